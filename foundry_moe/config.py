@@ -1,0 +1,240 @@
+"""The configuration a user writes, and every check on it that needs no model and no process group.
+
+One class, `MoEConfig`, serves both ways of using the package: `algorithms.dmoe` and `model.moe`.
+This module imports neither torch nor Composer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+AUTO: Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """An expert's nonlinearity: `pointwise` is a name in `foundry_moe.ops.activations`; `gated` makes it a GLU."""
+
+    pointwise: str
+    gated: bool
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "swiglu": Activation(pointwise="silu", gated=True),
+    "geglu": Activation(pointwise="gelu", gated=True),
+    "geglu_tanh": Activation(pointwise="gelu_tanh", gated=True),
+    "reglu": Activation(pointwise="relu", gated=True),
+    "silu": Activation(pointwise="silu", gated=False),
+    "gelu": Activation(pointwise="gelu", gated=False),
+    "gelu_tanh": Activation(pointwise="gelu_tanh", gated=False),
+    "relu": Activation(pointwise="relu", gated=False),
+    "relu2": Activation(pointwise="relu2", gated=False),
+}
+BACKENDS = ("auto", "blocksparse", "grouped", "reference")
+INITS = ("random", "upcycle")
+MEMORY = ("save", "recompute")
+ALL_TO_ALL = ("auto", "flat", "hierarchical")
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest known name, or a list of the known names."""
+    known = sorted(known)
+    match = difflib.get_close_matches(str(word), known, n=1)
+    return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
+
+
+def one_of(where: str, value: object, known: Iterable[str]) -> None:
+    """Raises ValueError unless `value` is one of `known`."""
+    known = list(known)
+    if value not in known:
+        raise ValueError(f"{where}: {value!r} is not one of {', '.join(known)}; {nearest(value, known)}")
+
+
+def _matches(value: Any, annotation: Any) -> bool:
+    """Whether a YAML value fits a field's annotation; only the forms used in this project are read."""
+    origin = typing.get_origin(annotation)
+    if annotation is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_matches(value, option) for option in typing.get_args(annotation))
+    if origin is Literal:
+        return value in typing.get_args(annotation)
+    if origin is tuple or origin is list:
+        return isinstance(value, list | tuple) and all(_matches(v, typing.get_args(annotation)[0]) for v in value)
+    if origin in (dict, Mapping) or annotation in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation is type(None):
+        return value is None
+    return isinstance(value, annotation) if isinstance(annotation, type) else True
+
+
+def _plain(annotation: Any) -> str:
+    """An annotation as a user reads it."""
+    names = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "NoneType": "null"}
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_plain(option) for option in typing.get_args(annotation))
+    if typing.get_origin(annotation) is Literal:
+        return " or ".join(str(v) for v in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (tuple, list):
+        return "a list"
+    if typing.get_origin(annotation) in (dict, Mapping):
+        return "a mapping"
+    name = getattr(annotation, "__name__", str(annotation))
+    return names.get(name, name)
+
+
+def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) -> T:
+    """Builds a frozen dataclass from a user's mapping, strictly.
+
+    Args:
+        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise ValueError.
+        mapping: the user's keys. None is an empty mapping.
+        where: how the user knows this place, for example `algorithms.dmoe`.
+
+    Raises:
+        ValueError: an unknown key (the nearest known one is named), a missing key, or a value of another type.
+    """
+    if mapping is None:
+        mapping = {}
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"{where} must be a mapping of keys to values, not {mapping!r}")
+    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    for key, value in mapping.items():
+        if key not in known:
+            raise ValueError(f"{where}.{key} is not a key of {where}; {nearest(key, known)}")
+        if not _matches(value, hints[key]):
+            raise ValueError(f"{where}.{key} must be {_plain(hints[key])}, not {value!r}")
+    for name, f in known.items():
+        if name not in mapping and f.default is MISSING and f.default_factory is MISSING:
+            raise ValueError(f"{where}.{name} is missing: give it {_plain(hints[name])}")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """The 3-D device mesh: `expert` x `shard` x `replicate` = world size; `auto` takes what is left.
+
+    expert: over how many GPUs the experts of a layer are divided. Divides `num_experts`.
+    shard: over how many GPUs each parameter is sharded, as in ZeRO-3.
+    replicate: how many copies of the sharded model there are, as in HSDP.
+    all_to_all: flat | hierarchical | auto (hierarchical where `expert` spans nodes).
+    """
+
+    expert: int | Literal["auto"] = 1
+    shard: int | Literal["auto"] = AUTO
+    replicate: int | Literal["auto"] = 1
+    all_to_all: str = AUTO
+
+    def __post_init__(self) -> None:
+        for name in ("expert", "shard", "replicate"):
+            value = getattr(self, name)
+            if value != AUTO and value < 1:
+                raise ValueError(f"mesh.{name} ({value}) must be 1 or more, or auto")
+        one_of("mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Everything a user says of the MoE layers. The README's table of keys is made from this class.
+
+    num_experts: experts in a layer.
+    top_k: experts a token goes to.
+    expert_hidden_size: width of one expert; auto = that of the FFN it replaces.
+    activation: a name in ACTIVATIONS; auto = that of the FFN it replaces.
+    layers: all | {every: n} | a list of layer indices.
+    gate: `{name: ..., ...}`; the other keys belong to the gate.
+    loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`.
+    init: random | upcycle (each expert starts as a copy of the dense FFN).
+    init_std: standard deviation of random weights; projections back to the residual stream have it
+        divided by sqrt(2 * number of layers), as in GPT-2 (Radford et al. 2019, section 2.3).
+    shared_expert_hidden_size: width of an expert that every token passes through; 0 = none.
+    capacity: null = dropless; a number = capacity factor with token dropping; dynamic = the smallest that drops none.
+    backend: auto | blocksparse | grouped | reference.
+    memory: save | recompute the activation in the backward pass (blocksparse).
+    seed: weights depend on (seed, layer, expert) alone.
+    mesh: see MeshConfig; absent = data parallelism as Composer does it.
+    """
+
+    num_experts: int
+    top_k: int = 2
+    expert_hidden_size: int | Literal["auto"] = AUTO
+    activation: str = AUTO
+    layers: str | dict | tuple[int, ...] = "all"
+    gate: dict[str, Any] = field(default_factory=lambda: {"name": "topk"})
+    loss: dict[str, float] = field(default_factory=lambda: {"balance": 0.01})
+    init: str = "random"
+    init_std: float = 0.02
+    shared_expert_hidden_size: int = 0
+    capacity: float | Literal["dynamic"] | None = None
+    backend: str = "auto"
+    memory: str = "save"
+    seed: int = 17
+    mesh: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise ValueError(f"num_experts ({self.num_experts}) must be 1 or more")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts}): "
+                f"lower top_k or raise num_experts"
+            )
+        if self.expert_hidden_size != AUTO and self.expert_hidden_size < 1:
+            raise ValueError(f"expert_hidden_size ({self.expert_hidden_size}) must be 1 or more, or auto")
+        if self.shared_expert_hidden_size < 0:
+            raise ValueError(f"shared_expert_hidden_size ({self.shared_expert_hidden_size}) must be 0 or more")
+        one_of("activation", self.activation, [AUTO, *ACTIVATIONS])
+        one_of("backend", self.backend, BACKENDS)
+        one_of("init", self.init, INITS)
+        one_of("memory", self.memory, MEMORY)
+        if self.init_std <= 0:
+            raise ValueError(f"init_std ({self.init_std}) must be above 0")
+        self._check_layers()
+        self._check_gate_and_loss()
+        if isinstance(self.capacity, int | float) and self.capacity <= 0:
+            raise ValueError(f"capacity ({self.capacity}) must be above 0, dynamic, or null for dropless")
+        _ = self.mesh_config
+
+    def _check_layers(self) -> None:
+        layers = self.layers
+        if isinstance(layers, str) and layers != "all":
+            raise ValueError(f"layers ({layers!r}) must be all, {{every: n}} or a list of indices such as [1, 3, 5]")
+        if isinstance(layers, dict):
+            if set(layers) != {"every"} or not isinstance(layers["every"], int) or layers["every"] < 1:
+                raise ValueError(f"layers ({layers!r}) must be {{every: n}} with n a whole number of 1 or more")
+        if isinstance(layers, tuple) and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
+            raise ValueError(f"layers ({list(layers)}) must be distinct indices from 0 up, at least one")
+
+    def _check_gate_and_loss(self) -> None:
+        if not isinstance(self.gate.get("name"), str):
+            raise ValueError(f"gate ({self.gate!r}) must name a gate: gate: {{name: topk}}")
+        for name, weight in self.loss.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+                raise ValueError(f"loss.{name} ({weight!r}) must be a number of 0 or more")
+
+    @property
+    def mesh_config(self) -> MeshConfig | None:
+        """The parsed `mesh`, or None where the user gave none."""
+        return None if self.mesh is None else from_mapping(MeshConfig, self.mesh, "mesh")
+
+    def selects(self, layer_index: int) -> bool:
+        """Whether the layer at this index gets experts. `{every: 2}` takes layers 1, 3, 5, ... as GShard does."""
+        if isinstance(self.layers, dict):
+            return (layer_index + 1) % self.layers["every"] == 0
+        return self.layers == "all" or layer_index in self.layers

@@ -1,0 +1,156 @@
+"""The ragged permutation of an MoE layer: which row of the expert computation belongs to which choice of which token.
+
+Every shape is known on the host, so planning needs no synchronisation with the device. Knows nothing of
+experts' weights, gates or ranks.
+
+Shapes: T tokens, K choices a token at most, R = T * K rows at most, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """Rows sorted by expert, then by assignment (token-major). Rows past `offsets_E[-1]` belong to nobody.
+
+    experts_TK: int32, the expert of each choice; -1 where a token has no such choice.
+    tokens_per_expert_E: int32.
+    offsets_E: int32, the row after the last one of each expert (inclusive cumulative sum).
+    source_R: int32, the assignment t * K + k of each row; -1 past the end.
+    row_TK: int32, the row of each assignment; -1 where there is none.
+    """
+
+    experts_TK: Tensor
+    tokens_per_expert_E: Tensor
+    offsets_E: Tensor
+    source_R: Tensor
+    row_TK: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.tokens_per_expert_E.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """R: rows allocated, used or not."""
+        return self.source_R.shape[0]
+
+
+def plan_routes(experts_TK: Tensor, num_experts: int) -> Routes:
+    """Sorts assignments by expert, stably.
+
+    Args:
+        experts_TK: integers in [-1, num_experts); -1 is no choice. A 1-D tensor is taken as K = 1.
+        num_experts: E.
+
+    Raises:
+        ValueError: `experts_TK` is not an integer tensor of one or two dimensions.
+    """
+    if experts_TK.dim() == 1:
+        experts_TK = experts_TK[:, None]
+    if experts_TK.dim() != 2 or experts_TK.is_floating_point():
+        raise ValueError(
+            f"experts_TK must be integers of shape [tokens, choices], not {experts_TK.dtype} {tuple(experts_TK.shape)}"
+        )
+    expert_A = experts_TK.reshape(-1).int()
+    present_A = expert_A >= 0
+    key_A = torch.where(present_A, expert_A, num_experts)
+    sorted_A, source_A = torch.sort(key_A, stable=True)
+    bounds_E1 = torch.searchsorted(
+        sorted_A, torch.arange(num_experts + 1, device=key_A.device, dtype=key_A.dtype), out_int32=True
+    )
+    offsets_E = bounds_E1[1:].contiguous()
+    row_of_A = torch.empty_like(source_A, dtype=torch.int32)
+    row_of_A[source_A] = torch.arange(source_A.shape[0], device=key_A.device, dtype=torch.int32)
+    return Routes(
+        experts_TK=experts_TK.int(),
+        tokens_per_expert_E=bounds_E1.diff(),
+        offsets_E=offsets_E,
+        source_R=torch.where(sorted_A < num_experts, source_A, -1).int(),
+        row_TK=torch.where(present_A, row_of_A, -1).view_as(experts_TK),
+    )
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _gather_rows(x_TD: Tensor, routes: Routes) -> Tensor:
+    """x_RD: the token of each row; zeros past the end."""
+    choices = routes.row_TK.shape[1]
+    if x_TD.shape[0] == 0:
+        return x_TD.new_zeros(routes.num_rows, x_TD.shape[1])
+    token_R = torch.div(routes.source_R.clamp(min=0), choices, rounding_mode="floor")
+    x_RD = x_TD.index_select(0, token_R)
+    return x_RD.masked_fill_((routes.source_R < 0)[:, None], 0)
+
+
+def _sum_choices(y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
+    """y_TD: the weighted sum of each token's rows; rows past the end are never read into it."""
+    tokens, choices = routes.row_TK.shape
+    y_TD = y_RD.new_zeros(tokens, y_RD.shape[1], dtype=_accumulator(y_RD.dtype))
+    if y_RD.shape[0] == 0:
+        return y_TD.to(y_RD.dtype)
+    for k in range(choices):
+        row_T = routes.row_TK[:, k]
+        y_k_TD = y_RD.index_select(0, row_T.clamp(min=0)).to(y_TD.dtype)
+        if weights_TK is not None:
+            y_k_TD = y_k_TD * weights_TK[:, k, None].to(y_TD.dtype)
+        y_TD += y_k_TD.masked_fill((row_T < 0)[:, None], 0)
+    return y_TD.to(y_RD.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    """Gather whose backward gathers too: no atomics, the same bits on every run."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, row_TK: Tensor, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        return _gather_rows(x_TD, routes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_choices(grads[0], None, ctx.routes), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
+        ctx.routes = routes
+        ctx.save_for_backward(y_RD if weights_TK is not None else None, weights_TK)
+        return _sum_choices(y_RD, weights_TK, routes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy_TD,) = grads
+        y_RD, weights_TK = ctx.saved_tensors
+        routes: Routes = ctx.routes
+        dy_RD = _gather_rows(dy_TD, routes)
+        if weights_TK is None:
+            return dy_RD, None, None
+        dot_R = (y_RD.to(_accumulator(y_RD.dtype)) * dy_RD).sum(-1)
+        row_TK = routes.row_TK
+        if dot_R.shape[0] == 0:
+            return dy_RD, torch.zeros_like(weights_TK), None
+        dweights_TK = dot_R[row_TK.clamp(min=0).long()].masked_fill(row_TK < 0, 0).to(weights_TK.dtype)
+        weight_R = weights_TK.reshape(-1)[routes.source_R.clamp(min=0).long()]
+        return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK, None
+
+
+def permute(x_TD: Tensor, routes: Routes) -> Tensor:
+    """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end. Differentiable in `x_TD`."""
+    return _Permute.apply(x_TD, routes.source_R, routes.row_TK, routes)
+
+
+def combine(y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
+    """Sums each token's rows, weighted: y_TD [T, D] in `y_RD`'s dtype, accumulated in fp32 or better.
+
+    A token without choices gets zeros. Differentiable in `y_RD` and `weights_TK`; None weighs all rows by one.
+    """
+    return _Combine.apply(y_RD, weights_TK, routes)

