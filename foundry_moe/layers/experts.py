@@ -1,0 +1,122 @@
+"""The experts of a layer: their weights and nothing else. Knows no gate, no rank; whether E is global or local is all one to it.
+
+Shapes: T tokens, K choices, D model width, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from foundry_moe.config import ACTIVATIONS
+from foundry_moe.layers.init import normal_matrix, residual_std
+from foundry_moe.ops import Routes, routed_mlp
+from foundry_moe.ops.activations import POINTWISE
+
+
+class Experts(nn.Module):
+    """E MLPs or GLUs: w1_EFD (the gate projection of a GLU), v1_EFD (the up projection; None for an MLP), w2_EDF.
+
+    Args:
+        activation: a name in `foundry_moe.config.ACTIVATIONS`.
+        num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        d_model: int,
+        hidden_size: int,
+        activation: str,
+        num_layers: int,
+        init_std: float = 0.02,
+        backend: str = "auto",
+        memory: str = "save",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kind = ACTIVATIONS[activation]
+        self.activation = kind.pointwise
+        self.backend = backend
+        self.memory = memory
+        self.std = {"w1_EFD": init_std, "v1_EFD": init_std, "w2_EDF": residual_std(init_std, num_layers)}
+        wide = (num_experts, hidden_size, d_model)
+        self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
+        self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if kind.gated else None
+        self.w2_EDF = nn.Parameter(torch.empty(num_experts, d_model, hidden_size, device=device, dtype=dtype))
+
+    def initial(self, name: str, expert: int, *, seed: int, layer: int, device: torch.device) -> Tensor:
+        """The initial fp32 matrix of one global expert, for example `w1_EFD` -> [F, D]; a shard is a slice of it."""
+        shape = tuple(self.get_parameter(name).shape[1:])
+        return normal_matrix(
+            shape, self.std[name], seed=seed, layer=layer, name=name, expert=expert, device=device
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self, *, seed: int, layer: int) -> None:
+        """Draws all experts. For parameters that are whole on this process."""
+        for name, parameter in self.named_parameters():
+            for expert in range(parameter.shape[0]):
+                parameter[expert].copy_(
+                    self.initial(name, expert, seed=seed, layer=layer, device=parameter.device)
+                )
+
+    def forward(self, x_TD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
+        """y_TD [T, D]: see `foundry_moe.ops.routed_mlp`."""
+        return routed_mlp(
+            x_TD,
+            weights_TK,
+            routes,
+            self.w1_EFD,
+            self.v1_EFD,
+            self.w2_EDF,
+            activation=self.activation,
+            backend=self.backend,
+            memory=self.memory,
+        )
+
+
+class SharedExpert(nn.Module):
+    """One dense FFN that every token passes through beside its experts (Dai et al. 2024, DeepSeekMoE, section 3.2)."""
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        hidden_size: int,
+        activation: str,
+        num_layers: int,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kind = ACTIVATIONS[activation]
+        self.act = POINTWISE[kind.pointwise]
+        self.std = {"w1": init_std, "v1": init_std, "w2": residual_std(init_std, num_layers)}
+        self.w1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype)
+        self.v1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype) if kind.gated else None
+        self.w2 = nn.Linear(hidden_size, d_model, bias=False, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self, *, seed: int, layer: int) -> None:
+        for name, linear in self.named_children():
+            assert isinstance(linear, nn.Linear)
+            weight = linear.weight
+            drawn = normal_matrix(
+                (weight.shape[0], weight.shape[1]),
+                self.std[name],
+                seed=seed,
+                layer=layer,
+                name=f"shared.{name}",
+                device=weight.device,
+            )
+            weight.copy_(drawn)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        h_TF = self.act(self.w1(x_TD))
+        if self.v1 is not None:
+            h_TF = h_TF * self.v1(x_TD)
+        return self.w2(h_TF)

@@ -1,0 +1,30 @@
+"""Initial weights that depend on (seed, layer, expert) alone: never on the rank, the mesh or what was drawn before.
+
+Knows nothing of modules; callers copy what it draws, whole or in part.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+
+def stream_seed(seed: int, layer: int, name: str, expert: int = 0) -> int:
+    """A 63-bit seed of its own for each weight matrix."""
+    key = f"{seed}/{layer}/{name}/{expert}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def normal_matrix(
+    shape: tuple[int, ...], std: float, *, seed: int, layer: int, name: str, expert: int = 0, device: torch.device
+) -> Tensor:
+    """A fp32 matrix from N(0, std^2). Drawn on `device`: CPU and CUDA give different numbers, each the same on every rank."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(stream_seed(seed, layer, name, expert))
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(std)
+
+
+def residual_std(std: float, num_layers: int) -> float:
+    """The deviation of projections back to the residual stream: std / sqrt(2 * layers) (Radford et al. 2019, section 2.3)."""
+    return std / math.sqrt(2 * num_layers)

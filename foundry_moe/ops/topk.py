@@ -1,0 +1,26 @@
+"""The k largest scores of each token, ties towards the lower expert on every device.
+
+Shapes: T tokens, E experts, K choices. Also counts choices per expert without reading the device.
+"""
+
+import torch
+from torch import Tensor
+
+
+def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores, largest first, and their experts (int64): two tensors [T, K].
+
+    `torch.topk` leaves the order of ties open; a stable sort does not. Differentiable in the scores.
+    """
+    sorted_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+    return sorted_TE[:, :k], experts_TE[:, :k]
+
+
+def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
+    """Choices per expert, int64 [E]. A choice of -1, and those of tokens that `mask_T` (True = real) leaves out, do not count."""
+    counted_TK = experts_TK >= 0
+    if mask_T is not None:
+        counted_TK = counted_TK & mask_T[:, None]
+    bins_A = torch.where(counted_TK, experts_TK, num_experts).reshape(-1).long()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts_TK.device)
+    return counts.scatter_add(0, bins_A, torch.ones_like(bins_A))[:num_experts]
