@@ -44,7 +44,9 @@ ENTRY_POINTS = {
 }
 
 packages = find_packages(include=["foundry_moe", "foundry_moe.*"])
-kernel_packages = ["foundry_moe_kernels"] + [f"foundry_moe_kernels.{name}" for name in find_packages("kernels")]
+kernel_packages = ["foundry_moe_kernels"] + [
+    f"foundry_moe_kernels.{name}" for name in find_packages("kernels")
+]
 
 setup(
     name="foundry_moe",

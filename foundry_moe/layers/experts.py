@@ -41,7 +41,8 @@ class Experts(nn.Module):
         self.activation = kind.pointwise
         self.backend = backend
         self.memory = memory
-        self.std = {"w1_EFD": init_std, "v1_EFD": init_std, "w2_EDF": residual_std(init_std, num_layers)}
+        self.init_std = init_std
+        self.num_layers = num_layers
         wide = (num_experts, hidden_size, d_model)
         self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
         self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if kind.gated else None
@@ -50,9 +51,8 @@ class Experts(nn.Module):
     def initial(self, name: str, expert: int, *, seed: int, layer: int, device: torch.device) -> Tensor:
         """The initial fp32 matrix of one global expert, for example `w1_EFD` -> [F, D]; a shard is a slice of it."""
         shape = tuple(self.get_parameter(name).shape[1:])
-        return normal_matrix(
-            shape, self.std[name], seed=seed, layer=layer, name=name, expert=expert, device=device
-        )
+        std = residual_std(self.init_std, self.num_layers) if name == "w2_EDF" else self.init_std
+        return normal_matrix(shape, std, seed=seed, layer=layer, name=name, expert=expert, device=device)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int) -> None:
@@ -97,7 +97,9 @@ class SharedExpert(nn.Module):
         self.act = POINTWISE[kind.pointwise]
         self.std = {"w1": init_std, "v1": init_std, "w2": residual_std(init_std, num_layers)}
         self.w1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype)
-        self.v1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype) if kind.gated else None
+        self.v1 = (
+            nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype) if kind.gated else None
+        )
         self.w2 = nn.Linear(hidden_size, d_model, bias=False, device=device, dtype=dtype)
 
     @torch.no_grad()

@@ -17,7 +17,14 @@ def stream_seed(seed: int, layer: int, name: str, expert: int = 0) -> int:
 
 
 def normal_matrix(
-    shape: tuple[int, ...], std: float, *, seed: int, layer: int, name: str, expert: int = 0, device: torch.device
+    shape: tuple[int, ...],
+    std: float,
+    *,
+    seed: int,
+    layer: int,
+    name: str,
+    expert: int = 0,
+    device: torch.device,
 ) -> Tensor:
     """A fp32 matrix from N(0, std^2). Drawn on `device`: CPU and CUDA give different numbers, each the same on every rank."""
     generator = torch.Generator(device=device)

@@ -124,7 +124,9 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        assert isinstance(config.expert_hidden_size, int) and config.activation != "auto", "resolve `auto` first"
+        assert isinstance(config.expert_hidden_size, int) and config.activation != "auto", (
+            "resolve `auto` first"
+        )
         check_gate(config.gate, config.loss)
         self.config = config
         self.d_model = d_model
@@ -189,4 +191,6 @@ class MoELayer(nn.Module):
         values = [losses[name].detach() for name in self.loss_weights]
         losses_L = torch.stack(values).float() if values else y_TD.new_zeros(0, dtype=torch.float32)
         counts_E = count_choices(experts_TK, self.num_experts, mask_T)
-        return _AttachLoss.apply(y_TD, loss, losses_L, counts_E, self.context.loss_scale(y_TD.device), self.statistics)
+        return _AttachLoss.apply(
+            y_TD, loss, losses_L, counts_E, self.context.loss_scale(y_TD.device), self.statistics
+        )

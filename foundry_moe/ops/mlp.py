@@ -29,10 +29,14 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
     return backend
 
 
-def _check(x_TD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, routes: Routes, activation: str) -> None:
+def _check(
+    x_TD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, routes: Routes, activation: str
+) -> None:
     experts, hidden, width = w1_EFD.shape
     if x_TD.dim() != 2 or x_TD.shape[1] != width:
-        raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [tokens, {width}] to fit w1_EFD {tuple(w1_EFD.shape)}")
+        raise ValueError(
+            f"x_TD {tuple(x_TD.shape)} must be [tokens, {width}] to fit w1_EFD {tuple(w1_EFD.shape)}"
+        )
     if w2_EDF.shape != (experts, width, hidden):
         raise ValueError(f"w2_EDF {tuple(w2_EDF.shape)} must be {(experts, width, hidden)} to fit w1_EFD")
     if v1_EFD is not None and v1_EFD.shape != w1_EFD.shape:

@@ -66,4 +66,6 @@ def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float]) -> None
     from_mapping(cls.Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
     for name, weight in losses.items():
         if name not in cls.LOSSES and weight:
-            raise ValueError(f"loss.{name}: gate {settings['name']} has no such loss; {nearest(name, cls.LOSSES)}")
+            raise ValueError(
+                f"loss.{name}: gate {settings['name']} has no such loss; {nearest(name, cls.LOSSES)}"
+            )

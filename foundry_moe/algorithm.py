@@ -1,0 +1,79 @@
+"""The Composer algorithm `dmoe`: a thin class over `apply_dmoe`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from composer.utils import FSDP2Config
+
+from foundry_moe.config import MoEConfig, from_mapping
+from foundry_moe.conversion import apply_dmoe, batch_context
+
+__all__ = ["DMoE", "apply_dmoe"]
+
+
+class DMoE(Algorithm):
+    """Dropless Mixture-of-Experts: replaces feed-forward blocks by experts when training begins.
+
+    Runs on `Event.INIT`, before the model is wrapped or sharded, on MPT models and on Hugging Face causal LMs with
+    Llama-like blocks; and after each loss, so that auxiliary losses are scaled as the trainer scales the loss.
+
+    YAML::
+
+        algorithms:
+          dmoe:
+            num_experts: 8
+            top_k: 2
+            init: upcycle            # or random
+            loss: {balance: 0.01, z: 0.001}
+
+    All keys are those of `foundry_moe.MoEConfig`.
+
+    Raises:
+        ValueError: an unknown key (the nearest is named), or a value that cannot be; before any GPU work.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
+        self._settings = settings
+
+    def __repr__(self) -> str:
+        return f"DMoE({', '.join(f'{key}={value!r}' for key, value in self._settings.items())})"
+
+    @staticmethod
+    def required_on_load() -> bool:
+        """A checkpoint of a model with experts cannot be loaded into one without."""
+        return True
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.INIT, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            check_parallelism(state)
+            layers = apply_dmoe(state.model, self.config, state.optimizers)
+            logger.log_hyperparameters(
+                {"dmoe/layers": len(layers), "dmoe/num_experts": self.config.num_experts}
+            )
+            return
+        context = batch_context(state.model)
+        if context is not None:
+            state.loss = context.anchor(state.loss)
+
+
+def check_parallelism(state: State) -> None:
+    """Refuses what dMoE layers do not go with.
+
+    Raises:
+        ValueError: tensor parallelism, or FSDP1.
+    """
+    if state.tp_config is not None:
+        raise ValueError(
+            "tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert"
+        )
+    if state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config):
+        raise ValueError(
+            "fsdp_config is read as FSDP1, which dMoE does not support: set FSDP_VERSION=2 in the environment"
+        )

@@ -1,0 +1,138 @@
+"""The callback `expert_load`: how evenly tokens spread over experts, to any Composer logger.
+
+Shapes: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import Callback, Event, State, Time, TimeUnit
+from composer.core.time import ensure_time
+from composer.loggers import Logger
+from composer.utils import create_interval_scheduler, dist
+from torch import Tensor
+
+from foundry_moe.callbacks.heatmap import draw_heatmap
+from foundry_moe.conversion import moe_layers
+from foundry_moe.layers.moe import MoELayer
+
+
+def load_metrics(counts_E: Tensor) -> dict[str, float]:
+    """Figures of one layer's load.
+
+    Args:
+        counts_E: choices per expert, on the CPU.
+
+    Returns:
+        min, max, mean, std: choices per expert; max_over_mean: 1 when even ("MaxVio" + 1 of Wang et al. 2024);
+        entropy: of the shares, over log E, so 1 when even; dead: experts without a token.
+    """
+    loads = counts_E.double()
+    mean = loads.mean().item()
+    share = loads / loads.sum().clamp(min=1)
+    entropy = -(share * share.clamp(min=1e-300).log()).sum().item()
+    return {
+        "min": loads.min().item(),
+        "max": loads.max().item(),
+        "mean": mean,
+        "std": loads.std(correction=0).item(),
+        "max_over_mean": loads.max().item() / mean if mean else 0.0,
+        "entropy": entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,
+        "dead": float((counts_E == 0).sum().item()),
+    }
+
+
+class ExpertLoad(Callback):
+    """Logs how tokens spread over experts, over all microbatches and ranks of the batches since it last logged.
+
+    For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`; over the layers the worst
+    `dmoe/max_over_mean`, the sum `dmoe/dead` and the mean of each auxiliary loss `dmoe/loss/<name>`, unweighted.
+    It reads the device once each time it logs.
+
+    YAML::
+
+        callbacks:
+          expert_load:
+            interval: 10ba       # how often to log
+            shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
+            heatmap: runs/x/expert_load.png   # drawn when training ends; null for none
+
+    Args:
+        interval: a Composer time string.
+        shares: log each expert's share; for few experts.
+        heatmap: where the picture of layers x experts goes (rank 0 writes it).
+    """
+
+    def __init__(self, interval: str = "1ba", shares: bool = False, heatmap: str | None = None) -> None:
+        try:
+            every = Time.from_input(interval, TimeUnit.BATCH)
+        except ValueError as error:
+            raise ValueError(f"callbacks.expert_load.interval ({interval!r}): {error}") from None
+        self.check_interval = create_interval_scheduler(
+            ensure_time(every, TimeUnit.BATCH), final_events=set()
+        )
+        self.shares = shares
+        self.heatmap = heatmap
+        self.total_LE: Tensor | None = None
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        layers = moe_layers(state.model)
+        if not layers or not self.check_interval(state, Event.BATCH_END):
+            return
+        counts_LE, losses = _gather(layers)
+        for layer in layers:
+            layer.statistics.reset()
+        if counts_LE is None:
+            return
+        self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
+        logger.log_metrics(self._metrics(layers, counts_LE, losses))
+
+    def _metrics(
+        self, layers: list[MoELayer], counts_LE: Tensor, losses: dict[str, float]
+    ) -> dict[str, float]:
+        per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
+        metrics = {
+            f"dmoe/layer{layer.layer_index}/{name}": value
+            for layer, figures in zip(layers, per_layer, strict=True)
+            for name, value in figures.items()
+        }
+        metrics["dmoe/max_over_mean"] = max(figures["max_over_mean"] for figures in per_layer)
+        metrics["dmoe/dead"] = sum(figures["dead"] for figures in per_layer)
+        metrics |= {f"dmoe/loss/{name}": value for name, value in losses.items()}
+        if self.shares:
+            share_E = (counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)).mean(0)
+            metrics |= {f"dmoe/share/expert{e}": share for e, share in enumerate(share_E.tolist())}
+        return metrics
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self.heatmap and self.total_LE is not None and dist.get_global_rank() == 0:
+            names = [f"layer {layer.layer_index}" for layer in moe_layers(state.model)]
+            draw_heatmap(self.total_LE, names, Path(self.heatmap))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total_LE": self.total_LE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total_LE = state["total_LE"]
+
+
+def _gather(layers: list[MoELayer]) -> tuple[Tensor | None, dict[str, float]]:
+    """Counts [L, E] and mean losses over layers, microbatches and ranks; one reduction, one read of the device."""
+    statistics = [layer.statistics for layer in layers]
+    if not statistics[0].microbatches:
+        return None, {}
+    experts = max(s.counts_E.shape[0] for s in statistics)
+    rows = [torch.nn.functional.pad(s.counts_E, (0, experts - s.counts_E.shape[0])) for s in statistics]
+    means = [s.losses_L / s.microbatches for s in statistics]
+    # fp64 holds counts exactly up to 2^53
+    packed = torch.cat([torch.stack(rows).double().flatten(), torch.cat(means).double()])
+    dist.all_reduce(packed)
+    packed = packed.cpu()
+    counts_LE = packed[: len(rows) * experts].view(len(rows), experts).long()
+    names = statistics[0].names
+    losses_LN = packed[len(rows) * experts :].view(len(rows), len(names)) / dist.get_world_size()
+    return counts_LE, dict(zip(names, losses_LN.mean(0).tolist(), strict=True))

@@ -1,0 +1,141 @@
+"""`model.name: dmoe_causal_lm`: an MPT whose feed-forward blocks are dMoE layers from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from functools import cached_property
+from typing import Any
+
+from llmfoundry.layers_registry import attention_implementations
+from llmfoundry.models.mpt.configuration_mpt import MPTConfig
+from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
+from torch import nn
+
+from foundry_moe.config import MoEConfig, from_mapping
+from foundry_moe.conversion import apply_dmoe, moe_layers
+from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.experts import Experts
+from foundry_moe.layers.gates.base import Gate
+from foundry_moe.layers.moe import MoELayer
+
+_ATTENTION = "sdpa"
+
+
+class DMoEMPTConfig(MPTConfig):
+    """MPT's configuration, with `attn_impl: sdpa` allowed and the default."""
+
+    def _validate_config(self) -> None:
+        # To MPT, sdpa is its `torch` implementation: masks, biases and caches have the same form.
+        attn_config = dict(self.attn_config)
+        if attn_config.setdefault("attn_impl", _ATTENTION) == _ATTENTION:
+            attn_config["attn_impl"] = "torch"
+            self.uses_sdpa = True
+        self.attn_config = attn_config
+        super()._validate_config()
+
+
+class DMoECausalLM(ComposerMPTCausalLM):
+    """An MPT with dropless MoE layers; all keys of `mpt_causal_lm`, and `moe`, the keys of `algorithms.dmoe`.
+
+    The FFN that `ffn_config` describes sets the experts' width and activation where `moe` says `auto`. With
+    `ffn_config.ffn_type: dmoe` the keys stand in `ffn_config` instead, and every layer is MoE.
+
+    Args:
+        moe: mapping of keys of `MoEConfig`.
+        loss_fn: torch_crossentropy, since fused_crossentropy needs flash-attn.
+
+    Raises:
+        ValueError: a key or value of `moe` that cannot be, or both ways of configuring at once.
+    """
+
+    def __init__(
+        self, moe: Mapping[str, Any] | None = None, loss_fn: str = "torch_crossentropy", **kwargs: Any
+    ) -> None:
+        in_ffn = (kwargs.get("ffn_config") or {}).get("ffn_type") == "dmoe"
+        if in_ffn and moe is not None:
+            raise ValueError(
+                "model.moe and model.ffn_config.ffn_type: dmoe both configure the experts: keep one of them"
+            )
+        config = None if in_ffn else from_mapping(MoEConfig, moe, "model.moe")
+        kwargs["attn_config"] = {"attn_impl": _ATTENTION, **(kwargs.get("attn_config") or {})}
+        super().__init__(loss_fn=loss_fn, **kwargs)
+        self._use_sdpa()
+        if config is not None:
+            apply_dmoe(self.model, config)
+        else:
+            self._adopt_layers()
+
+    @property
+    def config_class(self) -> type[MPTConfig]:
+        return DMoEMPTConfig
+
+    def _use_sdpa(self) -> None:
+        if getattr(self.config, "uses_sdpa", False):
+            for module in self.model.modules():
+                if getattr(module, "attn_impl", None) == "torch" and hasattr(module, "attn_fn"):
+                    module.attn_fn = attention_implementations.get(_ATTENTION)
+
+    def _adopt_layers(self) -> None:
+        """Layers that MPT built one by one get the context that they share."""
+        context = BatchContext()
+        for layer in moe_layers(self.model):
+            layer.context = context
+        context.observe(self.model)
+
+    @property
+    def context(self) -> BatchContext:
+        return moe_layers(self.model)[0].context
+
+    def forward(self, batch: MutableMapping) -> Any:
+        # A mask of ones says nothing, and without it attention takes torch's flash path. MPT reads the mask on the
+        # host anyway, to refuse padding on the left.
+        mask = batch.get("attention_mask")
+        if mask is not None and bool(mask.all()):
+            batch = {key: value for key, value in batch.items() if key != "attention_mask"}
+        return super().forward(batch)
+
+    def loss(self, outputs: Any, batch: Mapping) -> Any:
+        return self.context.anchor(super().loss(outputs, batch))
+
+    @cached_property
+    def n_active_params(self) -> int:
+        """Parameters that a token passes through: for each layer `top_k` of its experts. Feeds the MFU of the speed monitor."""
+        idle = 0
+        for layer in moe_layers(self.model):
+            per_expert = sum(p.numel() for p in layer.experts.parameters()) // layer.num_experts
+            idle += per_expert * (layer.num_experts - layer.config.top_k)
+        return super().n_active_params - idle
+
+
+def build_dmoe_ffn(
+    d_model: int, expansion_ratio: float, device: str | None = None, bias: bool = True, **settings: Any
+) -> nn.Module:
+    """`ffn_config.ffn_type: dmoe`: an MPT block's FFN as a dMoE layer; use it with `model.name: dmoe_causal_lm`.
+
+    Other keys of `ffn_config` are those of `MoEConfig`, less `layers`, `init` and `mesh`. Experts have no bias.
+
+    Raises:
+        ValueError: an unknown key, or a value that cannot be.
+    """
+    for foundry_key in ("fc_type", "ffn_act_fn", "ffn_hidden_size"):
+        settings.pop(foundry_key, None)
+    for key in ("layers", "init"):
+        if key in settings:
+            raise ValueError(f"ffn_config.{key} is not for ffn_type: dmoe: use model.moe, which has it")
+    settings.setdefault("expert_hidden_size", int(d_model * expansion_ratio))
+    settings.setdefault("activation", "gelu")
+    config = from_mapping(MoEConfig, settings, "ffn_config")
+    # MPT numbers its blocks after it has built them, and before it draws weights: see `init_moe_module`
+    return MoELayer(d_model, config, layer_index=0, num_layers=1, context=BatchContext(), device=device)
+
+
+def init_moe_module(module: nn.Module, **_: Any) -> bool:
+    """LLM Foundry's hook for initial weights: True where the module is ours and has been dealt with."""
+    if isinstance(module, MoELayer):
+        if hasattr(module, "block_idx"):
+            module.layer_index = int(module.block_idx)
+            module.experts.num_layers = int(module.max_block_idx) + 1
+        module.reset_parameters()
+        return True
+    # parts of a layer: the layer draws them, once it has its index
+    return isinstance(module, Experts | Gate)
