@@ -5,6 +5,8 @@ Shapes: T tokens, K choices, D model width, F expert width, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +16,18 @@ from foundry_moe.ops import Routes, routed_mlp
 from foundry_moe.ops.activations import POINTWISE
 
 
+def _unchanged(weight: Tensor) -> Tensor:
+    return weight
+
+
 class Experts(nn.Module):
     """E MLPs or GLUs: w1_EFD (the gate projection of a GLU), v1_EFD (the up projection; None for an MLP), w2_EDF.
 
     Args:
         activation: a name in `foundry_moe.config.ACTIVATIONS`.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
+
+    `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
     """
 
     def __init__(
@@ -43,6 +51,7 @@ class Experts(nn.Module):
         self.memory = memory
         self.init_std = init_std
         self.num_layers = num_layers
+        self.local: Callable[[Tensor], Tensor] = _unchanged
         wide = (num_experts, hidden_size, d_model)
         self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
         self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if kind.gated else None
@@ -69,9 +78,9 @@ class Experts(nn.Module):
             x_TD,
             weights_TK,
             routes,
-            self.w1_EFD,
-            self.v1_EFD,
-            self.w2_EDF,
+            self.local(self.w1_EFD),
+            self.local(self.v1_EFD) if self.v1_EFD is not None else None,
+            self.local(self.w2_EDF),
             activation=self.activation,
             backend=self.backend,
             memory=self.memory,

@@ -1,0 +1,202 @@
+"""The all-to-all of an expert group: rows of uneven number from every rank to every rank, flat or hierarchical.
+
+Both ways deliver the same rows in the same order (by source rank), and neither computes on them, so results are
+the same to the bit. Must not know what a row holds.
+
+Shapes: P ranks of the group = N nodes x L ranks a node; S rows sent, Q rows received, D their width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foundry_moe.parallel.mesh import HIERARCHICAL, Meshes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """How many rows go where: what the host must know before rows can move.
+
+    sent, received: rows in all.
+    received_units: the sum of a second count that travels with the first.
+    stages: for each stage of the exchange, rows to and from each rank of the stage's group.
+    blocks: rows of each block between two stages, as [from a rank of this node][to a node]; empty for a flat exchange.
+    """
+
+    sent: int
+    received: int
+    received_units: int
+    stages: tuple[tuple[list[int], list[int]], ...]
+    blocks: tuple[tuple[int, ...], ...] = ()
+
+
+class Exchange(Protocol):
+    """Moves rows between the ranks of an expert group.
+
+    size, rank: of the group.
+    slots: for each rank of the group, its place in the order in which rows must lie when they are sent;
+        None = by rank.
+    """
+
+    size: int
+    rank: int
+    slots: list[int] | None
+
+    def agree(self, counts_P2: Tensor) -> Splits:
+        """Tells every rank what it will get. The only host synchronisation of an exchange.
+
+        Args:
+            counts_P2: integers, by slot: rows for that rank, and a second number that is summed on arrival.
+        """
+        ...
+
+    def there(self, rows_SD: Tensor, splits: Splits) -> Tensor:
+        """Rows, by slot, to their ranks: rows [Q, D] by source rank."""
+        ...
+
+    def back(self, rows_QD: Tensor, splits: Splits) -> Tensor:
+        """The inverse of `there`: rows [S, D] by slot."""
+        ...
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
+
+
+class FlatExchange:
+    """Every rank sends to every rank: one message for each pair."""
+
+    slots = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def agree(self, counts_P2: Tensor) -> Splits:
+        arriving_P2 = torch.empty_like(counts_P2)
+        dist.all_to_all_single(arriving_P2, counts_P2, group=self.group)
+        leaving, arriving = torch.stack([counts_P2, arriving_P2]).tolist()
+        to, from_ = [rows for rows, _ in leaving], [rows for rows, _ in arriving]
+        return Splits(
+            sent=sum(to),
+            received=sum(from_),
+            received_units=sum(units for _, units in arriving),
+            stages=((to, from_),),
+        )
+
+    def there(self, rows_SD: Tensor, splits: Splits) -> Tensor:
+        to, from_ = splits.stages[0]
+        return _all_to_all(rows_SD, to, from_, self.group)
+
+    def back(self, rows_QD: Tensor, splits: Splits) -> Tensor:
+        to, from_ = splits.stages[0]
+        return _all_to_all(rows_QD, from_, to, self.group)
+
+
+class HierarchicalExchange:
+    """First within the node, to the rank that has the destination's place; then between nodes, among equal places.
+
+    A message between nodes is L times as long, and there are L times fewer: 2DH of Tutel (Hwang et al. 2022,
+    arXiv 2206.03382, section 4.3), the balanced form of HetuMoE's gather, exchange and scatter (Nie et al. 2022,
+    arXiv 2203.14685, section 3.2), which sends all of a node through one of its ranks.
+    """
+
+    def __init__(self, node_group: dist.ProcessGroup, peer_group: dist.ProcessGroup) -> None:
+        self.node_group, self.peer_group = node_group, peer_group
+        self.local, self.nodes = dist.get_world_size(node_group), dist.get_world_size(peer_group)
+        self.size = self.local * self.nodes
+        self.rank = dist.get_rank(peer_group) * self.local + dist.get_rank(node_group)
+        self.slots = [local * self.nodes + node for node in range(self.nodes) for local in range(self.local)]
+
+    def agree(self, counts_P2: Tensor) -> Splits:
+        leaving_LN2 = counts_P2.view(self.local, self.nodes, 2)
+        middle_LN2 = torch.empty_like(leaving_LN2)
+        dist.all_to_all_single(middle_LN2, leaving_LN2.contiguous(), group=self.node_group)
+        middle_NL2 = middle_LN2.transpose(0, 1).contiguous()
+        arriving_NL2 = torch.empty_like(middle_NL2)
+        dist.all_to_all_single(arriving_NL2, middle_NL2, group=self.peer_group)
+        flat = torch.stack([leaving_LN2.flatten(), middle_LN2.flatten(), arriving_NL2.flatten()]).tolist()
+        leaving = _rows_of(flat[0], self.local, self.nodes)
+        middle = _rows_of(flat[1], self.local, self.nodes)
+        arriving = _rows_of(flat[2], self.nodes, self.local)
+        to_local, from_local = [sum(row) for row in leaving], [sum(row) for row in middle]
+        to_node, from_node = [sum(column) for column in zip(*middle, strict=True)], [sum(row) for row in arriving]
+        return Splits(
+            sent=sum(to_local),
+            received=sum(from_node),
+            received_units=sum(flat[2][1::2]),
+            stages=((to_local, from_local), (to_node, from_node)),
+            blocks=tuple(map(tuple, middle)),
+        )
+
+    def there(self, rows_SD: Tensor, splits: Splits) -> Tensor:
+        (to_local, from_local), (to_node, from_node) = splits.stages
+        middle = _all_to_all(rows_SD, to_local, from_local, self.node_group)
+        return _all_to_all(_transpose_blocks(middle, splits.blocks), to_node, from_node, self.peer_group)
+
+    def back(self, rows_QD: Tensor, splits: Splits) -> Tensor:
+        (to_local, from_local), (to_node, from_node) = splits.stages
+        middle = _all_to_all(rows_QD, from_node, to_node, self.peer_group)
+        by_node = tuple(zip(*splits.blocks, strict=True))
+        return _all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group)
+
+
+def _rows_of(pairs: list[int], outer: int, inner: int) -> list[list[int]]:
+    """The first of each pair of numbers, as [outer][inner]."""
+    rows = pairs[0::2]
+    return [rows[i * inner : (i + 1) * inner] for i in range(outer)]
+
+
+def _transpose_blocks(rows: Tensor, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Blocks of rows in row-major order of [i][j], put in row-major order of [j][i]."""
+    inner = len(blocks[0])
+    parts = rows.split([size for row in blocks for size in row])
+    return torch.cat([parts[i * inner + j] for j in range(inner) for i in range(len(blocks))])
+
+
+def build_exchange(meshes: Meshes) -> Exchange:
+    """The exchange that a plan asks for."""
+    if meshes.plan.all_to_all == HIERARCHICAL:
+        assert meshes.node_group is not None and meshes.peer_group is not None
+        return HierarchicalExchange(meshes.node_group, meshes.peer_group)
+    return FlatExchange(meshes.expert.get_group())
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
+        ctx.exchange, ctx.splits = exchange, splits
+        return exchange.there(rows_SD, splits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.exchange.back(grads[0], ctx.splits), None, None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_QD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
+        ctx.exchange, ctx.splits = exchange, splits
+        return exchange.back(rows_QD, splits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.exchange.there(grads[0], ctx.splits), None, None
+
+
+def send(rows_SD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
+    """`exchange.there`, differentiable: gradients go back."""
+    return _There.apply(rows_SD, exchange, splits)
+
+
+def give_back(rows_QD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
+    """`exchange.back`, differentiable: gradients go there."""
+    return _Back.apply(rows_QD, exchange, splits)

@@ -1,0 +1,240 @@
+"""Plans the (replicate, shard, expert) mesh as plain integers and builds the device meshes of a plan.
+
+Planning needs no process group and no torch, and costs the same for 1 rank as for 100,000. `expert` is the
+innermost dimension: ranks of an expert group are neighbours, so that their all-to-all stays on a node's NVLink.
+Must not know: models, parameters, tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from foundry_moe.config import AUTO, MeshConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+DIMENSIONS = ("replicate", "shard", "expert")
+FLAT, HIERARCHICAL = "flat", "hierarchical"
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor of `number`, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def listed(values: Iterable[int]) -> str:
+    """`1, 2, 4 or 8`."""
+    words = [str(v) for v in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """A mesh in integers: rank = (replicate index * shard + shard index) * expert + expert index.
+
+    replicate, shard, expert: widths; their product is the number of ranks.
+    ranks_per_node: neighbouring ranks that share a host.
+    all_to_all: flat | hierarchical.
+    """
+
+    replicate: int
+    shard: int
+    expert: int
+    ranks_per_node: int
+    all_to_all: str = FLAT
+
+    @property
+    def world_size(self) -> int:
+        return self.replicate * self.shard * self.expert
+
+    @property
+    def dense_shard(self) -> int:
+        """Over how many ranks a parameter outside the experts is sharded."""
+        return self.shard * self.expert
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.ranks_per_node)
+
+    @property
+    def expert_nodes(self) -> int:
+        """Nodes that an expert group touches, at most."""
+        if self.ranks_per_node % self.expert == 0:
+            return 1
+        if self.expert % self.ranks_per_node == 0:
+            return self.expert // self.ranks_per_node
+        return (self.expert - 2) // self.ranks_per_node + 2  # groups straddle nodes
+
+    @property
+    def expert_ranks_per_node(self) -> int:
+        """Ranks of one expert group on one of its nodes; for a hierarchical exchange."""
+        return min(self.expert, self.ranks_per_node)
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(replicate, shard, expert) indices of a rank."""
+        assert 0 <= rank < self.world_size
+        outer, expert = divmod(rank, self.expert)
+        return (*divmod(outer, self.shard), expert)
+
+    def expert_group(self, rank: int) -> range:
+        """Ranks that exchange tokens with `rank`."""
+        first = rank - rank % self.expert
+        return range(first, first + self.expert)
+
+    def shard_group(self, rank: int) -> range:
+        """Ranks that hold the other shards of the same experts."""
+        replicate, _, expert = self.coordinates(rank)
+        first = replicate * self.dense_shard + expert
+        return range(first, first + self.dense_shard, self.expert)
+
+    def dense_shard_group(self, rank: int) -> range:
+        """Ranks that hold the other shards of parameters outside the experts."""
+        first = rank - rank % self.dense_shard
+        return range(first, first + self.dense_shard)
+
+    def replicate_group(self, rank: int) -> range:
+        """Ranks that hold copies of what `rank` holds."""
+        return range(rank % self.dense_shard, self.world_size, self.dense_shard)
+
+    def experts_of(self, rank: int, num_experts: int) -> range:
+        """Experts, of `num_experts` in a layer, whose weights `rank` has a part of."""
+        local = num_experts // self.expert
+        first = self.coordinates(rank)[2] * local
+        return range(first, first + local)
+
+    def __str__(self) -> str:
+        return f"(replicate {self.replicate}, shard {self.shard}, expert {self.expert})"
+
+
+def plan_mesh(
+    config: MeshConfig, *, world_size: int, ranks_per_node: int, num_experts: int | None = None
+) -> MeshPlan:
+    """Fills in `auto` and checks a mesh against the machine and the experts.
+
+    `expert: auto` is the widest that fits in a node and divides `num_experts`; then `shard: auto` takes all
+    ranks that are left, and only where `shard` is a number does `replicate: auto` take more than one.
+
+    Args:
+        config: the user's `mesh`.
+        world_size: ranks in the job.
+        ranks_per_node: ranks on one host (LOCAL_WORLD_SIZE).
+        num_experts: experts in each layer; None skips its checks and makes `expert: auto` 1.
+
+    Raises:
+        ValueError: no such mesh exists; the sentence holds the arithmetic and the values that would do.
+    """
+    if world_size < 1 or ranks_per_node < 1:
+        raise ValueError(f"a mesh needs at least one GPU and one GPU a node, not {world_size} and {ranks_per_node}")
+    if world_size > ranks_per_node and world_size % ranks_per_node:
+        raise ValueError(f"{world_size} GPUs do not fill nodes of {ranks_per_node} GPUs: give every node as many")
+    if num_experts is not None and config.expert != AUTO and num_experts % config.expert:
+        valid = [d for d in divisors(num_experts) if world_size % d == 0]
+        raise ValueError(
+            f"mesh.expert ({config.expert}) must divide num_experts ({num_experts}): use {listed(valid)}"
+        )
+    widths = {name: getattr(config, name) for name in ("expert", "shard", "replicate")}
+    left = _left_over(widths, world_size)
+    if widths["expert"] == AUTO:
+        fits = [d for d in divisors(left) if ranks_per_node % d == 0 and (num_experts or 1) % d == 0]
+        widths["expert"] = fits[-1]
+        left //= fits[-1]
+    for name in ("shard", "replicate"):
+        if widths[name] == AUTO:
+            widths[name], left = left, 1
+    plan = MeshPlan(**widths, ranks_per_node=min(ranks_per_node, world_size))
+    return MeshPlan(**{**vars(plan), "all_to_all": _choose_exchange(config.all_to_all, plan)})
+
+
+def _left_over(widths: dict[str, int | str], world_size: int) -> int:
+    """Ranks for the widths that are `auto`."""
+    fixed = {name: w for name, w in widths.items() if isinstance(w, int)}
+    product = 1
+    for width in fixed.values():
+        product *= width
+    arithmetic = " x ".join(f"mesh.{name} ({w})" for name, w in fixed.items()) or "1"
+    if len(fixed) == len(widths) and product != world_size:
+        without = [f"mesh.{n}: {world_size * w // product}" for n, w in fixed.items() if world_size * w % product == 0]
+        hint = f"; {' or '.join(without)} would do" if without else ""
+        raise ValueError(
+            f"{arithmetic} = {product}, but there are {world_size} GPUs: set one of them to auto{hint}"
+        )
+    if world_size % product:
+        raise ValueError(
+            f"{arithmetic} = {product} must divide the number of GPUs ({world_size}): "
+            f"their product may be {listed(divisors(world_size))}"
+        )
+    return world_size // product
+
+
+def _choose_exchange(wanted: str, plan: MeshPlan) -> str:
+    whole_nodes = plan.expert % plan.ranks_per_node == 0
+    if wanted == HIERARCHICAL and plan.expert > plan.ranks_per_node and not whole_nodes:
+        raise ValueError(
+            f"mesh.all_to_all: hierarchical needs mesh.expert ({plan.expert}) to fill whole nodes of "
+            f"{plan.ranks_per_node} GPUs: use a multiple of {plan.ranks_per_node}, or all_to_all: flat"
+        )
+    spans = plan.expert > plan.ranks_per_node and whole_nodes
+    # with one rank a node there is nothing to gather within it; with one node nothing to exchange between
+    useful = spans and plan.ranks_per_node > 1
+    return HIERARCHICAL if useful and wanted != FLAT else FLAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """The device meshes of a plan.
+
+    dense: for parameters outside the experts: 1-D (shard_expert,), or 2-D (replicate, shard_expert).
+    experts: for `fully_shard` of experts: 1-D (shard,), or 2-D (replicate, shard).
+    expert: 1-D, the dimension on which experts are `Shard(0)`.
+    node_group, peer_group: for a hierarchical exchange, the expert group's ranks on this node, and those with
+        this rank's place on every node; None for a flat one.
+    """
+
+    plan: MeshPlan
+    dense: DeviceMesh
+    experts: DeviceMesh
+    expert: DeviceMesh
+    node_group: ProcessGroup | None = None
+    peer_group: ProcessGroup | None = None
+
+
+def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
+    """Builds process groups for a plan; every rank of the job calls this once, with the same plan.
+
+    A dimension of width one is left out of the meshes that reduce gradients: NCCL's average over a group of
+    one rank is not reliable (a warning in torch's FSDP2 says so), and costs a launch.
+    """
+    import warnings
+
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (plan.replicate, plan.shard, plan.expert)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+    dense = mesh["shard", "expert"]._flatten("shard_expert")
+    experts = mesh["shard"]
+    if plan.replicate > 1:
+        experts = mesh["replicate", "shard"]
+        with warnings.catch_warnings():  # torch 2.11 means to replace this slice; 2.7 has no other way
+            warnings.simplefilter("ignore")
+            dense = mesh["replicate", "shard_expert"]
+    node_group = peer_group = None
+    if plan.all_to_all == HIERARCHICAL:
+        split = init_device_mesh(
+            device_type,
+            (plan.replicate * plan.shard, plan.expert_nodes, plan.expert_ranks_per_node),
+            mesh_dim_names=("outside", "expert_node", "expert_local"),
+        )
+        node_group, peer_group = split.get_group("expert_local"), split.get_group("expert_node")
+    return Meshes(
+        plan=plan,
+        dense=dense,
+        experts=experts,
+        expert=mesh["expert"],
+        node_group=node_group,
+        peer_group=peer_group,
+    )

@@ -1,0 +1,201 @@
+"""Places a model's experts on a mesh and tells FSDP2 where the rest goes.
+
+Knows MoE layers by a protocol: `experts` (a module whose parameters have the experts first), `dispatch`,
+`num_experts`. Must not know gates, kernels or Composer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from foundry_moe.config import MeshConfig
+from foundry_moe.parallel.dispatch import ExpertDispatch
+from foundry_moe.parallel.exchange import build_exchange
+from foundry_moe.parallel.gradients import LocalWeight
+from foundry_moe.parallel.mesh import Meshes, MeshPlan, build_meshes, divisors, listed, plan_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What `parallelize` did.
+
+    meshes: for FSDP2 of the rest of the model, `meshes.dense`.
+    layers: names of the MoE layers whose experts were placed.
+    """
+
+    meshes: Meshes
+    layers: tuple[str, ...]
+
+    @property
+    def plan(self) -> MeshPlan:
+        return self.meshes.plan
+
+
+def moe_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The MoE layers of a model by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "experts", None), nn.Module)
+        and all(hasattr(module, attribute) for attribute in ("dispatch", "num_experts"))
+    }
+
+
+def parallelize(
+    model: nn.Module,
+    mesh_config: MeshConfig,
+    *,
+    fsdp_config: Any,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
+    device: torch.device | str = "cpu",
+    ranks_per_node: int | None = None,
+) -> Placement:
+    """Divides the experts of every MoE layer over the mesh, and points `fsdp_config` at the mesh for the rest.
+
+    Call it on every rank, before FSDP2 wraps the model. Experts on the meta device are drawn here, each rank its
+    own part alone; real ones are sliced. Parameters keep their names.
+
+    Args:
+        fsdp_config: an object whose `device_mesh` is set and whose `reshard_after_forward` is read, as
+            Composer's FSDP2Config has them.
+        optimizers: their parameters are replaced by the placed ones. They must not have stepped.
+        mp_policy: mixed precision of the experts.
+        device: of this rank.
+        ranks_per_node: default: LOCAL_WORLD_SIZE, or all.
+
+    Raises:
+        ValueError: no MoE layer, or a mesh that fits neither the job nor the experts.
+    """
+    layers = moe_layers(model)
+    if not layers:
+        raise ValueError("mesh is for models with MoE layers, and this one has none: check `layers`")
+    world_size = dist.get_world_size()
+    ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    plans = {
+        plan_mesh(
+            mesh_config,
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+            num_experts=layer.num_experts,  # type: ignore[arg-type]
+        )
+        for layer in layers.values()
+    }
+    if len(plans) > 1:
+        raise ValueError(f"mesh.expert: auto differs from layer to layer ({listed(sorted(p.expert for p in plans))}):"
+                         " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
+    plan = plans.pop()
+    for name, layer in layers.items():
+        check_shard(name, layer.experts, plan)  # type: ignore[arg-type]
+    device = torch.device(device)
+    meshes = build_meshes(plan, device.type)
+    fsdp_config.device_mesh = meshes.dense
+    if plan.expert > 1:
+        dispatch = ExpertDispatch(build_exchange(meshes))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for layer in layers.values():
+            place_experts(
+                layer,
+                meshes,
+                device=device,
+                mp_policy=mp_policy or MixedPrecisionPolicy(),
+                reshard_after_forward=fsdp_config.reshard_after_forward,
+            )
+            layer.dispatch = dispatch  # type: ignore[assignment]
+        placed = dict(model.named_parameters())
+        for optimizer in optimizers:
+            replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
+    return Placement(meshes=meshes, layers=tuple(layers))
+
+
+def check_shard(name: str, experts: nn.Module, plan: MeshPlan) -> None:
+    """Raises ValueError where FSDP2 cannot cut an expert's matrices into `shard` equal parts."""
+    if plan.expert == 1:
+        return  # sharded by FSDP2 with the rest of the model, over experts
+    for parameter_name, parameter in experts.named_parameters():
+        rows = parameter.shape[1]
+        if rows % plan.shard:
+            valid = [d for d in divisors(plan.world_size // plan.expert) if rows % d == 0]
+            raise ValueError(
+                f"mesh.shard ({plan.shard}) must divide the rows ({rows}) of an expert's matrices "
+                f"({name}.experts.{parameter_name}): use {listed(valid)}"
+            )
+
+
+def place_experts(
+    layer: nn.Module,
+    meshes: Meshes,
+    *,
+    device: torch.device,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int,
+) -> None:
+    """Makes a layer's expert weights DTensors: dimension 0 over `expert`, dimension 1 over `shard`.
+
+    Two shardings of one dimension would make rows interleave; on different dimensions a checkpoint can be cut
+    to any mesh.
+    """
+    experts: nn.Module = layer.experts  # type: ignore[assignment]
+    on_meta = any(parameter.is_meta for parameter in experts.parameters())
+    owned = meshes.plan.experts_of(dist.get_rank(), layer.num_experts)  # type: ignore[arg-type]
+    for module in experts.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            local = parameter.detach()[owned.start : owned.stop]
+            local = local.contiguous() if on_meta else local.to(device, copy=True)
+            placed = DTensor.from_local(
+                local,
+                meshes.expert,
+                [Shard(0)],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            setattr(module, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    fully_shard(
+        experts,
+        mesh=meshes.experts,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=lambda parameter: Shard(1),
+        mp_policy=mp_policy,
+    )
+    experts.local = LocalWeight(meshes.plan.expert)  # type: ignore[assignment]
+    if on_meta:
+        experts.to_empty(device=device)
+        draw_experts(layer, meshes.plan)
+
+
+@torch.no_grad()
+def draw_experts(layer: nn.Module, plan: MeshPlan) -> None:
+    """Fills a layer's placed experts with their initial weights: the same numbers as without a mesh."""
+    _, shard, _ = plan.coordinates(dist.get_rank())
+    owned = plan.experts_of(dist.get_rank(), layer.num_experts)  # type: ignore[arg-type]
+    experts: Any = layer.experts
+    for name, parameter in experts.named_parameters():
+        local_eFD: Tensor = parameter.to_local()
+        rows = local_eFD.shape[1]
+        for expert, local_FD in zip(owned, local_eFD, strict=True):
+            whole_FD = experts.initial(
+                name, expert, seed=layer.config.seed, layer=layer.layer_index, device=local_FD.device  # type: ignore[union-attr]
+            )
+            local_FD.copy_(whole_FD.narrow(0, shard * rows, rows))
+
+
+def replace_parameters(optimizer: torch.optim.Optimizer, new: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Puts placed parameters in the place of the old ones, group by group.
+
+    Raises:
+        ValueError: the optimizer has stepped; its state would be of other shapes.
+    """
+    if optimizer.state:
+        raise ValueError("experts must be placed on a mesh before the optimizer's first step, but it has state")
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
