@@ -6,7 +6,7 @@ code stays as it is. Knows nothing of ranks or trainers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -15,16 +15,24 @@ import torch
 from torch import Tensor, nn
 
 
+def unchanged(tensor: Tensor) -> Tensor:
+    """The tensor itself: one process has the whole batch."""
+    return tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateContext:
     """What a gate may ask about its tokens. T tokens.
 
     token_ids_BS: the ids of the batch [sequences, positions], or None where the model was not given any.
     mask_T: True for real tokens, False for padding; None = all are real.
+    sum_over_ranks: sums a tensor without gradient over all processes that share the batch. With expert counts of
+        the whole batch, the mean over processes of their balance losses is that of the whole batch.
     """
 
     token_ids_BS: Tensor | None = None
     mask_T: Tensor | None = None
+    sum_over_ranks: Callable[[Tensor], Tensor] = unchanged
 
 
 class BatchContext:
@@ -36,15 +44,16 @@ class BatchContext:
     def __init__(self) -> None:
         self.token_ids_BS: Tensor | None = None
         self.mask_BS: Tensor | None = None
-        self._loss_scale = torch.ones(())
+        self._loss_scale = torch.ones((), dtype=torch.float64)
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = unchanged
 
     def loss_scale(self, device: torch.device) -> Tensor:
-        """d(what is differentiated) / d(loss), fp32 scalar: a trainer weighs microbatches, and scales fp16 losses.
+        """d(what is differentiated) / d(loss), fp64 scalar: a trainer weighs microbatches, and scales fp16 losses.
 
         One where no loss was anchored. Its value is right in the backward pass only.
         """
         if self._loss_scale.device != device:
-            self._loss_scale = torch.ones((), device=device)
+            self._loss_scale = torch.ones((), dtype=torch.float64, device=device)
         return self._loss_scale
 
     def for_tokens(self, num_tokens: int) -> GateContext:
@@ -53,6 +62,7 @@ class BatchContext:
         return GateContext(
             token_ids_BS=ids if ids is not None and ids.numel() == num_tokens else None,
             mask_T=mask.reshape(-1) if mask is not None and mask.numel() == num_tokens else None,
+            sum_over_ranks=self.sum_over_ranks,
         )
 
     def observe(self, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Places a model's experts on a mesh and tells FSDP2 where the rest goes.
 
 Knows MoE layers by a protocol: `experts` (a module whose parameters have the experts first), `dispatch`,
-`num_experts`. Must not know gates, kernels or Composer.
+`num_experts`, `context`. Must not know gates, kernels or Composer.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def parallelize(
     device = torch.device(device)
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
+    for layer in layers.values():
+        layer.context.sum_over_ranks = sum_over_ranks  # type: ignore[union-attr]
     if plan.expert > 1:
         dispatch = ExpertDispatch(build_exchange(meshes))
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -115,6 +117,13 @@ def parallelize(
         for optimizer in optimizers:
             replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
     return Placement(meshes=meshes, layers=tuple(layers))
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum over all ranks of the job of a tensor that carries no gradient."""
+    summed = tensor.detach().clone()
+    dist.all_reduce(summed)
+    return summed
 
 
 def check_shard(name: str, experts: nn.Module, plan: MeshPlan) -> None:

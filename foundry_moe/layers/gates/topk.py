@@ -61,7 +61,7 @@ class TopKGate(LinearGate):
         weights_TK, experts_TK = topk(scores_TE, self.top_k)
         if config.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=1e-20)
-        counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+        counts_E = context.sum_over_ranks(count_choices(experts_TK, self.num_experts, context.mask_T))
         return Choices(
             experts_TK=experts_TK,
             weights_TK=weights_TK * config.scale,

@@ -1,0 +1,134 @@
+"""Starts a process group on this machine, runs one function on every rank, and ends all of it if one rank fails.
+
+Children come from a fork server that has imported torch, so a launch costs a fraction of a second a process.
+Must not know what is run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What each process needs to join. `folder` is shared by the ranks."""
+
+    world_size: int
+    backend: str
+    folder: str
+    timeout_s: float
+    threads: int
+
+
+def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """One rank, from process start to exit code. Rank 0's result and every rank's error go to files."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size)
+    )
+    folder = Path(job.folder)
+    torch.set_num_threads(job.threads)
+    if job.backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+    else:
+        torch.cuda.set_device(rank)
+    try:
+        dist.init_process_group(
+            job.backend,
+            init_method=f"file://{folder / 'rendezvous'}",
+            rank=rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.timeout_s),
+        )
+        result = function(*arguments)
+        if rank == 0:
+            torch.save(result, folder / "result.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"error-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        # a rank that waits for others must not be waited for in turn: leave without any shutdown protocol
+        os._exit(1)
+
+
+def run_processes(
+    function: Callable[..., Any],
+    *arguments: Any,
+    world_size: int,
+    backend: str = "gloo",
+    timeout_s: float = 300.0,
+    preload: str = "foundry_moe.parallel.parity",
+) -> Any:
+    """Runs `function(*arguments)` on `world_size` new processes that form a process group.
+
+    Args:
+        function: importable by name; returns on rank 0 what `torch.save` can write.
+        timeout_s: for the whole run, and for each collective in it.
+        preload: a module that the fork server imports once, for all launches of this process.
+
+    Returns:
+        Rank 0's result.
+
+    Raises:
+        RuntimeError: a rank raised, died or ran out of time. All others have been ended; the message holds the
+            error of the rank that failed first.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    threads = max(1, (os.cpu_count() or 1) // world_size) if backend == "gloo" else 4
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = Job(
+            world_size=world_size, backend=backend, folder=folder, timeout_s=timeout_s, threads=threads
+        )
+        processes = [
+            context.Process(target=_enter, args=(rank, job, function, arguments), name=f"rank {rank}")
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            failed = _wait(processes, timeout_s)
+            if failed is not None:
+                raise RuntimeError(_describe(failed, Path(folder), timeout_s))
+            return torch.load(Path(folder) / "result.pt", weights_only=False)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                process.join()
+
+
+def _wait(processes: list[BaseProcess], timeout_s: float) -> dict[int, int | None] | None:
+    """None once every rank has ended well; else exit codes when the first failed, or when time ran out."""
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in processes):
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+        if any(code not in (None, 0) for code in codes.values()) or time.monotonic() > deadline:
+            return codes
+        time.sleep(0.02)
+    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+    return codes if any(codes.values()) else None
+
+
+def _describe(codes: dict[int, int | None], folder: Path, timeout_s: float) -> str:
+    errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:
+        rank = errors[0].name.removeprefix("error-")
+        return f"rank {rank} of {len(codes)} failed:\n{errors[0].read_text(encoding='utf-8')}"
+    dead = {rank: code for rank, code in codes.items() if code not in (None, 0)}
+    if dead:
+        return f"rank {min(dead)} of {len(codes)} died with exit code {dead[min(dead)]}"
+    return f"{sum(code is None for code in codes.values())} of {len(codes)} ranks still ran after {timeout_s:g} s"

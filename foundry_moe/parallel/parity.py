@@ -1,0 +1,286 @@
+"""A small training run, the same on one process and on any mesh, and what it leaves behind to compare.
+
+One case is a model, its data for a few steps and an optimizer, all drawn from seeds, so that every process can
+make the whole of it. Must not know how results are compared, nor how processes are started.
+
+Shapes: N sequences, S positions, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from foundry_moe.config import MeshConfig, MoEConfig
+from foundry_moe.conversion import apply_dmoe, batch_context
+from foundry_moe.parallel.gradients import clip_norm
+from foundry_moe.parallel.placement import parallelize
+
+VOCABULARY, WIDTH, HIDDEN, LAYERS, POSITIONS, SEQUENCES, STEPS = 40, 16, 24, 2, 6, 12, 3
+LEARNING_RATE = 0.01
+EPSILON = 1e-3  # AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
+KINDS = ("embed", "head", "norm", "mix", "gate.", "shared", "w1_EFD", "v1_EFD", "w2_EDF")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. `moe` holds keys of `MoEConfig`.
+
+    tied: the head is the embedding.
+    microbatches: gradient accumulation.
+    share: how much of a microbatch each rank takes, repeated over the ranks; unequal numbers make uneven
+        batches, a zero leaves a rank without any.
+    crowd: all tokens choose the first `top_k` experts: the other experts, and their ranks, get none.
+    max_norm: gradients are clipped to it.
+    """
+
+    name: str
+    moe: dict[str, Any]
+    tied: bool = False
+    microbatches: int = 1
+    share: tuple[int, ...] = (1,)
+    crowd: bool = False
+    max_norm: float = 1e9
+
+
+CASES = (
+    Case(
+        name="random, uneven and empty ranks, 2 microbatches",
+        moe={"num_experts": 8, "top_k": 3, "loss": {"balance": 0.1, "z": 0.01}},
+        microbatches=2,
+        share=(3, 0, 1, 2),
+    ),
+    Case(
+        name="upcycled, shared expert, tied, clipped",
+        # weights that are not normalised: else equal experts would give the router no gradient but rounding
+        moe={
+            "num_experts": 8,
+            "top_k": 2,
+            "init": "upcycle",
+            "shared_expert_hidden_size": 8,
+            "gate": {"name": "topk", "normalize": False},
+        },
+        tied=True,
+        max_norm=0.1,
+    ),
+    Case(
+        name="every token to one expert",
+        moe={"num_experts": 8, "top_k": 1, "activation": "gelu", "loss": {"z": 0.01}},
+        crowd=True,
+        share=(1, 2),
+        microbatches=2,
+        max_norm=0.5,
+    ),
+)
+
+
+class _Dense(nn.Module):
+    """A Llama-like FFN, there to be replaced or upcycled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.act_fn = nn.SiLU()
+
+
+class _Block(nn.Module):
+    """Norm, a causal running mean in place of attention, norm, FFN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.ffn: nn.Module = _Dense()
+
+    def forward(self, x_NSD: Tensor) -> Tensor:
+        count_S1 = torch.arange(1, x_NSD.shape[1] + 1, device=x_NSD.device, dtype=x_NSD.dtype)[:, None]
+        x_NSD = x_NSD + self.mix(self.norm_1(x_NSD).cumsum(1) / count_S1)
+        return x_NSD + self.ffn(self.norm_2(x_NSD))
+
+
+class TinyLM(nn.Module):
+    """A language model small enough for fp64 on a CPU."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x_NSD = self.embed(input_ids)
+        for block in self.blocks:
+            x_NSD = block(x_NSD)
+        return self.head(self.norm(x_NSD))
+
+
+def build_model(case: Case, dtype: torch.dtype, device: torch.device) -> TinyLM:
+    """The case's model, whole, the same on every process."""
+    torch.manual_seed(7)
+    model = TinyLM(case.tied).to(dtype)
+    apply_dmoe(model, MoEConfig(**{"init_std": 0.3, **case.moe}))
+    if case.crowd:
+        for block in model.blocks:
+            # a constant share of every token (its norm's bias) decides: expert 0, by a margin
+            with torch.no_grad():
+                block.norm_2.bias.fill_(1.0)
+                block.ffn.gate.weight_ED.mul_(0.01)
+                block.ffn.gate.weight_ED[0] += 1.0
+    return model.to(device)
+
+
+def draw_batch(step: int, microbatch: int) -> Tensor:
+    """Token ids [N, S + 1] of one microbatch of the whole job."""
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    return torch.randint(VOCABULARY, (SEQUENCES, POSITIONS + 1), generator=generator)
+
+
+def take_share(ids_NS: Tensor, share: tuple[int, ...], rank: int, world_size: int) -> Tensor:
+    """The sequences of one rank; together the ranks have each once."""
+    weights = [share[r % len(share)] for r in range(world_size)]
+    if not any(weights):
+        weights[0] = 1
+    edges = [round(ids_NS.shape[0] * sum(weights[:r]) / sum(weights)) for r in range(world_size + 1)]
+    return ids_NS[edges[rank] : edges[rank + 1]]
+
+
+def kind_of(name: str) -> str:
+    """The row of the certificate that a parameter belongs to."""
+    return next((kind for kind in reversed(KINDS) if kind in name), "other").strip(".")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on the CPU; every rank calls it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def shard_rest(model: nn.Module, mesh: Any, mp_policy: MixedPrecisionPolicy) -> None:
+    """FSDP2 of what is not an expert, block by block, as Composer does it."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=mp_policy)
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+
+
+def run_case(
+    case: Case,
+    mesh: MeshConfig | None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ranks_per_node: int | None = None,
+) -> dict[str, Tensor]:
+    """Trains a case for a few steps.
+
+    Args:
+        mesh: None = this process alone.
+        dtype: of parameters.
+        compute_dtype: mixed precision, on a mesh by FSDP2; None = `dtype`.
+
+    Returns:
+        What to compare, by name: `loss/step`, `norm/step`, `grad/step/kind/parameter`, `weight/kind/parameter`,
+        `checkpoint/key`; the same on every rank, but for checkpoints, which rank 0 reads.
+    """
+    device = torch.device(device)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)
+    model = build_model(case, dtype, device)
+    context = batch_context(model)
+    assert context is not None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
+    if mesh is not None:
+        fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
+        parallelize(
+            model,
+            mesh,
+            fsdp_config=fsdp,
+            optimizers=[optimizer],
+            mp_policy=policy,
+            device=device,
+            ranks_per_node=ranks_per_node,
+        )
+        old = {name: parameter for name, parameter in model.named_parameters()}
+        shard_rest(model, fsdp.device_mesh, policy)
+        new = dict(model.named_parameters())
+        swap = {parameter: new[name] for name, parameter in old.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [swap[p] for p in group["params"]]
+    else:
+        assert compute_dtype is None, "mixed precision is FSDP2's: give a mesh of one rank"
+
+    seen: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=dtype, device=device)
+        for microbatch in range(case.microbatches):
+            last = microbatch + 1 == case.microbatches
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_all_reduce(last, recurse=False)
+            ids = draw_batch(step, microbatch)
+            everyone = ids[:, 1:].numel() * case.microbatches
+            mine = take_share(ids, case.share, rank, world_size).to(device)
+            logits = model(mine[:, :-1])
+            losses_T = F.cross_entropy(
+                logits.flatten(0, 1).to(dtype), mine[:, 1:].flatten(), reduction="none"
+            )
+            mean = context.anchor(losses_T.sum() / max(losses_T.numel(), 1))
+            # gradients are averaged over ranks, so a rank's mean weighs as its share of the tokens
+            share = losses_T.numel() * world_size / everyone
+            (mean * share).backward()
+            total += losses_T.detach().sum() / everyone
+        if mesh is not None:
+            dist.all_reduce(total)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                seen[f"grad/{step}/{kind_of(name)}/{name}"] = whole(parameter.grad)
+        seen[f"norm/{step}"] = clip_norm(model.parameters(), case.max_norm).cpu()
+        seen[f"loss/{step}"] = total.cpu()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        seen[f"weight/{kind_of(name)}/{name}"] = whole(parameter)
+    seen.update(_checkpoint_contents(model, optimizer, rank))
+    return seen
+
+
+def _checkpoint_contents(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
+    """Saves a sharded checkpoint and reads back the whole of it, as a run on another mesh would find it."""
+    folder: list[Any] = [tempfile.mkdtemp(prefix="parity-") if rank == 0 else None]
+    distributed = dist.is_initialized()
+    if distributed:
+        dist.broadcast_object_list(folder)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state["state"]}
+    dcp.save(state, checkpoint_id=folder[0], no_dist=not distributed)
+    if rank != 0:
+        return {}
+    merged = Path(folder[0]) / "merged.pt"
+    dcp_to_torch_save(folder[0], merged)
+    return dict(_flatten(torch.load(merged, weights_only=False), "checkpoint"))
+
+
+def _flatten(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flatten(value, f"{path}/{key}")

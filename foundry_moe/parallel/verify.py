@@ -1,0 +1,181 @@
+"""The parity certificate: trains small dMoE models on meshes and on one process, and prints how far they differ.
+
+Must not know how a model is placed or trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_moe.config import MeshConfig
+from foundry_moe.parallel.launch import run_processes
+from foundry_moe.parallel.parity import CASES, Case, run_case
+
+Mesh = tuple[int, int, int]  # replicate, shard, expert
+
+DEFAULT_MESHES: tuple[Mesh, ...] = (
+    (1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (1, 1, 8),
+)  # fmt: skip
+# fp64: rounding alone, over three steps of AdamW, is some 1e-13. fp32, bf16: sums in another order, and in bf16
+# partial sums of a token's experts, one a rank, rounded before they are added.
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-2}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`2,2,2` -> (replicate, shard, expert).
+
+    Raises:
+        argparse.ArgumentTypeError: not three whole numbers of 1 or more.
+    """
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: a mesh is replicate,shard,expert, for example 2,2,2")
+    replicate, shard, expert = map(int, parts)
+    return replicate, shard, expert
+
+
+def run_meshes(
+    meshes: Sequence[Mesh],
+    cases: Sequence[Case],
+    precision: str,
+    device_type: str,
+    ranks_per_node: int | None,
+    all_to_all: str,
+) -> dict[tuple[Mesh, str], dict[str, Tensor]]:
+    """On each rank of a launch: every case on every mesh of its size."""
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
+    results = {}
+    for mesh in meshes:
+        replicate, shard, expert = mesh
+        config = MeshConfig(replicate=replicate, shard=shard, expert=expert, all_to_all=all_to_all)
+        for case in cases:
+            results[mesh, case.name] = run_case(
+                case,
+                config,
+                dtype=_DTYPES[precision],
+                compute_dtype=torch.bfloat16 if precision == "bf16" else None,
+                device=device,
+                ranks_per_node=ranks_per_node,
+            )
+    return results
+
+
+def difference(measured: Tensor, expected: Tensor) -> float:
+    """The largest difference relative to the largest element expected; `inf` for another shape or not-a-number."""
+    if measured.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    gap = (measured.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    relative = gap / scale if scale else gap
+    return relative if relative == relative else float("inf")
+
+
+def compare(measured: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Rows of the certificate: for each kind of quantity, the largest difference.
+
+    A quantity that only one side has is an infinite difference: a gradient that is missing is not a zero.
+    """
+    rows: dict[str, float] = defaultdict(float)
+    for key in measured.keys() | expected.keys():
+        quantity, *rest = key.split("/")
+        row = {"grad": lambda r: f"gradient {r[1]}", "weight": lambda r: f"weights {r[0]}"}.get(
+            quantity, lambda r: quantity
+        )(rest)
+        if row == "norm":
+            row = "clipped norm"
+        both = key in measured and key in expected
+        rows[row] = max(rows[row], difference(measured[key], expected[key]) if both else float("inf"))
+    return dict(sorted(rows.items()))
+
+
+def certify(
+    meshes: Iterable[Mesh],
+    *,
+    cases: Sequence[Case] = CASES,
+    precision: str = "fp64",
+    device_type: str = "cpu",
+    ranks_per_node: int | None = None,
+    all_to_all: str = "auto",
+    timeout_s: float = 600.0,
+) -> dict[Mesh, dict[str, dict[str, float]]]:
+    """{mesh: {case: {row: largest relative difference from one process}}}; one launch for each number of processes.
+
+    Args:
+        precision: fp64 | fp32 | bf16 (weights and reductions in fp32).
+        device_type: cpu (gloo) or cuda (NCCL).
+        ranks_per_node: as if this were the number of GPUs of a node; None = all on one.
+    """
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    alone: Mesh = (1, 1, 1)
+    by_size: dict[int, list[Mesh]] = defaultdict(list)
+    for mesh in meshes:
+        by_size[mesh[0] * mesh[1] * mesh[2]].append(mesh)
+    common: tuple[Any, ...] = (cases, precision, device_type, ranks_per_node, all_to_all)
+    if device_type == "cpu":
+        expected = {case.name: run_case(case, None, dtype=_DTYPES[precision]) for case in cases}
+    else:
+        single = run_processes(run_meshes, [alone], *common, world_size=1, backend=backend, timeout_s=timeout_s)
+        expected = {case.name: single[alone, case.name] for case in cases}
+    table: dict[Mesh, dict[str, dict[str, float]]] = {}
+    for size, group in sorted(by_size.items()):
+        results = run_processes(
+            run_meshes, group, *common, world_size=size, backend=backend, timeout_s=timeout_s
+        )
+        for mesh in group:
+            table[mesh] = {case.name: compare(results[mesh, case.name], expected[case.name]) for case in cases}
+    return table
+
+
+def format_table(table: dict[Mesh, dict[str, dict[str, float]]], tolerance: float) -> str:
+    """The certificate as text, one line for each mesh, case and row."""
+    lines = [f"{'mesh (replicate, shard, expert)':32}{'case':52}{'quantity':20}{'difference':>12}"]
+    for mesh, cases in table.items():
+        for case, rows in cases.items():
+            for row, value in rows.items():
+                verdict = "pass" if value < tolerance else "FAIL"
+                lines.append(f"{mesh!s:32}{case:52}{row:20}{value:12.1e}  {verdict}")
+    return "\n".join(lines)
+
+
+def worst(table: dict[Mesh, dict[str, dict[str, float]]]) -> float:
+    """The largest difference in a certificate."""
+    return max(value for cases in table.values() for rows in cases.values() for value in rows.values())
+
+
+def verify_command(arguments: argparse.Namespace) -> int:
+    """`foundry-moe verify`: prints the certificate; 0 if every row passes."""
+    started = time.monotonic()
+    precision = arguments.precision or ("fp64" if arguments.device == "cpu" else "fp32")
+    meshes = arguments.mesh or [
+        mesh
+        for mesh in DEFAULT_MESHES
+        if arguments.device == "cpu" or mesh[0] * mesh[1] * mesh[2] <= torch.cuda.device_count()
+    ]
+    table = certify(
+        meshes,
+        precision=precision,
+        device_type=arguments.device,
+        ranks_per_node=arguments.gpus_per_node,
+        all_to_all=arguments.all_to_all,
+        timeout_s=arguments.timeout_s,
+    )
+    tolerance = TOLERANCE[precision] if arguments.tolerance is None else arguments.tolerance
+    print(format_table(table, tolerance))
+    largest = worst(table)
+    passed = largest < tolerance
+    print(
+        f"{len(table)} meshes, {len(CASES)} cases, {precision} on {arguments.device}: largest difference "
+        f"{largest:.1e}, tolerance {tolerance:.0e}: {'pass' if passed else 'FAIL'} "
+        f"({time.monotonic() - started:.0f} s)"
+    )
+    return 0 if passed else 1
