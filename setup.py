@@ -36,7 +36,10 @@ ENTRY_POINTS = {
     "console_scripts": ["foundry-moe = foundry_moe.cli:main"],
     "llmfoundry_algorithms": ["dmoe = foundry_moe.registry:DMoE"],
     "llmfoundry_models": ["dmoe_causal_lm = foundry_moe.registry:DMoECausalLM"],
-    "llmfoundry_callbacks": ["expert_load = foundry_moe.registry:ExpertLoad"],
+    "llmfoundry_callbacks": [
+        "expert_load = foundry_moe.registry:ExpertLoad",
+        "run_report = foundry_moe.registry:RunReport",
+    ],
     "llmfoundry_ffns": ["dmoe = foundry_moe.registry:build_dmoe_ffn"],
     "llmfoundry_attention_implementations": ["sdpa = foundry_moe.registry:sdpa_attention"],
     "llmfoundry_module_init_fns": ["dmoe = foundry_moe.registry:init_moe_module"],

@@ -227,9 +227,10 @@ class MoEConfig:
             raise ValueError(
                 f"layers ({layers!r}) must be all, {{every: n}} or a list of indices such as [1, 3, 5]"
             )
-        if isinstance(layers, dict):
-            if set(layers) != {"every"} or not isinstance(layers["every"], int) or layers["every"] < 1:
-                raise ValueError(
+        if isinstance(layers, dict) and (
+            set(layers) != {"every"} or not isinstance(layers["every"], int) or layers["every"] < 1
+        ):
+            raise ValueError(
                     f"layers ({layers!r}) must be {{every: n}} with n a whole number of 1 or more"
                 )
         if isinstance(layers, tuple) and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):

@@ -95,7 +95,8 @@ def _resolve(name: str, block: DenseFFN | SparseFFN, config: MoEConfig) -> MoECo
     activation = block.activation if config.activation == AUTO else config.activation
     if activation is None:
         raise ValueError(
-            f"activation (auto): that of {name} is not one of {', '.join(ACTIVATIONS)}; name one of these, with init: random"
+            f"activation (auto): that of {name} is not one of {', '.join(ACTIVATIONS)}; name one of these, "
+            "with init: random"
         )
     hidden = block.hidden_size if config.expert_hidden_size == AUTO else config.expert_hidden_size
     resolved = replace(config, activation=activation, expert_hidden_size=hidden)
@@ -135,7 +136,8 @@ def _check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> None:
         )
     if config.activation != block.activation:
         raise ValueError(
-            f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; leave it auto"
+            f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
+            "leave it auto"
         )
     if block.gate.weight.is_meta:
         raise ValueError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
@@ -171,7 +173,7 @@ def _build_layer(
 
 @torch.no_grad()
 def _copy_dense(layer: MoELayer, block: DenseFFN) -> None:
-    """Every expert becomes the dense block (Komatsuzaki et al. 2022, sparse upcycling); a shared expert adds nothing yet."""
+    """Every expert becomes the dense block (Komatsuzaki et al. 2022, sparse upcycling); a shared expert adds 0."""
     for name, weight in expert_weights(block).items():
         layer.experts.get_parameter(name).copy_(weight.expand_as(layer.experts.get_parameter(name)))
     if layer.shared_expert is not None:

@@ -1,8 +1,9 @@
-"""What LLM Foundry's entry points name. Importing this imports no GPU library; registration is the entry points' work."""
+"""What LLM Foundry's entry points name; registration is their work, nothing happens at import."""
 
 from foundry_moe.algorithm import DMoE
 from foundry_moe.callbacks.expert_load import ExpertLoad
+from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.mpt import DMoECausalLM, build_dmoe_ffn, init_moe_module
 
-__all__ = ["DMoE", "DMoECausalLM", "ExpertLoad", "build_dmoe_ffn", "init_moe_module", "sdpa_attention"]
+__all__ = ["DMoE", "DMoECausalLM", "ExpertLoad", "RunReport", "build_dmoe_ffn", "init_moe_module", "sdpa_attention"]

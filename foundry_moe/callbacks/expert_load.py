@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.core import Callback, Event, State, Time, TimeUnit
-from composer.core.time import ensure_time
+from composer.core import Callback, Event, State
 from composer.loggers import Logger
-from composer.utils import create_interval_scheduler, dist
+from composer.utils import dist
 from torch import Tensor
 
 from foundry_moe.callbacks.heatmap import draw_heatmap
+from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.conversion import moe_layers
 from foundry_moe.layers.moe import MoELayer
 
@@ -68,26 +68,30 @@ class ExpertLoad(Callback):
     """
 
     def __init__(self, interval: str = "1ba", shares: bool = False, heatmap: str | None = None) -> None:
-        try:
-            every = Time.from_input(interval, TimeUnit.BATCH)
-        except ValueError as error:
-            raise ValueError(f"callbacks.expert_load.interval ({interval!r}): {error}") from None
-        self.check_interval = create_interval_scheduler(
-            ensure_time(every, TimeUnit.BATCH), final_events=set()
-        )
+        self.due = at_interval(interval, "callbacks.expert_load.interval")
         self.shares = shares
         self.heatmap = heatmap
         self.total_LE: Tensor | None = None
+        self.latest_LE: Tensor | None = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
+        if self.due(state, Event.BATCH_END):
+            self._log_loads(state, logger)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        if self.due(state, Event.EPOCH_END):
+            self._log_loads(state, logger)
+
+    def _log_loads(self, state: State, logger: Logger) -> None:
         layers = moe_layers(state.model)
-        if not layers or not self.check_interval(state, Event.BATCH_END):
+        if not layers:
             return
         counts_LE, losses = _gather(layers)
         for layer in layers:
             layer.statistics.reset()
         if counts_LE is None:
             return
+        self.latest_LE = counts_LE
         self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
         logger.log_metrics(self._metrics(layers, counts_LE, losses))
 

@@ -1,4 +1,4 @@
-"""The experts of a layer: their weights and nothing else. Knows no gate, no rank; whether E is global or local is all one to it.
+"""The experts of a layer: their weights and nothing else. Knows no gate and no rank; E may be global or local.
 
 Shapes: T tokens, K choices, D model width, F expert width, E experts.
 """

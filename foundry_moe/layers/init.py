@@ -26,12 +26,12 @@ def normal_matrix(
     expert: int = 0,
     device: torch.device,
 ) -> Tensor:
-    """A fp32 matrix from N(0, std^2). Drawn on `device`: CPU and CUDA give different numbers, each the same on every rank."""
+    """A fp32 matrix from N(0, std^2), drawn on `device`: CPU and CUDA differ, ranks do not."""
     generator = torch.Generator(device=device)
     generator.manual_seed(stream_seed(seed, layer, name, expert))
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(std)
 
 
 def residual_std(std: float, num_layers: int) -> float:
-    """The deviation of projections back to the residual stream: std / sqrt(2 * layers) (Radford et al. 2019, section 2.3)."""
+    """The deviation of projections to the residual stream: std / sqrt(2 layers) (Radford et al. 2019, section 2.3)."""
     return std / math.sqrt(2 * num_layers)

@@ -26,7 +26,7 @@ class DMoEMPTConfig(MPTConfig):
 
     def _validate_config(self) -> None:
         # To MPT, sdpa is its `torch` implementation: masks, biases and caches have the same form.
-        attn_config = dict(self.attn_config)
+        attn_config: dict[str, Any] = dict(self.attn_config)  # type: ignore[has-type]
         if attn_config.setdefault("attn_impl", _ATTENTION) == _ATTENTION:
             attn_config["attn_impl"] = "torch"
             self.uses_sdpa = True
@@ -99,7 +99,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
 
     @cached_property
     def n_active_params(self) -> int:
-        """Parameters that a token passes through: for each layer `top_k` of its experts. Feeds the MFU of the speed monitor."""
+        """Parameters that a token passes through: of a layer's experts, `top_k`. For the speed monitor's MFU."""
         idle = 0
         for layer in moe_layers(self.model):
             per_expert = sum(p.numel() for p in layer.experts.parameters()) // layer.num_experts
@@ -133,8 +133,9 @@ def init_moe_module(module: nn.Module, **_: Any) -> bool:
     """LLM Foundry's hook for initial weights: True where the module is ours and has been dealt with."""
     if isinstance(module, MoELayer):
         if hasattr(module, "block_idx"):
-            module.layer_index = int(module.block_idx)
-            module.experts.num_layers = int(module.max_block_idx) + 1
+            block: Any = module
+            module.layer_index = block.block_idx
+            module.experts.num_layers = block.max_block_idx + 1
         module.reset_parameters()
         return True
     # parts of a layer: the layer draws them, once it has its index

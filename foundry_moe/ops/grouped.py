@@ -1,4 +1,4 @@
-"""The expert MLP on torch's grouped product: the cross-check of the block-sparse kernels, and the choice where Triton is absent.
+"""The expert MLP on torch's grouped product: the cross-check of the block-sparse kernels.
 
 Shapes: R rows, D model width, F expert width, E experts.
 """

@@ -17,7 +17,7 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
-    """Choices per expert, int64 [E]. A choice of -1, and those of tokens that `mask_T` (True = real) leaves out, do not count."""
+    """Choices per expert, int64 [E]: those of -1, and of tokens that `mask_T` (True = real) leaves out, not counted."""
     counted_TK = experts_TK >= 0
     if mask_T is not None:
         counted_TK = counted_TK & mask_T[:, None]

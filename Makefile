@@ -1,0 +1,39 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each does all its own set-up, and nothing twice.
+#
+#   make env [STACK=modern|stock]   the environment alone: .venv or .venv-stock
+#   make demo                       trains a small dMoE on real text, 2 processes on the CPU
+#   make test [TESTS=...]           the test suite
+#   make lint                       ruff and mypy
+STACK ?= modern
+VENV := $(if $(filter stock,$(STACK)),.venv-stock,.venv)
+BIN := $(VENV)/bin
+TESTS ?= tests
+DEMO ?=
+
+# One thread a process and no hub: what a small CPU run wants, and what makes it repeatable.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+export HF_DATASETS_OFFLINE := 1
+
+.PHONY: env demo test lint clean
+
+env:
+	@scripts/make_env.sh $(VENV) $(STACK)
+
+data/demo/facts.json: foundry_moe/demo.py | env
+	$(BIN)/python -m foundry_moe.demo data/demo
+
+demo: env data/demo/facts.json
+	$(BIN)/composer -n 2 foundry_moe/train.py yamls/demo/cpu.yaml $(DEMO)
+
+test: env
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf runs data .venv .venv-stock build *.egg-info

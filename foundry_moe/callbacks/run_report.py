@@ -1,0 +1,155 @@
+"""The callback `run_report`: a line a person can follow while a run goes on, and a page at its end."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import nn
+
+from foundry_moe.callbacks.expert_load import ExpertLoad
+from foundry_moe.callbacks.interval import at_interval
+
+_LOSS = "loss/train/total"
+_EVAL_LOSS = "LanguageCrossEntropy"
+
+
+class TrainingComplete(Exception):
+    """The checkpoint that was loaded is the end of the run: there is nothing to do, and that is no error."""
+
+
+class RunReport(Callback):
+    """Prints progress every `interval`, and at the end losses, checkpoint and a sample of generated text.
+
+    The line shows batch, loss, tokens a second of all ranks, and, with the callback `expert_load`, each expert's share
+    of tokens (mean over layers). A run that was complete already prints its last page and ends without an error.
+
+    YAML::
+
+        callbacks:
+          run_report: {interval: 10ba, prompt: "The state of the union is", facts: data/demo/facts.json}
+
+    Args:
+        interval: a Composer time string.
+        prompt: what the sample goes on from; empty = no sample.
+        sample_tokens: length of the sample.
+        facts: a JSON file with `unigram_loss`, the loss of a unigram model to compare with.
+    """
+
+    def __init__(
+        self, interval: str = "10ba", prompt: str = "", sample_tokens: int = 48, facts: str | None = None
+    ) -> None:
+        self.due = at_interval(interval, "callbacks.run_report.interval")
+        self.prompt = prompt
+        self.sample_tokens = sample_tokens
+        self.facts: dict[str, float] = json.loads(Path(facts).read_text()) if facts else {}
+        self.losses: dict[str, float] = {}
+        self._clock = (0, 0.0)
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        limit = state.max_duration
+        if limit is None or state.timestamp.batch.value == 0:
+            return
+        if state.timestamp.get(limit.unit) >= limit:
+            raise TrainingComplete(f"{self._page(state)}\nthis run is complete: {limit} are done, nothing to train")
+        _print(f"resuming at batch {state.timestamp.batch.value}")
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._clock = (state.timestamp.token.value, time.monotonic())
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        losses = state.total_loss_dict or {}
+        if _LOSS in losses:
+            self.losses.setdefault("first", float(losses[_LOSS]))
+            self.losses["last"] = float(losses[_LOSS])
+        if self.due(state, Event.BATCH_END):
+            _print(self._line(state))
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        if self.due(state, Event.EPOCH_END):
+            _print(self._line(state))
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        values = [
+            float(metrics[_EVAL_LOSS].compute()) for metrics in state.eval_metrics.values() if _EVAL_LOSS in metrics
+        ]
+        if values:
+            self.losses["validation"] = sum(values) / len(values)
+            _print(f"batch {state.timestamp.batch.value}: validation loss {self.losses['validation']:.4f}")
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        _print(self._page(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = dict(state["losses"])
+
+    def _line(self, state: State) -> str:
+        tokens, now = state.timestamp.token.value, time.monotonic()
+        rate = (tokens - self._clock[0]) / max(now - self._clock[1], 1e-9)
+        self._clock = (tokens, now)
+        loads = [c.latest_LE for c in state.callbacks if isinstance(c, ExpertLoad) and c.latest_LE is not None]
+        shares = ""
+        if loads:
+            share_E = (loads[0] / loads[0].sum(1, keepdim=True).clamp(min=1)).mean(0)
+            shares = " | tokens per expert " + " ".join(f"{share:.0%}" for share in share_E.tolist())
+        loss = self.losses.get("last", float("nan"))
+        return f"batch {state.timestamp.batch.value}/{state.max_duration} | loss {loss:.3f} | {rate:,.0f} tokens/s{shares}"
+
+    def _page(self, state: State) -> str:
+        rows = [
+            ("first loss", self.losses.get("first")),
+            ("last loss", self.losses.get("last")),
+            ("validation loss", self.losses.get("validation")),
+            ("unigram loss", self.facts.get("unigram_loss")),
+        ]
+        lines = [f"{name} {value:.4f}" for name, value in rows if value is not None]
+        lines += [f"checkpoint {place}" for place in _checkpoints(state)]
+        if self.prompt:
+            lines.append(f"sample {sample_text(state.model, self.prompt, self.sample_tokens)!r}")
+        return "\n".join(lines)
+
+
+def _print(text: str) -> None:
+    if dist.get_global_rank() == 0:
+        print(text, flush=True)
+
+
+def _checkpoints(state: State) -> list[str]:
+    """Where the newest checkpoint of each checkpointing callback is."""
+    places = []
+    for callback in state.callbacks:
+        if isinstance(callback, CheckpointSaver):
+            folder = Path(callback.folder)
+            saved = sorted(folder.glob("*rank0*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
+            places += [str(saved[-1])] if saved else []
+        elif hasattr(callback, "latest_checkpoint"):
+            places += [str(callback.latest_checkpoint)]
+    return places
+
+
+@torch.no_grad()
+def sample_text(model: nn.Module, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 17) -> str:
+    """The prompt and what the model goes on with. Every rank must call it: a sharded model computes together."""
+    inner: Any = getattr(model, "module", model)
+    tokenizer = inner.tokenizer
+    device = next(inner.parameters()).device
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    was_training = inner.training
+    inner.eval()
+    for _ in range(tokens):
+        logits = inner({"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}).logits[0, -1]
+        chances = (logits.float() / temperature).softmax(-1).cpu()
+        ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator).to(device)[None]], dim=1)
+    inner.train(was_training)
+    return tokenizer.decode(ids[0])

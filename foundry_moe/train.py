@@ -1,0 +1,94 @@
+"""The training command: `composer -n 8 foundry_moe/train.py run.yaml key=value ...`.
+
+A thin door to LLM Foundry's trainer, which does the work. It adds three things: it checks the MoE keys before
+anything slow is imported, reads `fsdp_config` as FSDP2, and ends a run that was complete already without an error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from foundry_moe.config import MoEConfig, from_mapping
+from foundry_moe.errors import run_cleanly
+from foundry_moe.layers.gates.registry import check_gate
+
+USAGE = "usage: composer -n PROCESSES foundry_moe/train.py RUN.yaml [key=value ...]"
+
+
+def load_run(path: str, overrides: list[str]) -> DictConfig:
+    """The YAML with command-line overrides merged in.
+
+    Raises:
+        ValueError: no such file, or an override that is not `key=value`.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file; {USAGE}")
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"{override}: an override is key=value, for example max_duration=100ba")
+    config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(overrides))
+    if not isinstance(config, DictConfig):
+        raise ValueError(f"{path} must be a mapping of keys to values at its top level")
+    return config
+
+
+def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
+    """Checks the keys that are ours, in `algorithms.dmoe` or `model.moe`; None where the run has neither.
+
+    Raises:
+        ValueError: one sentence that names key, value and what would be valid.
+    """
+    algorithm = (run.get("algorithms") or {}).get("dmoe")
+    has_algorithm = "dmoe" in (run.get("algorithms") or {})
+    model = run.get("model") or {}
+    if has_algorithm and model.get("name") == "dmoe_causal_lm":
+        raise ValueError(
+            "algorithms.dmoe and model.name: dmoe_causal_lm both put experts into the model: keep one of them"
+        )
+    if (has_algorithm or model.get("name") == "dmoe_causal_lm") and run.get("tp_config"):
+        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
+    if has_algorithm:
+        config = from_mapping(MoEConfig, algorithm, "algorithms.dmoe")
+    elif "moe" in model:
+        config = from_mapping(MoEConfig, model["moe"], "model.moe")
+    else:
+        return None
+    check_gate(config.gate, config.loss)
+    return config
+
+
+def train(arguments: list[str]) -> int:
+    """Trains; see the module's text. Returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    run = load_run(arguments[0], arguments[1:])
+    plain = OmegaConf.to_container(run, resolve=True)
+    assert isinstance(plain, dict)
+    check_run({str(key): value for key, value in plain.items()})
+    os.environ.setdefault("FSDP_VERSION", "2")
+
+    from llmfoundry.command_utils import train as train_with_foundry
+
+    from foundry_moe.callbacks.run_report import TrainingComplete
+
+    try:
+        train_with_foundry(run)
+    except TrainingComplete as done:
+        print(done)
+    return 0
+
+
+def main() -> None:
+    """Entry point of the script."""
+    sys.exit(run_cleanly(lambda: train(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

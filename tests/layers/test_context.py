@@ -1,0 +1,59 @@
+"""What reaches the layers from the batch and from the trainer, with the model's code as it is."""
+
+import torch
+from torch import nn
+
+from foundry_moe.layers.context import BatchContext
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.embed(input_ids)
+
+
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, batch):
+        return self.model(batch["input_ids"], attention_mask=batch.get("attention_mask"))
+
+
+def test_ids_and_padding_are_noted_through_a_wrapper():
+    context, model = BatchContext(), Wrapper()
+    context.observe(model)
+    ids, mask = torch.arange(6).view(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    model({"input_ids": ids, "attention_mask": mask})
+    noted = context.for_tokens(6)
+    assert torch.equal(noted.token_ids_BS, ids) and torch.equal(noted.mask_T, mask.flatten().bool())
+    model({"input_ids": ids})
+    assert context.for_tokens(6).mask_T is None
+
+
+def test_ids_of_another_length_are_left_out():
+    context, model = BatchContext(), Model()
+    context.observe(model)
+    model(torch.zeros(2, 3, dtype=torch.long))
+    assert context.for_tokens(2).token_ids_BS is None
+
+
+def test_anchor_keeps_the_loss_and_records_what_the_trainer_makes_of_it():
+    context = BatchContext()
+    loss = torch.tensor(2.0, requires_grad=True)
+    anchored = context.anchor({"total": loss * 3, "part": loss})
+    assert anchored["total"].item() == 6.0
+    (anchored["total"] * 0.25).backward()
+    assert context.loss_scale(loss.device).item() == 0.25
+    assert loss.grad.item() == 0.75
+
+
+def test_anchor_takes_tensors_tuples_and_losses_without_gradient():
+    context = BatchContext()
+    leaf = torch.tensor(1.0, requires_grad=True)
+    first, second = context.anchor((leaf * 2, torch.tensor(5.0)))
+    assert (first.item(), second.item()) == (2.0, 5.0)

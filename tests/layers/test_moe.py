@@ -1,0 +1,209 @@
+"""The layer: what it computes, what it attaches to the graph, and what it counts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from foundry_moe.config import MoEConfig
+from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.losses import balance_loss
+from foundry_moe.layers.moe import MoELayer
+
+CONFIG = MoEConfig(num_experts=5, top_k=2, expert_hidden_size=7, activation="swiglu", init_std=0.5, loss={})
+
+
+def build(config=CONFIG, context=None, dtype=torch.float64, **keys) -> MoELayer:
+    layer = MoELayer(6, config, layer_index=1, num_layers=3, context=context or BatchContext(), dtype=dtype, **keys)
+    layer.reset_parameters()
+    return layer
+
+
+def naive(layer: MoELayer, x_TD, normalize, score):
+    """Token by token, from the definition."""
+    out = []
+    for x_D in x_TD:
+        logits_E = layer.gate.weight_ED @ x_D
+        scores_E = logits_E.softmax(0) if score == "softmax" else logits_E.sigmoid()
+        weights_K, experts_K = scores_E.topk(layer.config.top_k)
+        weights_K = weights_K / weights_K.sum() if normalize else weights_K
+        y_D = torch.zeros_like(x_D)
+        for w, e in zip(weights_K, experts_K.tolist(), strict=True):
+            w1, v1, w2 = layer.experts.w1_EFD[e], layer.experts.v1_EFD[e], layer.experts.w2_EDF[e]
+            y_D = y_D + w * (w2 @ (F.silu(w1 @ x_D) * (v1 @ x_D)))
+        if layer.shared_expert is not None:
+            y_D = y_D + layer.shared_expert(x_D[None])[0]
+        out.append(y_D)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shared", [0, 4])
+def test_layer_equals_a_loop_over_tokens_in_outputs_and_every_gradient(score, normalize, shared):
+    gate = {"name": "topk", "score": score, "normalize": normalize}
+    layer = build(replace(CONFIG, gate=gate, shared_expert_hidden_size=shared))
+    x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    y, truth = layer(x), naive(layer, x.reshape(-1, 6), normalize, score).view_as(x)
+    torch.testing.assert_close(y, truth)
+    direction = torch.randn_like(y)
+    inputs = [x, *layer.parameters()]
+    for ours, theirs in zip(
+        torch.autograd.grad(y, inputs, direction), torch.autograd.grad(truth, inputs, direction), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_one_token_and_no_token_pass():
+    layer = build()
+    assert layer(torch.randn(1, 6, dtype=torch.float64)).shape == (1, 6)
+    empty = torch.randn(0, 6, dtype=torch.float64, requires_grad=True)
+    layer(empty).sum().backward()
+    assert layer.experts.w1_EFD.grad.abs().sum() == 0
+
+
+def test_router_computes_in_fp32_in_a_bf16_model_and_under_autocast():
+    layer = build(dtype=torch.bfloat16)
+    x_TD = torch.randn(64, 6, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        choices = layer.gate(x_TD, BatchContext().for_tokens(64))
+    truth_TE = x_TD.double() @ layer.gate.weight_ED.double().T
+    # fp32 has 24 bits; bf16 would be off by 2^-9
+    assert (choices.logits_TE - truth_TE).abs().max() < 1e-5 * truth_TE.abs().max()
+
+
+def test_weights_depend_on_seed_layer_and_expert_alone():
+    a, b = build(), build()
+    torch.manual_seed(99)
+    b.reset_parameters()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    wider = build(replace(CONFIG, num_experts=9))
+    assert torch.equal(wider.experts.w1_EFD[:5], a.experts.w1_EFD)
+    other = build(replace(CONFIG, seed=18))
+    assert not torch.isclose(other.experts.w1_EFD, a.experts.w1_EFD).any()
+    assert not torch.equal(a.experts.w1_EFD[0], a.experts.w1_EFD[1])
+
+
+def test_residual_projections_are_scaled_down_by_depth():
+    layer = MoELayer(
+        64,
+        replace(CONFIG, expert_hidden_size=64, init_std=0.3),
+        layer_index=0,
+        num_layers=8,
+        context=BatchContext(),
+    )
+    layer.reset_parameters()
+    # 20,480 draws: the deviation of the sample is within 2% at four sigma
+    assert layer.experts.w1_EFD.std().item() == pytest.approx(0.3, rel=0.02)
+    assert layer.experts.w2_EDF.std().item() == pytest.approx(0.3 / 4, rel=0.02)
+
+
+WEIGHTS = {"balance": 0.3, "z": 0.05}
+
+
+class Block(nn.Module):
+    """A residual block around the layer, as in a transformer."""
+
+    def __init__(self, layer: MoELayer, mode: str) -> None:
+        super().__init__()
+        self.layer, self.mode = layer, mode
+
+    def forward(self, x):
+        if self.mode == "plain":
+            return x + self.layer(x)
+        return x + checkpoint(self.layer, x, use_reentrant=self.mode == "reentrant")
+
+
+def explicit_loss(layer: MoELayer, x_TD) -> torch.Tensor:
+    """The weighted auxiliary losses from their formulas."""
+    logits_TE = x_TD @ layer.gate.weight_ED.T
+    probs_TE = logits_TE.softmax(-1)
+    counts_E = torch.bincount(probs_TE.topk(2).indices.flatten(), minlength=5)
+    balance = 5 * (counts_E / counts_E.sum() * probs_TE.mean(0)).sum()
+    return WEIGHTS["balance"] * balance + WEIGHTS["z"] * logits_TE.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_auxiliary_losses_count_exactly_once(mode, microbatches):
+    """As a trainer does it: each microbatch's loss is scaled by its share, after the model has returned it."""
+    context = BatchContext()
+    layer = build(replace(CONFIG, loss=WEIGHTS), context)
+    block = Block(layer, mode)
+    batches = torch.randn(microbatches, 8, 6, dtype=torch.float64)
+    for x_TD in batches:
+        loss = context.anchor(block(x_TD.requires_grad_()).square().mean())
+        (loss / microbatches).backward()
+    ours = layer.gate.weight_ED.grad.clone()
+
+    plain = build()
+    total = sum((x + plain(x)).square().mean() + explicit_loss(plain, x) for x in batches.detach()) / microbatches
+    total.backward()
+    torch.testing.assert_close(ours, plain.gate.weight_ED.grad)
+    assert layer.statistics.microbatches == microbatches
+    assert layer.statistics.counts_E.sum() == microbatches * 8 * 2
+
+
+def test_without_an_anchor_the_losses_weigh_one():
+    layer = build(replace(CONFIG, loss=WEIGHTS))
+    x_TD = torch.randn(8, 6, dtype=torch.float64)
+    layer(x_TD).sum().backward()
+    plain = build()
+    (plain(x_TD).sum() + explicit_loss(plain, x_TD)).backward()
+    torch.testing.assert_close(layer.gate.weight_ED.grad, plain.gate.weight_ED.grad)
+
+
+def test_evaluation_and_inference_neither_count_nor_attach():
+    layer = build(replace(CONFIG, loss=WEIGHTS))
+    x_TD = torch.randn(8, 6, dtype=torch.float64)
+    layer.eval()
+    layer(x_TD).sum().backward()
+    with torch.no_grad():
+        layer.train()(x_TD)
+    assert layer.statistics.microbatches == 0 and layer.statistics.counts_E.sum() == 0
+
+
+def test_padding_takes_part_in_neither_loss_nor_statistics():
+    context = BatchContext()
+    layer = build(replace(CONFIG, loss={"balance": 1.0}), context)
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    context.mask_BS = torch.tensor([[True, True, False, False], [True, True, True, False]])
+    layer(x).sum().backward()
+    assert layer.statistics.counts_E.sum() == 5 * 2
+    real_TD = x.reshape(-1, 6)[context.mask_BS.flatten()]
+    probs_TE = (real_TD @ layer.gate.weight_ED.T).softmax(-1)
+    counts_E = torch.bincount(probs_TE.topk(2).indices.flatten(), minlength=5)
+    assert layer.statistics.losses_L.item() == pytest.approx(balance_loss(probs_TE, counts_E).item(), rel=1e-6)
+
+
+def test_a_loss_that_the_gate_lacks_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"loss.balanse: gate topk has no such loss; did you mean 'balance'"):
+        build(replace(CONFIG, loss={"balanse": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("gate", "sentence"),
+    [
+        ({"name": "topq"}, "there is no gate 'topq'"),
+        ({"name": "topk", "scores": "softmax"}, "gate.scores is not a key of gate; did you mean 'score'"),
+        ({"name": "topk", "score": "softmin"}, "'softmin' is not one of softmax, sigmoid"),
+        ({"name": "topk", "jitter": 1.5}, r"jitter \(1.5\) must be at least 0 and below 1"),
+    ],
+)
+def test_a_mistake_in_the_gate_is_named(gate, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build(replace(CONFIG, gate=gate))
+
+
+@pytest.mark.parametrize("loss", [{}, WEIGHTS], ids=["no-losses", "losses"])
+def test_layer_compiles_without_a_graph_break(loss):
+    layer = build(replace(CONFIG, loss=loss), dtype=torch.float32)
+    x_TD = torch.randn(16, 6)
+    eager = build(replace(CONFIG, loss=loss), dtype=torch.float32)
+    eager(x_TD).sum().backward()
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(x_TD).sum().backward()
+    torch.testing.assert_close(layer.gate.weight_ED.grad, eager.gate.weight_ED.grad)
+    assert torch.equal(layer.statistics.counts_E, eager.statistics.counts_E)

@@ -1,0 +1,110 @@
+"""Every backend against a loop over tokens in fp64; the choice of backend and its errors."""
+
+import pytest
+import torch
+
+from foundry_moe.ops import plan_routes, routed_mlp
+from foundry_moe.ops.activations import POINTWISE
+
+
+def naive(x_TD, weights_TK, experts_TK, w1, v1, w2, act):
+    out = []
+    for t in range(x_TD.shape[0]):
+        y_D = torch.zeros_like(x_TD[t])
+        for k, e in enumerate(experts_TK[t].tolist()):
+            if e >= 0:
+                h_F = act(w1[e] @ x_TD[t]) * (1 if v1 is None else v1[e] @ x_TD[t])
+                y_D = y_D + weights_TK[t, k] * (w2[e] @ h_F)
+        out.append(y_D)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("activation", list(POINTWISE))
+@pytest.mark.parametrize("gated", [True, False])
+def test_reference_equals_a_loop_over_tokens_in_outputs_and_every_gradient(activation, gated):
+    experts_TK = torch.tensor([[0, 3], [3, 0], [3, -1], [-1, -1], [3, 1]])  # expert 2 is empty, token 3 has none
+    leaves = [torch.randn(5, 6), torch.rand(5, 2), torch.randn(4, 7, 6), torch.randn(4, 7, 6), torch.randn(4, 6, 7)]
+    x, weights, w1, v1, w2 = (leaf.double().requires_grad_() for leaf in leaves)
+    v1 = v1 if gated else None
+    inputs = [t for t in (x, weights, w1, v1, w2) if t is not None]
+    y = routed_mlp(x, weights, plan_routes(experts_TK, 4), w1, v1, w2, activation=activation, backend="reference")
+    truth = naive(x, weights, experts_TK, w1, v1, w2, POINTWISE[activation])
+    torch.testing.assert_close(y, truth)
+    direction = torch.randn_like(y)
+    for ours, theirs in zip(
+        torch.autograd.grad(y, inputs, direction), torch.autograd.grad(truth, inputs, direction), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_expert_with_no_tokens_gets_zero_gradient():
+    w = [torch.randn(3, 4, 4, requires_grad=True) for _ in range(2)]
+    routes = plan_routes(torch.tensor([[0], [2]]), 3)
+    routed_mlp(torch.randn(2, 4), None, routes, w[0], None, w[1], activation="gelu", backend="reference").sum().backward()
+    for parameter in w:
+        assert parameter.grad[1].abs().sum() == 0 < parameter.grad[0].abs().sum()
+
+
+def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters():
+    x, w1, w2 = torch.randn(4, 8), torch.randn(2, 8, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = routed_mlp(x, None, plan_routes(torch.tensor([0, 1, 1, 0]), 2), w1, None, w2, activation="relu")
+    assert y.dtype is torch.bfloat16
+    y.sum().backward()
+    assert w1.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"x": torch.randn(3, 5)}, r"x_TD \(3, 5\) must be \[tokens, 4\]"),
+        ({"w2": torch.randn(2, 4, 4)}, r"w2_EDF \(2, 4, 4\) must be \(2, 4, 6\)"),
+        ({"v1": torch.randn(2, 6, 5)}, "must have w1_EFD's shape"),
+        ({"experts": 3}, "routes are for 3 experts, the weights for 2"),
+        ({"activation": "swish"}, "activation 'swish' is not one of"),
+        ({"backend": "grouped"}, "backend grouped needs bf16 on a CUDA device"),
+    ],
+)
+def test_wrong_use_is_named(change, sentence):
+    routes = plan_routes(torch.tensor([0, 1, 1]), change.get("experts", 2))
+    with pytest.raises(ValueError, match=sentence):
+        routed_mlp(
+            change.get("x", torch.randn(3, 4)),
+            None,
+            routes,
+            torch.randn(2, 6, 4),
+            change.get("v1"),
+            change.get("w2", torch.randn(2, 4, 6)),
+            activation=change.get("activation", "relu"),
+            backend=change.get("backend", "reference"),
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False])
+def test_grouped_equals_the_fp64_reference_as_closely_as_bf16_allows(gated):
+    experts, width, hidden, tokens, choices = 8, 128, 256, 500, 2
+    experts_TK = torch.randint(0, experts - 1, (tokens, choices), device="cuda")  # the last expert is empty
+    experts_TK[::7, 1] = -1
+    leaves = [
+        torch.randn(tokens, width),
+        torch.rand(tokens, choices),
+        torch.randn(experts, hidden, width) / width**0.5,
+        torch.randn(experts, hidden, width) / width**0.5 if gated else None,
+        torch.randn(experts, width, hidden) / hidden**0.5,
+    ]
+    ours = [t.cuda().bfloat16().requires_grad_() if t is not None else None for t in leaves]
+    truth = [t.detach().double().requires_grad_() if t is not None else None for t in ours]
+    routes = plan_routes(experts_TK, experts)
+    outputs = [
+        routed_mlp(x, w, routes, w1, v1, w2, activation="silu", backend=backend)
+        for (x, w, w1, v1, w2), backend in ((ours, "grouped"), (truth, "reference"))
+    ]
+    direction = torch.randn_like(outputs[0])
+    pairs = [(outputs[0], outputs[1])]
+    outputs[0].backward(direction)
+    outputs[1].backward(direction.double())
+    pairs += [(o.grad, t.grad) for o, t in zip(ours, truth, strict=True) if o is not None]
+    for mine, wanted in pairs:
+        # bf16 has 8 bits of mantissa: 2^-8 a rounding, a few roundings on the way
+        assert (mine.double() - wanted).norm() <= 1.5e-2 * wanted.norm()

@@ -1,0 +1,79 @@
+"""The ragged permutation: held to a loop over assignments, on the worst loads."""
+
+import pytest
+import torch
+
+from foundry_moe.ops import combine, permute, plan_routes
+
+LOADS = {
+    "uneven, one expert empty": torch.tensor([[0, 3], [3, 0], [3, 1], [0, 3], [3, 0]]),
+    "all to one expert": torch.full((6, 1), 2),
+    "ragged choices": torch.tensor([[0, -1], [-1, -1], [3, 2], [-1, 0]]),
+    "one token": torch.tensor([[1, 3]]),
+    "no token": torch.zeros(0, 2, dtype=torch.int64),
+    "no choice at all": torch.full((3, 2), -1),
+}
+
+
+@pytest.fixture(params=LOADS, ids=lambda name: name.replace(" ", "-"))
+def experts_TK(request):
+    return LOADS[request.param]
+
+
+def test_routes_sort_assignments_by_expert_and_keep_their_order(experts_TK):
+    routes = plan_routes(experts_TK, 4)
+    flat = experts_TK.flatten().tolist()
+    wanted = [a for e in range(4) for a, chosen in enumerate(flat) if chosen == e]
+    assert routes.source_R.tolist() == wanted + [-1] * (len(flat) - len(wanted))
+    assert routes.tokens_per_expert_E.tolist() == [flat.count(e) for e in range(4)]
+    assert routes.offsets_E.tolist() == torch.tensor([flat.count(e) for e in range(4)]).cumsum(0).tolist()
+    rows = routes.row_TK.flatten().tolist()
+    assert [rows[a] for a in wanted] == list(range(len(wanted)))
+    assert all(rows[a] == -1 for a, chosen in enumerate(flat) if chosen == -1)
+
+
+def test_permute_and_combine_equal_a_loop_in_values_and_gradients(experts_TK):
+    tokens, choices = experts_TK.shape
+    x_TD = torch.randn(tokens, 5, dtype=torch.float64, requires_grad=True)
+    weights_TK = torch.rand(tokens, choices, dtype=torch.float64, requires_grad=True)
+    scale_E = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+    routes = plan_routes(experts_TK, 4)
+    x_RD = permute(x_TD, routes)
+    expert_R = experts_TK.flatten()[routes.source_R.clamp(min=0)].clamp(min=0) if len(x_RD) else routes.source_R.long()
+    y_TD = combine(x_RD * scale_E[expert_R][:, None], weights_TK, routes)
+
+    wanted = [
+        sum((weights_TK[t, k] * scale_E[e] * x_TD[t] for k, e in enumerate(row) if e >= 0), torch.zeros_like(x_TD[t]))
+        for t, row in enumerate(experts_TK.tolist())
+    ]
+    wanted_TD = (torch.stack(wanted) if wanted else x_TD) + 0 * x_TD + 0 * weights_TK.sum()
+    torch.testing.assert_close(y_TD, wanted_TD)  # fp64 defaults: rounding only
+    direction = torch.randn_like(y_TD)
+    ours = torch.autograd.grad(y_TD, (x_TD, weights_TK), direction)
+    theirs = torch.autograd.grad(wanted_TD, (x_TD, weights_TK), direction)
+    for mine, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, truth)
+
+
+def test_rows_past_the_end_are_zero_and_never_read():
+    routes = plan_routes(torch.tensor([[0, -1], [1, -1]]), 2)
+    x_TD = torch.ones(2, 3, requires_grad=True)
+    x_RD = permute(x_TD, routes)
+    assert x_RD[2:].abs().sum() == 0
+    poisoned_RD = x_RD.clone()
+    poisoned_RD[2:] = float("nan")
+    combine(poisoned_RD, torch.ones(2, 2), routes).sum().backward()
+    assert torch.isfinite(x_TD.grad).all()
+
+
+def test_combine_accumulates_bf16_in_fp32():
+    """256 + 1 is not a bf16 number: a sum kept in bf16 would lose each of the ones."""
+    routes = plan_routes(torch.zeros(1, 9, dtype=torch.int64), 1)
+    y_RD = torch.tensor([256.0] + [1.0] * 8, dtype=torch.bfloat16)[:, None]
+    assert combine(y_RD, None, routes).item() == 264.0
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2, 2), torch.zeros(2, 2, 2, dtype=torch.int64)])
+def test_experts_of_another_kind_are_refused(bad):
+    with pytest.raises(ValueError, match="must be integers of shape"):
+        plan_routes(bad, 4)

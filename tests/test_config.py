@@ -1,0 +1,55 @@
+"""What a user may write, and the sentence that answers what they may not."""
+
+import pytest
+
+from foundry_moe.config import MoEConfig, from_mapping
+
+
+def parse(**keys):
+    return from_mapping(MoEConfig, keys, "algorithms.dmoe")
+
+
+def test_defaults_are_a_dropless_top2_layer():
+    config = parse(num_experts=8)
+    assert (config.top_k, config.capacity, config.gate) == (2, None, {"name": "topk"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"num_exprts": 8}, "num_exprts is not a key of algorithms.dmoe; did you mean 'num_experts'?"),
+        ({}, "algorithms.dmoe.num_experts is missing"),
+        ({"num_experts": "8"}, "num_experts must be a whole number, not '8'"),
+        ({"num_experts": True}, "num_experts must be a whole number, not True"),
+        ({"num_experts": 8, "top_k": 9}, r"top_k \(9\) must be between 1 and num_experts \(8\)"),
+        ({"num_experts": 0}, r"num_experts \(0\) must be 1 or more"),
+        ({"num_experts": 8, "expert_hidden_size": 0}, r"expert_hidden_size \(0\) must be 1 or more"),
+        ({"num_experts": 8, "activation": "swigl"}, "did you mean 'swiglu'?"),
+        ({"num_experts": 8, "backend": "cutlass"}, "'cutlass' is not one of auto, blocksparse, grouped, reference"),
+        ({"num_experts": 8, "layers": "every 2"}, "must be all,"),
+        ({"num_experts": 8, "layers": {"every": 0}}, "must be {every: n}"),
+        ({"num_experts": 8, "layers": []}, "must be distinct indices"),
+        ({"num_experts": 8, "gate": {"k": 2}}, "must name a gate"),
+        ({"num_experts": 8, "loss": {"balance": -1}}, r"loss.balance \(-1\) must be a number of 0 or more"),
+        ({"num_experts": 8, "capacity": 0}, r"capacity \(0\) must be above 0"),
+        ({"num_experts": 8, "mesh": {"experts": 2}}, "did you mean 'expert'?"),
+        ({"num_experts": 8, "mesh": {"expert": 0}}, r"mesh.expert \(0\) must be 1 or more, or auto"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_key_value_and_fix(keys, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        parse(**keys)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mapping_that_is_none_of_that_is_refused():
+    with pytest.raises(ValueError, match="must be a mapping"):
+        from_mapping(MoEConfig, [1, 2], "model.moe")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"), [("all", [0, 1, 2, 3]), ({"every": 2}, [1, 3]), ([0, 3], [0, 3]), ({"every": 5}, [])]
+)
+def test_layers_selects(layers, chosen):
+    config = parse(num_experts=2, layers=layers)
+    assert [index for index in range(4) if config.selects(index)] == chosen
