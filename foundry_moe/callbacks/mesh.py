@@ -1,0 +1,197 @@
+"""Composer's side of a mesh: places a model at `Event.INIT`, and takes over reduction and clipping of gradients."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from composer.algorithms import GradientClipping
+from composer.core import Algorithm, Event, State
+from composer.distributed.fsdp2 import create_mixed_precision_policy
+from composer.loggers import Logger
+from composer.utils import FSDP2Config, dist
+from torch.distributed.fsdp import FSDPModule
+
+from foundry_moe.config import MeshConfig, from_mapping
+from foundry_moe.parallel.gradients import clip_norm, clip_value
+from foundry_moe.parallel.mesh import plan_mesh
+from foundry_moe.parallel.placement import Placement, moe_layers, parallelize
+
+log = logging.getLogger(__name__)
+
+CLIPPING = ("norm", "value")
+
+
+def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
+    """At `Event.INIT`: puts the experts on the mesh, and everything else in Composer's hands on the same ranks.
+
+    Composer's `GradientClipping`, which fails where parameters lie on different meshes, is replaced by ours.
+
+    Returns:
+        None on a single process, which needs no placement.
+
+    Raises:
+        ValueError: no FSDP2 configuration, a mesh that does not fit the job or the model, adaptive clipping.
+    """
+    if dist.get_world_size() == 1:
+        for layer in moe_layers(state.model).values():
+            plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=int(layer.num_experts))  # type: ignore[arg-type]
+        return None
+    if not isinstance(state.fsdp_config, FSDP2Config):
+        raise ValueError(
+            "mesh needs FSDP2: give the run `fsdp_config: {}` and set FSDP_VERSION=2 in the environment"
+        )
+    placement = parallelize(
+        state.model,
+        mesh_config,
+        fsdp_config=state.fsdp_config,
+        optimizers=state.optimizers,
+        mp_policy=create_mixed_precision_policy(state.precision, state.fsdp_config.mixed_precision),
+        device=state.device._device,
+        ranks_per_node=dist.get_local_world_size(),
+    )
+    _take_over_gradients(state, placement)
+    if dist.get_global_rank() == 0:
+        log.warning("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
+    return placement
+
+
+def _take_over_gradients(state: State, placement: Placement) -> None:
+    clipping: dict[str, Any] = {}
+    kept = []
+    for algorithm in state.algorithms:
+        if type(algorithm) is GradientClipping:
+            if algorithm.clipping_type not in CLIPPING:
+                raise ValueError(
+                    f"gradient_clipping.clipping_type ({algorithm.clipping_type}) does not go with a mesh: "
+                    f"use {' or '.join(CLIPPING)}"
+                )
+            clipping = {
+                "clipping_type": algorithm.clipping_type,
+                "clipping_threshold": algorithm.clipping_threshold,
+            }
+            if dist.get_global_rank() == 0:
+                log.warning(
+                    "gradient_clipping: Composer's fails on parameters of different meshes; foundry_moe's takes its "
+                    "place, with the same %s threshold %g",
+                    algorithm.clipping_type,
+                    algorithm.clipping_threshold,
+                )
+        else:
+            kept.append(algorithm)
+    state.algorithms[:] = [*kept, MeshGradients(all_reduce=placement.plan.replicate > 1, **clipping)]
+
+
+def count_samples(batch: Any) -> int | None:
+    """Samples in a batch of tensors, or None where it cannot be told."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else None
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and batch:
+        return count_samples(batch[0])
+    return None
+
+
+class MeshGradients(Algorithm):
+    """Gradients of a model on a mesh: averaged over replicas once a batch, and clipped by one norm over all meshes.
+
+    Added by `place_on_mesh`; not for YAML.
+
+    Args:
+        all_reduce: there are replicas. Their gradients are summed after the last microbatch alone.
+        clipping_type: norm | value, or None for no clipping.
+        clipping_threshold: the largest norm, or the largest magnitude of an element.
+    """
+
+    def __init__(
+        self, *, all_reduce: bool, clipping_type: str | None = None, clipping_threshold: float = 0.0
+    ) -> None:
+        self.all_reduce = all_reduce
+        self.clipping_type = clipping_type
+        self.clipping_threshold = clipping_threshold
+        self._expected: int | None = None
+        self._seen = 0
+
+    def match(self, event: Event, state: State) -> bool:
+        if event == Event.AFTER_TRAIN_BATCH:
+            return True
+        return self.all_reduce and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BEFORE_TRAIN_BATCH:
+            self._expected, self._seen = self._microbatches(state), 0
+        elif event == Event.BEFORE_FORWARD:
+            self._seen += 1
+            last = self._expected is None or self._seen >= self._expected
+            for module in state.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_all_reduce(last, recurse=False)
+        else:
+            self._clip(state, logger)
+
+    def _microbatches(self, state: State) -> int | None:
+        samples, size = count_samples(state.batch), state.device_train_microbatch_size
+        if samples is None or not isinstance(size, int | float):
+            return None  # reduce every time: slower, and right whatever their number
+        return max(1, math.ceil(samples / size))
+
+    def _clip(self, state: State, logger: Logger) -> None:
+        if self.all_reduce and self._expected is not None and self._seen != self._expected:
+            raise RuntimeError(
+                f"a batch had {self._seen} microbatches where {self._expected} were expected, so gradients were not "
+                "averaged over replicas; use mesh.replicate: 1 with this data loader"
+            )
+        if self.clipping_type == "norm":
+            norm = clip_norm(state.model.parameters(), self.clipping_threshold)
+            logger.log_metrics({"mesh/gradient_norm": norm})
+        elif self.clipping_type == "value":
+            clip_value(state.model.parameters(), self.clipping_threshold)
+
+
+class MoEMesh(Algorithm):
+    """Places a model that was built with dMoE layers (`model.name: dmoe_causal_lm`) on a mesh.
+
+    Runs on `Event.INIT`. `algorithms.dmoe` with a `mesh` does the same for models that it converts.
+
+    YAML::
+
+        algorithms:
+          dmoe_mesh: {expert: 8, shard: auto, replicate: 1}
+
+    All keys are those of `foundry_moe.config.MeshConfig`.
+
+    Raises:
+        ValueError: an unknown key, or a mesh that cannot be; before any GPU work.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = from_mapping(MeshConfig, settings, "algorithms.dmoe_mesh")
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        place_on_mesh(state, self.config)
+
+
+def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
+    """LLM Foundry config transform: `model.moe.mesh` becomes `algorithms.dmoe_mesh`, which runs where a mesh can be made.
+
+    Raises:
+        ValueError: both are given, and differ.
+    """
+    model = config.get("model") or {}
+    mesh = (model.get("moe") or model.get("ffn_config") or {}).get("mesh")
+    if mesh is None or model.get("name") != "dmoe_causal_lm":
+        return config
+    algorithms = dict(config.get("algorithms") or {})
+    if algorithms.setdefault("dmoe_mesh", mesh) != mesh:
+        raise ValueError(
+            f"algorithms.dmoe_mesh ({algorithms['dmoe_mesh']}) and model.moe.mesh ({mesh}) differ: keep one"
+        )
+    config["algorithms"] = algorithms
+    return config
