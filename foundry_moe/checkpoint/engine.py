@@ -1,0 +1,343 @@
+"""Saves in the background and loads, for one training run on all its ranks. It knows neither Composer nor when to save.
+
+Every public method is collective: all ranks call it, with the same arguments. Decisions are rank 0's.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint.commits import Choice, Found, Ledger
+from foundry_moe.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    StoreError,
+    TooManyFailuresError,
+)
+from foundry_moe.checkpoint.exchange import Traffic
+from foundry_moe.checkpoint.manifest import CommitKey, Manifest
+from foundry_moe.checkpoint.reader import ElasticLoadPlanner, ElasticReader
+from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
+from foundry_moe.checkpoint.store import Store
+from foundry_moe.checkpoint.writer import CommitRequest, ElasticSavePlanner, ElasticWriter, PlanCache
+
+log = logging.getLogger(__name__)
+
+STALE_S = 6 * 3600.0  # an uncommitted attempt to which nothing was added for so long belongs to no living run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How many checkpoints stay, and what a failure means."""
+
+    keep: int = 3
+    keep_every: int | None = None  # the first commit at or after each multiple of this many steps stays for ever
+    max_failures: int = 3  # so many saves in a row may fail before training stops
+    asynchronous: bool = True
+    stale_s: float = STALE_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a load brought: `state` has the shape of what was saved, its tensors are those that were filled."""
+
+    step: int
+    state: dict[str, Any]
+    info: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    traffic: Traffic
+    rejected: list[str]  # newer commits that could not be used, a sentence for each
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """How one save went; `error` is None if it was committed. Seconds are this rank's."""
+
+    step: int
+    error: str | None
+    bytes_staged: int
+    seconds_blocked: float
+    seconds_total: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class CheckpointEngine:
+    """Saves and loads one run's state in one folder.
+
+    Args:
+        store: where.
+        group: a CPU (gloo) group over all ranks, used by nobody else; None for a single process. Saves use it from
+            a thread of their own.
+        policy: what to keep.
+        info: what `show` prints of the writer: mesh, versions.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        group: dist.ProcessGroup | None = None,
+        policy: Policy | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.ledger, self.group, self.policy = Ledger(store), group, policy or Policy()
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.info = {"world_size": self.world_size, **(info or {})}
+        self.failures_in_a_row = 0
+        self.generation = 0
+        self._forked_from: int | None = None
+        self._last_step: int | None = None  # newest commit of this run, for milestones
+        self._snapshotter = Snapshotter(self.rank, self.world_size)
+        self._plans = PlanCache()
+        self._thread: threading.Thread | None = None
+        self._report: SaveReport | None = None
+        self._collected_s: float | None = None
+
+    # Saving
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Touches the staging memory and makes this rank's plan, so that the first save blocks no longer than others."""
+        self._snapshotter.take(state_dict)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save of this rank is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, state_dict: Mapping[str, Any], step: int, summary: Mapping[str, Any] | None = None) -> float:
+        """Stages the state and saves it in the background; returns the seconds for which it blocked.
+
+        Args:
+            state_dict: nested dictionaries of tensors, DTensors and plain values; tensors that are not DTensors, and
+                all values, are taken from rank 0 or whichever rank holds them: they must be the same on all.
+            step: the commit's number; it must grow within a run.
+            summary: what the commit record shows: epoch, samples, tokens.
+
+        Raises:
+            TooManyFailuresError: see `Policy.max_failures`.
+            TypeError, ValueError: the state holds something that cannot be stored.
+        """
+        assert not self.busy, "one save at a time: look at `busy`"
+        self.poll()
+        began = time.perf_counter()
+        snapshot = self._snapshotter.take(state_dict)
+        request = CommitRequest(
+            where=CommitKey(generation=self.generation, step=step),
+            nonce=secrets.token_hex(8),
+            info={**self.info, "step": step},
+            summary={**(summary or {}), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **self.info}
+            | self._milestone(step),
+            forked_from=self._forked_from,
+        )
+        blocked = time.perf_counter() - began
+        if self.policy.asynchronous:
+            self._thread = threading.Thread(
+                target=self._run, args=(snapshot, request, began, blocked), name="checkpoint-save", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._run(snapshot, request, began, blocked)
+            blocked = time.perf_counter() - began
+        return blocked
+
+    def _milestone(self, step: int) -> dict[str, bool]:
+        every = self.policy.keep_every
+        if every is None:
+            return {}
+        before = -1 if self._last_step is None else self._last_step // every
+        return {"milestone": True} if step // every > max(before, 0) else {}
+
+    def _run(self, snapshot: Snapshot, request: CommitRequest, began: float, blocked: float) -> None:
+        writer = ElasticWriter(self.ledger, request, self._plans)
+        error: str | None = None
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(
+                    {},
+                    storage_writer=writer,
+                    planner=ElasticSavePlanner(snapshot),
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+        except CheckpointException as failed:
+            error = "; ".join(sorted({str(reason) for reason, _ in failed.failures.values()}))
+        except Exception as failed:  # a lost connection to another rank, or a fault of ours: never silently
+            error = f"{type(failed).__name__}: {failed}"
+        if self.rank == 0:
+            self._tidy(writer, failed=error is not None)
+        self._report = SaveReport(
+            step=request.where.step,
+            error=error,
+            bytes_staged=snapshot.staged.numel(),
+            seconds_blocked=blocked,
+            seconds_total=time.perf_counter() - began,
+            seconds=dict(writer.seconds),
+        )
+
+    def _tidy(self, writer: ElasticWriter, *, failed: bool) -> None:
+        """Retention after a commit; after a failure the attempt goes, unless it may have been committed after all."""
+        try:
+            if not failed:
+                self.ledger.retain(self.policy.keep)
+                self._collect()
+            elif writer.attempt is not None and not writer.recording:
+                self.ledger.delete_attempt(writer.attempt)
+        except StoreError as error:
+            log.warning("Old checkpoints were not cleaned up, the new ones are safe: %s", error)
+
+    def _collect(self) -> None:
+        now = time.monotonic()
+        if self._collected_s is None or now - self._collected_s > self.policy.stale_s:
+            self._collected_s = now
+            attempts, freed = self.ledger.collect(self.policy.stale_s)
+            if attempts:
+                log.info("Removed %d unfinished attempts at checkpoints, %d bytes.", attempts, freed)
+
+    def poll(self) -> SaveReport | None:
+        """The report of a save that has ended since the last call, None if there is none.
+
+        Raises:
+            TooManyFailuresError: this was one failure too many.
+        """
+        if self.busy or self._report is None:
+            return None
+        report, self._report, self._thread = self._report, None, None
+        if report.error is None:
+            self.failures_in_a_row = 0
+            self._last_step = report.step
+            return report
+        self.failures_in_a_row += 1
+        kept = "none yet" if self._last_step is None else f"the one of step {self._last_step}"
+        if self.failures_in_a_row >= self.policy.max_failures:
+            raise TooManyFailuresError(
+                f"{self.failures_in_a_row} saves in a row failed, so training stops; the newest checkpoint in "
+                f"{self.ledger.store.url} is {kept}. The last failure, at step {report.step}: {report.error}"
+            )
+        log.warning(
+            "The save of step %d failed (%d of %d in a row end the run); newest checkpoint: %s. %s",
+            report.step,
+            self.failures_in_a_row,
+            self.policy.max_failures,
+            kept,
+            report.error,
+        )
+        return report
+
+    def wait(self) -> SaveReport | None:
+        """Waits for the save under way and returns `poll()`."""
+        if self._thread is not None:
+            self._thread.join()
+        return self.poll()
+
+    # Loading
+
+    def load(self, state_dict: Mapping[str, Any], resume: str | int = "auto") -> Loaded | None:
+        """Fills `state_dict` in place from the newest commit that can be used, whatever mesh wrote it.
+
+        Args:
+            state_dict: sections `model` and `optim` must match the checkpoint; others may lack or add tensors.
+            resume: "auto", "never", or a step.
+
+        Returns:
+            None if there is nothing to go on from.
+
+        Raises:
+            MismatchError: the checkpoint is of another model; nothing was changed.
+            DamagedError: commits exist and none can be used.
+            CheckpointError: see `Ledger.choose`.
+            StoreError: the store does not answer.
+        """
+        skip: list[CommitKey] = []
+        while True:
+            choice = self._agree(resume, skip)
+            self.generation, self._forked_from = choice.generation, choice.forked_from
+            for sentence in choice.rejected:
+                log.warning("Passed over a checkpoint: %s", sentence)
+            if choice.found is None:
+                return None
+            faults.point("load.manifest_read")
+            try:
+                return self._load_from(choice.found, state_dict, choice.rejected)
+            except DamagedError as error:
+                skip.append(choice.found.commit.where)
+                log.warning("Checkpoint of step %d is damaged, trying the one before: %s", skip[-1].step, error)
+
+    def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
+        reader = ElasticReader(self.ledger.store, found, self.group)
+        planner = ElasticLoadPlanner(found.manifest, rank=self.rank, world_size=self.world_size)
+        hold = self.ledger.hold(found.commit) if self.rank == 0 else None
+        if hold is not None:
+            hold.__enter__()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(
+                    dict(state_dict),
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+        except CheckpointException as failed:
+            raise _worst([reason for reason, _ in failed.failures.values()]) from failed
+        finally:
+            if hold is not None:
+                hold.__exit__(None, None, None)
+        self._last_step = found.commit.step
+        return Loaded(
+            step=found.commit.step,
+            state=planner.result,
+            info=found.manifest.info,
+            summary=found.commit.summary,
+            traffic=reader.traffic,
+            rejected=rejected,
+        )
+
+    def _agree(self, resume: str | int, skip: list[CommitKey]) -> Choice:
+        """Rank 0 looks and tells the others, over the CPU group; an error is raised on all."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                choice = self.ledger.choose(resume, skip=skip)
+                found = choice.found
+                faults.point("load.listed")
+                box[0] = (
+                    (found.commit, found.manifest_raw) if found else None,
+                    (choice.generation, choice.forked_from, choice.rejected),
+                )
+            except Exception as error:
+                box[0] = error
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        raw, (generation, forked_from, rejected) = box[0]
+        found = None
+        if raw is not None:
+            commit, manifest_raw = raw
+            found = Found(commit=commit, manifest=Manifest.from_bytes(manifest_raw), manifest_raw=manifest_raw)
+        return Choice(found=found, generation=generation, forked_from=forked_from, rejected=rejected)
+
+
+def _worst(reasons: list[BaseException]) -> BaseException:
+    """Of several ranks' failures the one that decides: a wrong model, then a silent store, then damage."""
+    for kind in (MismatchError, StoreError, DamagedError, CheckpointError):
+        for reason in reasons:
+            if isinstance(reason, kind):
+                return reason
+    return reasons[0]

@@ -1,0 +1,50 @@
+"""What can go wrong with a checkpoint, as sentences that a user can act on.
+
+Every error says what was kept, where that is in doubt. This module knows nothing of stores or of torch.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A save, a load or a tool could not do its work."""
+
+
+class StoreError(CheckpointError):
+    """The store did not do what it was asked; `lasting` says that trying again will not help."""
+
+    lasting = False
+
+
+class NotFoundError(StoreError):
+    """An object, or the whole bucket or folder, is not there."""
+
+    lasting = True
+
+
+class DeniedError(StoreError):
+    """No credentials, wrong ones, or no permission."""
+
+    lasting = True
+
+
+class ClockError(StoreError):
+    """The store refuses requests because this machine's clock is far off."""
+
+    lasting = True
+
+
+class FullError(StoreError):
+    """No space is left."""
+
+
+class DamagedError(CheckpointError):
+    """A commit cannot be trusted: an object is missing, short, or does not have the hash that was recorded."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint is intact, and it is one of another model."""
+
+
+class TooManyFailuresError(CheckpointError):
+    """So many saves in a row failed that training would run on unprotected."""

@@ -1,0 +1,200 @@
+"""Where the elements of a tensor lie over the ranks, and who writes which of them: plain integers, no process group.
+
+A DTensor's mesh and placements say where every rank's part is, so that any rank can compute what all ranks hold, and
+plans need no communication. Legend: a box is (offsets, sizes) in the tensor's global coordinates; a chunk is the box
+that one rank holds, with all ranks that hold the same one; a block is a piece of a chunk that is stored and hashed
+as one.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+MIN_EXPERT_BYTES = 4096  # below this an expert shares blocks with its neighbours
+BLOCK_BYTES = 16 * 2**20  # one request reads one block, and a cut in a part costs no more than this again
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a mesh, in its shape. `ranks` is row-major."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _intern(shape: tuple[int, ...], ranks: bytes) -> Grid:
+    return Grid(shape, tuple(np.frombuffer(ranks, dtype=np.int64).tolist()))
+
+
+class Layout:
+    """How one tensor lies over the ranks: its global shape, the mesh, and for each mesh dimension the tensor
+    dimension that it shards, or None where it replicates. Equal layouts are one object (see `layout_of`)."""
+
+    def __init__(self, shape: tuple[int, ...], grid: Grid, sharded: tuple[int | None, ...]) -> None:
+        self.shape, self.grid, self.sharded = shape, grid, sharded
+
+    @functools.cached_property
+    def chunks(self) -> list[tuple[Box, tuple[int, ...]]]:
+        """The distinct boxes, each with the ranks that hold it; empty boxes are left out."""
+        ranks = np.asarray(self.grid.ranks).reshape(self.grid.shape)
+        counts = [n if dim is not None else 1 for n, dim in zip(self.grid.shape, self.sharded, strict=True)]
+        found = []
+        for coordinate in itertools.product(*(range(n) for n in counts)):
+            offsets, sizes = [0] * len(self.shape), list(self.shape)
+            for index, count, dim in zip(coordinate, self.grid.shape, self.sharded, strict=True):
+                if dim is None:
+                    continue
+                step = -(-sizes[dim] // count)  # torch.chunk's rule: all but the last are full
+                start = min(step * index, sizes[dim])
+                offsets[dim] += start
+                sizes[dim] = min(step, sizes[dim] - start)
+            if all(sizes):
+                where = tuple(
+                    slice(None) if dim is None else i for i, dim in zip(coordinate, self.sharded, strict=True)
+                )
+                found.append(((tuple(offsets), tuple(sizes)), tuple(ranks[where].reshape(-1).tolist())))
+        return found
+
+    @functools.cached_property
+    def chunk_of_rank(self) -> dict[int, int]:
+        """For each rank that holds anything, its chunk's index."""
+        return {rank: index for index, (_, ranks) in enumerate(self.chunks) for rank in ranks}
+
+    @functools.cached_property
+    def boxes(self) -> tuple[np.ndarray, np.ndarray]:
+        """All chunks' first and last-plus-one corners, each [chunks, dims]."""
+        starts = np.array([box[0] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
+        sizes = np.array([box[1] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
+        return starts, starts + sizes
+
+
+@functools.lru_cache(maxsize=65536)
+def make_layout(shape: tuple[int, ...], grid: Grid, sharded: tuple[int | None, ...]) -> Layout:
+    """The one Layout of these values."""
+    return Layout(shape, grid, sharded)
+
+
+def replicated(shape: Sequence[int], world_size: int) -> Layout:
+    """A tensor that every rank holds in full."""
+    return make_layout(tuple(shape), _intern((world_size,), np.arange(world_size).tobytes()), (None,))
+
+
+def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
+    """The layout of a DTensor; anything else is taken to be equal on all ranks.
+
+    Raises:
+        ValueError: a placement other than Replicate and Shard.
+    """
+    if not isinstance(tensor, DTensor):
+        return replicated(tensor.shape, world_size)
+    sharded: list[int | None] = []
+    for placement in tensor.placements:
+        if type(placement) is Shard:
+            sharded.append(placement.dim % max(tensor.ndim, 1))
+        elif isinstance(placement, Replicate):
+            sharded.append(None)
+        else:
+            raise ValueError(f"{name} has the placement {placement}: only Shard and Replicate can be checkpointed")
+    mesh = tensor.device_mesh.mesh
+    grid = _intern(tuple(mesh.shape), mesh.to(torch.int64).contiguous().numpy().tobytes())
+    return make_layout(tuple(tensor.shape), grid, tuple(sharded))
+
+
+@functools.lru_cache(maxsize=65536)
+def cut(box: Box, itemsize: int, max_bytes: int = BLOCK_BYTES) -> tuple[Box, ...]:
+    """A chunk's blocks, in row-major order. In a tensor of three dimensions each index of the first, an expert, has
+    blocks of its own unless they would be tiny; no block is above `max_bytes` unless one element is."""
+    offsets, sizes = box
+    if not sizes or (itemsize * math.prod(sizes) <= max_bytes and not _is_experts(sizes, itemsize)):
+        return (box,)
+    if sizes[0] == 1:
+        inner = cut((offsets[1:], sizes[1:]), itemsize, max_bytes)
+        return tuple(((offsets[0], *o), (1, *s)) for o, s in inner)
+    row_bytes = itemsize * math.prod(sizes[1:])
+    rows = 1 if _is_experts(sizes, itemsize) else max(1, max_bytes // row_bytes)
+    pieces = (
+        ((offsets[0] + start, *offsets[1:]), (min(rows, sizes[0] - start), *sizes[1:]))
+        for start in range(0, sizes[0], rows)
+    )
+    return tuple(itertools.chain.from_iterable(cut(piece, itemsize, max_bytes) for piece in pieces))
+
+
+def _is_experts(sizes: tuple[int, ...], itemsize: int) -> bool:
+    return len(sizes) == 3 and sizes[0] > 1 and itemsize * math.prod(sizes[1:]) >= MIN_EXPERT_BYTES
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of one tensor. `item` and `index` order blocks the same way on all ranks."""
+
+    item: int
+    index: int
+    box: Box
+    size_bytes: int
+
+
+def deal(blocks: Iterable[Block], holders: Sequence[int]) -> dict[int, list[Block]]:
+    """Deals blocks that all of `holders` hold out among them, evenly by bytes: the largest first, each to whoever
+    has least. The same on every rank. Each rank's blocks come in (item, index) order."""
+    loads = [(0, position) for position in range(len(holders))]
+    dealt: dict[int, list[Block]] = {rank: [] for rank in holders}
+    for block in sorted(blocks, key=lambda b: (-b.size_bytes, b.item, b.index)):
+        load, position = loads[0]
+        heapq.heapreplace(loads, (load + block.size_bytes, position))
+        dealt[holders[position]].append(block)
+    for mine in dealt.values():
+        mine.sort(key=lambda b: (b.item, b.index))
+    return dealt
+
+
+def plan_writes(
+    tensors: Sequence[tuple[Layout, int]], *, rank: int | None = None, max_bytes: int = BLOCK_BYTES
+) -> dict[int, list[Block]]:
+    """Which blocks each rank writes: every element of every tensor exactly once.
+
+    Args:
+        tensors: (layout, bytes of an element) of each tensor, in an order that all ranks share.
+        rank: plan for this rank alone, which costs only what that rank holds. None plans for all.
+        max_bytes: the largest block.
+
+    Returns:
+        For each planned rank its blocks, in (item, index) order. A block's index counts through the tensor's chunks
+        in order, so it is the same however many ranks are planned.
+    """
+    groups: dict[tuple[int, ...], list[Block]] = {}
+    for item, (layout, itemsize) in enumerate(tensors):
+        first = 0
+        for box, holders in layout.chunks:
+            pieces = cut(box, itemsize, max_bytes)
+            if rank is None or rank in holders:
+                group = groups.setdefault(holders, [])
+                group.extend(
+                    Block(item, first + i, piece, itemsize * math.prod(piece[1])) for i, piece in enumerate(pieces)
+                )
+            first += len(pieces)
+    plan: dict[int, list[Block]] = {} if rank is None else {rank: []}
+    for holders, blocks in groups.items():
+        for member, mine in deal(blocks, holders).items():
+            if rank is None or member == rank:
+                plan.setdefault(member, []).extend(mine)
+    for mine in plan.values():
+        mine.sort(key=lambda b: (b.item, b.index))
+    return plan
+
+
+def totals(plan: Mapping[int, Sequence[Block]]) -> dict[int, int]:
+    """Bytes that each planned rank writes."""
+    return {rank: sum(block.size_bytes for block in blocks) for rank, blocks in plan.items()}

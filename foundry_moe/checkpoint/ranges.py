@@ -1,0 +1,198 @@
+"""Who fetches which block on a load, and in what ranges: each block once among all ranks that need any of it.
+
+Plain integers and a thread pool; no process group. Legend: B blocks of a tensor, C chunks of its target layout,
+N dimensions.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
+from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Box, Layout, deal
+from foundry_moe.checkpoint.manifest import Manifest, TensorEntry, block_hash
+from foundry_moe.checkpoint.store import Store
+
+RANGE_BYTES = BLOCK_BYTES  # what one request reads, and one round of the exchange sends
+GAP_BYTES = 4096  # two blocks this close are read as one range; the bytes between are alignment
+READS_IN_FLIGHT = 4
+HASH_TRIES = 3
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; None if there is none."""
+    starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1], strict=True))
+    sizes = tuple(e - s for s, e in zip(starts, ends, strict=True))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
+    """The part of a tensor, whose first element is at `origin`, that is `box`."""
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start - origin[dim], size)
+    return tensor
+
+
+def block_of(entry: TensorEntry, item: int, index: int) -> Block:
+    """A stored block; `item` is the tensor's place in the manifest."""
+    box = (tuple(entry.offsets_BN[index].tolist()), tuple(entry.sizes_BN[index].tolist()))
+    return Block(item, index, box, int(entry.bytes_B[index]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPlan:
+    """What one rank does on a load: the blocks it needs, those it fetches, and for these who else needs them."""
+
+    needed: list[Block]
+    fetched: list[Block]
+    needers: dict[tuple[int, int], tuple[int, ...]]  # (item, index) of fetched blocks: all ranks, this one among them
+
+
+def plan_reads(manifest: Manifest, targets: Mapping[str, Layout], rank: int) -> ReadPlan:
+    """The plan of one rank, which fits those that all other ranks make for themselves."""
+    groups: dict[tuple[int, ...], list[Block]] = {}
+    unions: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+    needed = []
+    for item, (name, entry) in enumerate(manifest.tensors.items()):
+        layout = targets.get(name)
+        if layout is None or rank not in layout.chunk_of_rank:
+            continue
+        starts_CN, ends_CN = layout.boxes
+        mine = layout.chunk_of_rank[rank]
+        ends_BN = entry.offsets_BN + entry.sizes_BN
+        hit_B = np.all((entry.offsets_BN < ends_CN[mine]) & (ends_BN > starts_CN[mine]), axis=1)
+        for index in np.flatnonzero(hit_B).tolist():
+            hit_C = np.all((starts_CN < ends_BN[index]) & (ends_CN > entry.offsets_BN[index]), axis=1)
+            chunks = tuple(np.flatnonzero(hit_C).tolist())
+            key = (id(layout), chunks)
+            if key not in unions:
+                unions[key] = tuple(sorted({r for chunk in chunks for r in layout.chunks[chunk][1]}))
+            block = block_of(entry, item, index)
+            needed.append(block)
+            groups.setdefault(unions[key], []).append(block)
+    fetched: list[Block] = []
+    needers = {}
+    for ranks, blocks in groups.items():
+        for block in deal(blocks, ranks)[rank]:
+            fetched.append(block)
+            needers[block.item, block.index] = ranks
+    return ReadPlan(needed=needed, fetched=fetched, needers=needers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Bytes of one object that are read in one request, and the blocks in them with their places."""
+
+    object_index: int
+    start: int
+    size_bytes: int
+    blocks: list[tuple[Block, int]]
+
+
+def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE_BYTES) -> list[Range]:
+    """Groups blocks that lie close together in an object into ranges of at most `max_bytes`, or of one block."""
+    entries = list(manifest.tensors.values())
+    placed = sorted(
+        (int(entries[b.item].object_B[b.index]), int(entries[b.item].start_B[b.index]), b.item, b.index, b)
+        for b in blocks
+    )
+    ranges: list[Range] = []
+    for where, start, _, _, block in placed:
+        last = ranges[-1] if ranges else None
+        end = start + block.size_bytes
+        if (
+            last is not None
+            and last.object_index == where
+            and start - (last.start + last.size_bytes) <= GAP_BYTES
+            and end - last.start <= max_bytes
+        ):
+            last.blocks.append((block, start - last.start))
+            ranges[-1] = Range(
+                object_index=where, start=last.start, size_bytes=end - last.start, blocks=last.blocks
+            )
+        else:
+            ranges.append(Range(object_index=where, start=start, size_bytes=block.size_bytes, blocks=[(block, 0)]))
+    return ranges
+
+
+class Fetcher:
+    """Reads ranges ahead in the background and checks every block's hash; `bytes_read` counts what came."""
+
+    def __init__(self, store: Store, attempt: str, manifest: Manifest) -> None:
+        self.store, self.attempt, self.manifest = store, attempt, manifest
+        self.bytes_read = 0
+        self._entries = list(manifest.tensors.items())
+        self._lock = threading.Lock()
+
+    def fetch(self, part: Range) -> Tensor:
+        """One range as uint8.
+
+        Raises:
+            DamagedError: an object is missing or short, or a block's hash is still wrong when read again.
+            StoreError: the store does not answer.
+        """
+        key, size_bytes = self.manifest.objects[part.object_index]
+        name = f"{self.attempt}/{key}"
+        out = torch.empty(part.size_bytes, dtype=torch.uint8)
+        view = memoryview(out.numpy())
+        self._read(name, part.start, view, size_bytes)
+        for block, start in part.blocks:
+            tensor_name, entry = self._entries[block.item]
+            piece = view[start : start + block.size_bytes]
+            expected = int(entry.hash_B[block.index])
+            for _ in range(HASH_TRIES - 1):
+                if block_hash(piece) == expected:
+                    break
+                self._read(name, part.start + start, piece, size_bytes)
+            if block_hash(piece) != expected:
+                raise DamagedError(
+                    f"{name}: {block.size_bytes} bytes from {part.start + start} on, a block of {tensor_name}, do not "
+                    f"have the recorded hash in {HASH_TRIES} reads"
+                )
+        faults.point("load.range_read")
+        return out
+
+    def _read(self, name: str, start: int, out: memoryview, size_bytes: int) -> None:
+        try:
+            self.store.read_into(name, start, out)
+        except NotFoundError as error:
+            raise DamagedError(f"{name} is missing") from error
+        except StoreError as error:
+            found = self.store.size_bytes(name)
+            if found != size_bytes:
+                raise DamagedError(f"{name} has {found} bytes, not {size_bytes}") from error
+            raise
+        with self._lock:
+            self.bytes_read += len(out)
+
+    def stream(self, ranges: Sequence[Range]) -> Iterator[Tensor | CheckpointError]:
+        """The ranges' bytes in order, read ahead; a range that could not be read comes as its error."""
+        with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
+            waiting: collections.deque[Future[Tensor]] = collections.deque()
+            todo = iter(ranges)
+            for part in todo:
+                waiting.append(pool.submit(self.fetch, part))
+                if len(waiting) >= READS_IN_FLIGHT:
+                    break
+            while waiting:
+                future = waiting.popleft()
+                try:
+                    result: Tensor | CheckpointError = future.result()
+                except CheckpointError as error:
+                    result = error
+                for part in todo:
+                    waiting.append(pool.submit(self.fetch, part))
+                    break
+                del future
+                yield result

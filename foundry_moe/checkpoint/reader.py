@@ -1,0 +1,268 @@
+"""Loading through torch.distributed.checkpoint: a planner that fills a state dict on any mesh, and a StorageReader.
+
+As on a save, plans follow from layouts and need no other rank. Each stored block is fetched by one of the ranks that
+need any of it and sent on to the others as tensors, so that the store sends every byte once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode
+from foundry_moe.checkpoint.commits import Found
+from foundry_moe.checkpoint.errors import MismatchError
+from foundry_moe.checkpoint.exchange import Traffic, exchange
+from foundry_moe.checkpoint.layout import Block, Layout
+from foundry_moe.checkpoint.manifest import Manifest
+from foundry_moe.checkpoint.ranges import Fetcher, coalesce, intersect, narrow_to, plan_reads
+from foundry_moe.checkpoint.snapshot import flatten, local_part
+from foundry_moe.checkpoint.store import Store
+
+STRICT = ("model", "optim")  # sections whose tensors must be there, no more and no fewer
+NAMES_SHOWN = 5
+
+
+class ElasticLoadPlanner(LoadPlanner):
+    """Fills the tensors of a state dict in place; `result` is then the whole state, values included."""
+
+    def __init__(self, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
+        self.manifest = manifest
+        self._rank, self._world_size = rank, world_size
+        self.tensors: dict[str, Tensor] = {}
+        self.layouts: dict[str, Layout] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        flat = flatten(state_dict, self._world_size, inline=False)
+        self.tensors, self.layouts = dict(flat.tensors), dict(flat.layouts)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Raises MismatchError if the checkpoint is that of another model."""
+        inline = inline_tensors(self.manifest.values)
+        saved = {name: (entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
+        saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in inline.items()}
+        self._check(saved)
+        for name, entry in self.manifest.tensors.items():
+            if name not in self.tensors:  # of a lenient section: the reader brings it anew, in full, on every rank
+                tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+                fresh = flatten({name: tensor}, self._world_size, inline=False)
+                self.tensors[name], self.layouts[name] = tensor, fresh.layouts[name]
+        for name, tensor in inline.items():
+            if name in self.tensors:
+                self._fill(name, tensor)
+        return LoadPlan(items=[])
+
+    def _check(self, saved: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        problems = []
+        for name in sorted(self.tensors.keys() | saved.keys()):
+            if name.split(".")[0] not in STRICT:
+                continue
+            if name not in saved:
+                problems.append(f"{name} is not in the checkpoint")
+            elif name not in self.tensors:
+                problems.append(f"{name} {list(saved[name][0])} is not in this model")
+            else:
+                here = (tuple(self.layouts[name].shape), DTYPE_NAMES.get(self.tensors[name].dtype, "?"))
+                if here != saved[name]:
+                    problems.append(
+                        f"{name} is {here[1]} {list(here[0])} here and {saved[name][1]} {list(saved[name][0])} there"
+                    )
+        if problems:
+            more = f"; and {len(problems) - NAMES_SHOWN} more" if len(problems) > NAMES_SHOWN else ""
+            raise MismatchError(
+                f"the checkpoint of step {self.manifest.info.get('step')} is that of another model: "
+                f"{'; '.join(problems[:NAMES_SHOWN])}{more}. Nothing was loaded: give this run another folder, or the "
+                "model that the checkpoint was written with"
+            )
+
+    def _fill(self, name: str, value: Tensor) -> None:
+        layout = self.layouts[name]
+        if self._rank in layout.chunk_of_rank:
+            box, _ = layout.chunks[layout.chunk_of_rank[self._rank]]
+            local_part(self.tensors[name]).copy_(narrow_to(value, (0,) * value.ndim, box))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """One ReadItem for each stored block that this rank needs any of."""
+        self.read_plan = plan_reads(self.manifest, self.layouts, self._rank)
+        names = list(self.manifest.tensors)
+        items = []
+        for block in self.read_plan.needed:
+            box, mine = self.piece(block, self._rank), self.box(names[block.item], self._rank)
+            items.append(
+                ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(names[block.item], mine[0]),
+                    dest_offsets=torch.Size(b - m for b, m in zip(box[0], mine[0], strict=True)),
+                    storage_index=MetadataIndex(names[block.item], block.box[0], block.index),
+                    storage_offsets=torch.Size(b - s for b, s in zip(box[0], block.box[0], strict=True)),
+                    lengths=torch.Size(box[1]),
+                )
+            )
+        return LoadPlan(items=items)
+
+    def box(self, name: str, rank: int) -> Any:
+        """What a rank holds of a tensor."""
+        layout = self.layouts[name]
+        return layout.chunks[layout.chunk_of_rank[rank]][0]
+
+    def piece(self, block: Block, rank: int) -> Any:
+        """What a rank needs of a stored block."""
+        box = intersect(block.box, self.box(list(self.manifest.tensors)[block.item], rank))
+        assert box is not None
+        return box
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        local = local_part(self.tensors[read_item.dest_index.fqn])
+        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError("values travel in the manifest")
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The state as it was saved; its tensors are those of the state dict that was filled."""
+
+        def of_target(path: str) -> Tensor:
+            return self.tensors[path]
+
+        return _with_targets(decode(self.manifest.values, tensor=of_target), self.tensors, "")
+
+
+def inline_tensors(values: Any, path: str = "") -> dict[str, Tensor]:
+    """The small tensors that the manifest itself holds, by path."""
+    found: dict[str, Tensor] = {}
+    if isinstance(values, list):
+        for index, item in enumerate(values):
+            found |= inline_tensors(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(values, dict):
+        if "$tensor" in values:
+            return {path: decode(values)}
+        tagged = values.get("$tuple")
+        if tagged is not None:
+            return inline_tensors(tagged, path)
+        for key, item in values.get("$dict", values.items() if "$dict" not in values else ()):
+            found |= inline_tensors(item, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _with_targets(tree: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
+    """The tree with each small tensor replaced by the target's tensor of that path, which holds the same values."""
+    if isinstance(tree, Tensor):
+        return tensors.get(path, tree)
+    if isinstance(tree, dict):
+        return {k: _with_targets(v, tensors, f"{path}.{k}" if path else str(k)) for k, v in tree.items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(tree)(_with_targets(v, tensors, f"{path}.{i}" if path else str(i)) for i, v in enumerate(tree))
+    return tree
+
+
+class ElasticReader(StorageReader):
+    """Reads one commit. `traffic` says afterwards what it cost."""
+
+    def __init__(self, store: Store, found: Found, group: dist.ProcessGroup | None = None) -> None:
+        self.store, self.found, self.group = store, found, group
+        self.traffic = Traffic()
+        self._rank = 0
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=DTYPES[entry.dtype]),
+                    size=torch.Size(entry.shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                        for offsets, sizes in zip(entry.offsets_BN.tolist(), entry.sizes_BN.tolist(), strict=True)
+                    ],
+                )
+                for name, entry in self.found.manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank", 0)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert isinstance(planner, ElasticLoadPlanner)
+        began = time.perf_counter()
+        manifest, reads = self.found.manifest, planner.read_plan
+        entries = list(manifest.tensors.items())
+        items = {
+            (block.item, block.index): item for block, item in zip(reads.needed, plan.items, strict=True)
+        }
+
+        def cut(block: Block, raw: Tensor, rank: int) -> Tensor:
+            box = planner.piece(block, rank)
+            if box == block.box:
+                return raw
+            whole = raw.view(DTYPES[entries[block.item][1].dtype]).view(block.box[1])
+            return narrow_to(whole, block.box[0], box).contiguous().view(-1).view(torch.uint8)
+
+        def piece_bytes(item: int, index: int) -> int:
+            return math.prod(items[item, index].lengths) * entries[item][1].itemsize
+
+        def place(item: int, index: int, piece: Tensor) -> None:
+            dtype = DTYPES[entries[item][1].dtype]
+            if piece.storage_offset() % dtype.itemsize:
+                piece = piece.clone()  # it came behind a piece of a smaller dtype
+            target = planner.resolve_tensor(items[item, index])
+            target.copy_(piece.view(dtype).view(target.shape))
+
+        fetcher = Fetcher(self.store, self.found.commit.attempt, manifest)
+        ranges = coalesce(manifest, reads.fetched)
+        try:
+            exchange(
+                ranges,
+                fetcher.stream(ranges),
+                lambda block: reads.needers[block.item, block.index],
+                cut,
+                piece_bytes,
+                place,
+                self.group,
+                self.traffic,
+            )
+        finally:
+            self.traffic.bytes_fetched = fetcher.bytes_read
+            self.traffic.seconds = time.perf_counter() - began
+        faults.point("load.done")
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False

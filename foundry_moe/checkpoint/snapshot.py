@@ -1,0 +1,168 @@
+"""A state dict at one instant: what it holds, what this rank writes of it, and the staged bytes of that.
+
+Only the bytes that this rank will write are copied, into one buffer that is laid out like the object in the store
+and is used again for the next save; pinned where there is a GPU. Nothing here talks to other ranks or to a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, encode
+from foundry_moe.checkpoint.layout import Block, Layout, layout_of, plan_writes
+from foundry_moe.checkpoint.manifest import ALIGN_BYTES
+
+INLINE_BYTES = 256  # a replicated tensor up to this size lives in the manifest: optimizer step counters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    """A state dict taken apart: its tensors by path, with layouts, and all else ready for JSON."""
+
+    tensors: dict[str, Tensor]
+    layouts: dict[str, Layout]
+    values: Any
+
+    @property
+    def planned(self) -> list[tuple[Layout, int]]:
+        return [(self.layouts[name], tensor.element_size()) for name, tensor in self.tensors.items()]
+
+    def digest(self) -> str:
+        """Equal on ranks whose state dicts hold the same tensors laid out the same way; plans follow from it."""
+        hasher = xxhash.xxh3_128()
+        grids: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            layout = self.layouts[name]
+            grid = grids.setdefault(id(layout.grid), repr(layout.grid))
+            hasher.update(f"{name}|{tensor.dtype}|{layout.shape}|{layout.sharded}|".encode())
+            hasher.update(xxhash.xxh3_64_digest(grid.encode()))
+        return hasher.hexdigest()
+
+
+def flatten(state_dict: Mapping[str, Any], world_size: int, *, inline: bool = True) -> Flat:
+    """Takes a nested state dict apart.
+
+    Raises:
+        TypeError: a value that cannot be stored; its path is named.
+        ValueError: a tensor that cannot be stored: its placement or its dtype.
+    """
+    tensors: dict[str, Tensor] = {}
+    layouts: dict[str, Layout] = {}
+
+    def take(path: str, tensor: Tensor) -> Any:
+        if inline and not isinstance(tensor, DTensor) and tensor.nbytes <= INLINE_BYTES:
+            return encode(tensor)
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
+            raise ValueError(f"{path} has dtype {tensor.dtype} and layout {tensor.layout}: it cannot be stored")
+        if path in tensors:
+            raise ValueError(f"two tensors have the path {path}: rename a key that contains a dot")
+        tensors[path] = tensor
+        layouts[path] = layout_of(tensor, world_size, path)
+        return {"$ref": path}
+
+    return Flat(values=encode(state_dict, tensor=take), tensors=tensors, layouts=layouts)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The elements that this rank holds, detached."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def view_of_block(local: Tensor, layout: Layout, rank: int, block: Block) -> Tensor:
+    """The part of this rank's local tensor that is a block."""
+    (origin, sizes), _ = layout.chunks[layout.chunk_of_rank[rank]]
+    assert tuple(local.shape) == sizes, (tuple(local.shape), sizes)
+    for dim, (start, size) in enumerate(zip(*block.box, strict=True)):
+        if size != local.shape[dim]:
+            local = local.narrow(dim, start - origin[dim], size)
+    return local
+
+
+def place(blocks: list[Block]) -> tuple[list[int], int]:
+    """Where each of a rank's blocks begins in its object, and the object's size."""
+    starts, end = [], 0
+    for block in blocks:
+        starts.append(end)
+        end = -(-(end + block.size_bytes) // ALIGN_BYTES) * ALIGN_BYTES
+    return starts, (starts[-1] + blocks[-1].size_bytes if blocks else 0)
+
+
+class StagingBuffer:
+    """Memory that is kept from save to save, so that its pages are touched, and pinned, once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> Tensor:
+        """A uint8 tensor of `size_bytes`; valid until the next call. New memory is touched here, not in a save."""
+        if self._memory.numel() < size_bytes or self._memory.is_pinned() is not pinned:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._memory = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._memory[:size_bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a save needs, independent of the live model."""
+
+    names: list[str]
+    dtypes: list[torch.dtype]
+    layouts: list[Layout]
+    digest: str
+    rank: int
+    blocks: list[Block]
+    starts: list[int]
+    staged: Tensor  # uint8: this rank's object
+    values: Any
+
+    def staged_block(self, index: int) -> Tensor:
+        """A block's staged elements."""
+        block, start = self.blocks[index], self.starts[index]
+        flat = self.staged[start : start + block.size_bytes]
+        return flat.view(self.dtypes[block.item]).view(block.box[1])
+
+
+class Snapshotter:
+    """Takes snapshots of one training state; plans are computed once for each layout of it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._buffer = StagingBuffer()
+        self._plans: dict[str, tuple[list[Block], list[int], int]] = {}
+
+    def take(self, state_dict: Mapping[str, Any]) -> Snapshot:
+        """Copies what this rank will write. When this returns, the live tensors may change."""
+        flat = flatten(state_dict, self.world_size)
+        digest = flat.digest()
+        if digest not in self._plans:
+            blocks = plan_writes(flat.planned, rank=self.rank)[self.rank]
+            self._plans = {digest: (blocks, *place(blocks))}
+        blocks, starts, size_bytes = self._plans[digest]
+        tensors = list(flat.tensors.values())
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
+        snapshot = Snapshot(
+            names=list(flat.tensors),
+            dtypes=[tensor.dtype for tensor in tensors],
+            layouts=[flat.layouts[name] for name in flat.tensors],
+            digest=digest,
+            rank=self.rank,
+            blocks=blocks,
+            starts=starts,
+            staged=self._buffer.reserve(size_bytes, pinned=on_gpu),
+            values=flat.values,
+        )
+        for index, block in enumerate(blocks):
+            local = local_part(tensors[block.item])
+            source = view_of_block(local, snapshot.layouts[block.item], self.rank, block)
+            snapshot.staged_block(index).copy_(source, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return snapshot
+

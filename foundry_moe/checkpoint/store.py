@@ -1,0 +1,143 @@
+"""The one place through which checkpoints reach storage: `Store`, what it promises, and `open_store`.
+
+A store holds named byte strings ("objects") below one folder. It knows nothing of checkpoints. `store_s3` speaks to
+S3 through boto3, `store_file` keeps the same promises on a file system.
+"""
+
+from __future__ import annotations
+
+import abc
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from foundry_moe.checkpoint.errors import StoreError
+
+T = TypeVar("T")
+
+PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 wants 5 MiB at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """How patient a store is. `timeout_s` is for one connection attempt or one silence on an open connection."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    timeout_s: float = 60.0
+    attempts: int = 5
+    part_bytes: int = PART_BYTES
+    parts_in_flight: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One object of a listing; `modified_s` is the store's clock, in seconds since 1970."""
+
+    key: str
+    size_bytes: int
+    modified_s: float
+
+
+class Store(abc.ABC):
+    """Objects below one folder. Keys are relative to it and use `/`.
+
+    All methods raise a `StoreError`, and are safe to call from several threads. An object is visible under its key
+    whole or not at all.
+    """
+
+    url: str
+    options: StoreOptions
+
+    @abc.abstractmethod
+    def put(self, key: str, data: bytes) -> None:
+        """Writes a small object, over another if there is one."""
+
+    @abc.abstractmethod
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Writes a small object unless the key exists: of several writers exactly one gets True.
+
+        False may also mean that an earlier try of this very call won and its answer was lost: read it back.
+        """
+
+    @abc.abstractmethod
+    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
+        """Writes an object of any size straight from memory, in parts; `on_part` is called after each."""
+
+    @abc.abstractmethod
+    def get(self, key: str) -> bytes:
+        """A small object's bytes."""
+
+    @abc.abstractmethod
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fills `out` with the bytes from `start` on. A shorter object is a StoreError."""
+
+    @abc.abstractmethod
+    def size_bytes(self, key: str) -> int | None:
+        """An object's size; None if there is none."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """All objects whose key begins with `prefix`, by key."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects; one that is not there is no error."""
+
+    @abc.abstractmethod
+    def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
+        """Drops what interrupted `put_large` calls left below `prefix`; returns how many there were."""
+
+    @abc.abstractmethod
+    def now_s(self) -> float:
+        """The store's clock, in seconds since 1970, comparable with `Entry.modified_s`."""
+
+    def check(self) -> None:
+        """Raises a StoreError with one sentence if the folder cannot be used at all."""
+        for _ in self.list("commits/"):
+            break
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+def is_remote(folder: str) -> bool:
+    """Whether a folder is an address (`s3://...`) and not a path."""
+    return "://" in folder
+
+
+def open_store(folder: str, options: StoreOptions | None = None) -> Store:
+    """The store for `s3://bucket/prefix`, `/a/path` or `file:///a/path`. Nothing is asked of it yet.
+
+    Raises:
+        ValueError: an address of another kind.
+    """
+    options = options or StoreOptions()
+    scheme, separator, rest = folder.partition("://")
+    if not separator or scheme == "file":
+        from foundry_moe.checkpoint.store_file import FileStore
+
+        return FileStore(rest if separator else folder, options)
+    if scheme == "s3":
+        from foundry_moe.checkpoint.store_s3 import S3Store
+
+        return S3Store(folder, options)
+    raise ValueError(f"folder {folder!r}: {scheme}:// is not supported; use s3://bucket/prefix or a path")
+
+
+def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:
+    """Runs `action` until it succeeds, at most `attempts` times; waits double, with jitter.
+
+    A StoreError that is `lasting` is raised at once.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return action()
+        except StoreError as error:
+            if error.lasting or attempt == attempts:
+                raise
+            time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
+    raise AssertionError("attempts must be at least 1")
