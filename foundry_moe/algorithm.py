@@ -14,6 +14,9 @@ from foundry_moe.conversion import apply_dmoe, batch_context
 
 __all__ = ["DMoE", "apply_dmoe"]
 
+# keys that change what the saved weights compute; of others, such as losses or backends, a resumed run may change
+_MEANING = ("num_experts", "expert_hidden_size", "activation", "layers", "shared_expert_hidden_size", "gate")
+
 
 class DMoE(Algorithm):
     """Dropless Mixture-of-Experts: replaces feed-forward blocks by experts when training begins.
@@ -48,6 +51,23 @@ class DMoE(Algorithm):
         """A checkpoint of a model with experts cannot be loaded into one without."""
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"repr": repr(self), "settings": self._settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuses a checkpoint whose experts mean something else than ours, though its tensors fit.
+
+        Raises:
+            ValueError: names the key and both values.
+        """
+        saved = from_mapping(MoEConfig, state["settings"], "the checkpoint's algorithms.dmoe")
+        for key in _MEANING:
+            theirs, ours = getattr(saved, key), getattr(self.config, key)
+            if theirs != ours:
+                raise ValueError(
+                    f"algorithms.dmoe.{key} ({ours}): the checkpoint was trained with {theirs}; use that, or start anew"
+                )
+
     def match(self, event: Event, state: State) -> bool:
         return event in (Event.INIT, Event.AFTER_LOSS)
 
@@ -57,9 +77,7 @@ class DMoE(Algorithm):
             layers = apply_dmoe(state.model, self.config, state.optimizers)
             if self.config.mesh_config is not None and layers:
                 place_on_mesh(state, self.config.mesh_config)
-            logger.log_hyperparameters(
-                {"dmoe/layers": len(layers), "dmoe/num_experts": self.config.num_experts}
-            )
+            logger.log_hyperparameters({"dmoe/layers": len(layers), "dmoe/num_experts": self.config.num_experts})
             return
         context = batch_context(state.model)
         if context is not None:
@@ -73,9 +91,7 @@ def check_parallelism(state: State) -> None:
         ValueError: tensor parallelism, or FSDP1.
     """
     if state.tp_config is not None:
-        raise ValueError(
-            "tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert"
-        )
+        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
     if state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config):
         raise ValueError(
             "fsdp_config is read as FSDP1, which dMoE does not support: set FSDP_VERSION=2 in the environment"

@@ -67,9 +67,7 @@ def _matches(value: Any, annotation: Any) -> bool:
     if origin is Literal:
         return value in typing.get_args(annotation)
     if origin is tuple or origin is list:
-        return isinstance(value, list | tuple) and all(
-            _matches(v, typing.get_args(annotation)[0]) for v in value
-        )
+        return isinstance(value, list | tuple) and all(_matches(v, typing.get_args(annotation)[0]) for v in value)
     if origin in (dict, Mapping) or annotation in (dict, Mapping):
         return isinstance(value, Mapping)
     if annotation is float:
@@ -206,9 +204,7 @@ class MoEConfig:
         if self.expert_hidden_size != AUTO and self.expert_hidden_size < 1:
             raise ValueError(f"expert_hidden_size ({self.expert_hidden_size}) must be 1 or more, or auto")
         if self.shared_expert_hidden_size < 0:
-            raise ValueError(
-                f"shared_expert_hidden_size ({self.shared_expert_hidden_size}) must be 0 or more"
-            )
+            raise ValueError(f"shared_expert_hidden_size ({self.shared_expert_hidden_size}) must be 0 or more")
         one_of("activation", self.activation, [AUTO, *ACTIVATIONS])
         one_of("backend", self.backend, BACKENDS)
         one_of("init", self.init, INITS)
@@ -224,15 +220,11 @@ class MoEConfig:
     def _check_layers(self) -> None:
         layers = self.layers
         if isinstance(layers, str) and layers != "all":
-            raise ValueError(
-                f"layers ({layers!r}) must be all, {{every: n}} or a list of indices such as [1, 3, 5]"
-            )
+            raise ValueError(f"layers ({layers!r}) must be all, {{every: n}} or a list of indices such as [1, 3, 5]")
         if isinstance(layers, dict) and (
             set(layers) != {"every"} or not isinstance(layers["every"], int) or layers["every"] < 1
         ):
-            raise ValueError(
-                    f"layers ({layers!r}) must be {{every: n}} with n a whole number of 1 or more"
-                )
+            raise ValueError(f"layers ({layers!r}) must be {{every: n}} with n a whole number of 1 or more")
         if isinstance(layers, tuple) and (not layers or len(set(layers)) != len(layers) or min(layers) < 0):
             raise ValueError(f"layers ({list(layers)}) must be distinct indices from 0 up, at least one")
 

@@ -65,9 +65,7 @@ def apply_dmoe(
         )
         return []
     if isinstance(config.layers, tuple) and max(config.layers) >= len(blocks):
-        raise ValueError(
-            f"layers ({list(config.layers)}): the model has {len(blocks)}, so use 0 to {len(blocks) - 1}"
-        )
+        raise ValueError(f"layers ({list(config.layers)}): the model has {len(blocks)}, so use 0 to {len(blocks) - 1}")
     context = BatchContext()
     layers = []
     for index, (name, module, block) in enumerate(blocks):
@@ -79,14 +77,10 @@ def apply_dmoe(
         _replace_parameters(module.parameters(), layer.parameters(), optimizers)
         layers.append(layer)
     if not layers:
-        warnings.warn(
-            f"dMoE changed nothing: layers ({config.layers}) selects none of {len(blocks)}", stacklevel=2
-        )
+        warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(blocks)}", stacklevel=2)
         return []
     context.observe(model)
-    log.info(
-        "dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(blocks), config.num_experts
-    )
+    log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(blocks), config.num_experts)
     return layers
 
 
@@ -114,21 +108,15 @@ def _resolve_sparse(name: str, block: SparseFFN, config: MoEConfig) -> MoEConfig
         ("num_experts", "top_k", "expert_hidden_size", "activation"), asked, found, strict=True
     ):
         if ours != theirs:
-            raise ValueError(
-                f"{key} ({ours}): {name} is an MoE block already, with {theirs}; its weights keep that"
-            )
+            raise ValueError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}; its weights keep that")
     if config.gate.get("name") != "topk":
-        raise ValueError(
-            f"gate.name ({config.gate.get('name')}): {name} is an MoE block already, with gate topk"
-        )
+        raise ValueError(f"gate.name ({config.gate.get('name')}): {name} is an MoE block already, with gate topk")
     return replace(config, gate={**config.gate, "normalize": block.normalize})
 
 
 def _check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> None:
     if block.has_bias:
-        raise ValueError(
-            f"init (upcycle): {name} has biases and experts have none; use init: random, or no_bias: true"
-        )
+        raise ValueError(f"init (upcycle): {name} has biases and experts have none; use init: random, or no_bias: true")
     if config.expert_hidden_size != block.hidden_size:
         raise ValueError(
             f"expert_hidden_size ({config.expert_hidden_size}) must be that of {name} ({block.hidden_size}) for "

@@ -95,12 +95,17 @@ def count_tokens(texts: Iterable[str], tokenizer: Path) -> Counter[int]:
     return Counter(token for text in texts for token in loaded(text + END, verbose=False)["input_ids"])
 
 
-def prepare(folder: Path) -> dict[str, float]:
-    """Writes tokenizer, `train` and `val` shards and `facts.json`; what an interrupted call left is made anew."""
+def prepare(folder: Path, speeches: int | None = None) -> dict[str, float]:
+    """Writes tokenizer, `train` and `val` shards and `facts.json`; what an interrupted call left is made anew.
+
+    Args:
+        folder: is replaced.
+        speeches: only so many, the oldest; None = all.
+    """
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    texts = read_speeches()
+    texts = read_speeches()[:speeches]
     validation = texts[::VALIDATION_EVERY]
     train = [text for number, text in enumerate(texts) if number % VALIDATION_EVERY]
     tokenizer = folder / "tokenizer"

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry_moe.config import MoEConfig, from_mapping
 from foundry_moe.errors import run_cleanly
 from foundry_moe.layers.gates.registry import check_gate
+from foundry_moe.parallel.mesh import plan_mesh
 
 USAGE = "usage: composer -n PROCESSES foundry_moe/train.py RUN.yaml [key=value ...]"
 
@@ -51,8 +52,8 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
         raise ValueError(
             "algorithms.dmoe and model.name: dmoe_causal_lm both put experts into the model: keep one of them"
         )
-    if (has_algorithm or model.get("name") == "dmoe_causal_lm") and run.get("tp_config"):
-        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
+    if has_algorithm or "moe" in model:
+        check_surroundings(run)
     if has_algorithm:
         config = from_mapping(MoEConfig, algorithm, "algorithms.dmoe")
     elif "moe" in model:
@@ -60,7 +61,29 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
     else:
         return None
     check_gate(config.gate, config.loss)
+    world_size = os.environ.get("WORLD_SIZE")
+    if config.mesh_config is not None and world_size is not None:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        plan_mesh(
+            config.mesh_config,
+            world_size=int(world_size),
+            ranks_per_node=ranks_per_node,
+            num_experts=config.num_experts,
+        )
     return config
+
+
+def check_surroundings(run: Mapping[str, Any]) -> None:
+    """Checks keys that are not ours but do not go with experts.
+
+    Raises:
+        ValueError: tensor parallelism, or FSDP1.
+    """
+    if run.get("tp_config"):
+        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
+    version = os.environ.get("FSDP_VERSION", "2")
+    if run.get("fsdp_config") and version != "2":
+        raise ValueError(f"FSDP_VERSION ({version}): dMoE layers need FSDP2; unset it, or set FSDP_VERSION=2")
 
 
 def train(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before torch, Composer and tokenizers are imported: one thread, no hub.
 for name, value in {
@@ -35,3 +36,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def fixed_seed() -> None:
     """Every test draws the same numbers on every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real text as the demo has it (tokenizer, `train`, `val`, `facts.json`), of 25 speeches."""
+    from foundry_moe.demo import prepare
+
+    folder = tmp_path_factory.mktemp("text")
+    prepare(folder, speeches=25)
+    return folder
+
+
+@pytest.fixture
+def tiny_run(tiny_text: Path, tmp_path: Path) -> list[str]:
+    """Arguments after the YAML that make the demo's run tiny, on `tiny_text`, in a folder of its own."""
+    return [
+        f"variables.data={tiny_text}",
+        f"variables.run={tmp_path}/run",
+        "model.d_model=32",
+        "model.n_layers=2",
+        "model.moe.expert_hidden_size=32",
+        "max_duration=6ba",
+        "eval_interval=6ba",
+        "eval_subset_num_batches=1",
+        "save_interval=3ba",
+        "global_train_batch_size=4",
+        "device_train_microbatch_size=2",
+        "callbacks.run_report.interval=2ba",
+        "callbacks.run_report.sample_tokens=4",
+        "scheduler.t_warmup=2ba",
+    ]

@@ -89,15 +89,11 @@ class ExpertLoad(Callback):
         counts_LE, losses = _gather(layers)
         for layer in layers:
             layer.statistics.reset()
-        if counts_LE is None:
-            return
         self.latest_LE = counts_LE
         self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
         logger.log_metrics(self._metrics(layers, counts_LE, losses))
 
-    def _metrics(
-        self, layers: list[MoELayer], counts_LE: Tensor, losses: dict[str, float]
-    ) -> dict[str, float]:
+    def _metrics(self, layers: list[MoELayer], counts_LE: Tensor, losses: dict[str, float]) -> dict[str, float]:
         per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
         metrics = {
             f"dmoe/layer{layer.layer_index}/{name}": value
@@ -124,14 +120,12 @@ class ExpertLoad(Callback):
         self.total_LE = state["total_LE"]
 
 
-def _gather(layers: list[MoELayer]) -> tuple[Tensor | None, dict[str, float]]:
+def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, float]]:
     """Counts [L, E] and mean losses over layers, microbatches and ranks; one reduction, one read of the device."""
     statistics = [layer.statistics for layer in layers]
-    if not statistics[0].microbatches:
-        return None, {}
     experts = max(s.counts_E.shape[0] for s in statistics)
     rows = [torch.nn.functional.pad(s.counts_E, (0, experts - s.counts_E.shape[0])) for s in statistics]
-    means = [s.losses_L / s.microbatches for s in statistics]
+    means = [s.losses_L / s.microbatches_1.clamp(min=1) for s in statistics]
     # fp64 holds counts exactly up to 2^53
     packed = torch.cat([torch.stack(rows).double().flatten(), torch.cat(means).double()])
     dist.all_reduce(packed)

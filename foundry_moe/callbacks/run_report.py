@@ -103,7 +103,9 @@ class RunReport(Callback):
             share_E = (loads[0] / loads[0].sum(1, keepdim=True).clamp(min=1)).mean(0)
             shares = " | tokens per expert " + " ".join(f"{share:.0%}" for share in share_E.tolist())
         loss = self.losses.get("last", float("nan"))
-        return f"batch {state.timestamp.batch.value}/{state.max_duration} | loss {loss:.3f} | {rate:,.0f} tokens/s{shares}"
+        return (
+            f"batch {state.timestamp.batch.value}/{state.max_duration} | loss {loss:.3f} | {rate:,.0f} tokens/s{shares}"
+        )
 
     def _page(self, state: State) -> str:
         rows = [

@@ -38,9 +38,7 @@ class DenseFFN:
 
     @property
     def has_bias(self) -> bool:
-        return any(
-            linear is not None and linear.bias is not None for linear in (self.gate, self.up, self.down)
-        )
+        return any(linear is not None and linear.bias is not None for linear in (self.gate, self.up, self.down))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +117,7 @@ def read_sparse(module: nn.Module) -> SparseFFN | None:
     """The parts of a Hugging Face MoE block, or None where it is not one that we know (a shared expert, say)."""
     router, experts = getattr(module, "gate", None), getattr(module, "experts", None)
     top_k = getattr(module, "top_k", None)
-    if (
-        not isinstance(router, nn.Linear)
-        or not isinstance(experts, nn.ModuleList)
-        or not isinstance(top_k, int)
-    ):
+    if not isinstance(router, nn.Linear) or not isinstance(experts, nn.ModuleList) or not isinstance(top_k, int):
         return None
     dense = [read_dense(expert) for expert in experts]
     if not dense or any(d is None for d in dense) or hasattr(module, "shared_expert"):

@@ -40,7 +40,9 @@ def test_reference_equals_a_loop_over_tokens_in_outputs_and_every_gradient(activ
 def test_expert_with_no_tokens_gets_zero_gradient():
     w = [torch.randn(3, 4, 4, requires_grad=True) for _ in range(2)]
     routes = plan_routes(torch.tensor([[0], [2]]), 3)
-    routed_mlp(torch.randn(2, 4), None, routes, w[0], None, w[1], activation="gelu", backend="reference").sum().backward()
+    routed_mlp(
+        torch.randn(2, 4), None, routes, w[0], None, w[1], activation="gelu", backend="reference"
+    ).sum().backward()
     for parameter in w:
         assert parameter.grad[1].abs().sum() == 0 < parameter.grad[0].abs().sum()
 

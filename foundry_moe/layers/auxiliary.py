@@ -1,0 +1,106 @@
+"""Adds auxiliary losses to a layer's graph and counts its loads, exactly once a microbatch.
+
+Both happen in the backward pass of an identity on the layer's output: it runs once a microbatch, whatever
+activation checkpointing recomputes. Knows nothing of gates, experts or trainers.
+
+Shapes: T tokens, D model width, E experts, L auxiliary losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LoadStatistics:
+    """Loads and losses of a layer, summed over the microbatches since `reset`.
+
+    Plain tensors, not buffers: DDP would overwrite them with rank 0's.
+
+    counts_E: int64, choices per expert of the real tokens of this process.
+    losses_L: fp32, sums of the unweighted auxiliary losses in the order of `names`.
+    microbatches_1: int64, how many were summed.
+    """
+
+    def __init__(self, num_experts: int, names: list[str]) -> None:
+        self.names = names
+        self.counts_E = torch.zeros(num_experts, dtype=torch.int64)
+        self.losses_L = torch.zeros(len(names))
+        self.microbatches_1 = torch.zeros(1, dtype=torch.int64)
+
+    def move_to(self, device: torch.device) -> None:
+        """Follows the layer to its device; nothing to do after the first call there."""
+        if self.counts_E.device != device:
+            self.counts_E = self.counts_E.to(device)
+            self.losses_L = self.losses_L.to(device)
+            self.microbatches_1 = self.microbatches_1.to(device)
+
+    def reset(self) -> None:
+        self.counts_E.zero_()
+        self.losses_L.zero_()
+        self.microbatches_1.zero_()
+
+
+@torch.library.custom_op("foundry_moe::note_load", mutates_args=("sum_E", "sum_L", "sum_1"))
+def _note_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
+    """Adds one microbatch to the sums. An operator, so that a compiled backward pass may have this side effect."""
+    # `.data`: the sums are saved for this very backward pass, and its check of versions must not see them change
+    sum_E.data.add_(counts_E)
+    sum_L.data.add_(losses_L)
+    sum_1.data.add_(1)
+
+
+@_note_load.register_fake
+def _(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
+    return None
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_TD: Tensor,
+        loss: Tensor,
+        losses_L: Tensor,
+        counts_E: Tensor,
+        scale: Tensor,
+        sum_E: Tensor,
+        sum_L: Tensor,
+        sum_1: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(losses_L, counts_E)
+        ctx.scale, ctx.sums = scale, (sum_E, sum_L, sum_1)
+        ctx.loss_dtype = loss.dtype
+        return y_TD.view_as(y_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        losses_L, counts_E = ctx.saved_tensors
+        _note_load(*ctx.sums, counts_E, losses_L)
+        return grads[0], ctx.scale.to(ctx.loss_dtype), None, None, None, None, None, None
+
+
+def attach(
+    y_TD: Tensor, loss: Tensor, losses_L: Tensor, counts_E: Tensor, scale: Tensor, statistics: LoadStatistics
+) -> Tensor:
+    """`y_TD` unchanged; its backward pass gives `loss` the gradient `scale` and adds to the statistics.
+
+    Args:
+        loss: weighted sum of auxiliary losses, a scalar.
+        losses_L: their unweighted values, detached, fp32.
+        counts_E: choices per expert, int64.
+        scale: what the trainer makes of the main loss (`BatchContext.loss_scale`), read in the backward pass.
+    """
+    statistics.move_to(y_TD.device)
+    return _AttachLoss.apply(
+        y_TD,
+        loss,
+        losses_L,
+        counts_E,
+        scale,
+        statistics.counts_E,
+        statistics.losses_L,
+        statistics.microbatches_1,
+    )

@@ -1,0 +1,138 @@
+"""Runs from YAML, as users start them: LLM Foundry's own command, ours, and what they say to a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "yamls" / "demo" / "cpu.yaml"
+BIN = Path(sys.executable).parent
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_llm_foundrys_own_command_trains_our_yaml(tiny_run, tmp_path):
+    done = run(BIN / "llmfoundry", "train", DEMO, *tiny_run, FSDP_VERSION="2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "batch 6/6ba | loss" in done.stdout and "tokens per expert" in done.stdout
+    assert (tmp_path / "run" / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def launched(tiny_text, tmp_path_factory):
+    """The demo's run on two processes: begun, gone on with, and started once more when it is done."""
+    folder = tmp_path_factory.mktemp("launched")
+    arguments = [
+        f"variables.data={tiny_text}",
+        f"variables.run={folder}",
+        "model.d_model=32",
+        "model.n_layers=2",
+        "model.moe.expert_hidden_size=32",
+        "eval_interval=6ba",
+        "eval_subset_num_batches=1",
+        "save_interval=3ba",
+        "global_train_batch_size=8",
+        "device_train_microbatch_size=2",
+        "callbacks.run_report.interval=1ba",
+        "callbacks.run_report.sample_tokens=4",
+        "scheduler.t_warmup=2ba",
+    ]
+    composer = (BIN / "composer", "-n", "2", "foundry_moe/train.py", DEMO, *arguments)
+    return [run(*composer, f"max_duration={batches}ba") for batches in (3, 6, 6)]
+
+
+def test_two_processes_train_and_report(launched):
+    first = launched[0]
+    assert first.returncode == 0, first.stderr[-3000:]
+    for words in ("first loss", "last loss", "validation loss", "unigram loss", "checkpoint ", "sample "):
+        assert f"\n{words}" in first.stdout
+
+
+def test_a_run_started_again_goes_on(launched):
+    second = launched[1]
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert "resuming at batch 3" in second.stdout
+    assert "batch 3/6ba" not in second.stdout and "batch 4/6ba" in second.stdout
+
+
+def test_a_run_that_is_done_says_so(launched):
+    third = launched[2]
+    assert third.returncode == 0, third.stderr[-3000:]
+    assert "this run is complete: 6ba are done" in third.stdout
+    assert "batch 6/6ba" not in third.stdout
+    first_loss = [line for line in launched[0].stdout.splitlines() if line.startswith("first loss")]
+    assert first_loss[0] in third.stdout
+
+
+MISTAKES = {
+    "model.moe.num_exprts=4": "model.moe.num_exprts is not a key of model.moe; did you mean 'num_experts'?",
+    "model.moe.top_k=9": "model.moe: top_k (9) must be between 1 and num_experts (8)",
+    "model.moe.gate.name=topq": "there is no gate 'topq'",
+    "model.moe.loss.balanse=1": "loss.balanse: gate topk has no such loss; did you mean 'balance'?",
+    "algorithms.dmoe.num_experts=4": "both put experts into the model: keep one of them",
+    "tp_config.strategy=ffn": "tensor parallelism does not go with dMoE layers",
+    "max_duration": "max_duration: an override is key=value",
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch):
+    from foundry_moe import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", str(DEMO), override])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and MISTAKES[override] in error
+
+
+def test_a_mesh_that_the_world_cannot_hold_is_named(capsys, monkeypatch):
+    from foundry_moe import train
+
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(DEMO), "model.moe.mesh.expert=4"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "mesh.expert (4)" in capsys.readouterr().err
+
+
+def test_fsdp1_is_refused(capsys, monkeypatch):
+    from foundry_moe import train
+
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(DEMO), "fsdp_config.activation_checkpointing=true"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "FSDP_VERSION (1): dMoE layers need FSDP2" in capsys.readouterr().err
+
+
+def test_the_launcher_passes_the_sentence_and_the_code_on():
+    done = run(BIN / "composer", "-n", "1", "foundry_moe/train.py", DEMO, "model.moe.top_k=9")
+    assert done.returncode != 0
+    assert "error: model.moe: top_k (9)" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_failure_that_is_not_the_users_keeps_its_traceback():
+    from foundry_moe.errors import run_cleanly
+
+    def broken() -> int:
+        return int("seven")
+
+    with pytest.raises(ValueError, match="seven"):
+        run_cleanly(broken)

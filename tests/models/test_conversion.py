@@ -1,0 +1,185 @@
+"""Models in which feed-forward blocks become experts: what stays the same, what moves, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.conversion import moe_layers
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "initializer_range": 0.3,
+}
+IDS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def llama(**keys) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **keys)).double()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("shared", [0, 16])
+def test_upcycled_model_computes_the_dense_one_exactly(score, shared):
+    model = llama()
+    with torch.no_grad():
+        dense = model(input_ids=IDS).logits
+        config = MoEConfig(
+            num_experts=4,
+            top_k=3,
+            init="upcycle",
+            gate={"name": "topk", "score": score},
+            shared_expert_hidden_size=shared,
+        )
+        assert len(apply_dmoe(model, config)) == 3
+        upcycled = model(input_ids=IDS).logits
+    # weights that sum to one times equal outputs: only the sum's rounding remains, 1e-16 relative a layer
+    torch.testing.assert_close(upcycled, dense, rtol=1e-12, atol=1e-12)
+
+
+def test_upcycled_experts_part_ways_once_trained():
+    model = llama()
+    layer = apply_dmoe(model, MoEConfig(num_experts=4, init="upcycle"))[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not torch.equal(layer.experts.w1_EFD[0], layer.experts.w1_EFD[1])
+
+
+@pytest.mark.parametrize(("layers", "expected"), [("all", [0, 1, 2]), ({"every": 2}, [1]), ([0, 2], [0, 2])])
+def test_only_chosen_layers_change(layers, expected):
+    model = llama()
+    config = MoEConfig(num_experts=2, layers=tuple(layers) if isinstance(layers, list) else layers)
+    assert [layer.layer_index for layer in apply_dmoe(model, config)] == expected
+    kinds = [type(block.mlp).__name__ for block in model.model.layers]
+    assert [i for i, kind in enumerate(kinds) if kind == "MoELayer"] == expected
+
+
+def test_optimizer_gets_the_new_parameters_in_the_old_ones_group():
+    model = llama()
+    ffn = [p for n, p in model.named_parameters() if ".mlp." in n]
+    rest = [p for n, p in model.named_parameters() if ".mlp." not in n]
+    optimizer = torch.optim.AdamW([{"params": rest, "lr": 1.0}, {"params": ffn, "lr": 2.0}])
+    layers = apply_dmoe(model, MoEConfig(num_experts=2), optimizer)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert {id(p) for p in optimizer.param_groups[1]["params"]} == {id(p) for x in layers for p in x.parameters()}
+
+
+def test_width_activation_device_and_dtype_are_those_of_the_block():
+    model = llama(hidden_act="gelu").bfloat16()
+    layer = apply_dmoe(model, MoEConfig(num_experts=2))[0]
+    assert (layer.config.expert_hidden_size, layer.config.activation) == (48, "geglu")
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+
+
+def test_blocks_on_meta_become_layers_on_meta():
+    with torch.device("meta"):
+        model = llama()
+    assert {p.device.type for layer in apply_dmoe(model, MoEConfig(num_experts=2)) for p in layer.parameters()} == {
+        "meta"
+    }
+
+
+def test_a_model_without_blocks_is_left_alone_with_a_warning():
+    with pytest.warns(UserWarning, match="dMoE changed nothing: Sequential has no feed-forward block"):
+        assert apply_dmoe(nn.Sequential(nn.Linear(2, 2)), MoEConfig(num_experts=2)) == []
+
+
+def test_a_selection_of_no_layer_warns():
+    with pytest.warns(UserWarning, match="selects none of 3"):
+        assert apply_dmoe(llama(), MoEConfig(num_experts=2, layers={"every": 7})) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "config", "sentence"),
+    [
+        ({}, {"layers": (1, 3)}, r"layers \(\[1, 3\]\): the model has 3, so use 0 to 2"),
+        ({"mlp_bias": True}, {"init": "upcycle"}, "has biases and experts have none"),
+        ({}, {"init": "upcycle", "expert_hidden_size": 64}, r"\(64\) must be that of model.layers.0.mlp \(48\)"),
+        ({}, {"init": "upcycle", "activation": "relu"}, r"activation \(relu\) must be that of .* \(swiglu\)"),
+        ({"hidden_act": "tanh"}, {}, "is not one of swiglu"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_named(keys, config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        apply_dmoe(llama(**keys), MoEConfig(num_experts=2, **config))
+
+
+def test_upcycling_weights_that_do_not_exist_yet_is_refused():
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(ValueError, match="use init_device: cpu"):
+        apply_dmoe(model, MoEConfig(num_experts=2, init="upcycle"))
+
+
+def test_applying_twice_is_refused():
+    model = llama()
+    apply_dmoe(model, MoEConfig(num_experts=2))
+    with pytest.raises(ValueError, match="has dMoE layers already"):
+        apply_dmoe(model, MoEConfig(num_experts=2))
+
+
+MOE = {**SIZES, "num_experts_per_tok": 2}
+FAMILIES = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**MOE, num_local_experts=5)),
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**MOE, num_experts=5)),
+    "olmoe-normalised": lambda: OlmoeForCausalLM(OlmoeConfig(**MOE, num_experts=5, norm_topk_prob=True)),
+    "qwen3": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**MOE, num_experts=5, moe_intermediate_size=24, norm_topk_prob=True, head_dim=8)
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hugging_face_moe_blocks_keep_their_outputs_and_gradients(family):
+    torch.manual_seed(5)
+    theirs, ours = FAMILIES[family]().double(), FAMILIES[family]().double()
+    ours.load_state_dict(theirs.state_dict())
+    width = 24 if family == "qwen3" else 48
+    layers = apply_dmoe(ours, MoEConfig(num_experts=5, top_k=2, expert_hidden_size=width, loss={}))
+    assert len(layers) == 3
+    wanted = theirs(input_ids=IDS, labels=IDS, output_router_logits=True)
+    found = ours(input_ids=IDS, labels=IDS, output_router_logits=True)
+    # Hugging Face rounds the router's weights to fp32 on its way, ours stay in fp64
+    close = {"rtol": 2e-5, "atol": 2e-6}
+    torch.testing.assert_close(found.logits, wanted.logits, **close)
+    torch.testing.assert_close(found.router_logits[2], wanted.router_logits[2], **close)
+    torch.testing.assert_close(found.loss, wanted.loss, **close)
+    wanted.loss.backward()
+    found.loss.backward()
+    for layer, block in zip(layers, theirs.model.layers, strict=True):
+        moe = getattr(block, "block_sparse_moe", None) or block.mlp
+        torch.testing.assert_close(layer.gate.weight_ED.grad, moe.gate.weight.grad, **close)
+        for e, expert in enumerate(moe.experts):
+            down = expert.w2 if family == "mixtral" else expert.down_proj
+            truth = torch.zeros_like(down.weight) if down.weight.grad is None else down.weight.grad
+            torch.testing.assert_close(layer.experts.w2_EDF.grad[e], truth, **close)
+
+
+def test_a_hugging_face_moe_block_keeps_its_number_of_experts():
+    with pytest.raises(ValueError, match=r"num_experts \(8\): .* is an MoE block already, with 5"):
+        apply_dmoe(FAMILIES["mixtral"](), MoEConfig(num_experts=8, expert_hidden_size=48))
+
+
+def test_layers_share_one_context():
+    model = llama()
+    apply_dmoe(model, MoEConfig(num_experts=2))
+    assert len({id(layer.context) for layer in moe_layers(model)}) == 1
+    model(input_ids=IDS, attention_mask=torch.ones_like(IDS))
+    assert torch.equal(moe_layers(model)[2].context.token_ids_BS, IDS)
