@@ -41,16 +41,14 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
             plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=int(layer.num_experts))  # type: ignore[arg-type]
         return None
     if not isinstance(state.fsdp_config, FSDP2Config):
-        raise ValueError(
-            "mesh needs FSDP2: give the run `fsdp_config: {}` and set FSDP_VERSION=2 in the environment"
-        )
+        raise ValueError("mesh needs FSDP2: give the run `fsdp_config: {}` and set FSDP_VERSION=2 in the environment")
     placement = parallelize(
         state.model,
         mesh_config,
         fsdp_config=state.fsdp_config,
         optimizers=state.optimizers,
         mp_policy=create_mixed_precision_policy(state.precision, state.fsdp_config.mixed_precision),
-        device=state.device._device,
+        device=state.device._device,  # type: ignore[arg-type]
         ranks_per_node=dist.get_local_world_size(),
     )
     _take_over_gradients(state, placement)
@@ -107,9 +105,7 @@ class MeshGradients(Algorithm):
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
 
-    def __init__(
-        self, *, all_reduce: bool, clipping_type: str | None = None, clipping_threshold: float = 0.0
-    ) -> None:
+    def __init__(self, *, all_reduce: bool, clipping_type: str | None = None, clipping_threshold: float = 0.0) -> None:
         self.all_reduce = all_reduce
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
@@ -147,7 +143,7 @@ class MeshGradients(Algorithm):
             )
         if self.clipping_type == "norm":
             norm = clip_norm(state.model.parameters(), self.clipping_threshold)
-            logger.log_metrics({"mesh/gradient_norm": norm})
+            logger.log_metrics({"mesh/gradient_norm": norm})  # type: ignore[dict-item]
         elif self.clipping_type == "value":
             clip_value(state.model.parameters(), self.clipping_threshold)
 
@@ -179,7 +175,7 @@ class MoEMesh(Algorithm):
 
 
 def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
-    """LLM Foundry config transform: `model.moe.mesh` becomes `algorithms.dmoe_mesh`, which runs where a mesh can be made.
+    """LLM Foundry config transform: `model.moe.mesh` becomes `algorithms.dmoe_mesh`, which runs at `Event.INIT`.
 
     Raises:
         ValueError: both are given, and differ.

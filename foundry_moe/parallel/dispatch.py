@@ -1,4 +1,4 @@
-"""Dropless expert parallelism: each token goes once to every rank that holds an expert of its, and one result comes back.
+"""Dropless expert parallelism: a token goes once to each rank that holds an expert of its, and one result comes back.
 
 A token with several experts on one rank travels once, and that rank sums their weighted outputs: with 64 experts
 on 4 ranks and top-8, 2.7 rows a token leave a rank instead of 6. Moves tokens only: it must not know how experts

@@ -73,7 +73,7 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
 class FlatExchange:
     """Every rank sends to every rank: one message for each pair."""
 
-    slots = None
+    slots: list[int] | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -114,7 +114,9 @@ class HierarchicalExchange:
         self.local, self.nodes = dist.get_world_size(node_group), dist.get_world_size(peer_group)
         self.size = self.local * self.nodes
         self.rank = dist.get_rank(peer_group) * self.local + dist.get_rank(node_group)
-        self.slots = [local * self.nodes + node for node in range(self.nodes) for local in range(self.local)]
+        self.slots: list[int] | None = [
+            local * self.nodes + node for node in range(self.nodes) for local in range(self.local)
+        ]
 
     def agree(self, counts_P2: Tensor) -> Splits:
         leaving_LN2 = counts_P2.view(self.local, self.nodes, 2)

@@ -79,15 +79,16 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
     device = parts[0][0].device if parts else _default_device()
     total = torch.zeros((), dtype=torch.float64, device=device)
     distributed = dist.is_initialized() and dist.get_world_size() > 1
-    norms = torch._foreach_norm([grad for grad, _ in parts if grad.numel()], norm_type)
+    parts = [(grad, held) for grad, held in parts if grad.numel()]
+    norms = torch._foreach_norm([grad for grad, _ in parts], norm_type) if parts else ()
     if math.isinf(norm_type):
         if norms:
             total = torch.stack(norms).max().double()
         if distributed:
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
         return total
-    copies = [held for grad, held in parts if grad.numel()]
     if norms:
+        copies = [held for _, held in parts]
         powers = torch.stack([norm.double() for norm in norms]) ** norm_type
         total = (powers / torch.tensor(copies, dtype=torch.float64, device=device)).sum()
     if distributed:

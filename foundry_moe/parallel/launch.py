@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,9 @@ def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[A
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        (folder / f"error-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        text = folder / f"text-{rank}"
+        text.write_text(traceback.format_exc(), encoding="utf-8")
+        text.rename(folder / f"error-{rank}")  # the parent reads whole messages only
         # a rank that waits for others must not be waited for in turn: leave without any shutdown protocol
         os._exit(1)
 
@@ -69,14 +74,14 @@ def run_processes(
     world_size: int,
     backend: str = "gloo",
     timeout_s: float = 300.0,
-    preload: str = "foundry_moe.parallel.parity",
+    preload: Sequence[str] = ("foundry_moe.parallel.parity",),
 ) -> Any:
     """Runs `function(*arguments)` on `world_size` new processes that form a process group.
 
     Args:
         function: importable by name; returns on rank 0 what `torch.save` can write.
         timeout_s: for the whole run, and for each collective in it.
-        preload: a module that the fork server imports once, for all launches of this process.
+        preload: modules that the fork server imports; the first launch of this process settles them for all.
 
     Returns:
         Rank 0's result.
@@ -86,12 +91,10 @@ def run_processes(
             error of the rank that failed first.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
+    context.set_forkserver_preload(list(preload))
     threads = max(1, (os.cpu_count() or 1) // world_size) if backend == "gloo" else 4
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = Job(
-            world_size=world_size, backend=backend, folder=folder, timeout_s=timeout_s, threads=threads
-        )
+        job = Job(world_size=world_size, backend=backend, folder=folder, timeout_s=timeout_s, threads=threads)
         processes = [
             context.Process(target=_enter, args=(rank, job, function, arguments), name=f"rank {rank}")
             for rank in range(world_size)
@@ -100,8 +103,10 @@ def run_processes(
             process.start()
         try:
             failed = _wait(processes, timeout_s)
-            if failed is not None:
-                raise RuntimeError(_describe(failed, Path(folder), timeout_s))
+            if failed:
+                _settle(processes)
+                codes = [process.exitcode for process in processes]
+                raise RuntimeError(_describe(codes, Path(folder), timeout_s))
             return torch.load(Path(folder) / "result.pt", weights_only=False)
         finally:
             for process in processes:
@@ -111,24 +116,33 @@ def run_processes(
                 process.join()
 
 
-def _wait(processes: list[BaseProcess], timeout_s: float) -> dict[int, int | None] | None:
-    """None once every rank has ended well; else exit codes when the first failed, or when time ran out."""
+def _wait(processes: list[BaseProcess], timeout_s: float) -> bool:
+    """Whether the run failed: True as soon as a rank has, or time is out; False once all have ended well."""
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes):
-        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
-        if any(code not in (None, 0) for code in codes.values()) or time.monotonic() > deadline:
-            return codes
+        if any(process.exitcode for process in processes) or time.monotonic() > deadline:
+            return True
         time.sleep(0.02)
-    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
-    return codes if any(codes.values()) else None
+    return any(process.exitcode for process in processes)
 
 
-def _describe(codes: dict[int, int | None], folder: Path, timeout_s: float) -> str:
+def _settle(processes: list[BaseProcess]) -> None:
+    """A moment for ranks that lost a peer to say so; it is over at once if they have."""
+    deadline = time.monotonic() + GRACE_S
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _describe(codes: list[int | None], folder: Path, timeout_s: float) -> str:
+    killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
+    if killed:  # the others' errors are about the connection to it
+        signal_name = signal.Signals(-codes[killed[0]]).name  # type: ignore[operator]
+        return f"rank {killed[0]} of {len(codes)} died of {signal_name}"
     errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if errors:
         rank = errors[0].name.removeprefix("error-")
         return f"rank {rank} of {len(codes)} failed:\n{errors[0].read_text(encoding='utf-8')}"
-    dead = {rank: code for rank, code in codes.items() if code not in (None, 0)}
-    if dead:
-        return f"rank {min(dead)} of {len(codes)} died with exit code {dead[min(dead)]}"
-    return f"{sum(code is None for code in codes.values())} of {len(codes)} ranks still ran after {timeout_s:g} s"
+    ended = [rank for rank, code in enumerate(codes) if code]
+    if ended:
+        return f"rank {ended[0]} of {len(codes)} ended with exit code {codes[ended[0]]} and no message"
+    return f"{codes.count(None)} of {len(codes)} ranks still ran after {timeout_s:g} s"

@@ -7,6 +7,8 @@ Must not know: models, parameters, tokens.
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +21,22 @@ if TYPE_CHECKING:
 
 DIMENSIONS = ("replicate", "shard", "expert")
 FLAT, HIERARCHICAL = "flat", "hierarchical"
+
+
+Mesh = tuple[int, int, int]  # replicate, shard, expert
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`2,2,2` -> (replicate, shard, expert).
+
+    Raises:
+        argparse.ArgumentTypeError: not three whole numbers of 1 or more.
+    """
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: a mesh is replicate,shard,expert, for example 2,2,2")
+    replicate, shard, expert = map(int, parts)
+    return replicate, shard, expert
 
 
 def divisors(number: int) -> list[int]:
@@ -63,12 +81,9 @@ class MeshPlan:
 
     @property
     def expert_nodes(self) -> int:
-        """Nodes that an expert group touches, at most."""
-        if self.ranks_per_node % self.expert == 0:
-            return 1
-        if self.expert % self.ranks_per_node == 0:
-            return self.expert // self.ranks_per_node
-        return (self.expert - 2) // self.ranks_per_node + 2  # groups straddle nodes
+        """Nodes that an expert group touches, at most. Groups begin at multiples of gcd(expert, ranks_per_node)."""
+        latest_start = self.ranks_per_node - math.gcd(self.expert, self.ranks_per_node)
+        return -(-(latest_start + self.expert) // self.ranks_per_node)
 
     @property
     def expert_ranks_per_node(self) -> int:
@@ -111,9 +126,7 @@ class MeshPlan:
         return f"(replicate {self.replicate}, shard {self.shard}, expert {self.expert})"
 
 
-def plan_mesh(
-    config: MeshConfig, *, world_size: int, ranks_per_node: int, num_experts: int | None = None
-) -> MeshPlan:
+def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_experts: int | None = None) -> MeshPlan:
     """Fills in `auto` and checks a mesh against the machine and the experts.
 
     `expert: auto` is the widest that fits in a node and divides `num_experts`; then `shard: auto` takes all
@@ -134,9 +147,7 @@ def plan_mesh(
         raise ValueError(f"{world_size} GPUs do not fill nodes of {ranks_per_node} GPUs: give every node as many")
     if num_experts is not None and config.expert != AUTO and num_experts % config.expert:
         valid = [d for d in divisors(num_experts) if world_size % d == 0]
-        raise ValueError(
-            f"mesh.expert ({config.expert}) must divide num_experts ({num_experts}): use {listed(valid)}"
-        )
+        raise ValueError(f"mesh.expert ({config.expert}) must divide num_experts ({num_experts}): use {listed(valid)}")
     widths = {name: getattr(config, name) for name in ("expert", "shard", "replicate")}
     left = _left_over(widths, world_size)
     if widths["expert"] == AUTO:
@@ -160,9 +171,7 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
     if len(fixed) == len(widths) and product != world_size:
         without = [f"mesh.{n}: {world_size * w // product}" for n, w in fixed.items() if world_size * w % product == 0]
         hint = f"; {' or '.join(without)} would do" if without else ""
-        raise ValueError(
-            f"{arithmetic} = {product}, but there are {world_size} GPUs: set one of them to auto{hint}"
-        )
+        raise ValueError(f"{arithmetic} = {product}, but there are {world_size} GPUs: set one of them to auto{hint}")
     if world_size % product:
         raise ValueError(
             f"{arithmetic} = {product} must divide the number of GPUs ({world_size}): "

@@ -139,6 +139,7 @@ def build_model(case: Case, dtype: torch.dtype, device: torch.device) -> TinyLM:
     model = TinyLM(case.tied).to(dtype)
     apply_dmoe(model, MoEConfig(**{"init_std": 0.3, **case.moe}))
     if case.crowd:
+        block: Any
         for block in model.blocks:
             # a constant share of every token (its norm's bias) decides: expert 0, by a margin
             with torch.no_grad():
@@ -197,8 +198,8 @@ def run_case(
         compute_dtype: mixed precision, on a mesh by FSDP2; None = `dtype`.
 
     Returns:
-        What to compare, by name: `loss/step`, `norm/step`, `grad/step/kind/parameter`, `weight/kind/parameter`,
-        `checkpoint/key`; the same on every rank, but for checkpoints, which rank 0 reads.
+        What to compare, by name: `loss/step`, `norm/step`, `grad/step/kind/parameter` of the first and last step,
+        `weight/kind/parameter`, `checkpoint/key`; the same on every rank, but checkpoints, which rank 0 reads.
     """
     device = torch.device(device)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)
@@ -240,9 +241,7 @@ def run_case(
             everyone = ids[:, 1:].numel() * case.microbatches
             mine = take_share(ids, case.share, rank, world_size).to(device)
             logits = model(mine[:, :-1])
-            losses_T = F.cross_entropy(
-                logits.flatten(0, 1).to(dtype), mine[:, 1:].flatten(), reduction="none"
-            )
+            losses_T = F.cross_entropy(logits.flatten(0, 1).to(dtype), mine[:, 1:].flatten(), reduction="none")
             mean = context.anchor(losses_T.sum() / max(losses_T.numel(), 1))
             # gradients are averaged over ranks, so a rank's mean weighs as its share of the tokens
             share = losses_T.numel() * world_size / everyone
@@ -251,7 +250,7 @@ def run_case(
         if mesh is not None:
             dist.all_reduce(total)
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and step in (0, STEPS - 1):
                 seen[f"grad/{step}/{kind_of(name)}/{name}"] = whole(parameter.grad)
         seen[f"norm/{step}"] = clip_norm(model.parameters(), case.max_norm).cpu()
         seen[f"loss/{step}"] = total.cpu()

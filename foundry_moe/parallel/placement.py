@@ -40,7 +40,7 @@ class Placement:
         return self.meshes.plan
 
 
-def moe_layers(model: nn.Module) -> dict[str, nn.Module]:
+def moe_layers(model: nn.Module) -> dict[str, Any]:
     """The MoE layers of a model by name."""
     return {
         name: module
@@ -86,7 +86,7 @@ def parallelize(
             mesh_config,
             world_size=world_size,
             ranks_per_node=ranks_per_node,
-            num_experts=layer.num_experts,  # type: ignore[arg-type]
+            num_experts=layer.num_experts,
         )
         for layer in layers.values()
     }
@@ -95,12 +95,12 @@ def parallelize(
                          " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
     plan = plans.pop()
     for name, layer in layers.items():
-        check_shard(name, layer.experts, plan)  # type: ignore[arg-type]
+        check_shard(name, layer.experts, plan)
     device = torch.device(device)
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
     for layer in layers.values():
-        layer.context.sum_over_ranks = sum_over_ranks  # type: ignore[union-attr]
+        layer.context.sum_over_ranks = sum_over_ranks
     if plan.expert > 1:
         dispatch = ExpertDispatch(build_exchange(meshes))
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -112,7 +112,7 @@ def parallelize(
                 mp_policy=mp_policy or MixedPrecisionPolicy(),
                 reshard_after_forward=fsdp_config.reshard_after_forward,
             )
-            layer.dispatch = dispatch  # type: ignore[assignment]
+            layer.dispatch = dispatch
         placed = dict(model.named_parameters())
         for optimizer in optimizers:
             replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
@@ -141,7 +141,7 @@ def check_shard(name: str, experts: nn.Module, plan: MeshPlan) -> None:
 
 
 def place_experts(
-    layer: nn.Module,
+    layer: Any,
     meshes: Meshes,
     *,
     device: torch.device,
@@ -153,9 +153,9 @@ def place_experts(
     Two shardings of one dimension would make rows interleave; on different dimensions a checkpoint can be cut
     to any mesh.
     """
-    experts: nn.Module = layer.experts  # type: ignore[assignment]
+    experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
-    owned = meshes.plan.experts_of(dist.get_rank(), layer.num_experts)  # type: ignore[arg-type]
+    owned = meshes.plan.experts_of(dist.get_rank(), layer.num_experts)
     for module in experts.modules():
         for name, parameter in module.named_parameters(recurse=False):
             local = parameter.detach()[owned.start : owned.stop]
@@ -176,24 +176,28 @@ def place_experts(
         shard_placement_fn=lambda parameter: Shard(1),
         mp_policy=mp_policy,
     )
-    experts.local = LocalWeight(meshes.plan.expert)  # type: ignore[assignment]
+    experts.local = LocalWeight(meshes.plan.expert)
     if on_meta:
         experts.to_empty(device=device)
         draw_experts(layer, meshes.plan)
 
 
 @torch.no_grad()
-def draw_experts(layer: nn.Module, plan: MeshPlan) -> None:
+def draw_experts(layer: Any, plan: MeshPlan) -> None:
     """Fills a layer's placed experts with their initial weights: the same numbers as without a mesh."""
     _, shard, _ = plan.coordinates(dist.get_rank())
-    owned = plan.experts_of(dist.get_rank(), layer.num_experts)  # type: ignore[arg-type]
+    owned = plan.experts_of(dist.get_rank(), layer.num_experts)
     experts: Any = layer.experts
     for name, parameter in experts.named_parameters():
         local_eFD: Tensor = parameter.to_local()
         rows = local_eFD.shape[1]
         for expert, local_FD in zip(owned, local_eFD, strict=True):
             whole_FD = experts.initial(
-                name, expert, seed=layer.config.seed, layer=layer.layer_index, device=local_FD.device  # type: ignore[union-attr]
+                name,
+                expert,
+                seed=layer.config.seed,
+                layer=layer.layer_index,
+                device=local_FD.device,
             )
             local_FD.copy_(whole_FD.narrow(0, shard * rows, rows))
 

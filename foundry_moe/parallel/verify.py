@@ -16,9 +16,8 @@ from torch import Tensor
 
 from foundry_moe.config import MeshConfig
 from foundry_moe.parallel.launch import run_processes
+from foundry_moe.parallel.mesh import Mesh
 from foundry_moe.parallel.parity import CASES, Case, run_case
-
-Mesh = tuple[int, int, int]  # replicate, shard, expert
 
 DEFAULT_MESHES: tuple[Mesh, ...] = (
     (1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (1, 1, 8),
@@ -27,19 +26,6 @@ DEFAULT_MESHES: tuple[Mesh, ...] = (
 # partial sums of a token's experts, one a rank, rounded before they are added.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-2}
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
-
-
-def parse_mesh(text: str) -> Mesh:
-    """`2,2,2` -> (replicate, shard, expert).
-
-    Raises:
-        argparse.ArgumentTypeError: not three whole numbers of 1 or more.
-    """
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: a mesh is replicate,shard,expert, for example 2,2,2")
-    replicate, shard, expert = map(int, parts)
-    return replicate, shard, expert
 
 
 def run_meshes(
@@ -80,6 +66,15 @@ def difference(measured: Tensor, expected: Tensor) -> float:
     return relative if relative == relative else float("inf")
 
 
+def _row_of(key: str) -> str:
+    quantity, *rest = key.split("/")
+    if quantity == "grad":
+        return f"gradient {rest[1]}"
+    if quantity == "weight":
+        return f"weights {rest[0]}"
+    return "clipped norm" if quantity == "norm" else quantity
+
+
 def compare(measured: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Rows of the certificate: for each kind of quantity, the largest difference.
 
@@ -87,14 +82,10 @@ def compare(measured: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[st
     """
     rows: dict[str, float] = defaultdict(float)
     for key in measured.keys() | expected.keys():
-        quantity, *rest = key.split("/")
-        row = {"grad": lambda r: f"gradient {r[1]}", "weight": lambda r: f"weights {r[0]}"}.get(
-            quantity, lambda r: quantity
-        )(rest)
-        if row == "norm":
-            row = "clipped norm"
         both = key in measured and key in expected
-        rows[row] = max(rows[row], difference(measured[key], expected[key]) if both else float("inf"))
+        gap = difference(measured[key], expected[key]) if both else float("inf")
+        row = _row_of(key)
+        rows[row] = max(rows[row], gap)
     return dict(sorted(rows.items()))
 
 
@@ -107,6 +98,7 @@ def certify(
     ranks_per_node: int | None = None,
     all_to_all: str = "auto",
     timeout_s: float = 600.0,
+    preload: Sequence[str] = ("foundry_moe.parallel.verify",),
 ) -> dict[Mesh, dict[str, dict[str, float]]]:
     """{mesh: {case: {row: largest relative difference from one process}}}; one launch for each number of processes.
 
@@ -115,7 +107,11 @@ def certify(
         device_type: cpu (gloo) or cuda (NCCL).
         ranks_per_node: as if this were the number of GPUs of a node; None = all on one.
     """
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    launch: dict[str, Any] = {
+        "backend": "nccl" if device_type == "cuda" else "gloo",
+        "timeout_s": timeout_s,
+        "preload": preload,
+    }
     alone: Mesh = (1, 1, 1)
     by_size: dict[int, list[Mesh]] = defaultdict(list)
     for mesh in meshes:
@@ -124,13 +120,11 @@ def certify(
     if device_type == "cpu":
         expected = {case.name: run_case(case, None, dtype=_DTYPES[precision]) for case in cases}
     else:
-        single = run_processes(run_meshes, [alone], *common, world_size=1, backend=backend, timeout_s=timeout_s)
+        single = run_processes(run_meshes, [alone], *common, world_size=1, **launch)
         expected = {case.name: single[alone, case.name] for case in cases}
     table: dict[Mesh, dict[str, dict[str, float]]] = {}
     for size, group in sorted(by_size.items()):
-        results = run_processes(
-            run_meshes, group, *common, world_size=size, backend=backend, timeout_s=timeout_s
-        )
+        results = run_processes(run_meshes, group, *common, world_size=size, **launch)
         for mesh in group:
             table[mesh] = {case.name: compare(results[mesh, case.name], expected[case.name]) for case in cases}
     return table

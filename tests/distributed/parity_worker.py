@@ -1,0 +1,162 @@
+"""What single ranks do in the tests of meshes: exchanges, a sabotaged run, faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foundry_moe.config import MeshConfig
+from foundry_moe.layers.experts import Experts
+from foundry_moe.ops.routes import plan_routes
+from foundry_moe.parallel.dispatch import ExpertDispatch
+from foundry_moe.parallel.exchange import Exchange, FlatExchange, build_exchange
+from foundry_moe.parallel.gradients import LocalWeight
+from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
+from foundry_moe.parallel.parity import CASES, run_case
+
+
+def without_gradient_scale() -> dict[str, Tensor]:
+    """A case on (1, 1, 2) with experts' gradients left undivided."""
+    LocalWeight.__call__ = lambda self, weight: weight.to_local()  # type: ignore[method-assign]
+    return run_case(CASES[0], MeshConfig(expert=2, shard=1))
+
+
+def _experts(dtype: torch.dtype, num_experts: int) -> Experts:
+    experts = Experts(
+        num_experts=num_experts, d_model=8, hidden_size=12, activation="swiglu", num_layers=1, init_std=0.5
+    ).to(dtype)
+    experts.reset_parameters(seed=3, layer=0)
+    return experts
+
+
+def _tokens(rank: int, case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x_TD, weights_TK, experts_TK of one rank: uneven, some without choices, some ranks empty, or crowded."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = {"uneven": 3 * rank % 7, "crowded": 5, "one rank": 9 if rank == 1 else 0, "none": 0}[case]
+    x_TD = torch.randn(tokens, 8, generator=generator, dtype=torch.float64).to(dtype)
+    weights_TK = torch.rand(tokens, 3, generator=generator, dtype=torch.float64)
+    weights_TK = weights_TK.to(torch.promote_types(dtype, torch.float32))
+    experts_TK = torch.argsort(torch.rand(tokens, 16, generator=generator), dim=1)[:, :3]
+    if case == "crowded":
+        experts_TK = torch.tensor([0, 1, 2]).expand(tokens, 3).contiguous()
+    if tokens > 2:
+        experts_TK[0, 1] = -1
+        experts_TK[1] = -1
+    return x_TD, weights_TK, experts_TK
+
+
+def _through(exchange: Exchange, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """One layer forward and backward; outputs and every gradient of this rank."""
+    whole = _experts(dtype, 16)
+    local = 16 // exchange.size
+    mine = _experts(dtype, local)
+    with torch.no_grad():
+        for name, parameter in mine.named_parameters():
+            parameter.copy_(whole.get_parameter(name)[exchange.rank * local : (exchange.rank + 1) * local])
+    x_TD, weights_TK, experts_TK = _tokens(exchange.rank, case, dtype)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    y_TD = ExpertDispatch(exchange)(x_TD, weights_TK, experts_TK, 16, mine)
+    torch.sin(y_TD.double()).sum().backward()
+    gradients = {name: p.grad for name, p in mine.named_parameters()}
+    assert all(g is not None for g in gradients.values()), "a rank without rows must still have a gradient"
+    return {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_TK.grad, **gradients}
+
+
+def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Tensor]:
+    """The same rank's values with all experts here: gradients of experts are summed over all ranks' tokens."""
+    whole = _experts(dtype, 16)
+    result = {}
+    for r in range(ranks):
+        x_TD, weights_TK, experts_TK = _tokens(r, case, dtype)
+        x_TD.requires_grad_()
+        weights_TK.requires_grad_()
+        y_TD = whole(x_TD, weights_TK, plan_routes(experts_TK, 16))
+        torch.sin(y_TD.double()).sum().backward()
+        if r == rank:
+            result = {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_TK.grad}
+    local = 16 // ranks
+    mine = slice(rank * local, (rank + 1) * local)
+    return {**result, **{name: p.grad[mine] for name, p in whole.named_parameters()}}
+
+
+def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]:
+    """By case: the largest difference of dispatched from local values (fp64), of hierarchical from flat (bf16)."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    plan = plan_mesh(
+        MeshConfig(expert=world_size, shard=1, all_to_all=HIERARCHICAL),
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        num_experts=16,
+    )
+    assert plan.all_to_all == HIERARCHICAL
+    hierarchical = build_exchange(build_meshes(plan, "cpu"))
+    flat = FlatExchange(dist.group.WORLD)
+    assert hierarchical.rank == flat.rank == rank
+    largest = {}
+    for case in cases:
+        expected = _alone(rank, case, torch.float64, world_size)
+        for name, exchange in (("flat", flat), ("hierarchical", hierarchical)):
+            measured = _through(exchange, case, torch.float64)
+            gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
+            largest[f"{name}, {case}"] = max(gaps, default=0.0)
+        one, two = _through(flat, case, torch.bfloat16), _through(hierarchical, case, torch.bfloat16)
+        same = all(torch.equal(one[k], two[k]) for k in one)
+        largest[f"bits, {case}"] = 0.0 if same else float("inf")
+    for key, value in largest.items():
+        gap = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+        largest[key] = gap.item()
+    return largest
+
+
+def count_host_synchronisations(layers: int) -> dict[str, int]:
+    """On one GPU in a group of its own: waits for the device in a forward and a backward pass of `layers` calls."""
+    import warnings
+
+    torch.cuda.set_device(0)
+    dispatch = ExpertDispatch(FlatExchange(dist.group.WORLD))
+    experts = _experts(torch.bfloat16, 16).cuda()
+    experts.backend = "grouped"
+    x_TD = torch.randn(64, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights_TK = torch.rand(64, 3, device="cuda", requires_grad=True)
+    experts_TK = torch.randint(0, 16, (64, 3), device="cuda")
+
+    def forward() -> Tensor:
+        y_TD = x_TD
+        for _ in range(layers):
+            y_TD = dispatch(y_TD, weights_TK, experts_TK, 16, experts)
+        return y_TD
+
+    forward().sum().backward()  # compiles, allocates
+    counts = {}
+    torch.cuda.set_sync_debug_mode("warn")
+    for name in ("forward", "backward"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if name == "forward":
+                y_TD = forward()
+            else:
+                y_TD.sum().backward()
+        counts[name] = sum("synchroniz" in str(w.message) for w in caught)
+    torch.cuda.set_sync_debug_mode("default")
+    return counts
+
+
+def fail(kind: str, rank: int) -> Any:
+    """Ranks exchange tokens for ever; one raises, dies, or stops answering."""
+    exchange = FlatExchange(dist.group.WORLD)
+    for step in range(1_000_000):
+        if step == 3 and dist.get_rank() == rank:
+            if kind == "raises":
+                raise ValueError("the data of step 3 is torn")
+            if kind == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+        exchange.agree(torch.ones(exchange.size, 2, dtype=torch.int64))

@@ -1,0 +1,117 @@
+"""Runs from YAML through LLM Foundry and Composer: every mesh ends with the weights of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foundry_moe.parallel.launch import run_processes
+
+from tests.distributed import trainer_worker
+from tests.distributed.launching import PRELOAD
+
+YAML = str(Path(__file__).with_name("tiny.yaml"))
+# fp32, three steps of AdamW with eps 1e-3: sums in another order measure some 2e-7
+TOLERANCE = 1e-5
+
+
+def mesh(replicate: int, shard: int, expert: int, **more: Any) -> dict[str, Any]:
+    return {
+        "algorithms.dmoe.mesh.replicate": replicate,
+        "algorithms.dmoe.mesh.shard": shard,
+        "algorithms.dmoe.mesh.expert": expert,
+        **more,
+    }
+
+
+def alone(microbatch: int, **more: Any) -> dict[str, Any]:
+    """One process, with the microbatch of the whole job: the balance loss is taken over a microbatch."""
+    run = {"device_train_microbatch_size": microbatch, **more}
+    return run_processes(trainer_worker.train_runs, YAML, [run], world_size=1, preload=PRELOAD)[0]
+
+
+def largest_difference(run: dict[str, Any], expected: dict[str, Any]) -> float:
+    assert run["weights"].keys() == expected["weights"].keys()
+    gaps = [
+        ((run["weights"][name] - weight).abs().max() / weight.abs().max()).item()
+        for name, weight in expected["weights"].items()
+    ]
+    return max(gaps)
+
+
+def test_two_processes_equal_one() -> None:
+    checkpointing = {"fsdp_config.activation_checkpointing": True}
+    runs = [mesh(1, 1, 2), mesh(1, 1, 2, **checkpointing), mesh(2, 1, 1), mesh(1, 2, 1)]
+    value = {
+        "algorithms.gradient_clipping.clipping_type": "value",
+        "algorithms.gradient_clipping.clipping_threshold": 0.01,
+    }
+    runs.append(mesh(1, 1, 2, **value))
+    results = run_processes(trainer_worker.train_runs, YAML, runs, world_size=2, preload=PRELOAD)
+    expected = alone(2)
+    assert "GradientClipping" in expected["algorithms"]
+    for run in results[:-1]:
+        assert "MeshGradients" in run["algorithms"] and "GradientClipping" not in run["algorithms"]
+        assert len(run["norms"]) == 3 and min(run["norms"]) > 0.5, "the threshold must bite"
+        assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert largest_difference(run, expected) < TOLERANCE
+    assert largest_difference(results[-1], alone(2, **value)) < TOLERANCE
+    assert largest_difference(results[-1], expected) > 100 * TOLERANCE, "clipping by value is another training"
+
+
+def test_four_processes_equal_one() -> None:
+    runs = [mesh(1, 2, 2), mesh(2, 1, 2), mesh(1, 1, 4)]
+    results = run_processes(trainer_worker.train_runs, YAML, runs, world_size=4, preload=PRELOAD)
+    expected = alone(4)
+    for run in results:
+        assert largest_difference(run, expected) < TOLERANCE
+    name = "model.transformer.blocks.0.ffn.experts.w1_EFD"
+    assert results[0]["placements"][name] == "(Shard(dim=1), Shard(dim=0))"
+    assert results[1]["placements"][name] == "(Replicate(), Shard(dim=1), Shard(dim=0))"
+
+
+def test_model_entry_with_a_mesh_equals_one_process() -> None:
+    moe = {"num_experts": 4, "top_k": 2, "loss": {"balance": 0.1, "z": 0.01}}
+    entry = {"model.name": "dmoe_causal_lm", "model.moe": moe, "algorithms.dmoe": None}
+    drop = {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.5}}}
+    on_mesh = {**entry, **drop, "model.moe": {**moe, "mesh": {"expert": 2, "shard": 1}}}
+    on_mesh.pop("algorithms.dmoe")
+    single = {**entry, **drop, "device_train_microbatch_size": 2}
+    single.pop("algorithms.dmoe")
+    run = run_processes(trainer_worker.train_runs, YAML, [on_mesh], world_size=2, preload=PRELOAD)[0]
+    assert "MoEMesh" in run["algorithms"] and "MeshGradients" in run["algorithms"]
+    expected = run_processes(trainer_worker.train_runs, YAML, [single], world_size=1, preload=PRELOAD)[0]
+    assert largest_difference(run, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (mesh(1, 1, 4), r"mesh.expert \(4\).*must divide the number of GPUs \(2\)|= 4, but there are 2 GPUs"),
+        (
+            {**mesh(1, 1, 2), "algorithms.dmoe.num_experts": 3},
+            r"mesh.expert \(2\) must divide num_experts \(3\)",
+        ),
+        (
+            {**mesh(1, 1, 2), "algorithms.gradient_clipping.clipping_type": "adaptive"},
+            r"clipping_type \(adaptive\) does not go with a mesh: use norm or value",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_on_all_ranks(overrides: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        run_processes(trainer_worker.train_runs, YAML, [overrides], world_size=2, preload=PRELOAD)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_meta_initialisation_equals_cpu_initialisation_layout() -> None:
+    runs = [mesh(1, 1, 2, **{"model.init_device": device}) for device in ("meta", "cpu")]
+    meta, cpu = run_processes(
+        trainer_worker.train_runs, YAML, runs, world_size=2, backend="nccl", preload=PRELOAD
+    )
+    assert meta["placements"] == cpu["placements"]
+    # drawn on other devices, so other numbers of the same distribution
+    assert meta["losses"][0] == pytest.approx(cpu["losses"][0], rel=0.2)

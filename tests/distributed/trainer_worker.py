@@ -1,0 +1,42 @@
+"""Runs LLM Foundry's trainer on each rank of a launch and returns what a run leaves: losses, norms and weights."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch.distributed.tensor import DTensor
+
+
+def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Trains from a YAML: {"losses": [...], "norms": [...], "weights": {name: whole tensor}, "algorithms": [...]}."""
+    os.environ["FSDP_VERSION"] = "2"
+    from llmfoundry.command_utils import train
+
+    config = OmegaConf.load(path)
+    for key, value in overrides.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    trainer = train(config)
+    model = trainer.state.model
+    model = getattr(model, "module", model)
+    history = trainer.logger.destinations[0].data
+    return {
+        "losses": [float(value) for _, value in history["loss/train/total"]],
+        "norms": [float(value) for _, value in history.get("mesh/gradient_norm", [])],
+        "algorithms": [type(algorithm).__name__ for algorithm in trainer.state.algorithms],
+        "placements": {
+            name: str(getattr(parameter, "placements", None)) for name, parameter in model.named_parameters()
+        },
+        "weights": {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+            for name, p in model.named_parameters()
+        },
+    }
+
+
+def train_runs(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several runs, one after another, in one launch."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return [train_run(path, overrides) for overrides in runs]

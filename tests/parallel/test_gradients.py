@@ -1,0 +1,55 @@
+"""Norm and clipping on one process equal torch's; over meshes the parity tests hold them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from foundry_moe.parallel.gradients import LocalWeight, clip_norm, clip_value, gradient_norm
+
+
+def _parameters(seed: int) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3, 5), (7,), (0, 4), (1,), (2, 3, 4)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    parameters.append(torch.nn.Parameter(torch.zeros(2)))  # without gradient
+    return parameters
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clip_norm_equals_torch(norm_type: float, max_norm: float) -> None:
+    ours = _parameters(1)
+    theirs = [p for p in _parameters(1) if p.numel()]  # torch has no largest magnitude of an empty tensor
+    norm = clip_norm(ours, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
+    # fp32 norms, summed in fp64 here and in fp32 there
+    torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
+    for a, b in zip([p for p in ours if p.numel()], theirs, strict=True):
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+def test_clip_value_equals_torch() -> None:
+    ours, theirs = _parameters(2), _parameters(2)
+    clip_value(ours, 0.3)
+    torch.nn.utils.clip_grad_value_(theirs, 0.3)
+    for a, b in zip(ours, theirs, strict=True):
+        assert b.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_norm_of_no_gradients_is_zero() -> None:
+    assert gradient_norm([torch.nn.Parameter(torch.zeros(3))]).item() == 0
+    assert gradient_norm([], math.inf).item() == 0
+
+
+def test_local_weight_divides_the_gradient_alone() -> None:
+    weight = torch.randn(4, 2, requires_grad=True)
+    local = LocalWeight(expert=4)(weight)
+    assert torch.equal(local, weight)
+    local.sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 2), 0.25))
