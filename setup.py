@@ -37,6 +37,7 @@ ENTRY_POINTS = {
     "llmfoundry_algorithms": ["dmoe = foundry_moe.registry:DMoE"],
     "llmfoundry_models": ["dmoe_causal_lm = foundry_moe.registry:DMoECausalLM"],
     "llmfoundry_callbacks": [
+        "elastic_checkpoint = foundry_moe.registry:ElasticCheckpoint",
         "expert_load = foundry_moe.registry:ExpertLoad",
         "run_report = foundry_moe.registry:RunReport",
     ],
@@ -47,9 +48,7 @@ ENTRY_POINTS = {
 }
 
 packages = find_packages(include=["foundry_moe", "foundry_moe.*"])
-kernel_packages = ["foundry_moe_kernels"] + [
-    f"foundry_moe_kernels.{name}" for name in find_packages("kernels")
-]
+kernel_packages = ["foundry_moe_kernels"] + [f"foundry_moe_kernels.{name}" for name in find_packages("kernels")]
 
 setup(
     name="foundry_moe",

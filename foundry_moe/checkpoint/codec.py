@@ -19,7 +19,11 @@ from torch import Tensor
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ["float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
     if hasattr(torch, name)
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

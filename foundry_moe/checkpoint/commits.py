@@ -145,11 +145,11 @@ class Ledger:
         if isinstance(resume, int):
             forked_from = resume
             candidates = [key for key in keys if key.step == resume]
+            if keys and keys[0] not in candidates and self._forked_from(keys[0]) == resume:
+                candidates = [key for key in keys if key.generation == newest] + candidates
             if not candidates:
                 have = ", ".join(str(step) for step in sorted({key.step for key in keys})) or "none"
                 raise CheckpointError(f"{self.store.url} holds no checkpoint of step {resume}; it holds: {have}")
-            if keys[0] not in candidates and self._forked_from(keys[0]) == resume:
-                candidates = [key for key in keys if key.generation == newest] + candidates
         rejected = []
         for key in candidates:
             if key in skip:

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,7 @@ class CheckpointEngine:
     # Saving
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """Touches the staging memory and makes this rank's plan, so that the first save blocks no longer than others."""
+        """Touches the staging memory and makes this rank's plan, so that the first save is as quick as others."""
         self._snapshotter.take(state_dict)
 
     @property
@@ -246,11 +246,14 @@ class CheckpointEngine:
 
     # Loading
 
-    def load(self, state_dict: Mapping[str, Any], resume: str | int = "auto") -> Loaded | None:
+    def load(
+        self, state_dict: Mapping[str, Any] | Callable[[], Mapping[str, Any]], resume: str | int = "auto"
+    ) -> Loaded | None:
         """Fills `state_dict` in place from the newest commit that can be used, whatever mesh wrote it.
 
         Args:
-            state_dict: sections `model` and `optim` must match the checkpoint; others may lack or add tensors.
+            state_dict: sections `model` and `optim` must match the checkpoint; others may lack or add tensors. A
+                function is called only if there is something to load: making an optimizer's state changes it.
             resume: "auto", "never", or a step.
 
         Returns:
@@ -271,6 +274,8 @@ class CheckpointEngine:
             if choice.found is None:
                 return None
             faults.point("load.manifest_read")
+            if callable(state_dict):
+                state_dict = state_dict()
             try:
                 return self._load_from(choice.found, state_dict, choice.rejected)
             except DamagedError as error:
@@ -280,9 +285,6 @@ class CheckpointEngine:
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
         reader = ElasticReader(self.ledger.store, found, self.group)
         planner = ElasticLoadPlanner(found.manifest, rank=self.rank, world_size=self.world_size)
-        hold = self.ledger.hold(found.commit) if self.rank == 0 else None
-        if hold is not None:
-            hold.__enter__()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -295,9 +297,6 @@ class CheckpointEngine:
                 )
         except CheckpointException as failed:
             raise _worst([reason for reason, _ in failed.failures.values()]) from failed
-        finally:
-            if hold is not None:
-                hold.__exit__(None, None, None)
         self._last_step = found.commit.step
         return Loaded(
             step=found.commit.step,

@@ -134,4 +134,3 @@ def _tell(
         if by_round:
             incoming[source] = by_round
     return incoming
-

@@ -118,9 +118,7 @@ def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE
             and end - last.start <= max_bytes
         ):
             last.blocks.append((block, start - last.start))
-            ranges[-1] = Range(
-                object_index=where, start=last.start, size_bytes=end - last.start, blocks=last.blocks
-            )
+            ranges[-1] = Range(object_index=where, start=last.start, size_bytes=end - last.start, blocks=last.blocks)
         else:
             ranges.append(Range(object_index=where, start=start, size_bytes=block.size_bytes, blocks=[(block, 0)]))
     return ranges

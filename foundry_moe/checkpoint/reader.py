@@ -221,9 +221,7 @@ class ElasticReader(StorageReader):
         began = time.perf_counter()
         manifest, reads = self.found.manifest, planner.read_plan
         entries = list(manifest.tensors.items())
-        items = {
-            (block.item, block.index): item for block, item in zip(reads.needed, plan.items, strict=True)
-        }
+        items = {(block.item, block.index): item for block, item in zip(reads.needed, plan.items, strict=True)}
 
         def cut(block: Block, raw: Tensor, rank: int) -> Tensor:
             box = planner.piece(block, rank)

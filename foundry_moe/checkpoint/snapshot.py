@@ -165,4 +165,3 @@ class Snapshotter:
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return snapshot
-

@@ -6,6 +6,7 @@ What boto3 retries (503, resets) it retries; what it does not (a body cut short,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -144,16 +145,14 @@ class S3Store(Store):
         try:
             with ThreadPoolExecutor(self.options.parts_in_flight, "checkpoint-upload") as pool:
                 futures = [pool.submit(send, n) for n in range(1, -(-len(data) // part_bytes) + 1)]
-                done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+                _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in waiting:
                     future.cancel()
             parts = [future.result() for future in futures if not future.cancelled()]
             self._complete(key, upload, parts, len(data))
         except BaseException:
-            try:
+            with contextlib.suppress(StoreError):  # retention collects it later
                 self._call("abort", "abort_multipart_upload", Key=name, UploadId=upload)
-            except StoreError:
-                pass  # retention collects it later
             raise
 
     def _complete(self, key: str, upload: str, parts: list[dict[str, Any]], size_bytes: int) -> None:

@@ -263,4 +263,3 @@ def build_manifest(
             hash_B=np.array([row[4] for row in mine], dtype=np.uint64),
         )
     return Manifest(info=info, objects=objects, tensors=tensors, values=snapshot.values)
-

@@ -1,0 +1,128 @@
+"""What a user writes under `callbacks.elastic_checkpoint`, and every check on it that needs no store.
+
+This module imports neither torch nor Composer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foundry_moe.checkpoint.store import StoreOptions
+from foundry_moe.config import from_mapping
+
+WHERE = "callbacks.elastic_checkpoint"
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+COUNTS = ("ba", "ep", "sp", "tok")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """`amount` of `unit`: seconds (`s`), batches, epochs, samples or tokens (`ba`, `ep`, `sp`, `tok`)."""
+
+    amount: float
+    unit: str
+
+
+def parse_interval(text: str, where: str) -> Interval:
+    """Reads `30m`, `500ba`, `1ep`, `2h`, `1000000tok`.
+
+    Raises:
+        ValueError: anything else; `where` is named.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", str(text))
+    unit = match.group(2) if match else ""
+    amount = float(match.group(1)) if match else 0.0
+    if unit in SECONDS and amount > 0:
+        return Interval(amount=amount * SECONDS[unit], unit="s")
+    if unit in COUNTS and amount >= 1 and amount == int(amount):
+        return Interval(amount=int(amount), unit=unit)
+    raise ValueError(f"{where} ({text}) must be a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """The keys of `elastic_checkpoint`.
+
+    folder: `s3://bucket/prefix`, or a path that all nodes see. One run, one folder.
+    interval: how often: `30m`, `500ba`, `1ep`. The end of training is always saved.
+    keep: how many of the newest checkpoints stay.
+    keep_every: `1000ba`: the first checkpoint at or after each multiple stays for ever.
+    resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
+        run forks: restarts then go on from the fork's own newest.
+    asynchronous: write it `async`. true uploads in the background; false waits for every save.
+    max_failures: so many saves in a row may fail before training stops.
+    reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
+        uninterrupted one would have drawn.
+    stale_after: unfinished attempts of dead runs are removed when so old.
+    endpoint_url, region, profile: as boto3 takes them; null follows AWS_* variables and profiles.
+    timeout: for one connection, or one silence of the store.
+    """
+
+    folder: str
+    interval: str = "30m"
+    keep: int = 3
+    keep_every: str | None = None
+    resume: str | int = "auto"
+    asynchronous: bool = True
+    max_failures: int = 3
+    reseed: bool = True
+    stale_after: str = "6h"
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    timeout: str = "60s"
+
+    def __post_init__(self) -> None:
+        if not self.folder.strip():
+            raise ValueError("folder is empty: write s3://bucket/run or a path")
+        scheme, separator, _ = self.folder.partition("://")
+        if separator and scheme not in ("s3", "file"):
+            raise ValueError(f"folder ({self.folder}): {scheme}:// is not supported; use s3://bucket/run or a path")
+        parse_interval(self.interval, "interval")
+        for name in ("timeout", "stale_after"):
+            if parse_interval(getattr(self, name), name).unit != "s":
+                raise ValueError(f"{name} ({getattr(self, name)}) must be a time, for example 60s or 6h")
+        if self.keep < 1:
+            raise ValueError(f"keep ({self.keep}) must be at least 1")
+        if self.max_failures < 1:
+            raise ValueError(f"max_failures ({self.max_failures}) must be at least 1")
+        if self.keep_every is not None and parse_interval(self.keep_every, "keep_every").unit != "ba":
+            raise ValueError(f"keep_every ({self.keep_every}) must be in batches, for example 1000ba")
+        if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
+            raise ValueError(f"resume ({self.resume}) must be auto, never, or a step such as 500")
+        if isinstance(self.resume, int) and self.resume < 0:
+            raise ValueError(f"resume ({self.resume}) must be auto, never, or a step such as 500")
+
+    @property
+    def every(self) -> Interval:
+        return parse_interval(self.interval, "interval")
+
+    @property
+    def keep_every_batches(self) -> int | None:
+        return None if self.keep_every is None else int(parse_interval(self.keep_every, "keep_every").amount)
+
+    @property
+    def stale_s(self) -> float:
+        return parse_interval(self.stale_after, "stale_after").amount
+
+    @property
+    def store_options(self) -> StoreOptions:
+        return StoreOptions(
+            endpoint_url=self.endpoint_url,
+            region=self.region,
+            profile=self.profile,
+            timeout_s=parse_interval(self.timeout, "timeout").amount,
+        )
+
+
+def checkpoint_config(mapping: Mapping[str, Any]) -> CheckpointConfig:
+    """From the user's keys; `async` is `asynchronous`, because Python keeps the word for itself.
+
+    Raises:
+        ValueError: one sentence that names key, value and what would be valid.
+    """
+    keys = {"asynchronous" if key == "async" else key: value for key, value in mapping.items()}
+    return from_mapping(CheckpointConfig, keys, WHERE)

@@ -1,0 +1,264 @@
+"""The Composer callback `elastic_checkpoint`: when to save, when to resume, and what the user is told.
+
+The work is `engine.CheckpointEngine`'s; what a state consists of is in `elastic_state`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from composer.callbacks import CheckpointSaver
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
+from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
+from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, reseed, restore
+
+log = logging.getLogger(__name__)
+
+GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
+
+
+class ElasticCheckpoint(Callback):
+    """Saves the run in the background, as one commit of all ranks, and resumes it on any mesh.
+
+    Under `callbacks` in YAML:
+
+        elastic_checkpoint: {folder: s3://bucket/run, interval: 30m, keep: 3}
+
+    Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
+    max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null, timeout 60s. See
+    docs/checkpoints.md.
+
+    With `save_folder`, Composer goes on writing its own checkpoints too; both to one folder is an error. With
+    `load_path`, that is a starting point: it counts only when the folder holds no commit. `autoresume` and `resume:
+    auto` that both found something is an error.
+
+    Raises:
+        ValueError: an unknown key or an impossible value.
+    """
+
+    def __init__(self, **keys: Any) -> None:
+        self.config: CheckpointConfig = checkpoint_config(keys)
+        self.resumed_from: int | None = None
+        self._engine: CheckpointEngine | None = None
+        self._talk: torch_dist.ProcessGroup | None = None
+        self._last: dict[str, float] = {}  # counts of the newest save, by unit
+        self._prepared = False
+        self._saved_step: int | None = None
+
+    # Resuming
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Checks what stands beside this callback, and that the store can be reached, before anything slow."""
+        if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
+            raise ValueError(f"{WHERE} is there twice: one run has one folder")
+        for callback in state.callbacks:
+            if isinstance(callback, CheckpointSaver):
+                _check_saver(callback, self.config)
+        faults.hook = faults.hook_from_environment(_fault_of_first_life(), dist.get_global_rank()) or faults.hook
+        store = open_store(self.config.folder, self.config.store_options)
+        if dist.get_global_rank() == 0:
+            store.check()
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Finds the newest good commit and puts it in place of what Composer made or loaded."""
+        self._engine = self._make_engine(state)
+        if self.config.resume == "never" and dist.get_global_rank() == 0:
+            log.info("%s: a new run, because resume is never", self.config.folder)
+        loaded = self._engine.load(lambda: collect(state), self.config.resume)
+        if loaded is None:
+            return
+        autoresumed = any(
+            isinstance(callback, CheckpointSaver) and str(state.load_path or "").startswith(str(callback.folder))
+            for callback in state.callbacks
+        )
+        if state.load_path is not None and (autoresumed or isinstance(self.config.resume, int)):
+            raise ValueError(
+                f"load_path or autoresume ({state.load_path}) and {WHERE}.resume ({self.config.resume}) both name a "
+                "checkpoint to go on from: remove one of them"
+            )
+        restore(state, loaded.state, logger)
+        self.resumed_from = loaded.step
+        self._saved_step = loaded.step
+        self._last = _counts(state)
+        self._tell_loaded(loaded, logger)
+
+    def _make_engine(self, state: State) -> CheckpointEngine:
+        group = None
+        if torch_dist.is_initialized() and dist.get_world_size() > 1:
+            group = torch_dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            self._talk = torch_dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        return CheckpointEngine(
+            open_store(self.config.folder, self.config.store_options),
+            group=group,
+            policy=Policy(
+                keep=self.config.keep,
+                keep_every=self.config.keep_every_batches,
+                max_failures=self.config.max_failures,
+                asynchronous=self.config.asynchronous,
+                stale_s=self.config.stale_s,
+            ),
+            info={"mesh": describe_mesh(state.model), "torch": torch.__version__, "run_name": state.run_name},
+        )
+
+    def _tell_loaded(self, loaded: Loaded, logger: Logger) -> None:
+        traffic = loaded.traffic
+        totals = [traffic.bytes_fetched, traffic.bytes_sent]
+        if self._talk is not None:
+            sums = torch.tensor(totals, dtype=torch.int64)
+            torch_dist.all_reduce(sums, group=self._talk)
+            totals = sums.tolist()
+        logger.log_metrics(
+            {
+                "checkpoint/resumed_step": loaded.step,
+                "checkpoint/load_bytes_fetched": totals[0],
+                "checkpoint/load_bytes_sent": totals[1],
+                "checkpoint/load_seconds": traffic.seconds,
+            }
+        )
+        if dist.get_global_rank() == 0:
+            size = int(loaded.summary.get("bytes", 0))
+            log.warning(
+                "Resumed at batch %d from %s, written by %s: %.1f MB fetched (%.2f times the checkpoint), %.1f MB "
+                "sent between ranks, %.1f s.",
+                loaded.step,
+                self.config.folder,
+                loaded.info.get("mesh"),
+                totals[0] / 1e6,
+                totals[0] / max(size, 1),
+                totals[1] / 1e6,
+                traffic.seconds,
+            )
+
+    # Saving
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if not self._last:
+            self._last = _counts(state)
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        if self.config.reseed:
+            reseed(state.rank_zero_seed, state.timestamp.batch.value, dist.get_global_rank())
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._visit(state, logger, epoch_ended=False)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._visit(state, logger, epoch_ended=True)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Saves the end, if it is not saved yet, and waits for it."""
+        assert self._engine is not None
+        self._tell(self._engine.wait(), logger)
+        while self._saved_step != state.timestamp.batch.value and state.timestamp.batch.value > 0:
+            self._save(state)
+            self._tell(self._engine.wait(), logger)
+
+    def _visit(self, state: State, logger: Logger, *, epoch_ended: bool) -> None:
+        assert self._engine is not None
+        self._tell(self._engine.poll(), logger)
+        step = state.timestamp.batch.value
+        if step == self._saved_step or not self._due(state, epoch_ended):
+            if not self._prepared:
+                self._engine.prepare(collect(state))
+                self._prepared = True
+            return
+        if self._someone_is_busy():
+            return  # due still, and looked at again after the next batch
+        self._tell(self._engine.poll(), logger)
+        self._last = _counts(state)
+        blocked = self._save(state)
+        logger.log_metrics({"checkpoint/seconds_blocked": blocked})
+
+    def _save(self, state: State) -> float:
+        assert self._engine is not None
+        timestamp = state.timestamp
+        summary = {
+            "epoch": timestamp.epoch.value,
+            "sample": timestamp.sample.value,
+            "token": timestamp.token.value,
+            "training_seconds": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
+        }
+        self._prepared = True
+        self._saved_step = timestamp.batch.value
+        return self._engine.save(collect(state), timestamp.batch.value, summary)
+
+    def _due(self, state: State, epoch_ended: bool) -> bool:
+        """The same on all ranks: Composer's timestamp is."""
+        every = self.config.every
+        now, last = _counts(state)[every.unit], self._last.get(every.unit, 0.0)
+        if every.unit == "s":
+            return now - last >= every.amount
+        return now // every.amount > last // every.amount and (epoch_ended or every.unit != "ep")
+
+    def _someone_is_busy(self) -> bool:
+        assert self._engine is not None
+        if self._talk is None:
+            return self._engine.busy
+        busy = torch.tensor(int(self._engine.busy))
+        torch_dist.all_reduce(busy, op=torch_dist.ReduceOp.MAX, group=self._talk)
+        return bool(busy.item())
+
+    def _tell(self, report: SaveReport | None, logger: Logger) -> None:
+        if report is None:
+            return
+        assert self._engine is not None
+        if report.error is not None:
+            self._saved_step = None
+        logger.log_metrics(
+            {
+                "checkpoint/save_seconds": report.seconds_total,
+                "checkpoint/save_bytes_this_rank": report.bytes_staged,
+                "checkpoint/failures_in_a_row": self._engine.failures_in_a_row,
+            }
+        )
+        if report.error is None and dist.get_global_rank() == 0:
+            log.info(
+                "Checkpoint of batch %d committed to %s: blocked %.3f s, %.1f s in all.",
+                report.step,
+                self.config.folder,
+                report.seconds_blocked,
+                report.seconds_total,
+            )
+
+
+def _counts(state: State) -> dict[str, float]:
+    timestamp = state.timestamp
+    return {
+        "ba": timestamp.batch.value,
+        "ep": timestamp.epoch.value,
+        "sp": timestamp.sample.value,
+        "tok": timestamp.token.value,
+        "s": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
+    }
+
+
+def _check_saver(saver: CheckpointSaver, config: CheckpointConfig) -> None:
+    """Both write: allowed, at twice the cost, but not to one place."""
+    places = [str(saver.folder)]
+    if saver.remote_file_name is not None:
+        places.append(str(saver.remote_file_name.filename).rpartition("/")[0])
+    ours = config.folder.removeprefix("file://").rstrip("/")
+    if any(place.rstrip("/") in (ours, os.path.relpath(ours)) for place in places if place and "://" not in ours):
+        raise ValueError(f"save_folder and {WHERE}.folder are both {config.folder}: give each a folder of its own")
+    if dist.get_global_rank() == 0:
+        log.warning(
+            "save_folder and elastic_checkpoint both write checkpoints: remove save_folder unless you want Composer's"
+        )
+
+
+def _fault_of_first_life() -> str | None:
+    """A test's fault strikes the first life of a run only, and not those after the launcher's restarts."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        return None
+    return os.environ.get("FOUNDRY_MOE_FAULT")
