@@ -81,28 +81,30 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _gather_rows(x_TD: Tensor, routes: Routes) -> Tensor:
+# The two functions below must not write in place: torch.compile (2.11) gives a wrong gradient to an autograd function
+# that returns a tensor which it wrote to.
+
+
+def _gather_rows(x_TD: Tensor, source_R: Tensor, choices: int) -> Tensor:
     """x_RD: the token of each row; zeros past the end."""
-    choices = routes.row_TK.shape[1]
     if x_TD.shape[0] == 0:
-        return x_TD.new_zeros(routes.num_rows, x_TD.shape[1])
-    token_R = torch.div(routes.source_R.clamp(min=0), choices, rounding_mode="floor")
-    x_RD = x_TD.index_select(0, token_R)
-    return x_RD.masked_fill_((routes.source_R < 0)[:, None], 0)
+        return x_TD.new_zeros(source_R.shape[0], x_TD.shape[1])
+    token_R = torch.div(source_R.clamp(min=0), choices, rounding_mode="floor")
+    return x_TD.index_select(0, token_R).masked_fill((source_R < 0)[:, None], 0)
 
 
-def _sum_choices(y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
+def _sum_choices(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     """y_TD: the weighted sum of each token's rows; rows past the end are never read into it."""
-    tokens, choices = routes.row_TK.shape
+    tokens, choices = row_TK.shape
     y_TD = y_RD.new_zeros(tokens, y_RD.shape[1], dtype=_accumulator(y_RD.dtype))
     if y_RD.shape[0] == 0:
         return y_TD.to(y_RD.dtype)
     for k in range(choices):
-        row_T = routes.row_TK[:, k]
+        row_T = row_TK[:, k]
         y_k_TD = y_RD.index_select(0, row_T.clamp(min=0)).to(y_TD.dtype)
         if weights_TK is not None:
             y_k_TD = y_k_TD * weights_TK[:, k, None].to(y_TD.dtype)
-        y_TD += y_k_TD.masked_fill((row_T < 0)[:, None], 0)
+        y_TD = y_TD + y_k_TD.masked_fill((row_T < 0)[:, None], 0)
     return y_TD.to(y_RD.dtype)
 
 
@@ -110,42 +112,41 @@ class _Permute(torch.autograd.Function):
     """Gather whose backward gathers too: no atomics, the same bits on every run."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, row_TK: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return _gather_rows(x_TD, routes)
+    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK)
+        return _gather_rows(x_TD, source_R, row_TK.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum_choices(grads[0], None, ctx.routes), None, None, None
+        (row_TK,) = ctx.saved_tensors
+        return _sum_choices(grads[0], None, row_TK), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        ctx.save_for_backward(y_RD if weights_TK is not None else None, weights_TK)
-        return _sum_choices(y_RD, weights_TK, routes)
+    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, row_TK: Tensor) -> Tensor:
+        # without weights the backward pass needs no outputs
+        ctx.save_for_backward(y_RD if weights_TK is not None else None, weights_TK, source_R, row_TK)
+        return _sum_choices(y_RD, weights_TK, row_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy_TD,) = grads
-        y_RD, weights_TK = ctx.saved_tensors
-        routes: Routes = ctx.routes
-        dy_RD = _gather_rows(dy_TD, routes)
+        y_RD, weights_TK, source_R, row_TK = ctx.saved_tensors
+        dy_RD = _gather_rows(dy_TD, source_R, row_TK.shape[1])
         if weights_TK is None:
-            return dy_RD, None, None
+            return dy_RD, None, None, None
         dot_R = (y_RD.to(_accumulator(y_RD.dtype)) * dy_RD).sum(-1)
-        row_TK = routes.row_TK
         if dot_R.shape[0] == 0:
-            return dy_RD, torch.zeros_like(weights_TK), None
+            return dy_RD, torch.zeros_like(weights_TK), None, None
         dweights_TK = dot_R[row_TK.clamp(min=0).long()].masked_fill(row_TK < 0, 0).to(weights_TK.dtype)
-        weight_R = weights_TK.reshape(-1)[routes.source_R.clamp(min=0).long()]
-        return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK, None
+        weight_R = weights_TK.reshape(-1)[source_R.clamp(min=0).long()]
+        return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK, None, None
 
 
 def permute(x_TD: Tensor, routes: Routes) -> Tensor:
     """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end. Differentiable in `x_TD`."""
-    return _Permute.apply(x_TD, routes.source_R, routes.row_TK, routes)
+    return _Permute.apply(x_TD, routes.source_R, routes.row_TK)
 
 
 def combine(y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
@@ -153,4 +154,4 @@ def combine(y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
 
     A token without choices gets zeros. Differentiable in `y_RD` and `weights_TK`; None weighs all rows by one.
     """
-    return _Combine.apply(y_RD, weights_TK, routes)
+    return _Combine.apply(y_RD, weights_TK, routes.source_R, routes.row_TK)
