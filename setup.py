@@ -34,7 +34,12 @@ EXTRAS = {
 # LLM Foundry reads the groups `llmfoundry_*`; `foundry_moe_gates` is ours and open to other packages.
 ENTRY_POINTS = {
     "console_scripts": ["foundry-moe = foundry_moe.cli:main"],
-    "llmfoundry_algorithms": ["dmoe = foundry_moe.registry:DMoE"],
+    "llmfoundry_algorithms": [
+        "dmoe = foundry_moe.registry:DMoE",
+        "dmoe_mesh = foundry_moe.registry:MoEMesh",
+    ],
+    "llmfoundry_config_transforms": ["dmoe_mesh = foundry_moe.registry:add_mesh_algorithm"],
+    "llmfoundry_optimizers": ["decoupled_adamw_fused = foundry_moe.registry:DecoupledAdamWFused"],
     "llmfoundry_models": ["dmoe_causal_lm = foundry_moe.registry:DMoECausalLM"],
     "llmfoundry_callbacks": [
         "elastic_checkpoint = foundry_moe.registry:ElasticCheckpoint",

@@ -2,17 +2,22 @@
 
 from foundry_moe.algorithm import DMoE
 from foundry_moe.callbacks.expert_load import ExpertLoad
+from foundry_moe.callbacks.mesh import MoEMesh, add_mesh_algorithm
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.checkpoint.elastic import ElasticCheckpoint
 from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.mpt import DMoECausalLM, build_dmoe_ffn, init_moe_module
+from foundry_moe.optim import DecoupledAdamWFused
 
 __all__ = [
     "DMoE",
     "DMoECausalLM",
+    "DecoupledAdamWFused",
     "ElasticCheckpoint",
     "ExpertLoad",
+    "MoEMesh",
     "RunReport",
+    "add_mesh_algorithm",
     "build_dmoe_ffn",
     "init_moe_module",
     "sdpa_attention",

@@ -11,6 +11,7 @@ TRAINER = {"composer", "llmfoundry"}
 # files and folders that may import Composer or LLM Foundry
 KNOWS_TRAINER = (
     "algorithm.py",
+    "optim.py",
     "models/mpt.py",
     "registry.py",
     "callbacks/",

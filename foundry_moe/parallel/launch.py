@@ -116,7 +116,7 @@ def run_processes(
                 process.join()
 
 
-def _wait(processes: list[BaseProcess], timeout_s: float) -> bool:
+def _wait(processes: Sequence[BaseProcess], timeout_s: float) -> bool:
     """Whether the run failed: True as soon as a rank has, or time is out; False once all have ended well."""
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes):
@@ -126,7 +126,7 @@ def _wait(processes: list[BaseProcess], timeout_s: float) -> bool:
     return any(process.exitcode for process in processes)
 
 
-def _settle(processes: list[BaseProcess]) -> None:
+def _settle(processes: Sequence[BaseProcess]) -> None:
     """A moment for ranks that lost a peer to say so; it is over at once if they have."""
     deadline = time.monotonic() + GRACE_S
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:

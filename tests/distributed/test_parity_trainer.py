@@ -48,6 +48,7 @@ def test_two_processes_equal_one() -> None:
         "algorithms.gradient_clipping.clipping_type": "value",
         "algorithms.gradient_clipping.clipping_threshold": 0.01,
     }
+    runs.append(mesh(1, 1, 2, **{"optimizer.name": "decoupled_adamw_fused"}))
     runs.append(mesh(1, 1, 2, **value))
     results = run_processes(trainer_worker.train_runs, YAML, runs, world_size=2, preload=PRELOAD)
     expected = alone(2)
@@ -75,11 +76,8 @@ def test_four_processes_equal_one() -> None:
 def test_model_entry_with_a_mesh_equals_one_process() -> None:
     moe = {"num_experts": 4, "top_k": 2, "loss": {"balance": 0.1, "z": 0.01}}
     entry = {"model.name": "dmoe_causal_lm", "model.moe": moe, "algorithms.dmoe": None}
-    drop = {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.5}}}
-    on_mesh = {**entry, **drop, "model.moe": {**moe, "mesh": {"expert": 2, "shard": 1}}}
-    on_mesh.pop("algorithms.dmoe")
-    single = {**entry, **drop, "device_train_microbatch_size": 2}
-    single.pop("algorithms.dmoe")
+    on_mesh = {**entry, "model.moe": {**moe, "mesh": {"expert": 2, "shard": 1}}}
+    single = {**entry, "device_train_microbatch_size": 2}
     run = run_processes(trainer_worker.train_runs, YAML, [on_mesh], world_size=2, preload=PRELOAD)[0]
     assert "MoEMesh" in run["algorithms"] and "MeshGradients" in run["algorithms"]
     expected = run_processes(trainer_worker.train_runs, YAML, [single], world_size=1, preload=PRELOAD)[0]

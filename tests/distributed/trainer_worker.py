@@ -11,27 +11,32 @@ from torch.distributed.tensor import DTensor
 
 
 def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Trains from a YAML: {"losses": [...], "norms": [...], "weights": {name: whole tensor}, "algorithms": [...]}."""
+    """Trains from a YAML with overrides (None takes a key out): {"losses": [...], "norms": [...], "weights": {name: whole tensor}, "algorithms": [...]}."""
     os.environ["FSDP_VERSION"] = "2"
     from llmfoundry.command_utils import train
 
     config = OmegaConf.load(path)
     for key, value in overrides.items():
-        OmegaConf.update(config, key, value, force_add=True)
+        parent, _, last = key.rpartition(".")
+        if value is None:
+            del OmegaConf.select(config, parent)[last]
+        else:
+            OmegaConf.update(config, key, value, force_add=True)
     trainer = train(config)
     model = trainer.state.model
     model = getattr(model, "module", model)
+    named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
     history = trainer.logger.destinations[0].data
     return {
         "losses": [float(value) for _, value in history["loss/train/total"]],
         "norms": [float(value) for _, value in history.get("mesh/gradient_norm", [])],
         "algorithms": [type(algorithm).__name__ for algorithm in trainer.state.algorithms],
         "placements": {
-            name: str(getattr(parameter, "placements", None)) for name, parameter in model.named_parameters()
+            name: str(getattr(parameter, "placements", None)) for name, parameter in named.items()
         },
         "weights": {
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-            for name, p in model.named_parameters()
+            for name, p in named.items()
         },
     }
 

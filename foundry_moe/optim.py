@@ -1,0 +1,57 @@
+"""`decoupled_adamw_fused`: Composer's DecoupledAdamW in one kernel for all parameters, whatever meshes they lie on.
+
+Composer's own goes parameter by parameter, six kernels and one host synchronisation each; torch's fused AdamW
+refuses lists of DTensors on different meshes. This one works on each rank's parts, which AdamW never mixes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from composer.optim import DecoupledAdamW
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def _parts(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+class DecoupledAdamWFused(DecoupledAdamW):
+    """DecoupledAdamW, stepped by `torch._fused_adamw_`; the same keys, state and checkpoints.
+
+    YAML: `optimizer: {name: decoupled_adamw_fused, lr: 4.0e-4, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 1.0e-5}`
+    """
+
+    @staticmethod
+    def adamw(
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+        *,
+        lr: float,
+        initial_lr: float,
+        weight_decay: float,
+        **keys: Any,
+    ) -> None:
+        """See `DecoupledAdamW.adamw`, whose arguments these are."""
+        if not params:
+            return
+        # The kernel multiplies weights by 1 - lr * weight_decay, Composer by 1 - (lr / initial_lr) * weight_decay.
+        decay = weight_decay / initial_lr if initial_lr else (weight_decay / lr if lr else 0.0)
+        groups = [_parts(list(group)) for group in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)]
+        kept = [i for i, part in enumerate(groups[0]) if part.numel()]  # a rank may hold nothing of a small one
+        groups = [[group[i] for i in kept] if group else [] for group in groups]
+        if kept:
+            torch._fused_adamw_(
+                *groups,
+                _parts([state_steps[i] for i in kept]),
+                lr=lr,
+                weight_decay=decay,
+                maximize=False,
+                **keys,
+            )
