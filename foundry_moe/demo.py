@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 from collections import Counter
@@ -60,6 +61,7 @@ def write_mds(texts: Iterable[str], tokenizer: Path, scratch: Path, out: Path) -
     """Tokenizes texts into samples of SAMPLE_TOKENS as streaming MDS shards, with LLM Foundry's converter."""
     from llmfoundry.command_utils import convert_text_to_mds_from_args
 
+    world_size = os.environ.get("WORLD_SIZE")
     scratch.mkdir(parents=True)
     for number, text in enumerate(texts):
         (scratch / f"{number:04}.txt").write_text(text, encoding="utf-8")
@@ -78,6 +80,10 @@ def write_mds(texts: Iterable[str], tokenizer: Path, scratch: Path, out: Path) -
         trust_remote_code=False,
         logging_level="WARNING",
     )
+    # the converter sets it to 1, and what this process starts next would believe it
+    os.environ.pop("WORLD_SIZE", None)
+    if world_size is not None:
+        os.environ["WORLD_SIZE"] = world_size
 
 
 def unigram_loss(train: Counter[int], validation: Counter[int], vocab_size: int) -> float:
