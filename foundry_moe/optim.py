@@ -43,15 +43,9 @@ class DecoupledAdamWFused(DecoupledAdamW):
             return
         # The kernel multiplies weights by 1 - lr * weight_decay, Composer by 1 - (lr / initial_lr) * weight_decay.
         decay = weight_decay / initial_lr if initial_lr else (weight_decay / lr if lr else 0.0)
-        groups = [_parts(list(group)) for group in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)]
-        kept = [i for i, part in enumerate(groups[0]) if part.numel()]  # a rank may hold nothing of a small one
-        groups = [[group[i] for i in kept] if group else [] for group in groups]
+        groups = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        # a rank may hold nothing of a small parameter
+        kept = [i for i, part in enumerate(_parts(params)) if part.numel()]
         if kept:
-            torch._fused_adamw_(
-                *groups,
-                _parts([state_steps[i] for i in kept]),
-                lr=lr,
-                weight_decay=decay,
-                maximize=False,
-                **keys,
-            )
+            parts: Any = [_parts([group[i] for i in kept]) if group else [] for group in groups]
+            torch._fused_adamw_(*parts, lr=lr, weight_decay=decay, maximize=False, **keys)

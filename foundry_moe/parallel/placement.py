@@ -1,7 +1,7 @@
 """Places a model's experts on a mesh and tells FSDP2 where the rest goes.
 
-Knows MoE layers by a protocol: `experts` (a module whose parameters have the experts first), `dispatch`,
-`num_experts`, `context`. Must not know gates, kernels or Composer.
+Knows MoE layers by a protocol: `experts` (a module whose parameters have the experts first), `gate`,
+`shared_expert`, `dispatch`, `num_experts`, `context`, and how they draw weights. Must not know kernels or Composer.
 """
 
 from __future__ import annotations
@@ -94,28 +94,28 @@ def parallelize(
         raise ValueError(f"mesh.expert: auto differs from layer to layer ({listed(sorted(p.expert for p in plans))}):"
                          " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
     plan = plans.pop()
-    for name, layer in layers.items():
-        check_shard(name, layer.experts, plan)
+    dimensions = {name: shard_dimension(name, layer.experts, plan) for name, layer in layers.items()}
     device = torch.device(device)
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
-    for layer in layers.values():
+    dispatch = ExpertDispatch(build_exchange(meshes)) if plan.expert > 1 else None
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for name, layer in layers.items():
         layer.context.sum_over_ranks = sum_over_ranks
-    if plan.expert > 1:
-        dispatch = ExpertDispatch(build_exchange(meshes))
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for layer in layers.values():
-            place_experts(
-                layer,
-                meshes,
-                device=device,
-                mp_policy=mp_policy or MixedPrecisionPolicy(),
-                reshard_after_forward=fsdp_config.reshard_after_forward,
-            )
+        draw_replicated(layer, device)
+        place_experts(
+            layer,
+            meshes,
+            dimension=dimensions[name],
+            device=device,
+            mp_policy=mp_policy or MixedPrecisionPolicy(),
+            reshard_after_forward=fsdp_config.reshard_after_forward,
+        )
+        if dispatch is not None:
             layer.dispatch = dispatch
-        placed = dict(model.named_parameters())
-        for optimizer in optimizers:
-            replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
+    placed = dict(model.named_parameters())
+    for optimizer in optimizers:
+        replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
     return Placement(meshes=meshes, layers=tuple(layers))
 
 
@@ -126,80 +126,98 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return summed
 
 
-def check_shard(name: str, experts: nn.Module, plan: MeshPlan) -> None:
-    """Raises ValueError where FSDP2 cannot cut an expert's matrices into `shard` equal parts."""
-    if plan.expert == 1:
-        return  # sharded by FSDP2 with the rest of the model, over experts
+def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
+    """The dimension of an expert weight that `shard` cuts: 1, the rows of each matrix, which must divide.
+
+    Without expert parallelism dimension 0, the experts, is free and serves where rows do not divide; FSDP2 pads it.
+
+    Raises:
+        ValueError: `shard` divides neither.
+    """
     for parameter_name, parameter in experts.named_parameters():
         rows = parameter.shape[1]
         if rows % plan.shard:
+            if plan.expert == 1:
+                return 0
             valid = [d for d in divisors(plan.world_size // plan.expert) if rows % d == 0]
             raise ValueError(
                 f"mesh.shard ({plan.shard}) must divide the rows ({rows}) of an expert's matrices "
                 f"({name}.experts.{parameter_name}): use {listed(valid)}"
             )
+    return 1
+
+
+def draw_replicated(layer: Any, device: torch.device) -> None:
+    """Draws what a layer on the meta device has beside experts: small, and FSDP2 cuts it later."""
+    keys = {"seed": layer.config.seed, "layer": layer.layer_index}
+    for part, more in ((layer.gate, {"std": layer.config.init_std}), (layer.shared_expert, {})):
+        if part is not None and any(parameter.is_meta for parameter in part.parameters()):
+            part.to_empty(device=device)
+            part.reset_parameters(**keys, **more)
 
 
 def place_experts(
     layer: Any,
     meshes: Meshes,
     *,
+    dimension: int,
     device: torch.device,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int,
 ) -> None:
-    """Makes a layer's expert weights DTensors: dimension 0 over `expert`, dimension 1 over `shard`.
+    """Makes a layer's expert weights DTensors: dimension 0 over `expert`, `dimension` over `shard`.
 
     Two shardings of one dimension would make rows interleave; on different dimensions a checkpoint can be cut
-    to any mesh.
+    to any mesh. Experts on the meta device are drawn here.
     """
     experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
     owned = meshes.plan.experts_of(dist.get_rank(), layer.num_experts)
     for module in experts.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, parameter in list(module.named_parameters(recurse=False)):
             local = parameter.detach()[owned.start : owned.stop]
             local = local.contiguous() if on_meta else local.to(device, copy=True)
-            placed = DTensor.from_local(
-                local,
-                meshes.expert,
-                [Shard(0)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            setattr(module, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+            if meshes.plan.expert > 1:
+                local = DTensor.from_local(
+                    local,
+                    meshes.expert,
+                    [Shard(0)],
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            setattr(module, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
     fully_shard(
         experts,
         mesh=meshes.experts,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=lambda parameter: Shard(1),
+        shard_placement_fn=lambda parameter: Shard(dimension),
         mp_policy=mp_policy,
     )
-    experts.local = LocalWeight(meshes.plan.expert)
+    if meshes.plan.expert > 1:
+        experts.local = LocalWeight(meshes.plan.expert)
     if on_meta:
         experts.to_empty(device=device)
-        draw_experts(layer, meshes.plan)
+        draw_experts(layer, meshes.plan, dimension)
 
 
 @torch.no_grad()
-def draw_experts(layer: Any, plan: MeshPlan) -> None:
+def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
     """Fills a layer's placed experts with their initial weights: the same numbers as without a mesh."""
     _, shard, _ = plan.coordinates(dist.get_rank())
     owned = plan.experts_of(dist.get_rank(), layer.num_experts)
+    if dimension == 0:
+        width = -(-layer.num_experts // plan.shard)  # FSDP2's chunks: the last ones may be short, or empty
+        owned = owned[shard * width : (shard + 1) * width]
     experts: Any = layer.experts
     for name, parameter in experts.named_parameters():
         local_eFD: Tensor = parameter.to_local()
         rows = local_eFD.shape[1]
         for expert, local_FD in zip(owned, local_eFD, strict=True):
             whole_FD = experts.initial(
-                name,
-                expert,
-                seed=layer.config.seed,
-                layer=layer.layer_index,
-                device=local_FD.device,
+                name, expert, seed=layer.config.seed, layer=layer.layer_index, device=local_FD.device
             )
-            local_FD.copy_(whole_FD.narrow(0, shard * rows, rows))
+            local_FD.copy_(whole_FD.narrow(0, shard * rows, rows) if dimension else whole_FD)
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, new: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import MeshConfig, MoEConfig
+from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
+from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.routes import plan_routes
 from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import Exchange, FlatExchange, build_exchange
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.parity import CASES, run_case
+from foundry_moe.parallel.parity import whole as full
+from foundry_moe.parallel.placement import parallelize
 
 
 def without_gradient_scale() -> dict[str, Tensor]:
@@ -160,3 +165,27 @@ def fail(kind: str, rank: int) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
         exchange.agree(torch.ones(exchange.size, 2, dtype=torch.int64))
+
+
+def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int) -> float:
+    """Experts drawn shard by shard from the meta device, against the same drawn whole: the largest difference."""
+    replicate, shard, expert = mesh
+    config = MoEConfig(
+        num_experts=num_experts, expert_hidden_size=hidden_size, activation="swiglu", shared_expert_hidden_size=8
+    )
+    keys: dict[str, Any] = {"layer_index": 1, "num_layers": 2, "context": BatchContext()}
+    whole = MoELayer(8, config, **keys)
+    whole.reset_parameters()
+    placed = MoELayer(8, config, device="meta", **keys)
+    model = torch.nn.ModuleList([placed])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallelize(
+        model,
+        MeshConfig(replicate=replicate, shard=shard, expert=expert),
+        fsdp_config=SimpleNamespace(device_mesh=None, reshard_after_forward=True),
+        optimizers=[optimizer],
+    )
+    ours = dict(placed.named_parameters())
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in ours.values()}
+    gaps = [(full(ours[name]) - parameter).abs().max().item() for name, parameter in whole.named_parameters()]
+    return max(gaps)

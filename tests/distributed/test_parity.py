@@ -52,6 +52,17 @@ def test_crowded_case_leaves_experts_without_tokens() -> None:
     assert gradient_EFD[1:].abs().max() == 0
 
 
+@pytest.mark.parametrize(
+    ("mesh", "num_experts", "hidden_size"),
+    [((1, 2, 2), 4, 6), ((2, 1, 2), 4, 6), ((1, 4, 1), 4, 12), ((1, 4, 1), 5, 6), ((1, 1, 4), 8, 5)],
+)
+def test_experts_drawn_shard_by_shard_equal_those_drawn_whole(
+    mesh: tuple[int, int, int], num_experts: int, hidden_size: int
+) -> None:
+    arguments = (mesh, num_experts, hidden_size)
+    assert run_processes(parity_worker.draw_on_meta, *arguments, world_size=4, preload=PRELOAD) == 0.0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nccl_meshes_equal_one_gpu(precision: str) -> None:

@@ -11,7 +11,11 @@ from torch.distributed.tensor import DTensor
 
 
 def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Trains from a YAML with overrides (None takes a key out): {"losses": [...], "norms": [...], "weights": {name: whole tensor}, "algorithms": [...]}."""
+    """Trains from a YAML with overrides; None takes a key out.
+
+    Returns:
+        losses, norms, names of algorithms, and by parameter name placements and whole weights.
+    """
     os.environ["FSDP_VERSION"] = "2"
     from llmfoundry.command_utils import train
 
@@ -31,12 +35,9 @@ def train_run(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
         "losses": [float(value) for _, value in history["loss/train/total"]],
         "norms": [float(value) for _, value in history.get("mesh/gradient_norm", [])],
         "algorithms": [type(algorithm).__name__ for algorithm in trainer.state.algorithms],
-        "placements": {
-            name: str(getattr(parameter, "placements", None)) for name, parameter in named.items()
-        },
+        "placements": {name: str(getattr(parameter, "placements", None)) for name, parameter in named.items()},
         "weights": {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-            for name, p in named.items()
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone() for name, p in named.items()
         },
     }
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.layers.experts import Experts
 from foundry_moe.parallel.mesh import FLAT, HIERARCHICAL, MeshPlan, build_meshes, divisors, parse_mesh, plan_mesh
-from foundry_moe.parallel.placement import place_experts
+from foundry_moe.parallel.placement import place_experts, shard_dimension
 
 WORLD_SIZES = [1, 2, 3, 6, 7, 8, 24, 64, 97, 512, 1000, 3072, 4096, 16384, 65536, 99991, 100_000]
 
@@ -137,10 +137,8 @@ def test_3072_ranks_place_experts_and_the_rest(
     rank = fake_group_of_3072
     if 1024 % shard:
         with pytest.raises(ValueError, match=r"mesh.shard \(48\) must divide the rows \(1024\)"):
-            from foundry_moe.parallel.placement import check_shard
-
             plan = plan_mesh(MeshConfig(expert=expert, shard=shard), world_size=3072, ranks_per_node=8, num_experts=64)
-            check_shard("layer", _Layer().experts, plan)
+            shard_dimension("layer", _Layer().experts, plan)
         return
     plan = plan_mesh(
         MeshConfig(expert=expert, shard=shard, replicate=AUTO),
@@ -149,11 +147,12 @@ def test_3072_ranks_place_experts_and_the_rest(
         num_experts=64,
     )
     meshes = build_meshes(plan, "cpu")
-    monkeypatch.setattr("foundry_moe.parallel.placement.draw_experts", lambda layer, plan: None)
+    monkeypatch.setattr("foundry_moe.parallel.placement.draw_experts", lambda layer, plan, dimension: None)
     layer = _Layer()
     place_experts(
         layer,
         meshes,
+        dimension=1,
         device=torch.device("meta"),
         mp_policy=MixedPrecisionPolicy(),
         reshard_after_forward=True,
