@@ -61,9 +61,15 @@ class ExpertDispatch:
         self.exchange = exchange
 
     def __call__(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int, experts: RoutedExperts
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        num_experts: int,
+        experts: RoutedExperts,
+        rows: int | None = None,
     ) -> Tensor:
-        """y_TD. Arguments as in `foundry_moe.layers.moe.Dispatch`."""
+        """y_TD. Arguments as in `foundry_moe.layers.moe.Dispatch`; `rows` is not needed, it learns more."""
         ranks = self.exchange.size
         local_experts = num_experts // ranks
         assert local_experts * ranks == num_experts

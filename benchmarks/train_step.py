@@ -1,0 +1,128 @@
+"""Times training steps of a YAML run through Composer: tokens/s a GPU, MFU, memory, and where a step's time goes.
+
+    composer -n 4 benchmarks/train_step.py yamls/bench/olmoe_1b_7b.yaml [key=value ...] [--also "key=value ..."]...
+
+Each `--also` is one more run in the same launch, with its own overrides after the common ones. Each run prints one
+line of JSON. `--profile` adds a table of kernels by time of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("FSDP_VERSION", "2")
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+from omegaconf import DictConfig, OmegaConf
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from NVIDIA's data sheets
+SKIPPED_STEPS = 4  # kernels compile and the allocator settles
+
+
+class StepTimer(Callback):
+    """Wall time of each step, the device idle at both ends; optionally a profile of the last one."""
+
+    def __init__(self, profile: bool, last: int) -> None:
+        self.seconds: list[float] = []
+        self.last = last
+        self.profiler = None
+        if profile and dist.get_global_rank() == 0:
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            self.profiler = torch.profiler.profile(activities=activities)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if len(self.seconds) == SKIPPED_STEPS:
+            torch.cuda.reset_peak_memory_stats()
+        if self.profiler is not None and len(self.seconds) == self.last - 1:
+            self.profiler.start()
+        torch.cuda.synchronize()
+        self.began = time.perf_counter()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.began)
+        if self.profiler is not None and len(self.seconds) == self.last:
+            self.profiler.stop()
+
+
+def flops_per_token(config: DictConfig) -> float:
+    """Forward and backward: 6 for each weight a token is multiplied by, 12 s d a layer for attention.
+
+    As torchtitan counts (without halving attention for causality), so that MFUs compare.
+    """
+    model, moe = config.model, config.model.moe
+    d, layers = model.d_model, model.n_layers
+    experts = moe.top_k * 3 * d * moe.expert_hidden_size + d * moe.num_experts
+    active = layers * (4 * d * d + experts) + d * model.vocab_size
+    return 6.0 * active + 12.0 * layers * config.max_seq_len * d
+
+
+def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
+    """One run; the same numbers on every rank but for memory, which is the largest."""
+    from llmfoundry.command_utils import train
+    from llmfoundry.registry import callbacks
+
+    steps = int(str(config.max_duration).removesuffix("ba"))
+    timer = StepTimer(profile, steps)
+    callbacks.register("step_timer", func=lambda: timer)
+    OmegaConf.update(config, "callbacks.step_timer", {}, force_add=True)
+    plain = OmegaConf.to_container(config, resolve=True)
+    trainer = train(OmegaConf.create(plain))
+    seconds = statistics.median(timer.seconds[SKIPPED_STEPS : steps - 1 if profile else steps])
+    tokens = config.global_train_batch_size // dist.get_world_size() * config.max_seq_len
+    peak = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
+    dist.all_reduce(peak, reduce_operation="MAX")
+    device = torch.cuda.get_device_name()
+    roof = next((f for name, f in PEAK_FLOPS.items() if name in device), None)
+    flops = flops_per_token(OmegaConf.create(plain))
+    result = {
+        "gpus": dist.get_world_size(),
+        "device": device,
+        "step_ms": round(1e3 * seconds, 1),
+        "spread_ms": [round(1e3 * s, 1) for s in timer.seconds],
+        "tokens_per_s_per_gpu": round(tokens / seconds),
+        "mfu": round(flops * tokens / seconds / roof, 4) if roof else None,
+        "allocated_gib": round(peak[0].item() / 2**30, 2),
+        "reserved_gib": round(peak[1].item() / 2**30, 2),
+    }
+    if timer.profiler is not None:
+        table = timer.profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
+        print(table, file=sys.stderr)
+    trainer.close()
+    return result
+
+
+def main() -> None:
+    """Runs from the command line; see the text at the top."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("yaml")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--also", action="append", default=[], help="one more run: its overrides")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    for extra in ["", *arguments.also]:
+        overrides = [*arguments.overrides, *extra.split()]
+        config = OmegaConf.merge(OmegaConf.load(arguments.yaml), OmegaConf.from_cli(overrides))
+        assert isinstance(config, DictConfig)
+        try:
+            result = measure(config, arguments.profile)
+        except (torch.OutOfMemoryError, ValueError) as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:500]}
+        if dist.get_global_rank() == 0:
+            print(json.dumps({"overrides": overrides, **result}), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""What a run needs on a cluster, from its YAML: mesh, bytes on each GPU, messages in a step, and warnings.
+
+Arithmetic alone: nothing is built or started. Loads are taken as even, as a balance loss makes them.
+
+Letters: D, F, E, K, S, V as in shape.py; T tokens of a GPU's microbatch; P ranks that divide the experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foundry_moe.config import MeshConfig, from_mapping
+from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
+from foundry_moe.parallel.shape import ModelShape, read_moe, read_shape
+
+GIB = 2**30
+# Bytes a parameter of optimizer state: two fp32 moments, or one.
+OPTIMIZER_BYTES = {"adam": 8, "lion": 4}
+CONTEXT_BYTES = int(1.0 * GIB)  # CUDA and NCCL beside the allocator, on an H200 with four ranks
+NODE_BYTES_PER_S, NETWORK_BYTES_PER_S = 300e9, 50e9  # NVLink all-to-all of 256 MB on H200s; a 400 Gb/s NIC a GPU
+FLOPS_PER_S = 0.4 * 989e12  # 40% of an H100's or H200's dense bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One kind of message of a step, as one GPU sends it.
+
+    count: in a step. ranks: of its group. bytes: sent by this GPU in one. across: it leaves the node.
+    """
+
+    name: str
+    count: int
+    ranks: int
+    bytes: float
+    across: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything that `foundry-moe plan` prints.
+
+    memory: bytes on each GPU by what they are for.
+    microbatch: sequences; microbatches: in a step.
+    """
+
+    mesh: MeshPlan
+    shape: ModelShape
+    microbatch: int
+    microbatches: int
+    memory: dict[str, float]
+    messages: tuple[Message, ...]
+    warnings: tuple[str, ...]
+
+
+def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
+    """Expected ranks that a token goes to, with `top_k` different experts chosen evenly of `num_experts`."""
+    local = num_experts // ranks
+    missed = math.comb(num_experts - local, top_k) / math.comb(num_experts, top_k)
+    return ranks * (1.0 - missed)
+
+
+def memory_of(
+    shape: ModelShape, mesh: MeshPlan, run: Mapping[str, Any], tokens: int, backend: str, memory: str
+) -> dict[str, float]:
+    """Bytes on one GPU at the worst moment of a step.
+
+    Args:
+        tokens: T.
+        backend, memory: of `MoEConfig`.
+    """
+    fsdp = run.get("fsdp_config") or {}
+    width = 2 if "16" in str(run.get("precision", "amp_bf16")) else 4
+    held = shape.dense / mesh.dense_shard + shape.experts / (mesh.shard * mesh.expert)
+    optimizer = str((run.get("optimizer") or {}).get("name", "decoupled_adamw"))
+    state = next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0)
+    unit_experts = shape.experts_a_layer / mesh.expert
+    # unsharded at once in the backward pass: a unit, the next one, and the gradients of one before they are reduced
+    unsharded = (2 * width + width + 4) * (unit_experts + shape.moe_block) + 2 * width * shape.outside_blocks
+    layer = _saved_by_layer(shape, mesh, tokens, width, backend, memory)
+    if fsdp.get("activation_checkpointing"):
+        saved = shape.layers * tokens * shape.d_model * width + layer
+    else:
+        saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * _saved_by_dense(shape, tokens, width)
+    # logits, in `width` and in fp32, log-probabilities and their gradient
+    logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
+    return {
+        "weights": 4 * held,
+        "gradients": 4 * held,
+        "optimizer": state * held,
+        "unsharded": unsharded,
+        "activations": saved,
+        "logits and loss": logits,
+        "CUDA and NCCL": CONTEXT_BYTES,
+    }
+
+
+def _saved_by_attention(shape: ModelShape, tokens: int, width: int) -> float:
+    """Input, norm, queries, keys and values before and after positions, and the output."""
+    return tokens * width * (5 * shape.d_model + 3 * shape.key_width)
+
+
+def _saved_by_dense(shape: ModelShape, tokens: int, width: int) -> float:
+    ffn = 2 * shape.d_model + 2 * (shape.ffn_matrices - 1) * shape.ffn_hidden
+    return _saved_by_attention(shape, tokens, width) + tokens * width * ffn
+
+
+def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, tokens: int, width: int, backend: str, memory: str) -> float:
+    """What the backward pass of a block with experts needs of T tokens."""
+    d, f, k = shape.d_model, shape.expert_hidden, shape.top_k
+    sent = ranks_per_token(shape.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
+    hidden = shape.expert_matrices - 1
+    kept = hidden if memory == "recompute" else 2 * hidden
+    rows = k * (2 * d + kept * f)
+    router = 4 * d + 4 * 4 * shape.num_experts  # fp32 copy of the input; logits, probabilities, sorted
+    shared = hidden * 2 * shape.shared_hidden
+    return _saved_by_attention(shape, tokens, width) + tokens * (width * (2 * d + sent * d + rows + shared) + router)
+
+
+def messages_of(
+    shape: ModelShape, mesh: MeshPlan, run: Mapping[str, Any], tokens: int, microbatches: int
+) -> tuple[Message, ...]:
+    """What one GPU sends in a step."""
+    fsdp = run.get("fsdp_config") or {}
+    width = 2 if "16" in str(run.get("precision", "amp_bf16")) else 4
+    gathers = 2 if fsdp.get("reshard_after_forward", True) else 1
+    again = 1 if fsdp.get("activation_checkpointing") else 0
+    units = {"dense": (shape.layers + 1, shape.dense / (shape.layers + 1), mesh.dense_shard, mesh.dense_shard)}
+    if shape.moe_layers:
+        units["experts"] = (shape.moe_layers, shape.experts_a_layer / mesh.expert, mesh.shard, mesh.dense_shard)
+    found = []
+    for kind, (count, parameters, ranks, span) in units.items():
+        across = span > mesh.ranks_per_node and ranks > 1
+        part = parameters * (ranks - 1) / ranks
+        found += [
+            Message(
+                name=f"all-gather {kind}",
+                count=count * gathers * microbatches,
+                ranks=ranks,
+                bytes=part * width,
+                across=across,
+            ),
+            Message(
+                name=f"reduce-scatter {kind}", count=count * microbatches, ranks=ranks, bytes=part * 4, across=across
+            ),
+            Message(
+                name=f"all-reduce {kind}",
+                count=count,
+                ranks=mesh.replicate,
+                bytes=2 * parameters / ranks * 4 * (mesh.replicate - 1) / mesh.replicate,
+                across=mesh.nodes > 1,
+            ),
+        ]
+    if mesh.expert > 1:
+        leave = ranks_per_token(shape.num_experts, shape.top_k, mesh.expert) * (1 - 1 / mesh.expert)
+        stages = 2 if mesh.all_to_all == HIERARCHICAL else 1
+        passes = (2 + again, 2)
+        found.append(
+            Message(
+                name=f"all-to-all tokens ({mesh.all_to_all})",
+                count=shape.moe_layers * microbatches * sum(passes) * stages,
+                ranks=mesh.expert,
+                bytes=tokens * leave * shape.d_model * width,
+                across=mesh.expert_nodes > 1,
+            )
+        )
+        found.append(
+            Message(
+                name="all-to-all weights and counts",
+                count=shape.moe_layers * microbatches * (2 * (1 + again) + 1) * stages,
+                ranks=mesh.expert,
+                bytes=tokens * leave * 2 * shape.top_k * 4,
+                across=mesh.expert_nodes > 1,
+            )
+        )
+    found.append(
+        Message(
+            name="all-reduce expert counts",
+            count=shape.moe_layers * microbatches,
+            ranks=mesh.world_size,
+            bytes=8 * shape.num_experts,
+            across=mesh.nodes > 1,
+        )
+    )
+    return tuple(message for message in found if message.ranks > 1)
+
+
+def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes: float) -> RunPlan:
+    """Plans a run.
+
+    Raises:
+        ValueError: no experts, a model that is not read, or a mesh or batch that cannot be.
+    """
+    shape = read_shape(run)
+    moe, mesh_keys = read_moe(run)
+    mesh = plan_mesh(
+        from_mapping(MeshConfig, mesh_keys, "mesh"),
+        world_size=gpus,
+        ranks_per_node=gpus_per_node,
+        num_experts=moe.num_experts,
+    )
+    for rows, what in ((shape.expert_hidden, "expert_hidden_size"), (shape.d_model, "d_model")):
+        if rows % mesh.shard and mesh.expert > 1:
+            raise ValueError(f"mesh.shard ({mesh.shard}) must divide {what} ({rows}), the rows of experts' matrices")
+    batch, microbatch = run.get("global_train_batch_size"), run.get("device_train_microbatch_size")
+    if not isinstance(batch, int) or batch % gpus:
+        raise ValueError(f"global_train_batch_size ({batch}) must be a multiple of the number of GPUs ({gpus})")
+    if not isinstance(microbatch, int) or microbatch < 1:
+        raise ValueError(
+            f"device_train_microbatch_size ({microbatch!r}) must be a number to plan with: FSDP2 has no auto"
+        )
+    microbatch = min(microbatch, batch // gpus)
+    microbatches = math.ceil(batch // gpus / microbatch)
+    tokens = microbatch * shape.sequence
+    memory = memory_of(shape, mesh, run, tokens, moe.backend, moe.memory)
+    messages = messages_of(shape, mesh, run, tokens, microbatches)
+    return RunPlan(
+        mesh=mesh,
+        shape=shape,
+        microbatch=microbatch,
+        microbatches=microbatches,
+        memory=memory,
+        messages=messages,
+        warnings=tuple(_warnings(shape, mesh, memory, messages, tokens, microbatches, gpu_bytes)),
+    )
+
+
+def _warnings(
+    shape: ModelShape,
+    mesh: MeshPlan,
+    memory: dict[str, float],
+    messages: tuple[Message, ...],
+    tokens: int,
+    microbatches: int,
+    gpu_bytes: float,
+) -> list[str]:
+    found = []
+    need = sum(memory.values())
+    if need > gpu_bytes:
+        found.append(
+            f"will not fit: {need / GIB:.0f} GiB of {gpu_bytes / GIB:.0f}; lower device_train_microbatch_size, raise "
+            "mesh.shard or mesh.expert, or set fsdp_config.activation_checkpointing: true"
+        )
+    elif need > 0.92 * gpu_bytes:
+        found.append(f"tight: {need / GIB:.0f} GiB of {gpu_bytes / GIB:.0f}; uneven loads may need more")
+    if mesh.expert_nodes > 1:
+        found.append(
+            f"mesh.expert ({mesh.expert}) spans {mesh.expert_nodes} nodes: tokens cross the network twice in every MoE "
+            f"layer; {mesh.ranks_per_node} or fewer stay on NVLink"
+        )
+    compute_s = tokens * microbatches * shape.flops_per_token / FLOPS_PER_S
+    network_s = sum(m.count * m.bytes for m in messages if m.across) / NETWORK_BYTES_PER_S
+    node_s = sum(m.count * m.bytes for m in messages if not m.across) / NODE_BYTES_PER_S
+    if network_s > 0.5 * compute_s:
+        found.append(
+            f"slow: {network_s:.2f} s of messages between nodes at 50 GB/s a GPU beside {compute_s:.2f} s of "
+            "arithmetic in a step; more sequences a step, or a smaller mesh.shard with more mesh.replicate, help"
+        )
+    if node_s > 0.5 * compute_s:
+        found.append(f"slow: {node_s:.2f} s of messages within nodes beside {compute_s:.2f} s of arithmetic in a step")
+    rows = tokens * shape.top_k * mesh.expert / shape.num_experts
+    if rows < 256:
+        found.append(f"slow: {rows:.0f} tokens an expert in a microbatch; its matrix products want 256 or more")
+    return found
+
+
+def format_plan(plan: RunPlan) -> str:
+    """The plan as text."""
+    mesh, shape = plan.mesh, plan.shape
+    tokens = plan.microbatch * shape.sequence
+    lines = [
+        f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = {mesh.world_size} GPUs on "
+        f"{mesh.nodes} node{'s' if mesh.nodes > 1 else ''}; all_to_all {mesh.all_to_all}",
+        f"  experts: {shape.num_experts // mesh.expert} of {shape.num_experts} a GPU and layer, each cut in "
+        f"{mesh.shard}; everything else cut in {mesh.dense_shard}",
+        f"parameters: {shape.total / 1e9:.3f} B, {shape.active / 1e9:.3f} B active; {shape.experts / 1e9:.3f} B in "
+        f"experts ({shape.moe_layers} of {shape.layers} layers)",
+        f"step: {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch} x "
+        f"{shape.sequence} tokens a GPU, {tokens * plan.microbatches * mesh.world_size / 1e6:.2f} M tokens in all",
+        "memory of a GPU:",
+        *(f"  {name:28}{size / GIB:8.2f} GiB" for name, size in plan.memory.items()),
+        f"  {'in all':28}{sum(plan.memory.values()) / GIB:8.2f} GiB",
+        "messages of a GPU in a step:",
+    ]
+    for message in plan.messages:
+        where = f"to {message.ranks} ranks, {'between nodes' if message.across else 'within a node'}"
+        lines.append(
+            f"  {message.count:6} x {message.name:34} {message.bytes / 1e6:10.3f} MB {where}"
+        )
+    if not plan.messages:
+        lines.append("  none")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """`foundry-moe plan`: 0 if the run fits, 1 if not."""
+    from foundry_moe.train import load_run
+
+    run = load_run(arguments.yaml, arguments.overrides)
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(run, resolve=True)
+    plan = plan_run(
+        plain,
+        gpus=arguments.gpus,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu_bytes=arguments.gpu_memory_gib * GIB,
+    )
+    print(format_plan(plan))
+    return 1 if any(warning.startswith("will not fit") for warning in plan.warnings) else 0

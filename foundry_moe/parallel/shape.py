@@ -1,0 +1,182 @@
+"""The shape of an MPT or dMoE model read from a run's YAML: parameters by kind, without building anything.
+
+Must not know meshes or memory.
+
+Letters: D model width, F expert width, H width of a dense FFN, E experts, K choices, S sequence length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig, from_mapping
+
+MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Widths and counts of a model, and the parameters that follow.
+
+    key_width: heads of keys times head width; D without grouped queries.
+    moe_layers: how many of `layers` have experts.
+    expert_matrices, ffn_matrices: 3 for a GLU, 2 for an MLP.
+    norm_width: parameters of one norm.
+    learned_positions: positions with an embedding of their own; 0 = none.
+    """
+
+    layers: int
+    moe_layers: int
+    d_model: int
+    n_heads: int
+    key_width: int
+    vocab_size: int
+    sequence: int
+    tied: bool
+    learned_positions: int
+    biased: bool
+    norm_width: int
+    ffn_hidden: int
+    ffn_matrices: int
+    num_experts: int
+    top_k: int
+    expert_hidden: int
+    expert_matrices: int
+    shared_hidden: int
+    has_router: bool
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert."""
+        return self.expert_matrices * self.d_model * self.expert_hidden
+
+    @property
+    def experts_a_layer(self) -> int:
+        return self.num_experts * self.expert
+
+    @property
+    def attention(self) -> int:
+        """Parameters of one attention."""
+        weights = self.d_model * (self.d_model + 2 * self.key_width) + self.d_model**2
+        return weights + (2 * self.d_model + 2 * self.key_width if self.biased else 0)
+
+    @property
+    def moe_rest(self) -> int:
+        """Parameters of an MoE layer beside its experts: router and shared expert."""
+        router = self.num_experts * self.d_model if self.has_router else 0
+        return router + self.expert_matrices * self.d_model * self.shared_hidden
+
+    @property
+    def dense_ffn(self) -> int:
+        bias = (self.ffn_matrices - 1) * self.ffn_hidden + self.d_model if self.biased else 0
+        return self.ffn_matrices * self.d_model * self.ffn_hidden + bias
+
+    @property
+    def moe_block(self) -> int:
+        """Parameters outside the experts of a block that has them."""
+        return self.attention + 2 * self.norm_width + self.moe_rest
+
+    @property
+    def dense_block(self) -> int:
+        return self.attention + 2 * self.norm_width + self.dense_ffn
+
+    @property
+    def outside_blocks(self) -> int:
+        """Embeddings, head and last norm."""
+        tables = 1 if self.tied else 2
+        return tables * self.vocab_size * self.d_model + self.learned_positions * self.d_model + self.norm_width
+
+    @property
+    def dense(self) -> int:
+        """Parameters outside experts."""
+        blocks = self.moe_layers * self.moe_block + (self.layers - self.moe_layers) * self.dense_block
+        return blocks + self.outside_blocks
+
+    @property
+    def experts(self) -> int:
+        return self.moe_layers * self.experts_a_layer
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes through."""
+        return self.dense + self.moe_layers * self.top_k * self.expert
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward; attention is not halved for causality, as torchtitan counts."""
+        looked_up = 0 if self.tied else self.vocab_size * self.d_model
+        looked_up += self.learned_positions * self.d_model
+        return 6.0 * (self.active - looked_up) + 12.0 * self.layers * self.sequence * self.d_model
+
+
+def _required(model: Mapping[str, Any], key: str) -> int:
+    value = model.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"model.{key} ({value!r}) must be a whole number of 1 or more")
+    return value
+
+
+def read_moe(run: Mapping[str, Any]) -> tuple[MoEConfig, Mapping[str, Any] | None]:
+    """The run's experts, and its mesh (None where it has none).
+
+    Raises:
+        ValueError: the run has no experts, or keys that cannot be.
+    """
+    model, algorithms = run.get("model") or {}, run.get("algorithms") or {}
+    if "dmoe" in algorithms:
+        config = from_mapping(MoEConfig, algorithms["dmoe"], "algorithms.dmoe")
+    elif model.get("moe"):
+        config = from_mapping(MoEConfig, model["moe"], "model.moe")
+    else:
+        raise ValueError("the run has no experts to plan for: neither algorithms.dmoe nor model.moe is there")
+    return config, config.mesh if config.mesh is not None else algorithms.get("dmoe_mesh")
+
+
+def read_shape(run: Mapping[str, Any]) -> ModelShape:
+    """The shape of the run's model with its experts.
+
+    Raises:
+        ValueError: another kind of model, or a value that cannot be.
+    """
+    model = run.get("model") or {}
+    if model.get("name") not in MODELS:
+        raise ValueError(f"plan reads models {' and '.join(MODELS)}, not model.name: {model.get('name')}")
+    moe, _ = read_moe(run)
+    d_model, layers, n_heads = (_required(model, key) for key in ("d_model", "n_layers", "n_heads"))
+    attention, ffn = model.get("attn_config") or {}, model.get("ffn_config") or {}
+    kv_heads = {"multihead_attention": n_heads, "multiquery_attention": 1}.get(
+        attention.get("attn_type", "multihead_attention"), attention.get("kv_n_heads") or n_heads
+    )
+    hidden = int(ffn.get("ffn_hidden_size") or d_model * model.get("expansion_ratio", 4))
+    gated_ffn = ffn.get("ffn_type", "mptmlp") == "mptglu"
+    gated = gated_ffn if moe.activation == AUTO else ACTIVATIONS[moe.activation].gated
+    biased = not model.get("no_bias", False)
+    centred = "rms" not in str(model.get("norm_type", "low_precision_layernorm"))
+    sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)
+    return ModelShape(
+        layers=layers,
+        moe_layers=sum(moe.selects(index) for index in range(layers)),
+        d_model=d_model,
+        n_heads=n_heads,
+        key_width=d_model // n_heads * int(kv_heads),
+        vocab_size=_required(model, "vocab_size"),
+        sequence=sequence,
+        tied=bool(model.get("tie_word_embeddings", True)),
+        learned_positions=sequence if model.get("learned_pos_emb", True) else 0,
+        biased=biased,
+        norm_width=d_model * (2 if biased and centred else 1),
+        ffn_hidden=hidden,
+        ffn_matrices=3 if gated_ffn else 2,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        expert_hidden=hidden if moe.expert_hidden_size == AUTO else int(moe.expert_hidden_size),
+        expert_matrices=3 if gated else 2,
+        shared_hidden=moe.shared_expert_hidden_size,
+        has_router=moe.gate.get("name") != "hash",
+    )
