@@ -40,6 +40,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 BACKENDS = ("auto", "blocksparse", "grouped", "reference")
 INITS = ("random", "upcycle")
 MEMORY = ("save", "recompute")
+BALANCE_OVER = ("rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 
 
@@ -165,7 +166,10 @@ class MoEConfig:
     activation: a name in ACTIVATIONS; auto = that of the FFN it replaces.
     layers: all | {every: n} | a list of layer indices.
     gate: `{name: ..., ...}`; the other keys belong to the gate.
-    loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`.
+    loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`; auto = what the gate wants,
+        `{balance: 0.01}` for most.
+    balance_over: the tokens whose loads the balance loss sees: rank | group (ranks that share experts) | microbatch
+        (of all ranks) | batch (all microbatches of a step too, which takes one more forward pass if there are several).
     init: random | upcycle (each expert starts as a copy of the dense FFN).
     init_std: standard deviation of random weights; projections back to the residual stream have it
         divided by sqrt(2 * number of layers), as in GPT-2 (Radford et al. 2019, section 2.3).
@@ -183,7 +187,8 @@ class MoEConfig:
     activation: str = AUTO
     layers: str | dict | tuple[int, ...] = "all"
     gate: dict[str, Any] = field(default_factory=lambda: {"name": "topk"})
-    loss: dict[str, float] = field(default_factory=lambda: {"balance": 0.01})
+    loss: dict[str, float] | Literal["auto"] = AUTO
+    balance_over: str = "microbatch"
     init: str = "random"
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
@@ -231,7 +236,8 @@ class MoEConfig:
     def _check_gate_and_loss(self) -> None:
         if not isinstance(self.gate.get("name"), str):
             raise ValueError(f"gate ({self.gate!r}) must name a gate: gate: {{name: topk}}")
-        for name, weight in self.loss.items():
+        one_of("balance_over", self.balance_over, BALANCE_OVER)
+        for name, weight in {} if self.loss == AUTO else self.loss.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
                 raise ValueError(f"loss.{name} ({weight!r}) must be a number of 0 or more")
 

@@ -60,7 +60,7 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
         config = from_mapping(MoEConfig, model["moe"], "model.moe")
     else:
         return None
-    check_gate(config.gate, config.loss)
+    check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
     world_size = os.environ.get("WORLD_SIZE")
     if config.mesh_config is not None and world_size is not None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -1,23 +1,41 @@
-"""What a layer must know of the batch beyond its input: token ids, padding, and how the trainer scales the loss.
+"""What a layer must know of the batch beyond its input: token ids, padding, progress, and how the loss is scaled.
 
 One `BatchContext` is shared by the layers of a model. It is filled from outside by hooks, so that the model's
 code stays as it is. Knows nothing of ranks or trainers.
+
+Shapes: B sequences, S positions, T tokens, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from foundry_moe.layers.progress import Progress
+from foundry_moe.ops import noise
+
 
 def unchanged(tensor: Tensor) -> Tensor:
     """The tensor itself: one process has the whole batch."""
     return tensor
+
+
+# from rows and a stream to the rows of other places, and what takes rows back from there
+Shuffle = Callable[[Tensor, int], tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+
+def stay(rows_TX: Tensor, stream: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The `Shuffle` of a process alone: the rows where they are, and what takes rows back from there.
+
+    A `Shuffle` over processes exchanges rows at random; equal streams give equal shuffles.
+    """
+    return rows_TX, unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +44,47 @@ class GateContext:
 
     token_ids_BS: the ids of the batch [sequences, positions], or None where the model was not given any.
     mask_T: True for real tokens, False for padding; None = all are real.
-    sum_over_ranks: sums a tensor without gradient over all processes that share the batch. With expert counts of
-        the whole batch, the mean over processes of their balance losses is that of the whole batch.
+    progress: how far training is; None where nobody says.
+    losses: names of the auxiliary losses that are wanted; none in evaluation.
+    seed, layer: of the layer, for random numbers.
+    sum_counts: from the counts of these tokens to those of all tokens that a balance loss is taken over; call it
+        once in a forward pass at most, with a tensor that has no gradient.
+    largest: from a scalar to the largest of all processes that share a batch.
+    shuffle: moves rows at random between the processes that share a batch, see `stay`.
+    keys: gives `token_keys` of the ids; None where there are none.
     """
 
     token_ids_BS: Tensor | None = None
     mask_T: Tensor | None = None
-    sum_over_ranks: Callable[[Tensor], Tensor] = unchanged
+    progress: Progress | None = None
+    losses: frozenset[str] = frozenset()
+    seed: int = 0
+    layer: int = 0
+    sum_counts: Callable[[Tensor], Tensor] = unchanged
+    largest: Callable[[Tensor], Tensor] = unchanged
+    shuffle: Shuffle = stay
+    keys: Callable[[], Tensor] | None = None
+
+    def token_keys(self, num_tokens: int, device: torch.device) -> Tensor:
+        """int32 [T]: what random numbers of a token depend on; from its sequence, else from its place in the input."""
+        if self.keys is not None:
+            return self.keys()
+        return noise.mix(torch.arange(num_tokens, dtype=torch.int32, device=device))
+
+    def stream(self, purpose: int) -> int:
+        """For `foundry_moe.ops.noise`: numbers of its own for each layer, batch and purpose."""
+        return noise.stream_of(self.seed, self.layer, self.progress.ba if self.progress else 0, purpose)
 
 
 class BatchContext:
-    """Shared by the layers of one model; `observe` and `anchor` fill it.
+    """Shared by the layers of one model; hooks and whoever drives the training fill it.
+
+    progress: how far training is, set before each batch.
+    sum_over_ranks, sum_over_group: sum a tensor without gradient over the processes that share the batch, and over
+        those that share experts.
+    max_over_ranks, shuffle: `largest` and `shuffle` of `GateContext`.
+    batch_counts: by layer, choices per expert of the whole batch, where these were counted before its first
+        microbatch; see `count_ahead`.
 
     Not a module: DDP would broadcast its tensors, and `Module.to` would move what the layers hold on to.
     """
@@ -44,8 +92,15 @@ class BatchContext:
     def __init__(self) -> None:
         self.token_ids_BS: Tensor | None = None
         self.mask_BS: Tensor | None = None
-        self._loss_scale = torch.ones((), dtype=torch.float64)
+        self.progress: Progress | None = None
         self.sum_over_ranks: Callable[[Tensor], Tensor] = unchanged
+        self.sum_over_group: Callable[[Tensor], Tensor] = unchanged
+        self.max_over_ranks: Callable[[Tensor], Tensor] = unchanged
+        self.shuffle: Shuffle = stay
+        self.batch_counts: dict[int, Tensor] = {}
+        self._counting = False
+        self._keys_T: Tensor | None = None
+        self._loss_scale = torch.ones((), dtype=torch.float64)
 
     def loss_scale(self, device: torch.device) -> Tensor:
         """d(what is differentiated) / d(loss), fp64 scalar: a trainer weighs microbatches, and scales fp16 losses.
@@ -56,14 +111,68 @@ class BatchContext:
             self._loss_scale = torch.ones((), dtype=torch.float64, device=device)
         return self._loss_scale
 
-    def for_tokens(self, num_tokens: int) -> GateContext:
+    def for_tokens(
+        self,
+        num_tokens: int,
+        *,
+        layer: int = 0,
+        seed: int = 0,
+        losses: frozenset[str] = frozenset(),
+        balance_over: str = "rank",
+        training: bool = False,
+    ) -> GateContext:
         """The part that fits a layer's input. Ids and mask of another length (cached decoding) are left out."""
         ids, mask = self.token_ids_BS, self.mask_BS
+        fits = ids is not None and ids.numel() == num_tokens
         return GateContext(
-            token_ids_BS=ids if ids is not None and ids.numel() == num_tokens else None,
+            token_ids_BS=ids if fits else None,
             mask_T=mask.reshape(-1) if mask is not None and mask.numel() == num_tokens else None,
-            sum_over_ranks=self.sum_over_ranks,
+            progress=self.progress,
+            losses=losses if training else frozenset(),
+            seed=seed,
+            layer=layer,
+            sum_counts=self._sum_for(balance_over, layer) if training else unchanged,
+            largest=self.max_over_ranks,
+            shuffle=self.shuffle,
+            keys=self._token_keys if fits else None,
         )
+
+    def _token_keys(self) -> Tensor:
+        assert self.token_ids_BS is not None
+        if self._keys_T is None:
+            self._keys_T = noise.token_keys(self.token_ids_BS)
+        return self._keys_T
+
+    def _sum_for(self, balance_over: str, layer: int) -> Callable[[Tensor], Tensor]:
+        if balance_over == "rank":
+            return unchanged
+        if balance_over == "group":
+            return self.sum_over_group
+        return partial(self._sum_batch, layer) if balance_over == "batch" else self.sum_over_ranks
+
+    def _sum_batch(self, layer: int, counts: Tensor) -> Tensor:
+        if self._counting:
+            self.batch_counts[layer] = self.batch_counts[layer] + counts if layer in self.batch_counts else counts
+            return counts
+        return self.batch_counts[layer] if layer in self.batch_counts else self.sum_over_ranks(counts)
+
+    def count_ahead(self, run_forward: Callable[[], None]) -> None:
+        """Notes the choices of a whole batch before its first microbatch is trained on.
+
+        Shares of the whole batch stand in the gradient of every microbatch, so they must be known before the first
+        backward pass: with several microbatches a step that takes one more forward pass, without gradients.
+
+        Args:
+            run_forward: runs the model on all microbatches of this process.
+        """
+        self.batch_counts = {}
+        self._counting = True
+        try:
+            with torch.no_grad():
+                run_forward()
+        finally:
+            self._counting = False
+        self.batch_counts = {layer: self.sum_over_ranks(c) for layer, c in sorted(self.batch_counts.items())}
 
     def observe(self, model: nn.Module) -> None:
         """Hooks the first module of `model` whose forward takes `input_ids`, to note ids and padding of each batch."""
@@ -75,8 +184,13 @@ class BatchContext:
     def _note_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         bound = signature(module.forward).bind_partial(*args, **kwargs).arguments
         ids, mask = bound.get("input_ids"), bound.get("attention_mask")
-        self.token_ids_BS = ids if isinstance(ids, Tensor) else None
-        self.mask_BS = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self.note(ids if isinstance(ids, Tensor) else None, mask if isinstance(mask, Tensor) else None)
+
+    def note(self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None) -> None:
+        """Takes the ids and the padding mask (1 or True = real) of the tokens that come next."""
+        self.token_ids_BS = token_ids_BS
+        self.mask_BS = mask_BS.bool() if mask_BS is not None and mask_BS.dim() == 2 else None
+        self._keys_T = None
 
     def anchor(self, loss: Any) -> Any:
         """The loss itself; in the backward pass it tells the layers how much the trainer makes of it.

@@ -1,18 +1,28 @@
-"""Auxiliary losses of a router, each a function of tensors.
+"""Auxiliary losses of a router, each a function of tensors. Means and sums are over the real tokens of one process.
 
 Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens; padding takes part in nothing.
 """
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 
+def masked_sum(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
+    """The sum over real tokens along the first dimension."""
+    if mask_T is None:
+        return values_T.sum(0)
+    mask = mask_T.reshape(-1, *[1] * (values_T.dim() - 1))
+    return values_T.masked_fill(~mask, 0).sum(0)
+
+
 def masked_mean(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
     """The mean over real tokens along the first dimension; zero where there is none."""
+    total = masked_sum(values_T, mask_T)
     if mask_T is None:
-        return values_T.sum(0) / max(values_T.shape[0], 1)
-    weight = mask_T.to(values_T.dtype).reshape(-1, *[1] * (values_T.dim() - 1))
-    return (values_T * weight).sum(0) / weight.sum().clamp(min=1)
+        return total / max(values_T.shape[0], 1)
+    return total / mask_T.sum().clamp(min=1)
 
 
 def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = None) -> Tensor:
@@ -20,7 +30,8 @@ def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = Non
 
     Args:
         probs_TE: router probabilities, rows sum to one.
-        counts_E: choices per expert of the real tokens; carries no gradient.
+        counts_E: choices per expert of the real tokens, of this process or of many; carries no gradient. With the
+            counts of many, the mean of this loss over them is the loss of all their tokens.
     """
     share_E = counts_E.to(probs_TE.dtype) / counts_E.sum().clamp(min=1)
     return probs_TE.shape[1] * (share_E * masked_mean(probs_TE, mask_T)).sum()
@@ -29,3 +40,58 @@ def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = Non
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """The mean of logsumexp(logits)^2 (Zoph et al. 2022, ST-MoE, equation 5)."""
     return masked_mean(torch.logsumexp(logits_TE, dim=-1).square(), mask_T)
+
+
+def variation_squared(totals_E: Tensor) -> Tensor:
+    """The squared coefficient of variation, variance over squared mean; 0 when even or where all is zero."""
+    mean = totals_E.mean()
+    return (totals_E - mean).square().mean() / mean.square().clamp(min=torch.finfo(totals_E.dtype).tiny)
+
+
+def importance_loss(gates_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """CV^2 of the combine weights that each expert gets in all (Shazeer et al. 2017, equations 6 and 7).
+
+    Args:
+        gates_TE: combine weights, zero where an expert is not chosen.
+    """
+    return variation_squared(masked_sum(gates_TE, mask_T))
+
+
+def load_loss(chances_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """CV^2 of the expected loads (Shazeer et al. 2017, appendix A, equations 10 and 11).
+
+    Args:
+        chances_TE: from `chosen_with_new_noise`.
+    """
+    return variation_squared(masked_sum(chances_TE, mask_T))
+
+
+def chosen_with_new_noise(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor, k: int) -> Tensor:
+    """P(x, e) [T, E]: the chance that e is among the k best if its own noise alone is drawn again.
+
+    Phi((clean_e - kth_excluding(noisy, k, e)) / deviation_e) (Shazeer et al. 2017, equations 8 and 9).
+
+    Args:
+        clean_TE, noisy_TE: logits without and with noise.
+        deviation_TE: of the noise, above 0.
+        k: below E.
+    """
+    assert k < clean_TE.shape[1]
+    best_TK = noisy_TE.topk(k + 1, dim=-1).values
+    kth_T1, next_T1 = best_TK[:, k - 1 : k], best_TK[:, k : k + 1]
+    # without an expert that is among the k best, the k-th best is the next one
+    threshold_TE = torch.where(noisy_TE > next_T1, next_T1, kth_T1)
+    return torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE)
+
+
+def alignment_loss(probs_TE: Tensor, inside_TE: Tensor, last_chosen_T: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """mean over tokens of sum over e outside the group of max(0, p_e - p of the k-th choice) (Jiang et al. 2021, SAM).
+
+    Zero once no expert outside a token's group is better than the worst one chosen inside it.
+
+    Args:
+        inside_TE: bool, the experts of the token's group.
+        last_chosen_T: p of the k-th choice.
+    """
+    excess_TE = (probs_TE - last_chosen_T[:, None]).clamp(min=0)
+    return masked_mean(excess_TE.masked_fill(inside_TE, 0).sum(-1), mask_T)

@@ -11,89 +11,51 @@ import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import MoEConfig
+from foundry_moe.layers.auxiliary import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts, SharedExpert
-from foundry_moe.layers.gates.registry import build_gate, check_gate
+from foundry_moe.layers.gates.base import Choices
+from foundry_moe.layers.gates.registry import build_gate, resolve_losses
 from foundry_moe.ops import plan_routes
+from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.topk import count_choices
 
 
 class Dispatch(Protocol):
     """Brings tokens to their experts, wherever these are, and the weighted results back.
 
-    Args: x_TD, weights_TK, experts_TK (int, -1 = no choice), the layer's number of experts, and the module that
-    holds this process's experts. Returns y_TD.
+    Args: x_TD, weights_TK, experts_TK (int, -1 = no choice), the layer's number of experts, the module that holds
+    this process's experts, and, where the host knows, how many choices there are. Returns y_TD.
     """
 
     def __call__(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int, experts: Experts
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        num_experts: int,
+        experts: Experts,
+        rows: int | None = None,
     ) -> Tensor: ...
+
+
+# what `LoadStatistics` calls the share of choices that found no place, beside the losses
+DROPPED = "dropped"
 
 
 class LocalDispatch:
     """All experts are on this process."""
 
     def __call__(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int, experts: Experts
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        num_experts: int,
+        experts: Experts,
+        rows: int | None = None,
     ) -> Tensor:
-        return experts(x_TD, weights_TK, plan_routes(experts_TK, num_experts))
-
-
-class LoadStatistics:
-    """Loads and losses of a layer, summed over the microbatches since `reset`.
-
-    Written in the backward pass, which runs once a microbatch whatever activation checkpointing recomputes.
-    Plain tensors, not buffers: DDP would overwrite them with rank 0's.
-
-    counts_E: int64, choices per expert of the real tokens of this process.
-    losses_L: fp32, sums of the unweighted auxiliary losses in the order of `names`.
-    microbatches: how many were summed.
-    """
-
-    def __init__(self, num_experts: int, names: list[str]) -> None:
-        self.names = names
-        self.counts_E = torch.zeros(num_experts, dtype=torch.int64)
-        self.losses_L = torch.zeros(len(names))
-        self.microbatches = 0
-
-    def add(self, counts_E: Tensor, losses_L: Tensor) -> None:
-        if self.counts_E.device != counts_E.device:
-            self.counts_E = self.counts_E.to(counts_E.device)
-            self.losses_L = self.losses_L.to(counts_E.device)
-        self.counts_E.add_(counts_E)
-        self.losses_L.add_(losses_L)
-        self.microbatches += 1
-
-    def reset(self) -> None:
-        self.counts_E.zero_()
-        self.losses_L.zero_()
-        self.microbatches = 0
-
-
-class _AttachLoss(torch.autograd.Function):
-    """The layer's output unchanged; the backward pass adds the auxiliary loss's gradient and notes the statistics."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y_TD: Tensor,
-        loss: Tensor,
-        losses_L: Tensor,
-        counts_E: Tensor,
-        scale: Tensor,
-        statistics: LoadStatistics,
-    ) -> Tensor:
-        ctx.save_for_backward(losses_L, counts_E)
-        ctx.scale = scale
-        ctx.loss_dtype = loss.dtype
-        ctx.statistics = statistics
-        return y_TD.view_as(y_TD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        losses_L, counts_E = ctx.saved_tensors
-        ctx.statistics.add(counts_E, losses_L)
-        return grads[0], ctx.scale.to(ctx.loss_dtype), None, None, None, None
+        return experts(x_TD, weights_TK, plan_routes(experts_TK, num_experts, rows))
 
 
 class MoELayer(nn.Module):
@@ -124,10 +86,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        assert isinstance(config.expert_hidden_size, int) and config.activation != "auto", (
-            "resolve `auto` first"
-        )
-        check_gate(config.gate, config.loss)
+        assert isinstance(config.expert_hidden_size, int) and config.activation != "auto", "resolve `auto` first"
         self.config = config
         self.d_model = d_model
         self.layer_index = layer_index
@@ -157,8 +116,10 @@ class MoELayer(nn.Module):
             else None
         )
         self.dispatch: Dispatch = LocalDispatch()
-        self.loss_weights = {name: weight for name, weight in config.loss.items() if weight}
-        self.statistics = LoadStatistics(config.num_experts, list(self.loss_weights))
+        self.loss_weights = resolve_losses(config.gate, config.loss)
+        self.wanted_losses = frozenset(self.loss_weights)
+        measured = list(self.loss_weights) if config.capacity is None else [*self.loss_weights, DROPPED]
+        self.statistics = LoadStatistics(config.num_experts, measured)
         self.context = context
 
     def reset_parameters(self) -> None:
@@ -171,26 +132,50 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         x_TD = x.reshape(-1, self.d_model)
-        context = self.context.for_tokens(x_TD.shape[0])
+        context = self.context.for_tokens(
+            x_TD.shape[0],
+            layer=self.layer_index,
+            seed=self.config.seed,
+            losses=self.wanted_losses,
+            balance_over=self.config.balance_over,
+            training=self.training,
+        )
         with torch.autocast(x.device.type, enabled=False):
             choices = self.gate(x_TD, context)
-        y_TD = self.dispatch(x_TD, choices.weights_TK, choices.experts_TK, self.num_experts, self.experts)
+        measured = dict(choices.losses)
+        if self.config.capacity is None:
+            y_TD = self.dispatch(
+                x_TD, choices.weights_TK, choices.experts_TK, self.num_experts, self.experts, choices.rows
+            )
+        else:
+            y_TD, measured[DROPPED] = self._drop_and_dispatch(x_TD, choices, context.mask_T)
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
         if self.training and torch.is_grad_enabled():
-            y_TD = self._attach(y_TD, choices.losses, choices.experts_TK, context.mask_T)
+            y_TD = self._attach(y_TD, measured, choices.experts_TK, context.mask_T)
         y = y_TD.reshape(x.shape)
         return (y, choices.logits_TE) if self.returns_logits else y
 
-    def _attach(
-        self, y_TD: Tensor, losses: dict[str, Tensor], experts_TK: Tensor, mask_T: Tensor | None
-    ) -> Tensor:
+    def _drop_and_dispatch(self, x_TD: Tensor, choices: Choices, mask_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output, and the share of choices that found no place. Padding takes no place, and goes to no expert."""
+        assert self.config.capacity is not None
+        wanted_TK = choices.experts_TK
+        if mask_T is not None:
+            wanted_TK = wanted_TK.masked_fill(~mask_T[:, None], -1)
+        routes = plan_padded(wanted_TK, self.num_experts, top_k=self.config.top_k, capacity=self.config.capacity)
+        wanted = (wanted_TK >= 0).sum()
+        dropped = (wanted - (routes.row_TK >= 0).sum()) / wanted.clamp(min=1)
+        if isinstance(self.dispatch, LocalDispatch):
+            return self.experts(x_TD, choices.weights_TK, routes), dropped
+        # over several processes the layout is the ragged one: what was dropped stays dropped
+        y_TD = self.dispatch(x_TD, choices.weights_TK, routes.experts_TK, self.num_experts, self.experts)
+        return y_TD, dropped
+
+    def _attach(self, y_TD: Tensor, measured: dict[str, Tensor], experts_TK: Tensor, mask_T: Tensor | None) -> Tensor:
         """Adds the weighted auxiliary losses to the graph of `y_TD`, and the loads to the statistics."""
-        weighted = [losses[name] * weight for name, weight in self.loss_weights.items()]
+        weighted = [measured[name] * weight for name, weight in self.loss_weights.items()]
         loss = torch.stack(weighted).sum() if weighted else y_TD.new_zeros(())
-        values = [losses[name].detach() for name in self.loss_weights]
-        losses_L = torch.stack(values).float() if values else y_TD.new_zeros(0, dtype=torch.float32)
+        values = [measured[name].detach().float() for name in self.statistics.names]
+        losses_L = torch.stack(values) if values else y_TD.new_zeros(0, dtype=torch.float32)
         counts_E = count_choices(experts_TK, self.num_experts, mask_T)
-        return _AttachLoss.apply(
-            y_TD, loss, losses_L, counts_E, self.context.loss_scale(y_TD.device), self.statistics
-        )
+        return attach(y_TD, loss, losses_L, counts_E, self.context.loss_scale(y_TD.device), self.statistics)

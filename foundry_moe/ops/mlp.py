@@ -6,7 +6,7 @@ Shapes: T tokens, K choices, D model width, F expert width, E experts.
 import torch
 from torch import Tensor
 
-from foundry_moe.ops import grouped, reference
+from foundry_moe.ops import grouped, padded, reference
 from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.routes import Routes, combine, permute
 
@@ -67,7 +67,7 @@ def routed_mlp(
     Args:
         x_TD: [T, D].
         weights_TK: combine weights [T, K], any float dtype; None = all one.
-        routes: from `plan_routes`.
+        routes: from `plan_routes`, or from `plan_padded`: then batched products, whatever the backend.
         w1_EFD, v1_EFD: [E, F, D]; v1_EFD None = an MLP without gate.
         w2_EDF: [E, D, F].
         activation: a name in `foundry_moe.ops.activations.POINTWISE`.
@@ -84,6 +84,9 @@ def routed_mlp(
         x_TD, w1_EFD, w2_EDF = x_TD.to(dtype), w1_EFD.to(dtype), w2_EDF.to(dtype)
         v1_EFD = v1_EFD.to(dtype) if v1_EFD is not None else None
     with torch.autocast(device_type, enabled=False):
-        expert_mlp = _EXPERT_MLPS[choose_backend(backend, x_TD.device, x_TD.dtype)]
+        if routes.places is not None:
+            expert_mlp = padded.expert_mlp
+        else:
+            expert_mlp = _EXPERT_MLPS[choose_backend(backend, x_TD.device, x_TD.dtype)]
         y_RD = expert_mlp(permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
         return combine(y_RD, weights_TK, routes)

@@ -24,6 +24,7 @@ class Routes:
     offsets_E: int32, the row after the last one of each expert (inclusive cumulative sum).
     source_R: int32, the assignment t * K + k of each row; -1 past the end.
     row_TK: int32, the row of each assignment; -1 where there is none.
+    places: None, or C: rows stand in E blocks of C places, of which the first ones are used (see `ops/padded.py`).
     """
 
     experts_TK: Tensor
@@ -31,6 +32,7 @@ class Routes:
     offsets_E: Tensor
     source_R: Tensor
     row_TK: Tensor
+    places: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -42,12 +44,13 @@ class Routes:
         return self.source_R.shape[0]
 
 
-def plan_routes(experts_TK: Tensor, num_experts: int) -> Routes:
+def plan_routes(experts_TK: Tensor, num_experts: int, rows: int | None = None) -> Routes:
     """Sorts assignments by expert, stably.
 
     Args:
         experts_TK: integers in [-1, num_experts); -1 is no choice. A 1-D tensor is taken as K = 1.
         num_experts: E.
+        rows: choices in all, or more, where the host knows; None = T * K.
 
     Raises:
         ValueError: `experts_TK` is not an integer tensor of one or two dimensions.
@@ -72,7 +75,7 @@ def plan_routes(experts_TK: Tensor, num_experts: int) -> Routes:
         experts_TK=experts_TK.int(),
         tokens_per_expert_E=bounds_E1.diff(),
         offsets_E=offsets_E,
-        source_R=torch.where(sorted_A < num_experts, source_A, -1).int(),
+        source_R=torch.where(sorted_A < num_experts, source_A, -1).int()[:rows],
         row_TK=torch.where(present_A, row_of_A, -1).view_as(experts_TK),
     )
 

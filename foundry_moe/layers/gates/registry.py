@@ -10,12 +10,20 @@ from typing import Any
 import torch
 
 from foundry_moe.config import from_mapping, nearest
-from foundry_moe.layers.gates.base import Gate, LinearGate
+from foundry_moe.layers.gates.base import Gate
 
 GROUP = "foundry_moe_gates"
 
 # Known without an installed distribution, so that a checkout on PYTHONPATH works; an entry point of the same name wins.
 _BUILT_IN = {
+    "base": "foundry_moe.layers.gates.balanced:BaseGate",
+    "dense_to_sparse": "foundry_moe.layers.gates.dense_to_sparse:DenseToSparseGate",
+    "expert_choice": "foundry_moe.layers.gates.expert_choice:ExpertChoiceGate",
+    "gshard": "foundry_moe.layers.gates.gshard:GShardGate",
+    "hash": "foundry_moe.layers.gates.hash:HashGate",
+    "hierarchical": "foundry_moe.layers.gates.hierarchical:HierarchicalGate",
+    "ktop1": "foundry_moe.layers.gates.ktop1:KTop1Gate",
+    "switch": "foundry_moe.layers.gates.switch:SwitchGate",
     "topk": "foundry_moe.layers.gates.topk:TopKGate",
 }
 
@@ -51,21 +59,35 @@ def build_gate(
     """
     cls = find_gate(settings["name"])
     config = from_mapping(cls.Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
-    if issubclass(cls, LinearGate):
-        return cls(config, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
-    return cls(config, num_experts=num_experts, top_k=top_k)
+    return cls(config, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
 
 
-def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float]) -> None:
-    """Checks a gate's keys and that it has the losses asked for, without building it.
+def check_gate(
+    settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int = 0, top_k: int = 0
+) -> None:
+    """Checks a gate's keys and losses before anything is built; with numbers given, that they go with the gate.
+
+    Raises:
+        ValueError: see `build_gate` and `resolve_losses`.
+    """
+    resolve_losses(settings, losses)
+    if num_experts:
+        build_gate(settings, d_model=1, num_experts=num_experts, top_k=top_k, device="meta")
+    else:
+        from_mapping(find_gate(settings["name"]).Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
+
+
+def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:
+    """The weights of a gate's auxiliary losses, those of weight zero left out; `auto` is what the gate wants.
 
     Raises:
         ValueError: see `build_gate`; or a loss that this gate does not have.
     """
     cls = find_gate(settings["name"])
-    from_mapping(cls.Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
+    if isinstance(losses, str):
+        return dict(cls.DEFAULT_LOSSES)
     for name, weight in losses.items():
         if name not in cls.LOSSES and weight:
-            raise ValueError(
-                f"loss.{name}: gate {settings['name']} has no such loss; {nearest(name, cls.LOSSES)}"
-            )
+            known = nearest(name, cls.LOSSES) if cls.LOSSES else "it has none: write loss: {}"
+            raise ValueError(f"loss.{name}: gate {settings['name']} has no such loss; {known}")
+    return {name: float(weight) for name, weight in losses.items() if weight}

@@ -1,30 +1,38 @@
 """`topk`: the k experts with the largest scores (Shazeer et al. 2017, arXiv 1701.06538, and today's practice).
 
-Shapes: T tokens, D model width, E experts, K choices a token.
+Shapes: T tokens, D model width, E experts, K choices a token, G groups of experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foundry_moe.config import one_of
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
-from foundry_moe.layers.losses import balance_loss, z_loss
+from foundry_moe.layers.gates.base import Choices, Gate, LinearGate, linear_fp32
+from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss
+from foundry_moe.layers.progress import Progress, parse_schedule
+from foundry_moe.ops import noise
 from foundry_moe.ops.topk import count_choices, topk
+
+_JITTER, _NOISE = 0, 1
+_TINY = 1e-20
 
 
 class TopKGate(LinearGate):
     """Top-k over softmax or sigmoid scores.
 
-    YAML: `gate: {name: topk, score: softmax, normalize: true, scale: 1.0, jitter: 0.0}`
+    YAML, as DeepSeek-V3 has it::
+
+        gate: {name: topk, score: sigmoid, scale: 2.5, bias_balance: true, groups: 8, group_limit: 4}
     """
 
-    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z"})
+    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z", "importance", "load"})
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Gate.Config):
@@ -32,42 +40,160 @@ class TopKGate(LinearGate):
         score: softmax | sigmoid of the logits.
         normalize: divide a token's weights by their sum (Mixtral: true, OLMoE: false).
         scale: factor on the weights (DeepSeek-V3: 2.5).
-        jitter: in training, the gate's input is multiplied by U[1 - jitter, 1 + jitter] (Fedus et al. 2021).
+        jitter: in training, the gate's input is multiplied by U[1 - jitter, 1 + jitter] (Fedus et al. 2021);
+            a number or a schedule.
+        noise: in training, N(0, 1) * softplus(x W_noise) is added to the logits (Shazeer et al. 2017, equation 4).
+        bias_balance: a bias per expert, added for the choice and not for the weight, moves by `bias_step` towards
+            an even load after each step (Wang et al. 2024; DeepSeek-V3, section 2.1.2).
+        bias_step: a number or a schedule.
+        groups, group_limit: experts stand in `groups` equal groups, and a token chooses inside its `group_limit`
+            best ones, by the sum of a group's two best scores (DeepSeek-V3, section 2.1.2).
         """
 
         score: str = "softmax"
         normalize: bool = True
         scale: float = 1.0
-        jitter: float = 0.0
+        jitter: float | dict[str, Any] = 0.0
+        noise: bool = False
+        bias_balance: bool = False
+        bias_step: float | dict[str, Any] = 1e-3
+        groups: int = 1
+        group_limit: int = 0
 
         def __post_init__(self) -> None:
             one_of("score", self.score, ("softmax", "sigmoid"))
-            if not 0 <= self.jitter < 1:
+            low, high = parse_schedule(self.jitter, "jitter").bounds
+            if low < 0 or high >= 1:
                 raise ValueError(f"jitter ({self.jitter}) must be at least 0 and below 1")
+            if parse_schedule(self.bias_step, "bias_step").bounds[0] < 0:
+                raise ValueError(f"bias_step ({self.bias_step}) must be 0 or more")
+            if self.groups < 1 or not 0 <= self.group_limit <= self.groups:
+                raise ValueError(
+                    f"group_limit ({self.group_limit}) must be between 1 and groups ({self.groups}), or 0 for all"
+                )
 
     config: Config
+    bias_E: Tensor | None
+
+    def __init__(self, config: Config, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        self.jitter = parse_schedule(config.jitter, "jitter")
+        self.bias_step = parse_schedule(config.bias_step, "bias_step")
+        self._check_groups()
+        device = self.weight_ED.device
+        self.weight_noise_ED = nn.Parameter(torch.empty_like(self.weight_ED)) if config.noise else None
+        bias_E = torch.zeros(self.num_experts, device=device, dtype=torch.float32) if config.bias_balance else None
+        self.register_buffer("bias_E", bias_E)
+
+    def _check_groups(self) -> None:
+        groups, limit = self.config.groups, self.config.group_limit or self.config.groups
+        if self.num_experts % groups:
+            divisors = [str(g) for g in range(1, self.num_experts + 1) if self.num_experts % g == 0]
+            raise ValueError(
+                f"gate.groups ({groups}) must divide num_experts ({self.num_experts}): use {', '.join(divisors)}"
+            )
+        eligible = limit * (self.num_experts // groups)
+        if self.top_k > eligible:
+            raise ValueError(
+                f"top_k ({self.top_k}): {limit} of {groups} groups have {eligible} experts; raise gate.group_limit"
+            )
+
+    @torch.no_grad()
+    def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
+        super().reset_parameters(seed=seed, layer=layer, std=std)
+        if self.weight_noise_ED is not None:
+            self.weight_noise_ED.zero_()  # Shazeer et al. 2017, appendix A
+        if self.bias_E is not None:
+            self.bias_E.zero_()
+
+    @property
+    def learns_from_loads(self) -> bool:
+        return self.config.bias_balance
+
+    @property
+    def follows_time(self) -> bool:
+        return self.learns_from_loads or not self.jitter.is_constant
+
+    @torch.no_grad()
+    def after_step(self, counts_E: Tensor, progress: Progress) -> None:
+        if self.bias_E is not None:
+            # E * count against the sum: whole numbers, so that an expert at the mean stays where it is
+            direction_E = torch.sign(counts_E.sum() - counts_E * self.num_experts)
+            self.bias_E.add_(direction_E.to(self.bias_E), alpha=self.bias_step.at(progress))
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
-        """See `Gate`. Losses: `balance` over softmax or normalised sigmoid scores, `z`."""
+        """See `Gate`. Losses: `balance` over softmax or normalised sigmoid scores, `z`, `importance`, `load`."""
         config = self.config
-        if self.training and config.jitter:
-            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - config.jitter, 1 + config.jitter)
-        logits_TE = self.logits(x_TD)
+        if self.training and self.follows_time:
+            self.progress(context)
+        x_TD = self._jittered(x_TD, context)
+        clean_TE = self.logits(x_TD)
+        logits_TE, deviation_TE = self._noisy(x_TD, clean_TE, context)
         if config.score == "softmax":
             scores_TE = probs_TE = logits_TE.softmax(-1)
         else:
             scores_TE = logits_TE.sigmoid()
-            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
-        weights_TK, experts_TK = topk(scores_TE, self.top_k)
+            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
+        weights_TK, experts_TK = self._choose(scores_TE)
         if config.normalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=1e-20)
-        counts_E = context.sum_over_ranks(count_choices(experts_TK, self.num_experts, context.mask_T))
-        return Choices(
-            experts_TK=experts_TK,
-            weights_TK=weights_TK * config.scale,
-            losses={
-                "balance": balance_loss(probs_TE, counts_E, context.mask_T),
-                "z": z_loss(logits_TE, context.mask_T),
-            },
-            logits_TE=logits_TE,
-        )
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
+        weights_TK = weights_TK * config.scale
+        losses = {}
+        if context.losses:
+            counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+            losses = self.common_losses(clean_TE, probs_TE, counts_E, context)
+        if "importance" in context.losses:
+            gates_TE = torch.zeros_like(scores_TE).scatter(1, experts_TK, weights_TK)
+            losses["importance"] = importance_loss(gates_TE, context.mask_T)
+        if "load" in context.losses:
+            losses["load"] = self._load(clean_TE, logits_TE, deviation_TE, context)
+        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE)
+
+    def _jittered(self, x_TD: Tensor, context: GateContext) -> Tensor:
+        if not self.training:
+            return x_TD
+        jitter = self.jitter
+        amount = jitter.start if jitter.is_constant else jitter.at(self.progress(context))
+        if not amount:
+            return x_TD
+        return noise.jitter(x_TD, context.token_keys(x_TD.shape[0], x_TD.device), amount, context.stream(_JITTER))
+
+    def _noisy(self, x_TD: Tensor, clean_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor | None]:
+        """The logits to choose by, and the deviation of their noise."""
+        if self.weight_noise_ED is None or not self.training:
+            return clean_TE, None
+        deviation_TE = F.softplus(linear_fp32(x_TD, self.weight_noise_ED))
+        keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
+        drawn_TE = noise.normal(keys_T, self.num_experts, context.stream(_NOISE)).to(clean_TE.dtype)
+        return clean_TE + drawn_TE * deviation_TE, deviation_TE
+
+    def _choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and experts of each token's choices; the bias and the groups have a say in the choice alone."""
+        limited = 0 < self.config.group_limit < self.config.groups
+        if self.bias_E is None and not limited:
+            return topk(scores_TE, self.top_k)
+        ranked_TE = scores_TE.detach()
+        if self.bias_E is not None:
+            ranked_TE = ranked_TE + self.bias_E.to(ranked_TE.dtype)
+        if limited:
+            ranked_TE = self._best_groups(ranked_TE)
+        experts_TK = topk(ranked_TE, self.top_k)[1]
+        return scores_TE.gather(1, experts_TK), experts_TK
+
+    def _best_groups(self, ranked_TE: Tensor) -> Tensor:
+        """The same scores, with -inf outside each token's best groups."""
+        groups = self.config.groups
+        by_group_TGM = ranked_TE.view(-1, groups, self.num_experts // groups)
+        best_TG = by_group_TGM.topk(min(2, by_group_TGM.shape[2]), dim=-1).values.sum(-1)
+        kept_TL = topk(best_TG, self.config.group_limit)[1]
+        eligible_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, kept_TL, True)
+        return by_group_TGM.masked_fill(~eligible_TG[:, :, None], -torch.inf).view_as(ranked_TE)
+
+    def _load(self, clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor | None, context: GateContext) -> Tensor:
+        if deviation_TE is None or self.top_k == self.num_experts:
+            raise ValueError(
+                f"loss.load needs gate.noise: true and top_k ({self.top_k}) below num_experts ({self.num_experts}): "
+                "it is the load expected over the noise"
+            )
+        chances_TE = chosen_with_new_noise(clean_TE, noisy_TE, deviation_TE, self.top_k)
+        return load_loss(chances_TE, context.mask_T)

@@ -1,0 +1,109 @@
+"""`dense_to_sparse`: many experts at first, few later (Nie et al. 2021, arXiv 2112.14397).
+
+Shapes: T tokens, D model width, E experts, K choices a token at most in this batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from foundry_moe.layers.context import GateContext
+from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.ragged import pack_choices
+from foundry_moe.layers.progress import parse_duration, parse_schedule
+from foundry_moe.ops import noise
+from foundry_moe.ops.topk import count_choices, topk
+
+_GUMBEL = 3
+
+
+class DenseToSparseGate(LinearGate):
+    """g = softmax((x W + Gumbel noise) / temperature); every expert with g above a threshold, weighted by g.
+
+    The temperature falls, so g grows peaked and a token has fewer experts. After `hard_after`, and in evaluation,
+    it has the best one of softmax(x W), weighted by that probability. One host synchronisation a forward pass: how
+    many choices there are.
+
+    YAML::
+
+        gate:
+          name: dense_to_sparse
+          temperature: {start: 1.0, end: 0.5, until: 1000ba, shape: exponential}
+          threshold: 0.001
+          hard_after: 2000ba
+
+    Raises:
+        ValueError: `top_k` other than 1, what a token has in the end.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Gate.Config):
+        """
+        temperature: a number or a schedule, above 0.
+        threshold: of g, in [0, 1). A token's best expert is chosen in any case.
+        hard_after: a time such as 2000ba; empty = never.
+        """
+
+        temperature: float | dict[str, Any] = field(
+            default_factory=lambda: {"start": 1.0, "end": 0.5, "until": "0.5dur", "shape": "exponential"}
+        )
+        threshold: float = 1e-3
+        hard_after: str = ""
+
+        def __post_init__(self) -> None:
+            if parse_schedule(self.temperature, "temperature").bounds[0] <= 0:
+                raise ValueError(f"temperature ({self.temperature}) must be above 0")
+            if not 0 <= self.threshold < 1:
+                raise ValueError(f"threshold ({self.threshold}) must be at least 0 and below 1")
+            if self.hard_after:
+                parse_duration(self.hard_after, "hard_after")
+
+    config: Config
+
+    def __init__(self, config: Config, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        self.need_top_k(1, "gate dense_to_sparse has one expert a token in the end, and decides itself before")
+        self.temperature = parse_schedule(config.temperature, "temperature")
+        self.hard_after = parse_duration(config.hard_after, "hard_after") if config.hard_after else None
+
+    @property
+    def follows_time(self) -> bool:
+        return self.hard_after is not None or not self.temperature.is_constant
+
+    def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
+        """See `Gate`. Losses: `balance` of the choices and softmax(x W), `z`."""
+        logits_TE = self.logits(x_TD)
+        probs_TE = logits_TE.softmax(-1)
+        rows = None
+        if self._is_hard(context):
+            weights_TK, experts_TK = topk(probs_TE, 1)
+        else:
+            weights_TK, experts_TK, rows = self._soft(logits_TE, context)
+        counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+        return Choices(
+            experts_TK=experts_TK,
+            weights_TK=weights_TK,
+            losses=self.common_losses(logits_TE, probs_TE, counts_E, context),
+            logits_TE=logits_TE,
+            rows=rows,
+        )
+
+    def _is_hard(self, context: GateContext) -> bool:
+        if not self.training:
+            return True
+        return self.hard_after is not None and self.hard_after.share_of(self.progress(context)) >= 1
+
+    def _soft(self, logits_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor, int]:
+        """Weights, experts and the number of choices."""
+        schedule = self.temperature
+        temperature = schedule.start if schedule.is_constant else schedule.at(self.progress(context))
+        keys_T = context.token_keys(logits_TE.shape[0], logits_TE.device)
+        drawn_TE = noise.gumbel(keys_T, self.num_experts, context.stream(_GUMBEL)).to(logits_TE.dtype)
+        soft_TE = ((logits_TE + drawn_TE) / temperature).softmax(-1)
+        best_T1 = topk(soft_TE, 1)[1]
+        chosen_TE = (soft_TE > self.config.threshold).scatter(1, best_T1, True)
+        experts_TK, weights_TK, rows = pack_choices(chosen_TE, soft_TE, context)
+        return weights_TK, experts_TK, rows

@@ -1,0 +1,64 @@
+"""`expert_choice`: each expert takes its best tokens (Zhou et al. 2022, arXiv 2202.09368).
+
+Shapes: T tokens, D model width, E experts, C tokens an expert takes, K choices of the token that has most.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foundry_moe.layers.context import GateContext
+from foundry_moe.layers.gates.base import Choices, LinearGate
+from foundry_moe.layers.gates.ragged import pack_choices
+from foundry_moe.layers.losses import z_loss
+from foundry_moe.ops.topk import topk
+
+
+class ExpertChoiceGate(LinearGate):
+    """Each expert takes the T * top_k / E tokens of a microbatch that score it highest, weighted by their softmax.
+
+    Loads are even by construction; a token may have from no expert to all of them.
+
+    YAML: `gate: {name: expert_choice}`; `top_k` is the mean number of experts a token.
+
+    Warns: whether a token is chosen depends on later tokens of its sequence, in training and in evaluation, so the
+    loss of a causal model is not one that it could have when it generates.
+    """
+
+    LOSSES: ClassVar[frozenset[str]] = frozenset({"z"})
+    DEFAULT_LOSSES: ClassVar[dict[str, float]] = {}
+
+    def __init__(self, config: Any, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        warnings.warn(
+            "gate expert_choice looks at whole sequences: whether an expert takes a token depends on the tokens after "
+            "it, so a causal model sees its future in training, and its loss is better than what it can generate "
+            "with. Use it for encoders, or for comparison",
+            stacklevel=2,
+        )
+
+    def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
+        """See `Gate`. Losses: `z`."""
+        tokens = x_TD.shape[0]
+        logits_TE = self.logits(x_TD)
+        probs_TE = logits_TE.softmax(-1)
+        # at most all tokens, at least one so that a lone token finds an expert
+        taken = min(max(tokens * self.top_k // self.num_experts, 1), tokens)
+        scores_ET = probs_TE.detach().t()
+        if context.mask_T is not None:
+            scores_ET = scores_ET.masked_fill(~context.mask_T, -1)
+        token_EC = topk(scores_ET, taken)[1]
+        rank_C = torch.arange(taken, device=x_TD.device)
+        kept_C = torch.ones_like(rank_C, dtype=torch.bool)
+        if context.mask_T is not None:
+            real = context.mask_T.sum()
+            kept_C = rank_C < torch.minimum((real * self.top_k // self.num_experts).clamp(min=1), real)
+        chosen_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
+        chosen_TE.t().scatter_(1, token_EC, kept_C.expand_as(token_EC))
+        experts_TK, weights_TK, rows = pack_choices(chosen_TE, probs_TE, context)
+        losses = {"z": z_loss(logits_TE, context.mask_T)} if "z" in context.losses else {}
+        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, rows=rows)

@@ -1,0 +1,73 @@
+"""`hierarchical`: first a group of experts, then experts inside it (Jiang et al. 2021, SAM, arXiv 2110.07431).
+
+A group is what lives together, on a device or a node: a token's experts are then in one place.
+
+Shapes: T tokens, D model width, E experts, K choices, G groups, M = E / G experts of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foundry_moe.layers.context import GateContext
+from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
+from foundry_moe.layers.losses import alignment_loss
+from foundry_moe.ops.topk import count_choices, topk
+
+
+class HierarchicalGate(LinearGate):
+    """The group with the largest sum of probabilities, and its k best experts, weighted by their probabilities.
+
+    YAML: `gate: {name: hierarchical, groups: 4}`, with `loss: {balance: 0.01, alignment: 0.01}`.
+
+    Raises:
+        ValueError: `groups` does not divide `num_experts`, or a group has fewer than `top_k` experts.
+    """
+
+    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z", "alignment"})
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Gate.Config):
+        """
+        groups: how many groups there are (not how large they are).
+        """
+
+        groups: int
+
+    config: Config
+
+    def __init__(self, config: Config, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        groups = config.groups
+        if groups < 1 or self.num_experts % groups or self.top_k > self.num_experts // groups:
+            possible = [
+                str(g)
+                for g in range(1, self.num_experts + 1)
+                if self.num_experts % g == 0 and self.num_experts // g >= self.top_k
+            ]
+            raise ValueError(
+                f"gate.groups ({groups}) must divide num_experts ({self.num_experts}) into groups of top_k "
+                f"({self.top_k}) experts at least: use {', '.join(possible)}"
+            )
+
+    def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
+        """See `Gate`. Losses: `balance`, `z`, `alignment`."""
+        groups = self.config.groups
+        size = self.num_experts // groups
+        logits_TE = self.logits(x_TD)
+        probs_TE = logits_TE.softmax(-1)
+        probs_TGM = probs_TE.view(-1, groups, size)
+        group_T1 = topk(probs_TGM.detach().sum(-1), 1)[1]
+        probs_TM = probs_TGM.gather(1, group_T1[:, :, None].expand(-1, 1, size)).squeeze(1)
+        weights_TK, inside_TK = topk(probs_TM, self.top_k)
+        experts_TK = group_T1 * size + inside_TK
+        counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+        losses = self.common_losses(logits_TE, probs_TE, counts_E, context)
+        if "alignment" in context.losses:
+            group_E = torch.arange(self.num_experts, device=x_TD.device) // size
+            losses["alignment"] = alignment_loss(probs_TE, group_E == group_T1, weights_TK[:, -1], context.mask_T)
+        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE)

@@ -1,0 +1,57 @@
+"""`ktop1`: experts in k prototypes, the best of each (Yang et al. 2021, M6-T, arXiv 2105.15082).
+
+Shapes: T tokens, D model width, E experts, K choices = prototypes, M = E / K experts of a prototype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_moe.layers.context import GateContext
+from foundry_moe.layers.gates.base import Choices, LinearGate
+from foundry_moe.layers.losses import balance_loss, z_loss
+from foundry_moe.ops.topk import count_choices, topk
+
+
+class KTop1Gate(LinearGate):
+    """`top_k` prototypes of E / k experts; a softmax within each and its best expert, weighted by that probability.
+
+    YAML: `gate: {name: ktop1}`.
+
+    Raises:
+        ValueError: `top_k` does not divide `num_experts`.
+    """
+
+    def __init__(self, config: Any, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        if self.num_experts % self.top_k:
+            divisors = [str(k) for k in range(1, self.num_experts + 1) if self.num_experts % k == 0]
+            raise ValueError(
+                f"top_k ({self.top_k}) must divide num_experts ({self.num_experts}) for gate ktop1, which makes "
+                f"top_k equal prototypes: use {', '.join(divisors)}"
+            )
+
+    def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
+        """See `Gate`. Losses: `balance` within each prototype, summed over prototypes; `z` likewise."""
+        tokens, size = x_TD.shape[0], self.num_experts // self.top_k
+        logits_TE = self.logits(x_TD)
+        logits_TKM = logits_TE.view(tokens, self.top_k, size)
+        probs_TKM = logits_TKM.softmax(-1)
+        weights_TK1, inside_TK1 = topk(probs_TKM, 1)
+        first_K = torch.arange(self.top_k, device=x_TD.device) * size
+        experts_TK = inside_TK1.squeeze(-1) + first_K
+        losses = {}
+        if "balance" in context.losses:
+            counts_E = context.sum_counts(count_choices(experts_TK, self.num_experts, context.mask_T))
+            terms = [
+                balance_loss(probs_TKM[:, k], counts_E[k * size : (k + 1) * size], context.mask_T)
+                for k in range(self.top_k)
+            ]
+            losses["balance"] = torch.stack(terms).sum()
+        if "z" in context.losses:
+            terms = [z_loss(logits_TKM[:, k], context.mask_T) for k in range(self.top_k)]
+            losses["z"] = torch.stack(terms).sum()
+        return Choices(experts_TK=experts_TK, weights_TK=weights_TK1.squeeze(-1), losses=losses, logits_TE=logits_TE)

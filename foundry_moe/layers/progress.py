@@ -1,0 +1,143 @@
+"""How far training is, and numbers that follow it. Knows no trainer: whoever drives the training sets `Progress`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foundry_moe.config import from_mapping, one_of
+
+_UNITS = ("ba", "ep", "sp", "tok", "dur")
+_SUFFIX = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_DURATION = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kMGBT]?)(ba|ep|sp|tok|dur)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What has been trained on, in the units of Composer's time strings.
+
+    ba, ep, sp, tok: batches, epochs, samples and tokens of the whole job; epochs may be fractions.
+    dur: share of the training's length, or None where that is not known.
+    """
+
+    ba: int = 0
+    ep: float = 0.0
+    sp: int = 0
+    tok: int = 0
+    dur: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration:
+    """A point of training: `value` of a unit in `Progress`."""
+
+    value: float
+    unit: str
+
+    def share_of(self, progress: Progress) -> float:
+        """How much of this duration is behind: 1 from its end on. A duration of nothing is over at once."""
+        done = getattr(progress, self.unit)
+        if done is None:
+            raise ValueError(f"a time in {self.unit} needs a training whose length is known: use ba, ep, sp or tok")
+        return min(done / self.value, 1.0) if self.value else 1.0
+
+
+def parse_duration(text: Any, where: str) -> Duration:
+    """`100ba`, `1ep`, `10Mtok`, `2.5e6tok`, `0.1dur`.
+
+    Raises:
+        ValueError: not such a text.
+    """
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(
+            f"{where} ({text!r}) must be a time such as 100ba, 1ep, 5000sp, 10Mtok or 0.1dur: "
+            f"a number, perhaps k, M, B or T, and one of {', '.join(_UNITS)}"
+        )
+    number, suffix, unit = match.groups()
+    return Duration(value=float(number.replace("_", "")) * _SUFFIX[suffix], unit=unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ramp:
+    """The keys of a schedule that a user writes as a mapping."""
+
+    start: float
+    end: float
+    until: str
+    after: str = ""
+    shape: str = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A number that goes from `start` to `end` between two points of training, and stays there.
+
+    after, until: in one unit; before `after` the number is `start`.
+    shape: linear | exponential | cosine.
+    """
+
+    start: float
+    end: float
+    after: Duration
+    until: Duration
+    shape: str = "linear"
+
+    def at(self, progress: Progress) -> float:
+        """Its value now: a function of the time alone, so a resumed run has what an unbroken one has."""
+        if self.is_constant:
+            return self.start
+        # `share_of` checks the unit; beyond 1 there is nothing to see
+        done = self.until.share_of(progress) * self.until.value
+        share = min(max((done - self.after.value) / (self.until.value - self.after.value), 0.0), 1.0)
+        if self.shape == "exponential":
+            return self.start * (self.end / self.start) ** share
+        if self.shape == "cosine":
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.start + (self.end - self.start) * share
+
+    @property
+    def is_constant(self) -> bool:
+        return self.start == self.end
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest value it takes."""
+        return min(self.start, self.end), max(self.start, self.end)
+
+
+def constant(value: float) -> Schedule:
+    """A number that does not change."""
+    zero = Duration(value=0, unit="ba")
+    return Schedule(start=float(value), end=float(value), after=zero, until=zero)
+
+
+def parse_schedule(value: float | Mapping[str, Any], where: str) -> Schedule:
+    """A number, or `{start: 1.0, end: 0.5, until: 1000ba}` with perhaps `after: 100ba` and `shape: exponential`.
+
+    Args:
+        where: the key, for messages.
+
+    Raises:
+        ValueError: an unknown or missing key, a time that is none, two units, an end before the start, or an
+            exponential through zero.
+    """
+    if not isinstance(value, Mapping):
+        return constant(value)
+    ramp = from_mapping(_Ramp, value, where)
+    one_of(f"{where}.shape", ramp.shape, ("linear", "exponential", "cosine"))
+    until = parse_duration(ramp.until, f"{where}.until")
+    after = parse_duration(ramp.after or f"0{until.unit}", f"{where}.after")
+    if after.unit != until.unit:
+        raise ValueError(f"{where}: after ({ramp.after}) and until ({ramp.until}) must have one unit")
+    if until.value <= after.value:
+        raise ValueError(
+            f"{where}: the schedule ends (until: {ramp.until}) before it starts (after: {ramp.after or '0'}); "
+            "raise until"
+        )
+    if ramp.shape == "exponential" and (ramp.start <= 0 or ramp.end <= 0):
+        raise ValueError(f"{where}: an exponential goes from {ramp.start} to {ramp.end}, and both must be above 0")
+    return Schedule(start=ramp.start, end=ramp.end, after=after, until=until, shape=ramp.shape)

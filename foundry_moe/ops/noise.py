@@ -1,0 +1,110 @@
+"""Random numbers that are a function of (key of the token, column, stream) and of nothing else.
+
+No generator is advanced: the numbers are the same when a layer is recomputed, on every mesh and in every
+microbatch that holds the token. Knows nothing of gates.
+
+Shapes: T tokens, N numbers a token, B sequences, S positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# odd 32-bit constants of the finaliser of MurmurHash3 (Appleby, public domain), and the golden ratio for streams
+_MIX_1, _MIX_2, _GOLDEN = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
+
+
+def _signed(value: int) -> int:
+    """The int32 with the same bits."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int32."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """MurmurHash3's finaliser: a permutation of int32 in which every input bit changes half of the output bits."""
+    x = (x ^ _shifted(x, 16)) * _signed(_MIX_1)
+    x = (x ^ _shifted(x, 13)) * _signed(_MIX_2)
+    return x ^ _shifted(x, 16)
+
+
+def stream_of(*numbers: int) -> int:
+    """An int32 for a tuple of whole numbers, such as (seed, layer, step, purpose)."""
+    state = 0
+    for number in numbers:
+        for part in (number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF):
+            state = (state + _GOLDEN + part) & 0xFFFFFFFF
+            state = ((state ^ (state >> 16)) * _MIX_1) & 0xFFFFFFFF
+            state = ((state ^ (state >> 13)) * _MIX_2) & 0xFFFFFFFF
+            state ^= state >> 16
+    return _signed(state)
+
+
+def token_keys(token_ids_BS: Tensor) -> Tensor:
+    """An int32 for each token, from its sequence's ids and its position in it: [B * S].
+
+    A sequence has the same keys whichever rank or microbatch it is in; two equal sequences have equal keys.
+    """
+    position_S = torch.arange(token_ids_BS.shape[1], dtype=torch.int32, device=token_ids_BS.device)
+    position_S = mix(position_S * _signed(_GOLDEN) + 1)
+    sequence_B1 = mix(token_ids_BS.int() * _signed(_MIX_2) ^ position_S).sum(1, keepdim=True).int()
+    return mix(sequence_B1 ^ position_S).reshape(-1)
+
+
+def bits(keys_T: Tensor, columns: int, stream: int) -> Tensor:
+    """int32 [T, N], uniform over all int32.
+
+    Args:
+        keys_T: int32, from `token_keys`.
+        stream: from `stream_of`; other streams give independent numbers.
+    """
+    column_N = torch.arange(columns, dtype=torch.int32, device=keys_T.device)
+    column_N = mix(column_N * _signed(_GOLDEN) ^ stream)
+    return mix(mix(keys_T + stream)[:, None] ^ column_N)
+
+
+def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
+    """fp32 [T, N], uniform in the open interval (0, 1): (m + 1/2) / 2^23 for whole m, all exact in fp32."""
+    return (_shifted(bits(keys_T, columns, stream), 9).float() + 0.5) * 2.0**-23
+
+
+def normal(keys_T: Tensor, columns: int, stream: int) -> Tensor:
+    """fp32 [T, N] from N(0, 1), by inversion."""
+    return math.sqrt(2) * torch.erfinv(2 * uniform(keys_T, columns, stream) - 1)
+
+
+def gumbel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
+    """fp32 [T, N] from the standard Gumbel distribution."""
+    return -torch.log(-torch.log(uniform(keys_T, columns, stream)))
+
+
+def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+    """`x_TD` times U[1 - amount, 1 + amount], drawn for each element, in fp32 or better. Differentiable in `x_TD`."""
+    return _Jitter.apply(x_TD, keys_T, amount, stream)
+
+
+class _Jitter(torch.autograd.Function):
+    """Draws the factors again in the backward pass: [T, D] numbers are cheaper to compute than to keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+        ctx.save_for_backward(keys_T)
+        ctx.settings = (amount, stream)
+        return x_TD * _factors(x_TD, keys_T, amount, stream)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * _factors(grads[0], *ctx.saved_tensors, *ctx.settings), None, None, None
+
+
+def _factors(like_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+    dtype = torch.promote_types(like_TD.dtype, torch.float32)
+    return uniform(keys_T, like_TD.shape[1], stream).to(dtype).mul_(2 * amount).add_(1 - amount)

@@ -1,0 +1,32 @@
+"""The place of each choice among those of the same expert. Knows nothing of gates or of what the places are for.
+
+Shapes: A choices, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def places(expert_A: Tensor, experts: int, priority_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each choice's place, from 0, among those of its expert, and the loads.
+
+    Args:
+        expert_A: int64 in [0, E]; E is a bin of its own, for choices of nobody.
+        priority_A: highest first, equals in order; None = all in order.
+
+    Returns:
+        place_A: int64.
+        load_E1: int64, choices of each expert and, last, of nobody.
+    """
+    if priority_A is None:
+        order_A = torch.argsort(expert_A, stable=True)
+    else:
+        by_priority_A = torch.argsort(priority_A, descending=True, stable=True)
+        order_A = by_priority_A[torch.argsort(expert_A[by_priority_A], stable=True)]
+    load_E1 = torch.zeros(experts + 1, dtype=torch.int64, device=expert_A.device)
+    load_E1 = load_E1.scatter_add(0, expert_A, torch.ones_like(expert_A))
+    first_E1 = load_E1.cumsum(0) - load_E1
+    place_A = torch.arange(expert_A.shape[0], device=expert_A.device) - first_E1[expert_A[order_A]]
+    return torch.zeros_like(place_A).index_copy(0, order_A, place_A), load_E1
