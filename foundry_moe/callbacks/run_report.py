@@ -52,6 +52,7 @@ class RunReport(Callback):
         self.facts: dict[str, float] = json.loads(Path(facts).read_text()) if facts else {}
         self.losses: dict[str, float] = {}
         self._clock = (0, 0.0)
+        self._evaluations_to_come = 0
 
     def after_load(self, state: State, logger: Logger) -> None:
         limit = state.max_duration
@@ -83,9 +84,18 @@ class RunReport(Callback):
         if values:
             self.losses["validation"] = sum(values) / len(values)
             _print(f"batch {state.timestamp.batch.value}: validation loss {self.losses['validation']:.4f}")
+        if self._evaluations_to_come:
+            self._evaluations_to_come -= 1
+            if not self._evaluations_to_come:
+                _print(self._page(state))
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        _print(self._page(state))
+        # Composer evaluates once more after this event where the last interval was not full: the page waits for it
+        self._evaluations_to_come = sum(
+            evaluator.eval_interval(state, Event.FIT_END) for evaluator in state.evaluators
+        )
+        if not self._evaluations_to_come:
+            _print(self._page(state))
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses}
