@@ -1,4 +1,4 @@
-"""Packaging of foundry_moe. `kernels/` installs as `foundry_moe_kernels`: a package named `kernels` would shadow others."""
+"""Packaging. `kernels/` installs as `foundry_moe_kernels`: a package named `kernels` would shadow others."""
 
 from pathlib import Path
 
@@ -37,8 +37,12 @@ ENTRY_POINTS = {
     "llmfoundry_algorithms": [
         "dmoe = foundry_moe.registry:DMoE",
         "dmoe_mesh = foundry_moe.registry:MoEMesh",
+        "dmoe_steps = foundry_moe.registry:RouterSteps",
     ],
-    "llmfoundry_config_transforms": ["dmoe_mesh = foundry_moe.registry:add_mesh_algorithm"],
+    "llmfoundry_config_transforms": [
+        "dmoe_mesh = foundry_moe.registry:add_mesh_algorithm",
+        "dmoe_steps = foundry_moe.registry:add_steps_algorithm",
+    ],
     "llmfoundry_optimizers": ["decoupled_adamw_fused = foundry_moe.registry:DecoupledAdamWFused"],
     "llmfoundry_models": ["dmoe_causal_lm = foundry_moe.registry:DMoECausalLM"],
     "llmfoundry_callbacks": [

@@ -1,0 +1,56 @@
+"""Load figures against their definitions, and what reaches a logger over microbatches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from composer.loggers import InMemoryLogger
+
+from foundry_moe.callbacks.expert_load import ExpertLoad, load_metrics
+from foundry_moe.callbacks.heatmap import draw_heatmap
+from tests.test_algorithm import fit, mpt
+
+
+def test_figures_of_an_even_load():
+    figures = load_metrics(torch.tensor([5, 5, 5, 5]))
+    assert (figures["max_over_mean"], figures["dead"], figures["std"]) == (1.0, 0.0, 0.0)
+    assert figures["entropy"] == pytest.approx(1.0)
+
+
+def test_figures_of_an_uneven_load():
+    figures = load_metrics(torch.tensor([6, 2, 0]))
+    assert (figures["min"], figures["max"], figures["dead"]) == (0.0, 6.0, 1.0)
+    assert figures["max_over_mean"] == pytest.approx(6 / (8 / 3))
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(3)
+    assert figures["entropy"] == pytest.approx(entropy)
+
+
+def test_no_token_at_all_divides_by_nothing():
+    assert all(math.isfinite(value) for value in load_metrics(torch.zeros(4, dtype=torch.int64)).values())
+
+
+@pytest.mark.parametrize("microbatch", [4, 1])
+def test_every_microbatch_of_every_batch_counts(microbatch):
+    logger, callback = InMemoryLogger(), ExpertLoad(interval="2ba", shares=True)
+    fit(mpt(), callbacks=[callback], microbatch=microbatch, duration="4ba", loggers=[logger])
+    # 2 batches of 4 sequences of 16 tokens, 2 choices each, for each of 2 layers
+    assert callback.latest_LE.sum(1).tolist() == [256, 256]
+    assert callback.total_LE.sum(1).tolist() == [512, 512]
+    metrics = logger.data
+    means = [value for _, value in metrics["dmoe/layer1/mean"]]
+    assert means == [256 / 4] * 2
+    assert sum(metrics[f"dmoe/share/expert{e}"][-1][1] for e in range(4)) == pytest.approx(1.0)
+    # the balance loss is 1 for an even load; the router of a new model is nearly even
+    assert metrics["dmoe/loss/balance"][-1][1] == pytest.approx(1.0, abs=0.2)
+
+
+def test_the_picture_is_a_png(tmp_path):
+    draw_heatmap(torch.randint(0, 50, (6, 12)), [f"layer {i}" for i in range(6)], tmp_path / "deep" / "load.png")
+    assert (tmp_path / "deep" / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_interval_is_named():
+    with pytest.raises(ValueError, match=r"callbacks.expert_load.interval \('often'\) must be a time such as 10ba"):
+        ExpertLoad(interval="often")
