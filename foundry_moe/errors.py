@@ -8,14 +8,17 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from foundry_moe.checkpoint.errors import CheckpointError
+
 USER_ERROR = 2
 _HERE = str(Path(__file__).parent)
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether this package raised the error over something the user wrote: a ValueError from our own lines."""
+    """Whether the error says all that a user needs: a ValueError that this package raised, or one of a checkpoint."""
     frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, ValueError) and bool(frames) and frames[-1].filename.startswith(_HERE)
+    ours = bool(frames) and frames[-1].filename.startswith(_HERE)
+    return isinstance(error, CheckpointError) or (isinstance(error, ValueError) and ours)
 
 
 def run_cleanly(action: Callable[[], int]) -> int:
@@ -26,7 +29,7 @@ def run_cleanly(action: Callable[[], int]) -> int:
     """
     try:
         return action()
-    except ValueError as error:
+    except (ValueError, CheckpointError) as error:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from foundry_moe.config import MoEConfig, from_mapping
 from foundry_moe.errors import run_cleanly
 from foundry_moe.layers.gates.registry import check_gate
 from foundry_moe.parallel.mesh import plan_mesh
+
+# said by Composer and torch of their own code, every few batches
+_NOISE = ("To copy construct from a tensor", "'pin_memory' argument is set as true but no accelerator is found")
 
 USAGE = "usage: composer -n PROCESSES foundry_moe/train.py RUN.yaml [key=value ...]"
 
@@ -96,6 +100,8 @@ def train(arguments: list[str]) -> int:
     assert isinstance(plain, dict)
     check_run({str(key): value for key, value in plain.items()})
     os.environ.setdefault("FSDP_VERSION", "2")
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
 
     from llmfoundry.command_utils import train as train_with_foundry
 

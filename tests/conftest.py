@@ -60,7 +60,7 @@ def tiny_run(tiny_text: Path, tmp_path: Path) -> list[str]:
         "max_duration=6ba",
         "eval_interval=6ba",
         "eval_subset_num_batches=1",
-        "save_interval=3ba",
+        "callbacks.elastic_checkpoint.interval=3ba",
         "global_train_batch_size=4",
         "device_train_microbatch_size=2",
         "callbacks.run_report.interval=2ba",

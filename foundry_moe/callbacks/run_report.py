@@ -16,6 +16,7 @@ from torch import nn
 
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.interval import at_interval
+from foundry_moe.checkpoint.elastic import ElasticCheckpoint
 
 _LOSS = "loss/train/total"
 _EVAL_LOSS = "LanguageCrossEntropy"
@@ -144,8 +145,8 @@ def _checkpoints(state: State) -> list[str]:
             folder = Path(callback.folder)
             saved = sorted(folder.glob("*rank0*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
             places += [str(saved[-1])] if saved else []
-        elif hasattr(callback, "latest_checkpoint"):
-            places += [str(callback.latest_checkpoint)]
+        elif isinstance(callback, ElasticCheckpoint) and callback.latest_checkpoint:
+            places += [callback.latest_checkpoint]
     return places
 
 

@@ -19,9 +19,9 @@ from composer.utils import dist
 
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
+from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, reseed, restore
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.store import open_store
-from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, reseed, restore
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,11 @@ class ElasticCheckpoint(Callback):
                 totals[1] / 1e6,
                 traffic.seconds,
             )
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Where the newest checkpoint of this run is, for a person to read; None before the first."""
+        return None if self._saved_step is None else f"{self.config.folder} (batch {self._saved_step})"
 
     # Saving
 

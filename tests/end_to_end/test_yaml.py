@@ -44,7 +44,7 @@ def launched(tiny_text, tmp_path_factory):
         "model.moe.expert_hidden_size=32",
         "eval_interval=6ba",
         "eval_subset_num_batches=1",
-        "save_interval=3ba",
+        "callbacks.elastic_checkpoint.interval=3ba",
         "global_train_batch_size=8",
         "device_train_microbatch_size=2",
         "callbacks.run_report.interval=1ba",
