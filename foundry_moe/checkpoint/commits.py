@@ -51,7 +51,7 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def keys(self) -> list[CommitKey]:
+    def newest_first(self) -> list[CommitKey]:
         """All commits, newest first."""
         parsed = (CommitKey.parse(entry.key) for entry in self.store.list("commits/"))
         return sorted((key for key in parsed if key is not None), reverse=True)
@@ -132,7 +132,7 @@ class Ledger:
             DamagedError: there are commits, and none can be used.
             CheckpointError: the step asked for is not there, or `never` meets commits.
         """
-        skip, keys = set(skip), self.keys()
+        skip, keys = set(skip), self.newest_first()
         newest = keys[0].generation if keys else 0
         if resume == "never":
             if keys:
@@ -210,7 +210,7 @@ class Ledger:
     def retain(self, keep: int) -> list[CommitKey]:
         """Deletes all but the newest `keep` commits, milestones, and those being read; returns what went."""
         assert keep >= 1
-        keys, gone = self.keys(), []
+        keys, gone = self.newest_first(), []
         surplus = keys[keep:]
         if not surplus:
             return []
@@ -250,7 +250,7 @@ class Ledger:
             sums[0] = max(sums[0], entry.modified_s)
             sums[1] += entry.size_bytes
         named, unclear = set(), set()
-        for key in self.keys():
+        for key in self.newest_first():
             try:
                 named.add(self.read(key).attempt)
             except DamagedError:

@@ -7,7 +7,7 @@ at a named point of the engine on a random rank or at a random time. What is hel
 - no step that was reported as committed is lost, but to retention;
 - in the end every commit in the store reads back right.
 
-    python tests/chaos/engine_kills.py --kills 1000
+    python -m tests.chaos.engine_kills --kills 1000
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def reap(children: list[int], what: str) -> str:
 def check_all(store: Store) -> int:
     """Reads every commit in this process and compares it in full; returns how many there are."""
     ledger = Ledger(store)
-    keys = ledger.keys()
+    keys = ledger.newest_first()
     for key in keys:
         engine = CheckpointEngine(store)
         state = make_state(0, (1, 1, 1))

@@ -1,0 +1,66 @@
+"""Stores for the checkpoint tests: files, and S3 as moto serves it over HTTP in this process."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from foundry_moe.checkpoint.store import Store, StoreOptions, open_store
+from tests.chaos.proxy import Choose, Proxy
+
+QUICK = {"timeout_s": 1.0, "part_bytes": 5 * 2**20}
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[tuple[str, int]]:
+    """Host and port of a server that has the bucket `bucket`."""
+    patch = pytest.MonkeyPatch()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        patch.setenv(name, value)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="bucket")
+    yield host, port
+    server.stop()
+    patch.undo()
+
+
+@pytest.fixture
+def s3(moto) -> Store:
+    """An empty folder on S3."""
+    return open_store(f"s3://bucket/{uuid.uuid4()}", StoreOptions(endpoint_url=f"http://{moto[0]}:{moto[1]}", **QUICK))
+
+
+@pytest.fixture(params=["files", "s3"])
+def store(request, tmp_path) -> Store:
+    """An empty folder, of each kind."""
+    if request.param == "files":
+        return open_store(str(tmp_path / "store"), StoreOptions(part_bytes=5 * 2**20))
+    return request.getfixturevalue("s3")
+
+
+@pytest.fixture
+def behind_proxy(moto) -> Iterator[Callable[[Store, Choose], tuple[Store, Proxy]]]:
+    """Makes the same S3 folder reachable through a proxy with faults."""
+    proxies = []
+
+    def make(store: Store, choose: Choose) -> tuple[Store, Proxy]:
+        proxy = Proxy(moto, choose, stall_s=1.5)
+        proxies.append(proxy)
+        return open_store(store.url, StoreOptions(endpoint_url=proxy.url, **QUICK)), proxy
+
+    yield make
+    for proxy in proxies:
+        proxy.close()

@@ -1,0 +1,70 @@
+"""Values come back exactly, from JSON alone; what cannot is refused by its path."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundry_moe.checkpoint.codec import DTYPES, decode, encode, tensor_bytes, tensor_from_bytes
+
+KEYS = st.one_of(st.text(max_size=5), st.integers(), st.just("$tuple"), st.booleans())
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3), st.lists(inner, max_size=3).map(tuple)
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_plain_values_come_back(value) -> None:
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back == value and repr(back) == repr(value)
+
+
+def test_odd_values_come_back() -> None:
+    value = {
+        "time": datetime.timedelta(days=3, microseconds=7),
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5),
+        "numbers": (math.inf, -0.0, 1e-310),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "scalar": np.float32(1.5),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+        "set": {1, 2},
+        "long": b"\0" * 10_000,
+        1: {"a": None},
+    }
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert repr(back) == repr(value) and isinstance(back["size"], torch.Size)
+    assert math.isnan(decode(encode(math.nan)))
+    assert len(json.dumps(encode(value["long"]))) < 200
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_tensors_of_every_dtype_come_back_bit_for_bit(name) -> None:
+    raw = bytes(range(240))
+    tensor = tensor_from_bytes(raw if name != "bool" else bytes(i % 2 for i in range(240)), DTYPES[name], (-1,))
+    back = decode(json.loads(json.dumps(encode(tensor.reshape(3, -1)))))
+    assert back.dtype == DTYPES[name] and tensor_bytes(back) == tensor_bytes(tensor) and back.shape[0] == 3
+    assert decode(encode(torch.empty(0, 3, dtype=DTYPES[name]))).shape == (0, 3)
+
+
+def test_what_json_cannot_hold_is_named_by_its_path() -> None:
+    with pytest.raises(TypeError, match=r"callbacks\.Mine\.thing is a builtins\.object, which a checkpoint cannot"):
+        encode({"callbacks": {"Mine": {"thing": object()}}})
+
+
+def test_nothing_in_a_file_runs_code() -> None:
+    """Tags are a fixed set; none names a type to import."""
+    with pytest.raises(ValueError, match="unknown tag"):
+        decode({"$call": ["os.system", "true"]})

@@ -1,0 +1,181 @@
+"""Both stores keep the same promises, through the faults that S3 has, and name what a user can mend."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from foundry_moe.checkpoint.errors import ClockError, DeniedError, FullError, NotFoundError, StoreError
+from foundry_moe.checkpoint.store import StoreOptions, open_store
+
+LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one short
+
+
+def test_objects_come_back_as_they_were(store) -> None:
+    store.put("a/b", b"one")
+    store.put("a/b", b"two")
+    store.put("a/empty", b"")
+    assert store.get("a/b") == b"two" and store.get("a/empty") == b""
+    assert store.size_bytes("a/b") == 3 and store.size_bytes("a/c") is None
+    assert [(entry.key, entry.size_bytes) for entry in store.list("a/")] == [("a/b", 3), ("a/empty", 0)]
+    assert abs(next(iter(store.list())).modified_s - store.now_s()) < 60
+    store.delete(["a/b", "a/never"])
+    assert [entry.key for entry in store.list()] == ["a/empty"]
+    with pytest.raises(NotFoundError, match="a/b"):
+        store.get("a/b")
+
+
+def test_large_objects_go_in_parts_and_come_in_ranges(store) -> None:
+    parts = []
+    store.put_large("large", memoryview(LARGE), on_part=lambda: parts.append(1))
+    assert len(parts) == 3 and store.size_bytes("large") == len(LARGE)
+    for start, size in ((0, len(LARGE)), (7_000_001, 17), (len(LARGE) - 4, 4), (5, 0)):
+        out = bytearray(size)
+        store.read_into("large", start, memoryview(out))
+        assert out == LARGE[start : start + size]
+    with pytest.raises(StoreError):
+        store.read_into("large", len(LARGE) - 4, memoryview(bytearray(5)))
+
+
+def test_of_many_writers_of_a_new_object_one_wins(store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda n: store.put_new("commit", str(n).encode()), range(8)))
+    assert sum(won) == 1 and store.get("commit") == str(won.index(True)).encode()
+
+
+def test_an_interrupted_upload_shows_nothing_and_is_collected(store) -> None:
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.put_large("steps/1/x", memoryview(LARGE), on_part=die)
+    assert list(store.list()) == []
+
+
+def test_what_a_killed_upload_left_is_collected(s3, tmp_path) -> None:
+    client = s3._client
+    client.create_multipart_upload(Bucket="bucket", Key=s3.prefix + "steps/1/x")
+    assert s3.discard_unfinished("other/", older_than_s=-1) == 0
+    assert s3.discard_unfinished("steps/", older_than_s=-1) == 1
+    files = open_store(str(tmp_path))
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / ".unfinished-1-x").write_bytes(b"half")
+    assert list(files.list()) == []
+    assert files.discard_unfinished("steps/", older_than_s=3600) == 0
+    assert files.discard_unfinished("steps/", older_than_s=-1) == 1
+
+
+@pytest.mark.parametrize("fault", ["503", "cut", "drop", "stall"])
+def test_a_passing_fault_is_got_over(s3, behind_proxy, fault) -> None:
+    """Every second request fails; each call must still do exactly its work."""
+    turn = iter(range(10**6))
+    shaky, proxy = behind_proxy(s3, lambda method, path: fault if next(turn) % 2 == 0 else None)
+    shaky.put("small", b"1234567890" * 10)
+    shaky.put_large("large", memoryview(LARGE))
+    out = bytearray(len(LARGE))
+    shaky.read_into("large", 0, memoryview(out))
+    assert out == LARGE and shaky.get("small") == b"1234567890" * 10
+    assert {entry.key for entry in shaky.list()} == {"small", "large"}
+    assert proxy.seen[fault] >= 3
+
+
+def test_a_lost_answer_to_a_won_conditional_write_is_told_apart_by_what_is_there(s3, behind_proxy) -> None:
+    first = iter(["drop"])
+    shaky, _ = behind_proxy(s3, lambda method, path: next(first, None))
+    assert shaky.put_new("commit", b"mine") is False
+    assert shaky.get("commit") == b"mine"
+
+
+def refused(code: str, status: int) -> HTTPServer:
+    """A server that answers everything with one S3 error."""
+    body = f"<Error><Code>{code}</Code><Message>says the server</Message></Error>".encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_PUT = do_POST = do_DELETE = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind", "words"),
+    [
+        ("AccessDenied", 403, DeniedError, "allow s3:ListBucket"),
+        ("InvalidAccessKeyId", 403, DeniedError, "refuses these credentials"),
+        ("RequestTimeTooSkewed", 403, ClockError, "clock is far off"),
+        ("NoSuchBucket", 404, NotFoundError, "bucket 'bucket' does not exist"),
+        ("QuotaExceeded", 403, FullError, "the store is full"),
+    ],
+)
+def test_what_s3_refuses_is_one_sentence(moto, code, status, kind, words) -> None:
+    server = refused(code, status)
+    store = open_store("s3://bucket/run", StoreOptions(endpoint_url=f"http://127.0.0.1:{server.server_address[1]}"))
+    try:
+        for action in (store.check, lambda: store.put("x", b"1"), lambda: store.get("x")):
+            with pytest.raises(kind, match=words):
+                action()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_missing_bucket_is_named_by_the_real_server(moto) -> None:
+    store = open_store("s3://nowhere/run", StoreOptions(endpoint_url=f"http://{moto[0]}:{moto[1]}"))
+    with pytest.raises(NotFoundError, match="bucket 'nowhere' does not exist; create it or correct `folder`"):
+        store.check()
+
+
+def test_missing_credentials_say_what_to_set(moto, monkeypatch, tmp_path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(DeniedError, match="no credentials; set AWS_ACCESS_KEY_ID"):
+        open_store("s3://bucket/run", StoreOptions(endpoint_url=f"http://{moto[0]}:{moto[1]}")).check()
+    with pytest.raises(DeniedError, match="profile"):
+        open_store("s3://bucket/run", StoreOptions(profile="nobody")).check()
+
+
+def test_nobody_at_the_endpoint_is_one_sentence(moto) -> None:
+    store = open_store("s3://bucket/run", StoreOptions(endpoint_url="http://127.0.0.1:9", attempts=2))
+    with pytest.raises(StoreError, match=r"no answer from http://127\.0\.0\.1:9"):
+        store.check()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [(errno.ENOSPC, FullError, "disk is full"), (errno.EACCES, DeniedError, "no permission")],
+)
+def test_what_the_file_system_refuses_leaves_nothing_behind(tmp_path, monkeypatch, number, kind, words) -> None:
+    store = open_store(str(tmp_path))
+
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    with pytest.raises(kind, match=words):
+        store.put_large("steps/x", memoryview(b"data"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_addresses_of_other_kinds_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gs:// is not supported; use s3://bucket/prefix or a path"):
+        open_store("gs://bucket/run")
+    with pytest.raises(ValueError, match="names no bucket"):
+        open_store("s3:///run")
