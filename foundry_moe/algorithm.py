@@ -9,6 +9,7 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config
 
 from foundry_moe.callbacks.mesh import place_on_mesh
+from foundry_moe.callbacks.steps import RouterSteps
 from foundry_moe.config import MoEConfig, from_mapping
 from foundry_moe.conversion import apply_dmoe, batch_context
 
@@ -75,6 +76,8 @@ class DMoE(Algorithm):
         if event == Event.INIT:
             check_parallelism(state)
             layers = apply_dmoe(state.model, self.config, state.optimizers)
+            if layers and not any(isinstance(algorithm, RouterSteps) for algorithm in state.algorithms):
+                state.algorithms.append(RouterSteps())
             if self.config.mesh_config is not None and layers:
                 place_on_mesh(state, self.config.mesh_config)
             logger.log_hyperparameters({"dmoe/layers": len(layers), "dmoe/num_experts": self.config.num_experts})

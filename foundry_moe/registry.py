@@ -4,6 +4,7 @@ from foundry_moe.algorithm import DMoE
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.mesh import MoEMesh, add_mesh_algorithm
 from foundry_moe.callbacks.run_report import RunReport
+from foundry_moe.callbacks.steps import RouterSteps, add_steps_algorithm
 from foundry_moe.checkpoint.elastic import ElasticCheckpoint
 from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.mpt import DMoECausalLM, build_dmoe_ffn, init_moe_module
@@ -16,8 +17,10 @@ __all__ = [
     "ElasticCheckpoint",
     "ExpertLoad",
     "MoEMesh",
+    "RouterSteps",
     "RunReport",
     "add_mesh_algorithm",
+    "add_steps_algorithm",
     "build_dmoe_ffn",
     "init_moe_module",
     "sdpa_attention",

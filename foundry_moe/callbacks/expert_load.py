@@ -18,7 +18,7 @@ from torch import Tensor
 from foundry_moe.callbacks.heatmap import draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.conversion import moe_layers
-from foundry_moe.layers.moe import MoELayer
+from foundry_moe.layers.moe import DROPPED, MoELayer
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:
@@ -50,7 +50,8 @@ class ExpertLoad(Callback):
     """Logs how tokens spread over experts, over all microbatches and ranks of the batches since it last logged.
 
     For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`; over the layers the worst
-    `dmoe/max_over_mean`, the sum `dmoe/dead` and the mean of each auxiliary loss `dmoe/loss/<name>`, unweighted.
+    `dmoe/max_over_mean`, the sum `dmoe/dead` and the mean of each auxiliary loss `dmoe/loss/<name>`, unweighted;
+    with `capacity`, the share of choices dropped, `dmoe/dropped`.
     It reads the device once each time it logs.
 
     YAML::
@@ -102,7 +103,7 @@ class ExpertLoad(Callback):
         }
         metrics["dmoe/max_over_mean"] = max(figures["max_over_mean"] for figures in per_layer)
         metrics["dmoe/dead"] = sum(figures["dead"] for figures in per_layer)
-        metrics |= {f"dmoe/loss/{name}": value for name, value in losses.items()}
+        metrics |= {f"dmoe/{name}" if name == DROPPED else f"dmoe/loss/{name}": v for name, v in losses.items()}
         if self.shares:
             share_E = (counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)).mean(0)
             metrics |= {f"dmoe/share/expert{e}": share for e, share in enumerate(share_E.tolist())}

@@ -13,7 +13,7 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     `torch.topk` leaves the order of ties open; a stable sort does not. Differentiable in the scores.
     """
     sorted_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
-    return sorted_TE[:, :k], experts_TE[:, :k]
+    return sorted_TE[..., :k], experts_TE[..., :k]
 
 
 def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:

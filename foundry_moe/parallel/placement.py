@@ -22,6 +22,7 @@ from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import build_exchange
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import Meshes, MeshPlan, build_meshes, divisors, listed, plan_mesh
+from foundry_moe.parallel.sharing import RankSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +100,13 @@ def parallelize(
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
     dispatch = ExpertDispatch(build_exchange(meshes)) if plan.expert > 1 else None
+    everyone = RankSums()
     names = {parameter: name for name, parameter in model.named_parameters()}
     for name, layer in layers.items():
-        layer.context.sum_over_ranks = sum_over_ranks
+        layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
+        layer.context.shuffle = everyone.shuffle
+        if plan.expert > 1:
+            layer.context.sum_over_group = RankSums(meshes.expert.get_group()).sum
         draw_replicated(layer, device)
         place_experts(
             layer,
@@ -117,13 +122,6 @@ def parallelize(
     for optimizer in optimizers:
         replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
     return Placement(meshes=meshes, layers=tuple(layers))
-
-
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum over all ranks of the job of a tensor that carries no gradient."""
-    summed = tensor.detach().clone()
-    dist.all_reduce(summed)
-    return summed
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:

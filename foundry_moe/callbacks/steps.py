@@ -1,0 +1,137 @@
+"""Composer's side of gates: tells them the time, what ranks share, and the loads of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from composer.core import Algorithm, Event, State
+from composer.core.data_spec import _default_split_batch
+from composer.core.precision import get_precision_context
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor
+
+from foundry_moe.callbacks.mesh import count_samples
+from foundry_moe.conversion import batch_context, moe_layers
+from foundry_moe.layers.context import BatchContext, stay, unchanged
+from foundry_moe.layers.progress import Progress
+from foundry_moe.parallel.sharing import RankSums
+
+_EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
+
+
+def progress_of(state: State) -> Progress:
+    """How far the run is; after a resumption, what an unbroken run would say."""
+    now = state.timestamp
+    epochs = float(now.epoch.value)
+    if state.dataloader_len is not None and state.dataloader_len.value:
+        epochs += now.batch_in_epoch.value / state.dataloader_len.value
+    elapsed = state.get_elapsed_duration()
+    return Progress(
+        ba=int(now.batch.value),
+        ep=epochs,
+        sp=int(now.sample.value),
+        tok=int(now.token.value),
+        dur=None if elapsed is None else float(elapsed.value),
+    )
+
+
+class RouterSteps(Algorithm):
+    """Gates that follow the time or learn from loads need this: schedules, DeepSeek's bias, `balance_over: batch`.
+
+    `algorithms.dmoe` adds it by itself, and LLM Foundry's trainer does for `model.name: dmoe_causal_lm`. With
+    Composer's Trainer and that model, put it among the algorithms.
+
+    As an algorithm it runs before all callbacks: what these save at the end of a batch is after the gates' step.
+
+    YAML::
+
+        algorithms:
+          dmoe_steps: {}
+    """
+
+    def __init__(self) -> None:
+        self._before: list[Tensor] = []
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in _EVENTS
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        context = batch_context(state.model)
+        if context is None:
+            return
+        if event == Event.FIT_START:
+            _share(context)
+        elif event == Event.BATCH_START:
+            context.progress = progress_of(state)
+        elif event == Event.BEFORE_TRAIN_BATCH:
+            # runs again where automatic microbatching starts a batch anew: loads of a failed attempt are left out
+            _count_ahead(state, context)
+            self._before = [layer.statistics.counts_E.clone() for layer in _learners(state)]
+        else:
+            context.batch_counts = {}
+            self._after_step(state)
+
+    def _after_step(self, state: State) -> None:
+        layers = _learners(state)
+        if not layers:
+            return
+        counts = [
+            layer.statistics.counts_E - before.to(layer.statistics.counts_E.device)
+            for layer, before in zip(layers, self._before, strict=True)
+        ]
+        flat = torch.cat(counts)
+        dist.all_reduce(flat)
+        progress = progress_of(state)
+        for layer, counts_E in zip(layers, flat.split([len(c) for c in counts]), strict=True):
+            layer.gate.after_step(counts_E, progress)
+
+
+def _learners(state: State) -> list[Any]:
+    return [layer for layer in moe_layers(state.model) if layer.gate.learns_from_loads]
+
+
+def _share(context: BatchContext) -> None:
+    """Gives gates all ranks, where nobody has given them any."""
+    if dist.get_world_size() == 1:
+        return
+    ranks = RankSums()
+    if context.sum_over_ranks is unchanged:
+        context.sum_over_ranks = ranks.sum
+    if context.max_over_ranks is unchanged:
+        context.max_over_ranks = ranks.largest
+    if context.shuffle is stay:
+        context.shuffle = ranks.shuffle
+
+
+def _count_ahead(state: State, context: BatchContext) -> None:
+    """With `balance_over: batch` and several microbatches, counts the choices of the whole batch before the first."""
+    context.batch_counts = {}
+    wanted = any(
+        layer.config.balance_over == "batch" and "balance" in layer.loss_weights for layer in moe_layers(state.model)
+    )
+    samples, size = count_samples(state.batch), state.device_train_microbatch_size
+    if not wanted or samples is None or not isinstance(size, int | float) or math.ceil(samples / size) < 2:
+        return
+
+    def run_forward() -> None:
+        for microbatch in _default_split_batch(state.batch, size):
+            with get_precision_context(state.precision, state.precision_config):
+                state.model(state.device.batch_to_device(microbatch))
+
+    # dropout draws the same numbers now as it will when these microbatches are trained on
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        context.count_ahead(run_forward)
+
+
+def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
+    """LLM Foundry config transform: a model built with dMoE layers gets `algorithms.dmoe_steps`."""
+    model = config.get("model") or {}
+    if model.get("name") == "dmoe_causal_lm":
+        algorithms = dict(config.get("algorithms") or {})
+        algorithms.setdefault("dmoe_steps", {})
+        config["algorithms"] = algorithms
+    return config
