@@ -17,6 +17,9 @@ for name, value in {
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before any kernel is defined: Triton then runs them on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run tests marked slow as well")

@@ -1,0 +1,125 @@
+"""Tensor-map (TMA) descriptors of the ragged operands, built on the host for one launch.
+
+Shapes: P planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts.
+
+Rows of one expert end where the next expert's begin, and a tensor map clips only at its own bounds. So the map of
+a ragged matrix gets two more dimensions whose strides undo each other modulo 2^64: reading at
+(2^28, end, 2^28 - size + row) lands on `start + row` and is clipped (zeros on a load, nothing written on a store)
+from `row = size` on. The idea is `ragged_tma` of OpenAI's triton_kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WRAP = 2**28  # in elements, _WRAP * _WRAP_STRIDE = 2^64; both strides stay under 2^40 bytes, the coordinates under 2^31
+_WRAP_STRIDE = 2**36
+_UNBOUNDED = 2**31 - 2**16
+WRAP_COORDINATE = tl.constexpr(_WRAP)
+_MAX_STRIDE_BYTES = 2**40
+_ALIGN_BYTES = 16
+
+
+def supported(*tensors: Tensor) -> bool:
+    """Whether each tensor's memory meets a tensor map's rules: 16-byte aligned, unit last stride, 16-byte strides."""
+    for tensor in tensors:
+        size = tensor.element_size()
+        if tensor.data_ptr() % _ALIGN_BYTES or tensor.stride(-1) != 1:
+            return False
+        if any(s * size % _ALIGN_BYTES or s * size >= _MAX_STRIDE_BYTES for s in tensor.stride()[:-1]):
+            return False
+    return True
+
+
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
+
+    return TensorDescriptor(base, shape, strides, block)
+
+
+def rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> Any:
+    """[P, R, C] for loads that may run on into the next expert's rows: boxes [1, rows, columns]."""
+    return _descriptor(a_PRC, list(a_PRC.shape), list(a_PRC.stride()), [1, block_rows, block_columns])
+
+
+def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> Any:
+    """[P, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns], see `ragged_index`."""
+    planes, rows_, columns = a_PRC.shape
+    assert rows_ <= _WRAP, f"{rows_} rows: a ragged tensor map has room for {_WRAP}"
+    stride = a_PRC.stride(1)
+    return _descriptor(
+        a_PRC,
+        [planes, _UNBOUNDED, _UNBOUNDED, _WRAP, columns],
+        [a_PRC.stride(0), _WRAP_STRIDE - stride, stride, stride, 1],
+        [1, 1, 1, block_rows, block_columns],
+    )
+
+
+def plane_stride(weights: tuple[Tensor, ...]) -> int | None:
+    """Elements from the lower to the upper of two equal matrices in memory; None where no tensor map can span them."""
+    if len(weights) == 1:
+        return weights[0].numel()
+    distance = abs(weights[1].data_ptr() - weights[0].data_ptr())
+    if distance == 0 or distance % _ALIGN_BYTES or distance >= _MAX_STRIDE_BYTES:
+        return None
+    return distance // weights[0].element_size()
+
+
+def planes_swapped(weights: tuple[Tensor, ...]) -> bool:
+    """Whether the second plane lies below the first in memory."""
+    return len(weights) == 2 and weights[1].data_ptr() < weights[0].data_ptr()
+
+
+def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int]) -> Any:
+    """One or two [E, A, B] weights as planes [P, E, A, B] of one map: boxes [planes, 1, A, B] from box = (planes, A, B).
+
+    The two need not share an allocation: the distance between them is the plane stride. Where `planes_swapped`, plane
+    0 is the second weight.
+    """
+    stride = plane_stride(weights)
+    assert stride is not None
+    base = weights[1] if planes_swapped(weights) else weights[0]
+    return _descriptor(
+        base,
+        [len(weights), *base.shape],
+        [stride, *base.stride()],
+        [box[0], 1, box[1], box[2]],
+    )
+
+
+def boxes(tensor: Tensor, block: list[int]) -> Any:
+    """A tensor as it lies in memory."""
+    return _descriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+
+
+@triton.jit
+def ragged_index(start, size, row):
+    """The two coordinates (dimensions 2 and 3 of `ragged_rows`) of `row` of an expert with rows [start, start + size)."""
+    return start + size, 0x10000000 - size + row
+
+
+def device_supported(device: torch.device) -> bool:
+    """Hopper with a Triton that has host tensor descriptors (3.4 up)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 4)
+
+
+__all__ = [
+    "WRAP_COORDINATE",
+    "boxes",
+    "device_supported",
+    "plane_stride",
+    "planes_swapped",
+    "ragged_index",
+    "ragged_rows",
+    "rows",
+    "supported",
+    "weight_planes",
+]

@@ -1,0 +1,236 @@
+"""The six products of a dMoE layer on Hopper, with their epilogues: one launch each. See `reference` for the twins.
+
+They take what `supported` accepts (in Triton's interpreter any dtype). Knows nothing of autograd.
+
+Shapes: R rows sorted by expert, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_moe_kernels import descriptors, tuning
+from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
+from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
+from foundry_moe_kernels.topology import block_row_table
+from foundry_moe_kernels.tuning import Tile
+
+BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedRows:
+    """Rows of every expert and the block rows (of 128) that cover them. Built by `ragged_rows`."""
+
+    offsets_E: Tensor
+    entries_M4: Tensor
+    count: Tensor
+    num_rows: int
+
+
+def ragged_rows(offsets_E: Tensor, num_rows: int) -> RaggedRows:
+    """offsets_E: int32 [E], the row after the last of each expert."""
+    entries_M4, count = block_row_table(offsets_E, num_rows, BLOCK)
+    return RaggedRows(offsets_E=offsets_E, entries_M4=entries_M4, count=count, num_rows=num_rows)
+
+
+def supported(*tensors: Tensor) -> bool:
+    """Whether the Hopper kernels take these operands: 16-bit floats on Hopper, rows of 16 bytes, no empty dimension."""
+    return (
+        all(t.dtype in (torch.bfloat16, torch.float16) and t.numel() > 0 for t in tensors)
+        and all(descriptors.device_supported(t.device) for t in tensors)
+        and descriptors.supported(*tensors)
+    )
+
+
+def _programs(device: torch.device, tile: Tile, tiles: int) -> int:
+    return max(min(tuning.num_multiprocessors(device) * tile.per_sm, tiles), 1)
+
+
+def _rows_product(
+    epilogue: str,
+    a_PRK: Tensor,
+    weights: tuple[Tensor, ...],
+    rows: RaggedRows,
+    n: int,
+    *,
+    transposed: bool,
+    tile: Tile,
+    c_PRN: Tensor | None = None,
+    z_PRN: Tensor | None = None,
+    h_RN: Tensor | None = None,
+    activation: str = "identity",
+    weights_A: Tensor | None = None,
+    source_R: Tensor | None = None,
+    dots: Tensor | None = None,
+) -> None:
+    up = epilogue == "up"
+    glu = (z_PRN is not None and z_PRN.shape[0] == 2) or (up and len(weights) == 2)
+    side_by_side = 2 if up and glu else 1
+    columns = tile.bn // side_by_side
+    column_tiles = triton.cdiv(n, columns)
+    box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
+    b_desc = descriptors.weight_planes(weights, box)
+    # the `up` epilogue stores halves of a tile, the others SPLIT parts
+    part = tile.bn // 2 if up else tile.bn // tile.split
+    unused = descriptors.rows(a_PRK, tile.bm, tile.bk)
+
+    def out(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return unused
+        return descriptors.ragged_rows(tensor if tensor.dim() == 3 else tensor[None], tile.bm, part)
+
+    inner = a_PRK.shape[2]
+    programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)
+    ragged_rows_kernel[(programs,)](
+        descriptors.rows(a_PRK, tile.bm, tile.bk),
+        b_desc,
+        out(c_PRN),
+        out(z_PRN),
+        out(h_RN),
+        rows.entries_M4,
+        rows.count,
+        weights_A,
+        source_R,
+        dots,
+        rows.num_rows,
+        column_tiles,
+        triton.cdiv(inner, tile.bk),
+        int(descriptors.planes_swapped(weights)),
+        PLANES=a_PRK.shape[0],
+        EPILOGUE=epilogue,
+        ACT=activation,
+        GLU=glu,
+        WEIGHTED=weights_A is not None,
+        TRANS_B=transposed,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        SPLIT=tile.split,
+        GROUP=tile.group,
+        PROGRAMS=programs,
+        FLATTEN=tile.flatten,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def rows_product(
+    a_PRK: Tensor, weights: tuple[Tensor, ...], rows: RaggedRows, *, transposed: bool, tile: Tile | None = None
+) -> Tensor:
+    """c_RN: each row times its expert's matrix, summed over planes.
+
+    Args:
+        a_PRK: [P, R, K].
+        weights: P tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W).
+    """
+    n = weights[0].shape[1 if transposed else 2]
+    product = ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")
+    tile = tile or tuning.pick(product, rows=rows.num_rows, experts=weights[0].shape[0], n=n, k=a_PRK.shape[2])
+    c_RN = torch.empty(a_PRK.shape[1], n, dtype=a_PRK.dtype, device=a_PRK.device)
+    _rows_product("plain", a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN)
+    return c_RN
+
+
+def up(
+    x_RD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, rows: RaggedRows, activation: str, *, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1])."""
+    weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
+    experts, n, k = w1_EFD.shape
+    tile = tile or tuning.pick("up" + str(len(weights)), rows=rows.num_rows, experts=experts, n=n, k=k)
+    z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
+    h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
+    _rows_product(
+        "up", x_RD[None], weights, rows, n, transposed=True, tile=tile, z_PRN=z_PRF, h_RN=h_RF, activation=activation
+    )
+    return z_PRF, h_RF
+
+
+def down_backward_(
+    dy_RD: Tensor,
+    w2_EDF: Tensor,
+    z_PRF: Tensor,
+    rows: RaggedRows,
+    activation: str,
+    weights_TK: Tensor | None,
+    source_R: Tensor,
+    *,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Through the second product and the activation in one launch; z_PRF becomes its own gradient.
+
+    Args:
+        dy_RD: gradient of each row's output, not yet weighted.
+        weights_TK: combine weights, read through `source_R`; None = all one.
+
+    Returns:
+        h_RF weighted (what the gradient of W2 needs) and, given weights, partial dot products of dy and y, fp32
+        [tiles, R]: their sum over tiles is the gradient of each row's weight.
+    """
+    experts, k, n = w2_EDF.shape
+    tile = tile or tuning.pick(f"down_backward{z_PRF.shape[0]}", rows=rows.num_rows, experts=experts, n=n, k=k)
+    h_RF = torch.empty_like(z_PRF[0])
+    dots = None
+    if weights_TK is not None:
+        dots = torch.empty(triton.cdiv(n, tile.bn), rows.num_rows, dtype=torch.float32, device=dy_RD.device)
+    _rows_product(
+        "down_backward",
+        dy_RD[None],
+        (w2_EDF,),
+        rows,
+        n,
+        transposed=False,
+        tile=tile,
+        c_PRN=z_PRF,
+        z_PRN=z_PRF,
+        h_RN=h_RF,
+        activation=activation,
+        weights_A=weights_TK,
+        source_R=source_R,
+        dots=dots,
+    )
+    return h_RF, dots
+
+
+def weight_gradient(
+    a_PRM: Tensor, b_RN: Tensor, rows: RaggedRows, *, out: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """[P, E, M, N]: a_e^T b_e over the rows of every expert, zeros for an expert without rows.
+
+    `out` may be a slice of columns of a larger tensor.
+    """
+    planes, _, m = a_PRM.shape
+    n = b_RN.shape[1]
+    experts = rows.offsets_E.shape[0]
+    tile = tile or tuning.pick("inner", rows=rows.num_rows, experts=experts, n=n, k=m)
+    if out is None:
+        out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)
+    m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
+    programs = _programs(a_PRM.device, tile, experts * planes * m_tiles * n_tiles)
+    box = [1, 1, tile.bm, tile.bn // tile.split]
+    ragged_inner_kernel[(programs,)](
+        descriptors.ragged_rows(a_PRM, tile.bk, tile.bm),
+        descriptors.ragged_rows(b_RN[None], tile.bk, tile.bn),
+        descriptors.boxes(out, box),
+        rows.offsets_E,
+        experts,
+        planes,
+        m_tiles,
+        n_tiles,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        SPLIT=tile.split,
+        GROUP=tile.group,
+        PROGRAMS=programs,
+        FLATTEN=tile.flatten,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out

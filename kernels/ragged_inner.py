@@ -1,0 +1,66 @@
+"""Products with a ragged inner dimension on Hopper: C_e = A_e^T B_e over the rows of every expert e, one persistent launch.
+
+The two of the six products of a dMoE layer that make weight gradients. An expert without rows gets zeros.
+
+Shapes: R rows, E experts, P planes of A and of C (gate, up), A columns m, B columns n, BM x BN x BK the tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foundry_moe_kernels.descriptors import WRAP_COORDINATE, ragged_index
+
+
+@triton.jit
+def _place(tile, m_tiles, n_tiles, planes, GROUP: tl.constexpr):
+    """(expert, plane, m tile, n tile): one expert after another, GROUP tiles of m at a time within it."""
+    per_expert = planes * m_tiles * n_tiles
+    expert = tile // per_expert
+    inner = tile - expert * per_expert
+    group = inner // (GROUP * n_tiles)
+    first = group * GROUP
+    height = min(planes * m_tiles - first, GROUP)
+    inner -= group * (GROUP * n_tiles)
+    pm = first + inner % height
+    plane = pm // m_tiles
+    return expert, plane, pm - plane * m_tiles, inner // height
+
+
+@triton.jit
+def _rows_of(offsets_ptr, expert):
+    """(first row, rows) of an expert."""
+    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    return start, tl.load(offsets_ptr + expert) - start
+
+
+@triton.jit(do_not_specialize=["num_experts", "planes", "m_tiles", "n_tiles"])
+def ragged_inner_kernel(
+    a_desc, b_desc, c_desc, offsets_ptr,
+    num_experts, planes, m_tiles, n_tiles,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """offsets_ptr: int32 [E], the row after the last one of each expert."""
+    dtype: tl.constexpr = c_desc.dtype
+    tiles = num_experts * planes * m_tiles * n_tiles
+    done = tl.program_id(0) - PROGRAMS
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+        expert, plane, m, n = _place(tile, m_tiles, n_tiles, planes, GROUP)
+        start, size = _rows_of(offsets_ptr, expert)
+        steps = tl.maximum(tl.cdiv(size, BK), 1)  # without rows, one step over what the maps clip to zeros
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(steps):
+            y, x = ragged_index(start, size, step * BK)
+            a = a_desc.load([plane, WRAP_COORDINATE, y, x, m * BM]).reshape(BK, BM)
+            b = b_desc.load([0, WRAP_COORDINATE, y, x, n * BN]).reshape(BK, BN)
+            acc = tl.dot(a.T, b, acc)
+        done += PROGRAMS
+        expert, plane, m, n = _place(done, m_tiles, n_tiles, planes, GROUP)
+        if SPLIT == 1:
+            c_desc.store([plane, expert, m * BM, n * BN], acc.to(dtype).reshape(1, 1, BM, BN))
+        else:
+            left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+            c_desc.store([plane, expert, m * BM, n * BN], left.to(dtype).reshape(1, 1, BM, BN // 2))
+            c_desc.store([plane, expert, m * BM, n * BN + BN // 2], right.to(dtype).reshape(1, 1, BM, BN // 2))

@@ -1,0 +1,114 @@
+"""Plain torch twins of the kernels: the truth that tests hold them to, on any device and in any dtype.
+
+They read loads on the host and loop over experts. Rows past the last expert's end are zeros in every result.
+
+Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, F expert width, P planes (gate, up).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    """Twin of `activations.activate`."""
+    if activation == "relu2":
+        return F.relu(z).square()
+    if activation == "gelu_tanh":
+        return F.gelu(z, approximate="tanh")
+    if activation == "identity":
+        return z
+    return {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation](z)
+
+
+def activation_grad(z: Tensor, activation: str) -> Tensor:
+    """Twin of the slope of `activations.activate_with_grad`."""
+    if activation == "silu":
+        s = torch.sigmoid(z)
+        return s * (1 + z * (1 - s))
+    if activation == "gelu":
+        return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    if activation == "gelu_tanh":
+        c = math.sqrt(2 / math.pi)
+        t = torch.tanh(c * (z + 0.044715 * z**3))
+        return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * c * (1 + 3 * 0.044715 * z * z)
+    if activation == "relu":
+        return (z > 0).to(z.dtype)
+    if activation == "relu2":
+        return 2 * F.relu(z)
+    return torch.ones_like(z)
+
+
+def _spans(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for expert, end in enumerate(offsets_E.tolist()):
+        yield expert, slice(start, end)
+        start = end
+
+
+def up(
+    x_RD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, offsets_E: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Twin of `expert_products.up`."""
+    weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
+    z_PRF = x_RD.new_zeros(len(weights), x_RD.shape[0], w1_EFD.shape[1])
+    for expert, span in _spans(offsets_E):
+        for plane, weight in enumerate(weights):
+            z_PRF[plane, span] = x_RD[span] @ weight[expert].T
+    return z_PRF, glu(z_PRF, activation)
+
+
+def glu(z_PRF: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, or act(z) where there is one plane."""
+    h_RF = activate(z_PRF[0], activation)
+    return h_RF * z_PRF[1] if z_PRF.shape[0] == 2 else h_RF
+
+
+def rows_product(a_PRK: Tensor, weights: tuple[Tensor, ...], offsets_E: Tensor, *, transposed: bool) -> Tensor:
+    """Twin of `expert_products.rows_product`."""
+    n = weights[0].shape[1 if transposed else 2]
+    c_RN = a_PRK.new_zeros(a_PRK.shape[1], n)
+    for expert, span in _spans(offsets_E):
+        for plane, weight in enumerate(weights):
+            c_RN[span] += a_PRK[plane, span] @ (weight[expert].T if transposed else weight[expert])
+    return c_RN
+
+
+def glu_backward(dh_RF: Tensor, z_PRF: Tensor, activation: str) -> Tensor:
+    """Gradient of `glu` with respect to z."""
+    slope_RF = activation_grad(z_PRF[0], activation)
+    if z_PRF.shape[0] == 1:
+        return (dh_RF * slope_RF)[None]
+    return torch.stack([dh_RF * z_PRF[1] * slope_RF, dh_RF * activate(z_PRF[0], activation)])
+
+
+def down_backward(
+    dy_RD: Tensor,
+    w2_EDF: Tensor,
+    z_PRF: Tensor,
+    offsets_E: Tensor,
+    activation: str,
+    weights_A: Tensor | None,
+    source_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of `expert_products.down_backward_`, but it leaves z alone: (dz, weighted h, dot(dy, y) of each row)."""
+    dh_RF = rows_product(dy_RD[None], (w2_EDF,), offsets_E, transposed=False)
+    h_RF = glu(z_PRF, activation)
+    weight_R = torch.ones_like(dy_RD[:, 0])
+    if weights_A is not None:
+        weight_R = weights_A.reshape(-1)[source_R.clamp(min=0).long()].to(dy_RD.dtype)
+    dz_PRF = glu_backward(dh_RF * weight_R[:, None], z_PRF, activation)
+    return dz_PRF, h_RF * weight_R[:, None], (dh_RF * h_RF).sum(1)
+
+
+def weight_gradient(a_PRM: Tensor, b_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Twin of `expert_products.weight_gradient`."""
+    out = a_PRM.new_zeros(a_PRM.shape[0], offsets_E.shape[0], a_PRM.shape[2], b_RN.shape[1])
+    for expert, span in _spans(offsets_E):
+        out[:, expert] = a_PRM[:, span].transpose(1, 2) @ b_RN[span]
+    return out

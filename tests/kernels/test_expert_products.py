@@ -1,0 +1,150 @@
+"""The Hopper kernels of the six products against plain torch: ragged loads, rows past the end poisoned with NaN.
+
+Shapes: R rows, D model width, F expert width, E experts. On a CPU the interpreter runs them in fp32 with small tiles;
+on Hopper they run in bf16 with the tiles that training uses.
+"""
+
+import pytest
+import torch
+from foundry_moe_kernels import expert_products as ep
+from foundry_moe_kernels import reference
+from foundry_moe_kernels.tuning import Tile
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+# bf16 rounds a result once to 2^-9 relative; fp32 sums of at most 200 products stay within 200 * 2^-24
+TOLERANCE = 4e-3 if CUDA else 2e-5
+if CUDA:
+    LOADS = {"ragged": [300, 0, 1, 515, 128], "one takes all": [0, 0, 1023, 0, 0], "empty": [0, 0, 0, 0, 0]}
+    ROWS, D, F = 1030, 264, 392
+else:
+    LOADS = {"ragged": [5, 0, 40, 1, 17], "one takes all": [0, 0, 70, 0, 0], "empty": [0, 0, 0, 0, 0]}
+    ROWS, D, F = 70, 40, 72
+pytestmark = pytest.mark.skipif(CUDA and not ep.descriptors.device_supported(torch.device("cuda")), reason="not Hopper")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    if not CUDA:
+        monkeypatch.setattr(ep, "BLOCK", 32)
+        small = Tile(bm=32, bn=64, bk=16)
+        monkeypatch.setattr(ep.tuning, "pick", lambda *a, **k: small)
+
+
+@pytest.fixture(params=LOADS)
+def loads(request):
+    return LOADS[request.param]
+
+
+def new(*shape, scale=1.0):
+    return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE)
+
+
+def setup(loads, seed=0):
+    torch.manual_seed(seed)
+    offsets_E = torch.tensor(loads, device=DEVICE).cumsum(0).int()
+    used = sum(loads)
+    experts = len(loads)
+    weights = [new(experts, F, D, scale=D**-0.5), new(experts, F, D, scale=D**-0.5), new(experts, D, F, scale=F**-0.5)]
+    return ep.ragged_rows(offsets_E, ROWS), offsets_E, used, weights
+
+
+def poison(tensor, used, dim=0):
+    tensor.narrow(dim, used, ROWS - used).fill_(float("nan"))
+    return tensor
+
+
+def close(actual, expected, used=None, dim=0):
+    if used is not None:
+        actual = actual.narrow(dim, 0, used)
+        expected = expected.narrow(dim, 0, used)
+    assert torch.isfinite(actual).all()
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert error <= TOLERANCE, float(error)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_up_writes_pre_activations_and_gated_product(loads, activation, swap):
+    rows, offsets_E, used, (w1, v1, _) = setup(loads)
+    if swap:
+        w1, v1 = v1, w1
+    x = poison(new(ROWS, D), used)
+    z, h = ep.up(x, w1, v1, rows, activation)
+    z_true, h_true = reference.up(x.double(), w1.double(), v1.double(), offsets_E, activation)
+    close(z, z_true, used, 1)
+    close(h, h_true, used)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
+def test_up_without_gate(loads, activation):
+    rows, offsets_E, used, (w1, _, _) = setup(loads)
+    x = poison(new(ROWS, D), used)
+    z, h = ep.up(x, w1, None, rows, activation)
+    z_true, h_true = reference.up(x.double(), w1.double(), None, offsets_E, activation)
+    close(z, z_true, used, 1)
+    close(h, h_true, used)
+
+
+def test_rows_product_of_both_orientations_and_planes(loads):
+    rows, offsets_E, used, (w1, v1, w2) = setup(loads)
+    z = poison(new(2, ROWS, F), used, 1)
+    plain = ep.rows_product(z[:1], (w2,), rows, transposed=True)
+    close(plain, reference.rows_product(z[:1].double(), (w2.double(),), offsets_E, transposed=True), used)
+    both = ep.rows_product(z, (w1, v1), rows, transposed=False)
+    truth = reference.rows_product(z.double(), (w1.double(), v1.double()), offsets_E, transposed=False)
+    close(both, truth, used)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+def test_down_backward_gives_every_gradient_of_the_second_product(loads, activation, weighted, gated):
+    rows, offsets_E, used, (_, _, w2) = setup(loads)
+    z = poison(new(2 if gated else 1, ROWS, F), used, 1)
+    dy = poison(new(ROWS, D), used)
+    weights = torch.rand(ROWS, device=DEVICE) if weighted else None
+    source = torch.randperm(ROWS, device=DEVICE).int()
+    args = (offsets_E, activation, weights.double() if weighted else None, source)
+    dz_true, h_true, dots_true = reference.down_backward(dy.double(), w2.double(), z.double(), *args)
+    h, dots = ep.down_backward_(dy, w2, z, rows, activation, weights, source)
+    close(z, dz_true, used, 1)
+    close(h, h_true, used)
+    if weighted:
+        close(dots.sum(0), dots_true, used)
+
+
+def test_weight_gradient_is_zero_without_rows_and_reads_no_other_experts_rows(loads):
+    rows, offsets_E, used, _ = setup(loads)
+    a, b = poison(new(2, ROWS, F), used, 1), poison(new(ROWS, D), used)
+    out = torch.full((2, len(loads), F, D), float("nan"), dtype=DTYPE, device=DEVICE)
+    ep.weight_gradient(a, b, rows, out=out)
+    truth = reference.weight_gradient(a.double(), b.double(), offsets_E)
+    close(out, truth)
+    for expert, load in enumerate(loads):
+        if load == 0:
+            assert (out[:, expert] == 0).all()
+
+
+def test_no_write_past_the_end(loads):
+    rows, _, used, (w1, _, _) = setup(loads)
+    x = new(ROWS, D)
+    c = torch.full((ROWS, F), 7.0, dtype=DTYPE, device=DEVICE)
+    tile = ep.tuning.pick("nt", rows=ROWS, experts=len(loads), n=F, k=D)
+    ep._rows_product("plain", x[None], (w1,), rows, F, transposed=True, tile=tile, c_PRN=c)
+    assert (c[used:] == 7.0).all()
+
+
+def test_same_input_gives_the_same_bits(loads):
+    rows, _, used, (_, _, w2) = setup(loads)
+    z, dy = new(2, ROWS, F), new(ROWS, D)
+    weights, source = torch.rand(ROWS, device=DEVICE), torch.randperm(ROWS, device=DEVICE).int()
+    first = [z.clone()]
+    first += ep.down_backward_(dy, w2, first[0], rows, "silu", weights, source)
+    second = [z.clone()]
+    second += ep.down_backward_(dy, w2, second[0], rows, "silu", weights, source)
+    for a, b in zip(first, second, strict=True):
+        n = used
+        a, b = (a[:, :n], b[:, :n]) if a.shape[0] <= 4 else (a[:n], b[:n])
+        assert torch.equal(a, b)
