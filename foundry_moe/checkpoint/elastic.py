@@ -75,7 +75,9 @@ class ElasticCheckpoint(Callback):
         self._engine = self._make_engine(state)
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
-        loaded = self._engine.load(lambda: collect(state), self.config.resume)
+        loaded = self._engine.load(
+            lambda info: collect(state, weights_only=bool(info.get("weights_only"))), self.config.resume
+        )
         if loaded is None:
             return
         autoresumed = any(

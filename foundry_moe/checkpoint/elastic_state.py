@@ -26,11 +26,13 @@ from torch.distributed.tensor import DTensor
 BY_NAME = ("schedulers", "algorithms", "callbacks", "scaler", "timestamp")
 
 
-def collect(state: State) -> dict[str, Any]:
-    """Everything that a run needs to go on. The tensors are the live ones, not copies.
+def collect(state: State, *, weights_only: bool = False) -> dict[str, Any]:
+    """Everything that a run needs to go on, or the model alone. The tensors are the live ones, not copies.
 
     An optimizer that has not stepped yet gets its state initialised, as PyTorch does it.
     """
+    if weights_only:
+        return {"model": get_model_state_dict(state.model)}
     return {
         "model": get_model_state_dict(state.model),
         "optim": get_optimizer_state_dict(state.model, state.optimizers) if state.optimizers else {},
@@ -50,6 +52,8 @@ def _named(objects: Any) -> dict[str, Any]:
 
 def restore(state: State, loaded: dict[str, Any], logger: Logger) -> None:
     """Puts a loaded state in place. The model's tensors were filled already: `loaded` refers to the live ones."""
+    if "composer" not in loaded:
+        return  # weights alone: a new run begins from them
     if state.optimizers:
         for optimizer in state.optimizers:
             set_optimizer_state_dict(state.model, optimizer, loaded["optim"])

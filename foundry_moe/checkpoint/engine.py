@@ -247,13 +247,16 @@ class CheckpointEngine:
     # Loading
 
     def load(
-        self, state_dict: Mapping[str, Any] | Callable[[], Mapping[str, Any]], resume: str | int = "auto"
+        self,
+        state_dict: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        resume: str | int = "auto",
     ) -> Loaded | None:
         """Fills `state_dict` in place from the newest commit that can be used, whatever mesh wrote it.
 
         Args:
             state_dict: sections `model` and `optim` must match the checkpoint; others may lack or add tensors. A
-                function is called only if there is something to load: making an optimizer's state changes it.
+                function is called, with the checkpoint's `info`, only if there is something to load: making an
+                optimizer's state changes it, and a checkpoint that is `weights_only` has none.
             resume: "auto", "never", or a step.
 
         Returns:
@@ -275,7 +278,7 @@ class CheckpointEngine:
                 return None
             faults.point("load.manifest_read")
             if callable(state_dict):
-                state_dict = state_dict()
+                state_dict = state_dict(choice.found.manifest.info)
             try:
                 return self._load_from(choice.found, state_dict, choice.rejected)
             except DamagedError as error:

@@ -48,7 +48,7 @@ def make_state(step: int) -> dict:
     }
 
 
-def blank() -> dict:
+def blank(info=None) -> dict:
     state = make_state(0)
     for tensor in [*state["model"].values(), *state["optim"]["state"]["w"].values()]:
         tensor.fill_(0)
@@ -106,7 +106,7 @@ def test_later_changes_do_not_leak_into_a_save(store) -> None:
 
 
 def test_an_empty_folder_is_a_new_run_and_makes_no_state(store) -> None:
-    def never() -> dict:
+    def never(info) -> dict:
         raise AssertionError("making an optimizer's state changes it")
 
     assert CheckpointEngine(store).load(never) is None

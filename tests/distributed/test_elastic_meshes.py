@@ -21,7 +21,7 @@ MESHES = {
 QUICK = (1, 2, 4, 8)
 
 
-def run_pairs(root: str, worlds: tuple[int, ...]) -> list[dict]:
+def run_pairs(root: str, worlds: tuple[int, ...]) -> tuple[list[dict], dict[str, dict[str, str]]]:
     """Saves on every mesh, then loads every folder on every mesh; checks bits."""
     saved: dict[str, dict[str, str]] = {}
     for world in worlds:
@@ -33,7 +33,7 @@ def run_pairs(root: str, worlds: tuple[int, ...]) -> list[dict]:
     for result in results:
         wrong = [name for name, value in saved[result["folder"]].items() if result["digests"][name] != value]
         assert not wrong, f"{result['folder']} on {result['mesh']}: {wrong}"
-    return results
+    return results, saved
 
 
 def check_bytes(results: list[dict]) -> None:
@@ -46,9 +46,24 @@ def check_bytes(results: list[dict]) -> None:
 
 
 def test_every_mesh_loads_what_every_mesh_saved(tmp_path) -> None:
-    check_bytes(run_pairs(str(tmp_path), QUICK))
+    results, saved = run_pairs(str(tmp_path), QUICK)
+    check_bytes(results)
+    for folder in ("2-2-2", "1-2-4", "1-1-1"):  # experts in pieces along two dimensions, and whole ones
+        check_export(tmp_path, folder, saved[folder])
+
+
+def check_export(root, folder: str, saved: dict[str, str]) -> None:
+    """The exported files hold, in whole tensors, what the ranks saved in parts."""
+    store = open_store(str(root / folder))
+    ledger = Ledger(store)
+    index = export(store, ledger.open(ledger.newest_first()[0]), root / f"export-{folder}", file_bytes=100_000)
+    files = sorted(set(weight_map(index).values()))
+    exported = {name: tensor for file in files for name, tensor in load_file(index.parent / file).items()}
+    expected = {name.removeprefix("model|"): value for name, value in saved.items() if name.startswith("model|")}
+    assert len(files) > 2
+    assert {name: xxhash.xxh3_64_hexdigest(tensor_bytes(tensor)) for name, tensor in exported.items()} == expected
 
 
 @pytest.mark.slow
 def test_odd_numbers_of_processes_too(tmp_path) -> None:
-    check_bytes(run_pairs(str(tmp_path), tuple(MESHES)))
+    check_bytes(run_pairs(str(tmp_path), tuple(MESHES))[0])

@@ -1,0 +1,226 @@
+"""`foundry-moe checkpoints ls | show | verify | gc | export | import`: what a person does with a folder of commits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from foundry_moe.checkpoint.commits import Found, Ledger
+from foundry_moe.checkpoint.config import parse_interval
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.manifest import CommitKey
+from foundry_moe.checkpoint.store import Store, StoreOptions, open_store
+
+FAILED = 1
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `checkpoints` and its commands; each parsed command has `run(arguments) -> exit code`."""
+    parser = subparsers.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, help_text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help_text)
+        sub.add_argument("folder", help="s3://bucket/run or a path")
+        sub.add_argument("--endpoint-url", help="the S3 server, if it is not AWS")
+        sub.add_argument("--profile")
+        sub.add_argument("--region")
+        return sub
+
+    ls = command("ls", "one line for each checkpoint, newest first")
+    ls.set_defaults(run=_guarded(run_ls))
+    show = command("show", "what a checkpoint holds, who wrote it, and which meshes can read it")
+    show.add_argument("--step", type=int, help="default: the newest")
+    show.add_argument("--gpus", type=int, action="append", help="list the meshes of so many GPUs; may be repeated")
+    show.add_argument("--tensors", action="store_true", help="list every tensor")
+    show.set_defaults(run=_guarded(run_show))
+    verify = command("verify", "read everything and compare hashes")
+    verify.add_argument("--step", type=int, help="default: all")
+    verify.set_defaults(run=_guarded(run_verify))
+    gc = command("gc", "remove what no checkpoint names, and old checkpoints with --keep")
+    gc.add_argument("--older-than", default="6h", help="unfinished attempts must be so old (default 6h)")
+    gc.add_argument("--keep", type=int, help="remove all but so many of the newest checkpoints, and milestones")
+    gc.add_argument("--dry-run", action="store_true", help="say what would go")
+    gc.set_defaults(run=_guarded(run_gc))
+    export = command("export", "the model as safetensors files, without holding it in memory")
+    export.add_argument("out", type=Path)
+    export.add_argument("--step", type=int, help="default: the newest that is good")
+    export.add_argument("--section", default="model", help="model (default) or optim")
+    export.add_argument("--file-gb", type=float, default=5.0, help="size of one file (default 5)")
+    export.set_defaults(run=_guarded(run_export))
+    importing = command("import", "make a folder's first checkpoint from weights of another format")
+    importing.add_argument(
+        "source", help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files"
+    )
+    importing.add_argument("--prefix", default="", help="put this before each name, for example model.")
+    importing.set_defaults(run=_guarded(run_import))
+
+
+def _guarded(function):  # type: ignore[no-untyped-def]
+    """An error of the store or of a checkpoint is one sentence and exit code 1."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        try:
+            return function(arguments)
+        except CheckpointError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
+
+    return run
+
+
+def _open(arguments: argparse.Namespace) -> tuple[Store, Ledger]:
+    options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
+    store = open_store(arguments.folder, options)
+    return store, Ledger(store)
+
+
+def _pick(ledger: Ledger, step: int | None) -> CommitKey:
+    keys = [key for key in ledger.newest_first() if step is None or key.step == step]
+    if not keys:
+        wanted = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{ledger.store.url} holds no checkpoint{wanted}")
+    return keys[0]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _mesh(mesh: object) -> str:
+    return " x ".join(f"{k} {v}" for k, v in mesh.items()) if isinstance(mesh, dict) else "?"
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    store, ledger = _open(arguments)
+    keys = ledger.newest_first()
+    if not keys:
+        print(f"{store.url} holds no checkpoint")
+        return 0
+    print(f"{'step':>10}  {'size':>9}  {'objects':>7}  {'saved':20}  mesh")
+    for key in keys:
+        try:
+            commit = ledger.read(key)
+        except DamagedError as error:
+            print(f"{key.step:>10}  damaged: {error}")
+            continue
+        summary = commit.summary
+        kept = "  kept for ever" if summary.get("milestone") else ""
+        fork = f"  fork {key.generation}" if key.generation else ""
+        print(
+            f"{key.step:>10}  {_size(summary.get('bytes', 0)):>9}  {summary.get('objects', 0):>7}  "
+            f"{summary.get('saved', '?'):20}  {_mesh(summary.get('mesh'))}{kept}{fork}"
+        )
+    return 0
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
+
+    _, ledger = _open(arguments)
+    found = ledger.open(_pick(ledger, arguments.step))
+    manifest, info = found.manifest, found.manifest.info
+    print(f"step {found.commit.step}, attempt {found.commit.attempt.rpartition('/')[2]}")
+    print(f"written by {info.get('world_size')} processes: {_mesh(info.get('mesh'))}, torch {info.get('torch', '?')}")
+    print(f"{_size(manifest.size_bytes)} in {len(manifest.objects)} objects; manifest {_size(len(found.manifest_raw))}")
+    sections: dict[str, list[int]] = {}
+    for name, entry in manifest.tensors.items():
+        sums = sections.setdefault(name.split(".")[0], [0, 0, 0])
+        for place, amount in enumerate((1, len(entry.object_B), entry.size_bytes)):
+            sums[place] += amount
+    for section, (count, blocks, size) in sections.items():
+        print(f"  {section:10} {count:>6} tensors  {blocks:>7} blocks  {_size(size)}")
+    shapes = expert_shapes(manifest)
+    for (experts, width), name in shapes.sizes.items():
+        print(f"  experts of {name}: mesh.expert must divide {experts}, mesh.shard must divide {width}")
+    for gpus in arguments.gpus or [int(info.get("world_size", 1))]:
+        meshes = " ".join(f"({r},{s},{e})" for r, s, e in meshes_that_hold(manifest, gpus))
+        print(f"meshes of {gpus} that can read it (replicate, shard, expert): {meshes or 'none'}")
+    if arguments.tensors:
+        for name, entry in manifest.tensors.items():
+            print(f"  {name} {entry.dtype} {list(entry.shape)} {len(entry.object_B)} blocks")
+    return 0
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    from foundry_moe.checkpoint.inspecting import verify
+
+    store, ledger = _open(arguments)
+    keys = [_pick(ledger, arguments.step)] if arguments.step is not None else ledger.newest_first()
+    bad = 0
+    for key in keys:
+        began = time.perf_counter()
+        try:
+            found: Found | None = ledger.open(key)
+            assert found is not None
+            with ledger.hold(found.commit):
+                problems = verify(store, found)
+            size = found.manifest.size_bytes
+        except DamagedError as error:
+            problems, size = [str(error)], 0
+        seconds = time.perf_counter() - began
+        bad += bool(problems)
+        verdict = "DAMAGED" if problems else f"good: {_size(size)} read, every hash agrees, {seconds:.1f} s"
+        print(f"step {key.step}: {verdict}")
+        for problem in problems:
+            print(f"  {problem}")
+    if not keys:
+        print(f"{store.url} holds no checkpoint")
+    return FAILED if bad else 0
+
+
+def run_gc(arguments: argparse.Namespace) -> int:
+    store, ledger = _open(arguments)
+    older = parse_interval(arguments.older_than, "--older-than")
+    if older.unit != "s":
+        raise CheckpointError(f"--older-than ({arguments.older_than}) must be a time, for example 6h")
+    if arguments.keep is not None and arguments.keep < 1:
+        raise CheckpointError(f"--keep ({arguments.keep}) must be at least 1: the newest checkpoint always stays")
+    if arguments.keep is not None and not arguments.dry_run:
+        for key in ledger.retain(arguments.keep):
+            print(f"removed the checkpoint of step {key.step}")
+    elif arguments.keep is not None:
+        for key in ledger.newest_first()[arguments.keep :]:
+            print(f"would remove the checkpoint of step {key.step}, unless it is a milestone or being read")
+    stale = ledger.stale_attempts(older.amount)
+    for attempt, size in stale.items():
+        print(f"{'would remove' if arguments.dry_run else 'removed'} the unfinished attempt {attempt}, {_size(size)}")
+    if not arguments.dry_run:
+        ledger.collect(older.amount)
+    print(f"{len(ledger.newest_first())} checkpoints in {store.url}")
+    return 0
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    from foundry_moe.checkpoint.export import export, weight_map
+
+    store, ledger = _open(arguments)
+    choice = ledger.choose("auto" if arguments.step is None else arguments.step)
+    for sentence in choice.rejected:
+        print(f"passed over: {sentence}", file=sys.stderr)
+    if choice.found is None:
+        raise CheckpointError(f"{store.url} holds no checkpoint")
+    with ledger.hold(choice.found.commit):
+        index = export(
+            store, choice.found, arguments.out, section=arguments.section, file_bytes=int(arguments.file_gb * 10**9)
+        )
+    files = set(weight_map(index).values())
+    print(f"step {choice.found.commit.step}: {len(weight_map(index))} tensors in {len(files)} files, {index}")
+    return 0
+
+
+def run_import(arguments: argparse.Namespace) -> int:
+    from foundry_moe.checkpoint.importing import import_weights
+
+    store, _ = _open(arguments)
+    count, size = import_weights(arguments.source, store, prefix=arguments.prefix)
+    print(
+        f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; a run with this folder begins there"
+    )
+    return 0

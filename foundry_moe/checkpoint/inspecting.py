@@ -1,0 +1,74 @@
+"""What tools ask of a commit: which meshes can hold it, whether every hash agrees, what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from foundry_moe.checkpoint.commits import Found
+from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.manifest import Manifest
+from foundry_moe.checkpoint.ranges import Fetcher, block_of, coalesce
+from foundry_moe.checkpoint.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShapes:
+    """The sizes that a mesh must divide: dimensions 0 and 1 of every tensor of experts, with one name for each."""
+
+    sizes: dict[tuple[int, int], str]
+
+    def problem(self, *, expert: int, shard: int) -> str | None:
+        """Why a mesh cannot hold these experts; None if it can. FSDP2 wants dimension 1 divided evenly."""
+        for (experts, width), name in self.sizes.items():
+            if experts % expert:
+                return f"expert ({expert}) must divide the {experts} experts of {name}"
+            if width % shard:
+                return f"shard ({shard}) must divide dimension 1 ({width}) of {name}"
+        return None
+
+
+def expert_shapes(manifest: Manifest) -> ExpertShapes:
+    """The model's tensors of three dimensions, in which dimension 0 counts experts."""
+    sizes: dict[tuple[int, int], str] = {}
+    for name, entry in manifest.tensors.items():
+        if name.startswith("model.") and len(entry.shape) == 3:
+            sizes.setdefault((entry.shape[0], entry.shape[1]), name)
+    return ExpertShapes(sizes=sizes)
+
+
+def meshes_that_hold(manifest: Manifest, world_size: int) -> Iterator[tuple[int, int, int]]:
+    """All (replicate, shard, expert) of `world_size` ranks that can hold a checkpoint."""
+    shapes = expert_shapes(manifest)
+    for expert in range(1, world_size + 1):
+        for shard in range(1, world_size // expert + 1):
+            if world_size % (expert * shard) == 0 and shapes.problem(expert=expert, shard=shard) is None:
+                yield world_size // (expert * shard), shard, expert
+
+
+def verify(store: Store, found: Found) -> list[str]:
+    """Reads every block and checks its hash; a sentence for each range that is damaged."""
+    manifest = found.manifest
+    blocks = [
+        block_of(entry, item, index)
+        for item, entry in enumerate(manifest.tensors.values())
+        for index in range(len(entry.object_B))
+    ]
+    problems = incomplete_tensors(manifest)
+    fetcher = Fetcher(store, found.commit.attempt, manifest)
+    for result in fetcher.stream(coalesce(manifest, blocks)):
+        if isinstance(result, CheckpointError):
+            problems.append(str(result))
+    return problems
+
+
+def incomplete_tensors(manifest: Manifest) -> list[str]:
+    """Tensors whose blocks do not have as many elements as their shape; blocks are disjoint by construction."""
+    problems = []
+    for name, entry in manifest.tensors.items():
+        count = 1
+        for size in entry.shape:
+            count *= size
+        if entry.size_bytes != count * entry.itemsize:
+            problems.append(f"{name}: its blocks hold {entry.size_bytes} bytes, its shape {count * entry.itemsize}")
+    return problems

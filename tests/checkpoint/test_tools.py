@@ -1,0 +1,173 @@
+"""The tools of `foundry-moe checkpoints`, as their users see them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from foundry_moe.checkpoint.commands import add_parser
+from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.engine import CheckpointEngine
+from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
+from foundry_moe.checkpoint.store import open_store
+from tests.checkpoint.test_engine import damage, make_state, save
+
+
+def tool(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["checkpoints", *(str(word) for word in words)])
+    return arguments.run(arguments)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "run"
+    save(open_store(str(path)), 1, 2, 3)
+    return path
+
+
+def test_ls_and_show_say_what_is_there(folder, capsys) -> None:
+    assert tool("ls", folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "3", "2", "1"]
+    assert tool("show", folder, "--gpus", 8, "--tensors") == 0
+    out = capsys.readouterr().out
+    assert "step 3, attempt" in out and "mesh.expert must divide 4, mesh.shard must divide 16" in out
+    assert "(8,1,1)" in out and "(2,1,4)" in out and "(1,1,8)" not in out and "(1,8,1)" in out
+    assert "model.experts bfloat16 [4, 16, 64] 1 blocks" in out or "4 blocks" in out
+    assert tool("show", folder, "--step", 7) == 1
+    assert "holds no checkpoint of step 7" in capsys.readouterr().err
+
+
+def test_a_mesh_that_cannot_hold_it_is_named_by_its_sizes(folder) -> None:
+    found = Ledger(open_store(str(folder))).open(Ledger(open_store(str(folder))).newest_first()[0])
+    shapes = expert_shapes(found.manifest)
+    assert shapes.problem(expert=3, shard=1) == "expert (3) must divide the 4 experts of model.experts"
+    assert shapes.problem(expert=4, shard=5) == "shard (5) must divide dimension 1 (16) of model.experts"
+    assert list(meshes_that_hold(found.manifest, 3)) == [(3, 1, 1)]
+
+
+def test_verify_reads_everything(folder, capsys) -> None:
+    assert tool("verify", folder) == 0
+    assert capsys.readouterr().out.count("every hash agrees") == 3
+    damage(open_store(str(folder)), 2, "bit flipped")
+    damage(open_store(str(folder)), 1, "object missing")
+    assert tool("verify", folder) == 1
+    out = capsys.readouterr().out
+    assert "step 3: good" in out and "step 2: DAMAGED" in out and "do not have the recorded hash" in out
+    assert "step 1: DAMAGED" in out and "is missing" in out
+    assert tool("verify", folder, "--step", 3) == 0
+
+
+def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
+    store = open_store(str(folder))
+    store.put("steps/000000000009/20260101T000000-dead/data/000000.bin", b"12345")
+    assert tool("gc", folder) == 0 and "removed" not in capsys.readouterr().out
+    assert tool("gc", folder, "--older-than", "0.001s", "--dry-run", "--keep", 1) == 0
+    out = capsys.readouterr().out
+    assert "would remove the unfinished attempt steps/000000000009" in out and "would remove the checkpoint" in out
+    assert len(Ledger(store).newest_first()) == 3
+    assert tool("gc", folder, "--older-than", "0.001s", "--keep", 1) == 0
+    out = capsys.readouterr().out
+    assert "removed the checkpoint of step 1" in out and "1 checkpoints in" in out
+    assert {entry.key.split("/")[1] for entry in store.list("steps/")} == {"000000000003"}
+    assert tool("gc", folder, "--keep", 0) == 1
+
+
+def test_export_is_the_model_bit_for_bit_in_files_of_a_size(folder, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert tool("export", folder, out, "--file-gb", 0.00001) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    exported = {name: tensor for file in files for name, tensor in load_file(out / file).items()}
+    expected = make_state(3)["model"]
+    assert exported.keys() == expected.keys() == index["weight_map"].keys()
+    for name, tensor in expected.items():
+        assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert tool("export", folder, out) == 1 and "exists: export to an empty folder" in capsys.readouterr().err
+
+
+def test_export_passes_over_damage_or_writes_no_index(folder, tmp_path, capsys) -> None:
+    store = open_store(str(folder))
+    damage(store, 3, "object missing")
+    assert tool("export", folder, tmp_path / "older") == 0
+    assert "step 2:" in capsys.readouterr().out
+    assert tool("export", folder, tmp_path / "nothing", "--section", "models") == 1
+    assert "has no section 'models'; it has: model, optim, values" in capsys.readouterr().err
+    raw = bytearray(store.get("steps/000000000002/" + attempt(store) + "/data/000000.bin"))
+    for place in range(0, len(raw), 64):
+        raw[place] ^= 1
+    store.put("steps/000000000002/" + attempt(store) + "/data/000000.bin", bytes(raw))
+    assert tool("export", folder, tmp_path / "bad") == 1
+    assert "do not have the recorded hash" in capsys.readouterr().err
+    assert not list((tmp_path / "bad").glob("*.json"))
+
+
+def attempt(store) -> str:
+    return next(entry.key.split("/")[2] for entry in store.list("steps/000000000002/"))
+
+
+def check_begins(store, weights) -> None:
+    """A run that resumes from the folder begins at step 0 with these weights and an optimizer of its own."""
+    asked = []
+
+    def make(info):
+        asked.append(info["weights_only"])
+        return {"model": {name: torch.zeros_like(tensor) for name, tensor in weights.items()}}
+
+    loaded = CheckpointEngine(store).load(make)
+    assert asked == [True] and loaded.step == 0
+    for name, tensor in weights.items():
+        assert torch.equal(loaded.state["model"][name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "safetensors folder", "state dict", "composer", "distributed"])
+def test_other_formats_are_starting_points(tmp_path, kind, capsys) -> None:
+    weights = {"a.w": torch.randn(8, 40, 40), "a.b": torch.randn(3), "h": torch.randn(65, 3).half()}
+    source = tmp_path / "source"
+    if kind == "safetensors":
+        source = tmp_path / "w.safetensors"
+        save_file(weights, source)
+    elif kind == "safetensors folder":
+        source.mkdir()
+        save_file({"a.w": weights["a.w"]}, source / "1.safetensors")
+        save_file({"a.b": weights["a.b"], "h": weights["h"]}, source / "2.safetensors")
+    elif kind == "state dict":
+        torch.save(weights, source)
+    elif kind == "composer":
+        torch.save({"state": {"model": weights, "run_name": "x"}, "rng": []}, source)
+    else:
+        dcp.save({"state": {"model": weights, "run_name": "x"}}, checkpoint_id=source, no_dist=True)
+    store = open_store(str(tmp_path / "run"))
+    assert tool("import", tmp_path / "run", source) == 0
+    assert "3 tensors" in capsys.readouterr().out
+    check_begins(store, weights)
+    assert tool("import", tmp_path / "run", source) == 1
+    assert "holds checkpoints already" in capsys.readouterr().err
+
+
+def test_what_is_no_weights_is_refused(tmp_path, capsys) -> None:
+    (tmp_path / "x.pt").write_bytes(b"nothing")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "empty").mkdir()
+    for source, words in (
+        ("x.pt", "cannot be read as tensors alone"),
+        ("list.pt", "holds no state dict"),
+        ("empty", "holds neither .metadata nor safetensors"),
+        ("none", "there is no such file"),
+    ):
+        assert tool("import", tmp_path / "run", tmp_path / source) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_reached_is_one_sentence(moto, capsys) -> None:
+    assert tool("ls", "s3://nowhere/run", "--endpoint-url", f"http://{moto[0]}:{moto[1]}") == 1
+    assert capsys.readouterr().err.startswith("error: could not list commits/ in s3://nowhere/run: bucket 'nowhere'")
