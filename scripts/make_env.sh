@@ -15,11 +15,14 @@ if [ -x "$env/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; th
 
 find_python() {
     # a pyenv shim may stand on PATH for a version that is not selected: only one that runs counts
-    for candidate in python3.12 python3.11 python3.10 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[210]*/bin/python python3; do
-        if "$candidate" -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-            command -v "$candidate"
-            return
-        fi
+    local minor candidate
+    for minor in 12 11 10; do
+        for candidate in "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python python3; do
+            if "$candidate" -c "import sys, venv; sys.exit(sys.version_info[:2] != (3, $minor))" 2>/dev/null; then
+                command -v "$candidate"
+                return
+            fi
+        done
     done
     echo "make_env: no Python 3.10, 3.11 or 3.12 with the venv module was found: install one (Debian: python3 python3-venv)" >&2
     return 1
