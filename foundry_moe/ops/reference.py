@@ -11,6 +11,7 @@ from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.routes import Routes
 
 
+@torch.compiler.disable  # sizes come from the data: not for a compiled graph
 def expert_mlp(
     x_RD: Tensor, routes: Routes, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, activation: str
 ) -> Tensor:

@@ -200,12 +200,11 @@ def test_a_mistake_in_the_gate_is_named(gate, sentence):
 
 @pytest.mark.parametrize("loss", [{}, WEIGHTS], ids=["no-losses", "losses"])
 def test_compiled_layer_equals_the_eager_one(loss):
-    """In one graph, but for the reference experts' reading of loads. A gradient that differs from row to row."""
+    """The reference experts break the graph, the rest is compiled. A gradient that differs from row to row."""
     x_TD, direction = torch.randn(16, 6), torch.randn(16, 6)
     layers = [build(replace(CONFIG, loss=loss), dtype=torch.float32) for _ in range(2)]
     layers[0](x_TD).backward(direction)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        torch.compile(layers[1], fullgraph=True, backend="aot_eager")(x_TD).backward(direction)
+    torch.compile(layers[1], backend="aot_eager")(x_TD).backward(direction)
     for eager, compiled in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
         torch.testing.assert_close(compiled.grad, eager.grad)
     assert torch.equal(layers[1].statistics.counts_E, layers[0].statistics.counts_E)
