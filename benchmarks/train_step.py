@@ -73,11 +73,11 @@ def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
     from llmfoundry.registry import callbacks
 
     steps = int(str(config.max_duration).removesuffix("ba"))
-    timer = StepTimer(profile, steps)
-    callbacks.register("step_timer", func=lambda: timer)
-    OmegaConf.update(config, "callbacks.step_timer", {}, force_add=True)
+    callbacks.register("step_timer", func=StepTimer)
+    OmegaConf.update(config, "callbacks.step_timer", {"profile": profile, "last": steps}, force_add=True)
     plain = OmegaConf.to_container(config, resolve=True)
     trainer = train(OmegaConf.create(plain))
+    timer = next(callback for callback in trainer.state.callbacks if isinstance(callback, StepTimer))
     seconds = statistics.median(timer.seconds[SKIPPED_STEPS : steps - 1 if profile else steps])
     tokens = config.global_train_batch_size // dist.get_world_size() * config.max_seq_len
     peak = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")

@@ -1,0 +1,148 @@
+"""Flat against hierarchical all-to-all over hosts with limited links, made of network namespaces on one machine.
+
+    python benchmarks/hierarchical.py [--hosts 4] [--ranks-per-host 2] [--mbit 200]     (root, iproute2)
+
+Each host is a namespace whose one link to a bridge is shaped by a token bucket; ranks of a host reach each other
+over its loopback. Every message pays gloo's and TCP's own costs, which is what fewer and larger messages save.
+Prints, for each size, milliseconds of a round (counts, rows there, rows back) and the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+WIDTH = 64  # fp32 numbers a row: 256 bytes
+ROWS = (1, 4, 16, 64, 256)  # from each rank to each rank
+ROUNDS, WARM_UP = 60, 10
+
+
+def _run(*words: str, check: bool = True) -> None:
+    subprocess.run(words, check=check, capture_output=not check)
+
+
+def _address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+class Hosts:
+    """Namespaces moe0, moe1, ... on a bridge, with shaped links; gone on exit."""
+
+    def __init__(self, count: int, mbit: int) -> None:
+        self.count, self.mbit = count, mbit
+
+    def __enter__(self) -> Hosts:
+        self.__exit__()
+        _run("ip", "link", "add", "moebr", "type", "bridge")
+        _run("ip", "link", "set", "moebr", "up")
+        for host in range(self.count):
+            _run("ip", "netns", "add", f"moe{host}")
+            _run("ip", "link", "add", f"moev{host}", "type", "veth", "peer", "name", "net0", "netns", f"moe{host}")
+            _run("ip", "link", "set", f"moev{host}", "master", "moebr", "up")
+            shape = ("tbf", "rate", f"{self.mbit}mbit", "burst", "16kb", "latency", "200ms")
+            _run("tc", "qdisc", "add", "dev", f"moev{host}", "root", *shape)
+            inside = ("ip", "netns", "exec", f"moe{host}")
+            _run(*inside, "ip", "addr", "add", f"{_address(host)}/24", "dev", "net0")
+            _run(*inside, "ip", "link", "set", "net0", "up")
+            _run(*inside, "ip", "link", "set", "lo", "up")
+            _run(*inside, "tc", "qdisc", "add", "dev", "net0", "root", *shape)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in range(self.count):
+            _run("ip", "netns", "del", f"moe{host}", check=False)
+            _run("ip", "link", "del", f"moev{host}", check=False)
+        _run("ip", "link", "del", "moebr", check=False)
+
+
+def work(rank: int, hosts: int, ranks_per_host: int, folder: str) -> None:
+    """One rank: times both exchanges in turn, so that both see the same machine."""
+    import torch
+    import torch.distributed as dist
+
+    from foundry_moe.config import MeshConfig
+    from foundry_moe.parallel.exchange import FlatExchange, build_exchange
+    from foundry_moe.parallel.mesh import build_meshes, plan_mesh
+
+    torch.set_num_threads(1)
+    world_size = hosts * ranks_per_host
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    config = MeshConfig(expert=world_size, shard=1, all_to_all="hierarchical")
+    plan = plan_mesh(config, world_size=world_size, ranks_per_node=ranks_per_host)
+    exchanges = {
+        "flat": FlatExchange(dist.group.WORLD),
+        "hierarchical": build_exchange(build_meshes(plan, "cpu")),
+    }
+    results = []
+    for rows in ROWS:
+        counts = torch.full((world_size, 2), rows, dtype=torch.int64)
+        tokens = torch.randn(world_size * rows, WIDTH)
+        times: dict[str, list[float]] = {name: [] for name in exchanges}
+        for round_ in range(WARM_UP + ROUNDS):
+            for name, exchange in exchanges.items():
+                dist.barrier()
+                began = time.perf_counter()
+                splits = exchange.agree(counts)
+                exchange.back(exchange.there(tokens, splits), splits)
+                slowest = torch.tensor(time.perf_counter() - began)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                if round_ >= WARM_UP:
+                    times[name].append(slowest.item())
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        results.append({"rows": rows, "bytes": rows * WIDTH * 4, **{n: 1e3 * s for n, s in medians.items()}})
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Sets hosts up, runs the ranks in them, prints the table; see the text at the top."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--mbit", type=int, default=200)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    shape = (arguments.hosts, arguments.ranks_per_host)
+    if arguments.rank is not None:
+        work(arguments.rank, *shape, arguments.folder)
+        return
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
+    with Hosts(arguments.hosts, arguments.mbit), tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--hosts", str(shape[0]), "--ranks-per-host", str(shape[1])]
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", f"moe{rank // shape[1]}", *command, "--rank", str(rank), "--folder", folder],
+                env=environment,
+            )
+            for rank in range(shape[0] * shape[1])
+        ]
+        codes = [process.wait() for process in ranks]
+        if any(codes):
+            sys.exit(f"ranks ended with {codes}")
+        results = json.loads(Path(folder, "results.json").read_text())
+    print(f"{shape[0]} hosts x {shape[1]} ranks, gloo, links of {arguments.mbit} Mbit/s; median of {ROUNDS} rounds")
+    print(f"{'bytes a pair':>14}{'flat, ms':>12}{'hierarchical, ms':>20}{'ratio':>8}")
+    for line in results:
+        ratio = line["flat"] / line["hierarchical"]
+        print(f"{line['bytes']:14}{line['flat']:12.2f}{line['hierarchical']:20.2f}{ratio:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
