@@ -73,7 +73,8 @@ class _AttachLoss(torch.autograd.Function):
         ctx.save_for_backward(losses_L, counts_E)
         ctx.scale, ctx.sums = scale, (sum_E, sum_L, sum_1)
         ctx.loss_dtype = loss.dtype
-        return y_TD.view_as(y_TD)
+        # A compiled graph that returns an alias of its input rebuilds it outside, and this backward pass would be lost
+        return y_TD.clone() if torch.compiler.is_compiling() else y_TD.view_as(y_TD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
