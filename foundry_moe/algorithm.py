@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from composer.core import Algorithm, Event, State
@@ -12,6 +13,7 @@ from foundry_moe.callbacks.mesh import place_on_mesh
 from foundry_moe.callbacks.steps import RouterSteps
 from foundry_moe.config import MoEConfig, from_mapping
 from foundry_moe.conversion import apply_dmoe, batch_context
+from foundry_moe.layers.moe import MoELayer
 
 __all__ = ["DMoE", "apply_dmoe"]
 
@@ -75,16 +77,24 @@ class DMoE(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
             check_parallelism(state)
-            layers = apply_dmoe(state.model, self.config, state.optimizers)
-            if layers and not any(isinstance(algorithm, RouterSteps) for algorithm in state.algorithms):
+            layers = self._put_experts(state)
+            if not any(isinstance(algorithm, RouterSteps) for algorithm in state.algorithms):
                 state.algorithms.append(RouterSteps())
-            if self.config.mesh_config is not None and layers:
+            if self.config.mesh_config is not None:
                 place_on_mesh(state, self.config.mesh_config)
             logger.log_hyperparameters({"dmoe/layers": len(layers), "dmoe/num_experts": self.config.num_experts})
             return
         context = batch_context(state.model)
         if context is not None:
             state.loss = context.anchor(state.loss)
+
+    def _put_experts(self, state: State) -> list[MoELayer]:
+        """A run that asked for experts and got none would train a dense model for days: here it is an error."""
+        with warnings.catch_warnings(record=True) as caught:
+            layers = apply_dmoe(state.model, self.config, state.optimizers)
+        if not layers:
+            raise ValueError(f"algorithms.dmoe: {caught[-1].message}")
+        return layers
 
 
 def check_parallelism(state: State) -> None:

@@ -122,6 +122,16 @@ def test_balance_loss_pulls_the_load_together():
     assert worst[1] < 0.8 * worst[0]
 
 
+@pytest.mark.parametrize("layers", ["all", {"every": 9}])
+def test_a_run_in_which_nothing_matches_is_refused(layers):
+    model = llama()
+    if layers == "all":
+        for block in model.model.model.layers:
+            block.mlp = torch.nn.Linear(32, 32)
+    with pytest.raises(ValueError, match="algorithms.dmoe: dMoE changed nothing"):
+        Trainer(model=model, algorithms=[DMoE(**MOE, layers=layers)], device="cpu", progress_bar=False)
+
+
 def test_algorithm_and_model_entry_together_are_refused():
     with pytest.raises(ValueError, match="has dMoE layers already"):
         Trainer(model=mpt(), algorithms=[DMoE(**MOE)], device="cpu", progress_bar=False)
