@@ -128,7 +128,7 @@ def test_a_run_in_which_nothing_matches_is_refused(layers):
     if layers == "all":
         for block in model.model.model.layers:
             block.mlp = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match="algorithms.dmoe: dMoE changed nothing"):
+    with pytest.raises(ValueError, match=r"algorithms\.dmoe: dMoE changed nothing"):
         Trainer(model=model, algorithms=[DMoE(**MOE, layers=layers)], device="cpu", progress_bar=False)
 
 
