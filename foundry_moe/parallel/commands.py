@@ -25,7 +25,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cpu, NCCL on cuda")
     parser.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="default: fp64 on cpu, fp32 on cuda")
-    parser.add_argument("--tolerance", type=float, help="default: 1e-10 in fp64, 1e-3 in fp32, 5e-2 in bf16")
+    parser.add_argument("--tolerance", type=float, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
     parser.add_argument("--gpus-per-node", type=int, help="pretend that so many ranks share a node (default: all)")
     parser.add_argument("--all-to-all", choices=("auto", "flat", "hierarchical"), default="auto")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch")

@@ -1,0 +1,146 @@
+"""`foundry-moe plan`: parameters as the real model has them, every YAML of the tree, and what will not do."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from foundry_moe.parallel.plan import GIB, format_plan, plan_run, ranks_per_token
+from foundry_moe.parallel.shape import read_shape
+
+ROOT = Path(__file__).parents[2]
+RUNS = {
+    "yamls/bench/olmoe_1b_7b.yaml": (4, 4, 141),
+    "yamls/pretrain/1gpu.yaml": (1, 1, 40),
+    "yamls/pretrain/4gpu.yaml": (4, 4, 141),
+    "yamls/pretrain/8gpu.yaml": (8, 8, 80),
+    "yamls/cluster/64x8gpu.yaml": (512, 8, 80),
+}
+
+
+def load(path: str, **overrides: Any) -> dict[str, Any]:
+    config = OmegaConf.load(ROOT / path)
+    for key, value in overrides.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+@pytest.mark.parametrize("path", RUNS)
+def test_every_run_of_the_tree_fits_its_machine(path: str) -> None:
+    gpus, gpus_per_node, gib = RUNS[path]
+    plan = plan_run(load(path), gpus=gpus, gpus_per_node=gpus_per_node, gpu_bytes=gib * GIB)
+    assert not [warning for warning in plan.warnings if "fit" in warning]
+    assert plan.mesh.world_size == gpus and plan.mesh.expert_nodes == 1
+    text = format_plan(plan)
+    assert f"= {gpus} GPUs" in text and "in all" in text
+
+
+def test_yamls_are_all_planned() -> None:
+    found = {str(p.relative_to(ROOT)) for d in ("bench", "pretrain", "cluster") for p in (ROOT / "yamls" / d).glob("*")}
+    assert found == set(RUNS)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"tie_word_embeddings": True, "no_bias": False, "norm_type": "low_precision_layernorm"},
+        {"learned_pos_emb": True, "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2}},
+        {"moe": {"num_experts": 4, "top_k": 2, "layers": {"every": 2}, "shared_expert_hidden_size": 24}},
+        {"moe": {"num_experts": 4, "activation": "gelu"}, "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 40}},
+    ],
+)
+def test_parameters_equal_those_of_the_model_that_is_built(model: dict[str, Any]) -> None:
+    from foundry_moe.registry import DMoECausalLM
+
+    small = {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": 96, "max_seq_len": 16, "init_device": "meta"}
+    run = load("yamls/bench/olmoe_1b_7b.yaml")
+    merged = {**run["model"], **small, "attn_config": {}, **model}
+    merged["moe"] = {key: value for key, value in merged["moe"].items() if key != "mesh"}
+    run["model"] = dict(merged)
+    shape = read_shape(run)
+    merged.pop("name")
+    with torch.device("meta"):
+        built = DMoECausalLM(tokenizer=None, **merged)
+    assert sum(p.numel() for p in built.parameters()) == shape.total
+    experts = sum(p.numel() for name, p in built.named_parameters() if ".experts." in name)
+    assert experts == shape.experts
+
+
+def test_olmoe_has_the_parameters_of_its_paper() -> None:
+    shape = read_shape(load("yamls/bench/olmoe_1b_7b.yaml"))
+    # Muennighoff et al. 2024: 6.9 B in all, 1.3 B active
+    assert round(shape.total / 1e9, 2) == 6.92
+    assert round(shape.active / 1e9, 2) == 1.28
+
+
+def test_a_token_reaches_as_many_ranks_as_chance_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    choices = torch.rand(20_000, 64, generator=generator).topk(8).indices // 16
+    measured = sum((choices == rank).any(1).double().mean().item() for rank in range(4))
+    assert ranks_per_token(64, 8, 4) == pytest.approx(measured, rel=0.005)
+    assert ranks_per_token(64, 8, 1) == 1.0
+    assert math.isclose(ranks_per_token(8, 8, 8), 8.0)
+
+
+def test_more_experts_ranks_mean_fewer_bytes_and_replicas_do_not() -> None:
+    def held(**mesh: Any) -> float:
+        run = load("yamls/bench/olmoe_1b_7b.yaml", global_train_batch_size=64, model__moe__mesh=mesh)
+        return plan_run(run, gpus=16, gpus_per_node=8, gpu_bytes=80 * GIB).memory["optimizer"]
+
+    assert held(expert=8, shard=2) == pytest.approx(held(expert=4, shard=4)) == pytest.approx(held(expert=1, shard=16))
+    assert held(expert=8, shard=1, replicate=2) == pytest.approx(2 * held(expert=8, shard=2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        ({"device_train_microbatch_size": 64, "global_train_batch_size": 4096}, "will not fit"),
+        ({"model__moe__mesh": {"expert": 16, "shard": 2}}, "spans 2 nodes"),
+        ({"model__max_seq_len": 64, "device_train_microbatch_size": 1}, "tokens an expert in a microbatch"),
+        ({"model__moe__mesh": {"expert": 1, "shard": 64}}, "slow: .* s of messages between nodes"),
+    ],
+)
+def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], warning: str) -> None:
+    gpus = 64 if overrides.get("model__moe__mesh", {}).get("shard") == 64 else 32
+    run = load("yamls/bench/olmoe_1b_7b.yaml", **{"global_train_batch_size": 64, **overrides})
+    plan = plan_run(run, gpus=gpus, gpus_per_node=8, gpu_bytes=80 * GIB)
+    assert [w for w in plan.warnings if re.search(warning, w)], plan.warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"model__name": "hf_causal_lm"}, "not model.name: hf_causal_lm"),
+        ({"model__moe": None}, "no experts to plan for"),
+        ({"global_train_batch_size": 30}, r"global_train_batch_size \(30\) must be a multiple of .* \(4\)"),
+        ({"device_train_microbatch_size": "auto"}, "FSDP2 has no auto"),
+        ({"model__moe__mesh": {"expert": 3}}, r"mesh.expert \(3\) must divide num_experts \(64\)"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(overrides: dict[str, Any], sentence: str) -> None:
+    run = load("yamls/bench/olmoe_1b_7b.yaml", **overrides)
+    with pytest.raises(ValueError, match=sentence):
+        plan_run(run, gpus=4, gpus_per_node=4, gpu_bytes=80 * GIB)
+
+
+def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits() -> None:
+    command = [sys.executable, "-m", "foundry_moe.cli", "plan", str(ROOT / "yamls/cluster/64x8gpu.yaml")]
+    machine = ["--gpus", "512", "--gpus-per-node", "8"]
+    fits = subprocess.run([*command, *machine], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert fits.returncode == 0, fits.stderr
+    assert "replicate 8 x shard 8 x expert 8 = 512 GPUs on 64 nodes" in fits.stdout
+    small = subprocess.run(
+        [*command, *machine, "--gpu-memory-gib", "24"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert small.returncode == 1 and "will not fit" in small.stdout
