@@ -1,0 +1,117 @@
+#!/bin/sh
+# Starts training from what the cluster says about this node.
+#
+#   entrypoint.sh RUN.yaml [key=value ...]    trains: foundry_moe/train.py under a launcher
+#   entrypoint.sh -- COMMAND ...              runs a command instead
+#
+# Where the nodes are comes from the first of these that is there:
+#   Slurm               SLURM_JOB_ID, SLURM_NNODES, SLURM_NODEID, and MASTER_ADDR or SLURM_JOB_NODELIST (scontrol)
+#   Kubernetes          JOB_COMPLETION_INDEX of an Indexed Job, NNODES, MASTER_ADDR
+#   plain hosts         NNODES, NODE_RANK, MASTER_ADDR
+#   one node            none of them
+# LAUNCHER     torchrun (default: restarts, on fewer nodes too) or composer
+# NPROC        processes on this node (default: the GPUs here, or 1)
+# MIN_NODES    go on with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
+# MAX_RESTARTS how often a failure is got over (default 100)
+# MASTER_PORT  default 29500
+# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30)
+# DRY_RUN=1    prints the command, one word a line, and runs nothing
+set -eu
+
+die() {
+    echo "entrypoint: $*" >&2
+    exit 2
+}
+
+is_count() {
+    case $1 in '' | *[!0-9]* | 0) return 1 ;; *) return 0 ;; esac
+}
+
+if [ $# -eq 0 ] || [ "$1" = --help ]; then
+    sed -n '2,/^set -eu/s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
+if [ "$1" = -- ]; then
+    shift
+    [ $# -gt 0 ] || die "-- wants a command after it"
+    exec "$@"
+fi
+
+# Which node is this, of how many, and who is the first?
+where="one node"
+nodes=${NNODES:-1}
+rank=${NODE_RANK:-0}
+master=${MASTER_ADDR:-}
+job=${RUN_NAME:-foundry-moe}
+if [ -n "${SLURM_JOB_ID:-}" ]; then
+    where=Slurm
+    nodes=${SLURM_NNODES:-${SLURM_JOB_NUM_NODES:-1}}
+    rank=${SLURM_NODEID:-0}
+    job=slurm-$SLURM_JOB_ID
+    if [ -z "$master" ] && [ "$nodes" != 1 ]; then
+        [ -n "${SLURM_JOB_NODELIST:-}" ] || die "SLURM_JOB_NODELIST and MASTER_ADDR are both unset: set MASTER_ADDR"
+        command -v scontrol >/dev/null 2>&1 || die "scontrol is not in this container: set MASTER_ADDR in the job script"
+        master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    fi
+elif [ -n "${JOB_COMPLETION_INDEX:-}" ]; then
+    where=Kubernetes
+    rank=$JOB_COMPLETION_INDEX
+    [ -n "${NNODES:-}" ] || die "NNODES is unset: set it to the Job's completions"
+elif [ -n "${NNODES:-}" ]; then
+    where="plain hosts"
+    [ "$nodes" = 1 ] || [ -n "${NODE_RANK:-}" ] || die "NODE_RANK is unset: give each host its number, from 0"
+fi
+
+is_count "$nodes" || die "the number of nodes ($nodes) must be a positive whole number"
+case $rank in '' | *[!0-9]*) die "this node's number ($rank) must be a whole number from 0" ;; esac
+[ "$rank" -lt "$nodes" ] || die "this node's number ($rank) must be below the number of nodes ($nodes)"
+if [ "$nodes" -gt 1 ]; then
+    [ -n "$master" ] || die "MASTER_ADDR is unset: set it to the name of node 0"
+fi
+port=${MASTER_PORT:-29500}
+is_count "$port" && [ "$port" -le 65535 ] || die "MASTER_PORT ($port) must be from 1 to 65535"
+
+# How many processes run here?
+processes=${NPROC:-}
+if [ -z "$processes" ]; then
+    processes=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
+    [ "${processes:-0}" -gt 0 ] || processes=1
+fi
+is_count "$processes" || die "NPROC ($processes) must be a positive whole number"
+least=${MIN_NODES:-$nodes}
+is_count "$least" && [ "$least" -le "$nodes" ] || die "MIN_NODES ($least) must be from 1 to the number of nodes ($nodes)"
+restarts=${MAX_RESTARTS:-100}
+case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
+
+export NODE_RANK="$rank" # Composer reads it, and torchrun does not set it
+script=${TRAIN_SCRIPT:-foundry_moe/train.py}
+case ${LAUNCHER:-torchrun} in
+    torchrun)
+        if [ "$nodes" -eq 1 ]; then
+            set -- torchrun --standalone --nproc-per-node "$processes" --max-restarts "$restarts" "$script" "$@"
+        else
+            span=$nodes
+            [ "$least" -eq "$nodes" ] || span=$least:$nodes
+            # the store lives on node 0, also when a node is restarted there under another rank
+            is_host=false
+            [ "$rank" -ne 0 ] || is_host=true
+            set -- torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
+                --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "$master:$port" \
+                --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30}" "$script" "$@"
+        fi
+        ;;
+    composer)
+        [ "$least" -eq "$nodes" ] || die "MIN_NODES ($least) needs LAUNCHER=torchrun: composer wants all $nodes nodes"
+        world=$((nodes * processes))
+        set -- composer --nproc "$processes" --world_size "$world" --node_rank "$rank" \
+            --base_rank $((rank * processes)) --master_addr "${master:-127.0.0.1}" --master_port "$port" "$script" "$@"
+        ;;
+    *) die "LAUNCHER (${LAUNCHER}) must be torchrun or composer" ;;
+esac
+
+if [ "${DRY_RUN:-}" = 1 ]; then
+    printf '%s\n' "$@"
+    exit 0
+fi
+echo "entrypoint: $where, node $rank of $nodes, $processes processes: $*" >&2
+exec "$@"

