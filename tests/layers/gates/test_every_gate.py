@@ -1,0 +1,114 @@
+"""What all gates have in common, whichever experts they choose."""
+
+import pytest
+import torch
+
+from foundry_moe.ops import plan_routes
+from tests.layers.gates.common import GATE_IDS, GATES, batch, build, context_of
+
+every_gate = pytest.mark.parametrize(("settings", "top_k"), GATES, ids=GATE_IDS)
+pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
+
+
+def wanted(gate):
+    return gate.LOSSES - {"load"} if not getattr(gate.config, "noise", False) else gate.LOSSES
+
+
+@every_gate
+@pytest.mark.parametrize("training", [True, False])
+def test_choices_are_well_formed(settings, top_k, training):
+    gate = build(settings, top_k).train(training)
+    ids_BS, x_TD = batch()
+    choices = gate(x_TD, context_of(ids_BS, training=training, losses=wanted(gate)))
+    experts_TK, weights_TK = choices.experts_TK, choices.weights_TK
+    assert experts_TK.shape == weights_TK.shape and experts_TK.dtype == torch.int64
+    assert experts_TK.min() >= -1 and experts_TK.max() < 8
+    assert (weights_TK[experts_TK < 0] == 0).all() and torch.isfinite(weights_TK).all()
+    for row in experts_TK.tolist():
+        present = [e for e in row if e >= 0]
+        assert len(set(present)) == len(present), "a token has an expert twice"
+    if choices.rows is not None:
+        assert (experts_TK >= 0).sum() <= choices.rows
+    assert set(choices.losses) == (wanted(gate) if training else set())
+    plan_routes(experts_TK, 8, choices.rows)
+
+
+@every_gate
+def test_the_same_batch_gives_the_same_choices_whatever_was_drawn_before(settings, top_k):
+    """As when a layer is recomputed under activation checkpointing, or a run is resumed."""
+    gate = build(settings, top_k).train()
+    ids_BS, x_TD = batch()
+    first = gate(x_TD, context_of(ids_BS, losses=frozenset()))
+    torch.manual_seed(99)
+    torch.rand(7)
+    again = gate(x_TD, context_of(ids_BS, losses=frozenset()))
+    assert torch.equal(first.experts_TK, again.experts_TK) and torch.equal(first.weights_TK, again.weights_TK)
+
+
+@pytest.mark.parametrize(
+    ("settings", "top_k"), [case for case in GATES if case[0]["name"] not in ("base", "expert_choice")],
+    ids=[i for i, case in zip(GATE_IDS, GATES, strict=True) if case[0]["name"] not in ("base", "expert_choice")],
+)  # fmt: skip
+def test_a_tokens_choice_does_not_depend_on_the_microbatch_or_rank_that_holds_it(settings, top_k):
+    """`base` and `expert_choice` are left out: there tokens compete."""
+    gate = build(settings, top_k).train()
+    ids_BS, x_TD = batch(sequences=4, positions=8)
+    whole = gate(x_TD, context_of(ids_BS, losses=frozenset()))
+    for rows in ([2, 0], [3, 1]):
+        part_BS = ids_BS[rows]
+        tokens = torch.cat([torch.arange(r * 8, r * 8 + 8) for r in rows])
+        part = gate(x_TD[tokens], context_of(part_BS, losses=frozenset()))
+        k = part.experts_TK.shape[1]
+        assert torch.equal(whole.experts_TK[tokens][:, :k], part.experts_TK)
+        assert (whole.experts_TK[tokens][:, k:] == -1).all()
+        # fp64, and matrix products of other shapes round elsewhere
+        torch.testing.assert_close(whole.weights_TK[tokens][:, :k], part.weights_TK)
+
+
+@every_gate
+def test_padding_takes_part_in_no_loss(settings, top_k):
+    gate = build(settings, top_k).train()
+    ids_BS, x_TD = batch()
+    mask_BS = torch.ones_like(ids_BS)
+    mask_BS[:, 5:] = 0
+    context = context_of(ids_BS, mask_BS, losses=wanted(gate))
+    losses = gate(x_TD, context).losses
+    x_TD = torch.where(context.mask_T[:, None], x_TD, 50 * torch.randn_like(x_TD))
+    for name, value in gate(x_TD, context).losses.items():
+        torch.testing.assert_close(value, losses[name])
+
+
+@every_gate
+def test_weights_pass_their_gradient_to_the_router(settings, top_k):
+    if settings["name"] == "hash":
+        pytest.skip("hash has no parameters")
+    gate = build(settings, top_k).train()
+    ids_BS, x_TD = batch()
+    choices = gate(x_TD, context_of(ids_BS, losses=frozenset()))
+    (choices.weights_TK * torch.randn_like(choices.weights_TK)).sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() and p.grad.any() for p in gate.parameters())
+
+
+@every_gate
+def test_a_cast_leaves_state_in_its_dtype(settings, top_k):
+    gate = build(settings, top_k)
+    before = {name: buffer.clone() for name, buffer in gate.named_buffers()}
+    gate.to(torch.bfloat16)
+    for name, buffer in gate.named_buffers():
+        assert buffer.dtype == before[name].dtype and torch.equal(buffer, before[name])
+    assert all(p.dtype is torch.bfloat16 for p in gate.parameters())
+
+
+@every_gate
+def test_a_gate_built_on_meta_has_its_state_once_drawn(settings, top_k):
+    """As FSDP does it: `to_empty`, then `reset_parameters`."""
+    from foundry_moe.layers.gates.registry import build_gate
+
+    gate = build_gate(settings, d_model=6, num_experts=8, top_k=top_k, dtype=torch.float64, device="meta")
+    gate.to_empty(device="cpu")
+    for buffer in gate.buffers():
+        buffer.fill_(77)
+    gate.reset_parameters(seed=3, layer=1, std=0.7)
+    drawn = build(settings, top_k)
+    for name, tensor in gate.state_dict().items():
+        assert torch.equal(tensor, drawn.state_dict()[name]), name

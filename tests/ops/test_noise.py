@@ -1,0 +1,54 @@
+"""Random numbers from keys: their distribution, and what they depend on."""
+
+import math
+
+import pytest
+import torch
+
+from foundry_moe.ops import noise
+
+KEYS = noise.token_keys(torch.arange(20_000).view(20, 1000))
+STREAM = noise.stream_of(17, 3, 100, 1)
+
+
+def test_uniform_numbers_pass_a_chi_squared_test():
+    u = noise.uniform(KEYS, 8, STREAM).flatten()
+    assert u.min() > 0 and u.max() < 1
+    observed = torch.histc(u, 64, 0, 1).double()
+    expected = u.numel() / 64
+    # 63 degrees of freedom: mean 63, deviation 11.2; five deviations
+    assert ((observed - expected) ** 2 / expected).sum().item() < 63 + 5 * 11.3
+
+
+@pytest.mark.parametrize("shift", [(0, 1), (1, 0), (1, 1)])
+def test_neighbours_are_uncorrelated(shift):
+    u_TN = noise.uniform(KEYS, 64, STREAM).double() - 0.5
+    a, b = u_TN[: -shift[0] or None, : -shift[1] or None], u_TN[shift[0] :, shift[1] :]
+    correlation = 12 * (a * b).mean().item()
+    assert abs(correlation) < 5 / math.sqrt(a.numel())
+
+
+def test_streams_and_tokens_are_independent():
+    streams = [noise.stream_of(*key) for key in [(17, 3, 100, 1), (17, 3, 101, 1), (17, 4, 100, 1), (18, 3, 100, 1)]]
+    drawn = torch.stack([noise.uniform(KEYS, 4, s).flatten().double() - 0.5 for s in streams])
+    correlation = 12 * (drawn @ drawn.T) / drawn.shape[1]
+    assert (correlation - torch.eye(4).double()).abs().max() < 0.03  # 80,000 draws: eight standard errors
+    assert KEYS.unique().numel() > 19_990
+
+
+def test_a_tokens_key_depends_on_its_sequence_and_position_alone():
+    ids_BS = torch.randint(50, (6, 9), generator=torch.Generator().manual_seed(0))
+    keys_BS = noise.token_keys(ids_BS).view(6, 9)
+    assert torch.equal(noise.token_keys(ids_BS[[4, 1]]).view(2, 9), keys_BS[[4, 1]])
+    ids_BS[2, 3] += 1
+    changed_BS = noise.token_keys(ids_BS).view(6, 9) != keys_BS
+    assert changed_BS[2].all() and changed_BS.sum() == 9
+
+
+def test_normal_and_gumbel_have_their_moments():
+    normal, gumbel = noise.normal(KEYS, 8, STREAM).double(), noise.gumbel(KEYS, 8, STREAM).double()
+    n = math.sqrt(normal.numel())
+    assert normal.mean().item() == pytest.approx(0, abs=5 / n) and normal.var().item() == pytest.approx(1, abs=7 / n)
+    assert gumbel.mean().item() == pytest.approx(0.5772, abs=7 / n)
+    assert gumbel.var().item() == pytest.approx(math.pi**2 / 6, rel=0.03)
+    assert torch.isfinite(normal).all() and torch.isfinite(gumbel).all()
