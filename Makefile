@@ -4,6 +4,7 @@
 #   make demo                       trains a small dMoE on real text, 2 processes on the CPU
 #   make test [TESTS=...]           the test suite
 #   make lint                       ruff and mypy
+#   make verify                     trains on meshes of 1 to 8 processes, and compares with one
 STACK ?= modern
 VENV := $(if $(filter stock,$(STACK)),.venv-stock,.venv)
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
-.PHONY: env demo test lint clean
+.PHONY: env demo test lint verify clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -34,6 +35,9 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+verify: env
+	$(BIN)/foundry-moe verify
 
 clean:
 	rm -rf runs data .venv .venv-stock build *.egg-info

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from foundry_moe import __version__
+from foundry_moe.checkpoint import commands as checkpoints
 from foundry_moe.errors import run_cleanly
 from foundry_moe.parallel.commands import add_plan_parser, add_verify_parser
 
@@ -20,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     add_verify_parser(commands)
     add_plan_parser(commands)
+    checkpoints.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,48 @@
+"""The command `foundry-moe`: its parts are there, and a mistake is one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foundry_moe import __version__
+from foundry_moe.cli import main
+
+BIN = Path(sys.executable).parent
+
+
+def outcome(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    captured = capsys.readouterr()
+    return int(stopped.value.code or 0), captured.out, captured.err
+
+
+def test_the_installed_command_answers():
+    done = subprocess.run([BIN / "foundry-moe", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == f"foundry_moe {__version__}"
+
+
+@pytest.mark.parametrize("command", ["verify", "plan", "checkpoints"])
+def test_each_command_explains_itself(capsys, command):
+    code, out, _ = outcome(capsys, command, "--help")
+    assert code == 0 and f"foundry-moe {command}" in out
+
+
+def test_an_unknown_command_is_refused(capsys):
+    code, _, error = outcome(capsys, "chekpoints")
+    assert code == 2 and "chekpoints" in error
+
+
+def test_a_mistake_in_a_run_is_one_line(capsys, tmp_path):
+    code, _, error = outcome(capsys, "plan", str(tmp_path / "none.yaml"), "--gpus", "8")
+    assert code != 0 and "none.yaml" in error and error.count("\n") == 1
+
+
+def test_importing_the_command_needs_no_trainer():
+    """`--help` on a login node answers in seconds."""
+    heavy = ("composer", "llmfoundry", "transformers", "boto3", "triton")
+    code = f"import sys, foundry_moe.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
