@@ -1,4 +1,4 @@
-"""The command `foundry-moe`: verify, plan, checkpoints. Each part brings its own arguments; this file only gathers them."""
+"""The command `foundry-moe`: verify, plan, checkpoints. Each brings its own arguments; this only gathers them."""
 
 from __future__ import annotations
 
