@@ -1,0 +1,136 @@
+"""Token dropping: who is dropped, what the others get, and that dropping nothing is the dropless layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foundry_moe.config import MoEConfig
+from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.moe import LocalDispatch, MoELayer
+from foundry_moe.ops import plan_routes
+from foundry_moe.ops.padded import places_of, plan_padded
+
+CONFIG = MoEConfig(num_experts=5, top_k=2, expert_hidden_size=7, activation="swiglu", init_std=0.5, loss={})
+
+
+def build(config=CONFIG, context=None) -> MoELayer:
+    layer = MoELayer(
+        6, config, layer_index=1, num_layers=3, context=context or BatchContext(), dtype=torch.float64
+    )  # fmt: skip
+    layer.reset_parameters()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("factor", "tokens", "top_k", "experts", "places"),
+    [(1.0, 100, 1, 10, 10), (1.25, 100, 2, 10, 25), (1.0, 7, 2, 5, 3), (1.1, 100, 1, 1, 110), (0.01, 5, 1, 5, 1)],
+)
+def test_places_are_the_factor_times_the_even_share_rounded_up(factor, tokens, top_k, experts, places):
+    assert places_of(factor, tokens, top_k, experts) == places
+
+
+def naive_places(experts_TK, experts, room):
+    """First choices before second ones, earlier tokens before later ones: algorithm 1 of GShard, in a loop."""
+    taken = [0] * experts
+    kept = torch.zeros_like(experts_TK, dtype=torch.bool)
+    for k in range(experts_TK.shape[1]):
+        for t in range(experts_TK.shape[0]):
+            e = int(experts_TK[t, k])
+            if e >= 0 and taken[e] < room:
+                taken[e] += 1
+                kept[t, k] = True
+    return kept
+
+
+@pytest.mark.parametrize("capacity", [0.3, 1.0, 1.25, 3.0, "dynamic"])
+@pytest.mark.parametrize("kind", ["random", "ragged", "all to one"])
+def test_places_go_to_first_choices_first_and_never_twice(capacity, kind):
+    """Offsets taken from the wrong choice's mask make first and second choices collide in one place."""
+    generator = torch.Generator().manual_seed(0)
+    experts_TK = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(23)])
+    if kind == "ragged":
+        experts_TK[torch.rand(23, 3, generator=generator) < 0.4] = -1
+    elif kind == "all to one":
+        experts_TK[:, 0] = 4
+        experts_TK[:, 1:] = -1
+    routes = plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
+    largest = int(torch.bincount(experts_TK[experts_TK >= 0], minlength=5).max())
+    room = largest if capacity == "dynamic" else places_of(capacity, 23, 3, 5)
+    kept_TK = naive_places(experts_TK, 5, room)
+    assert routes.places == room and torch.equal(routes.row_TK >= 0, kept_TK)
+    rows = routes.row_TK[kept_TK]
+    assert rows.unique().numel() == rows.numel()
+    assert torch.equal(rows // room, experts_TK[kept_TK].int())
+    assignment_TK = torch.arange(69).view(23, 3).int()
+    assert torch.equal(routes.source_R[rows.long()], assignment_TK[kept_TK])
+    assert (routes.source_R >= 0).sum() == kept_TK.sum()
+    assert torch.equal(routes.tokens_per_expert_E.long(), torch.bincount(experts_TK[kept_TK], minlength=5))
+    # an expert's used places are its first ones
+    used_EC = (routes.source_R >= 0).view(5, room)
+    assert torch.equal(used_EC.sum(1).int(), routes.tokens_per_expert_E)
+    assert all(bool(used_C[: int(n)].all()) for used_C, n in zip(used_EC, used_EC.sum(1), strict=True))
+
+
+@pytest.mark.parametrize("capacity", ["dynamic", 5.0])
+def test_dropping_nothing_is_the_dropless_layer_in_outputs_and_every_gradient(capacity):
+    x_TD = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn_like(x_TD)
+    results = []
+    for config in (CONFIG, replace(CONFIG, capacity=capacity)):
+        layer = build(config)
+        y_TD = layer(x_TD)
+        results.append([y_TD, *torch.autograd.grad(y_TD, [x_TD, *layer.parameters()], direction)])
+    for dropless, padded in zip(*results, strict=True):
+        torch.testing.assert_close(padded, dropless)
+
+
+def test_a_dropped_choice_adds_nothing_and_the_share_is_reported():
+    layer = build(replace(CONFIG, capacity=0.5))
+    x_TD = torch.randn(20, 6, dtype=torch.float64)
+    y_TD = layer(x_TD)
+    choices = layer.gate(x_TD, BatchContext().for_tokens(20))
+    kept_TK = naive_places(choices.experts_TK, 5, 4)
+    assert not kept_TK.all()
+    truth_TD = layer.experts(x_TD, choices.weights_TK, plan_routes(choices.experts_TK.masked_fill(~kept_TK, -1), 5))
+    torch.testing.assert_close(y_TD, truth_TD)
+    assert (y_TD[~kept_TK.any(1)] == 0).all()
+    y_TD.sum().backward()
+    assert layer.statistics.losses_L.item() == pytest.approx(1 - kept_TK.double().mean().item())
+    # the load is what tokens wanted, dropped or not
+    assert layer.statistics.counts_E.sum() == 40
+
+
+def test_padding_takes_no_place():
+    context = BatchContext()
+    layer = build(replace(CONFIG, capacity=1.0, num_experts=2, top_k=1, gate={"name": "topk"}), context)
+    with torch.no_grad():
+        layer.gate.weight_ED[0], layer.gate.weight_ED[1] = 1.0, -1.0
+    x = torch.ones(1, 8, 6, dtype=torch.float64)  # all to expert 0, which has 4 places
+    context.note(torch.zeros(1, 8, dtype=torch.long), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
+    y = layer(x)
+    assert (y[0, :4] == 0).all() and (y[0, 4:] != 0).all()
+    y.sum().backward()
+    assert layer.statistics.losses_L.item() == 0
+
+
+def test_over_several_processes_the_same_choices_are_dropped():
+    """A dispatch that is not the local one gets choices of -1 and lays them out itself."""
+
+    class Elsewhere:
+        def __call__(self, x_TD, weights_TK, experts_TK, num_experts, experts, rows=None):
+            return LocalDispatch()(x_TD, weights_TK, experts_TK, num_experts, experts, rows)
+
+    layer = build(replace(CONFIG, capacity=0.5))
+    x_TD = torch.randn(20, 6, dtype=torch.float64)
+    here_TD = layer(x_TD)
+    layer.dispatch = Elsewhere()
+    torch.testing.assert_close(layer(x_TD), here_TD)
+
+
+@pytest.mark.parametrize("capacity", [0, -1, "static"])
+def test_a_capacity_that_cannot_be_is_refused(capacity):
+    from foundry_moe.config import from_mapping
+
+    with pytest.raises(ValueError, match="capacity"):
+        from_mapping(MoEConfig, {"num_experts": 4, "capacity": capacity}, "algorithms.dmoe")

@@ -1,0 +1,255 @@
+"""Gates in Composer's Trainer: time, loads of a step, losses over the whole batch, a gate of another package."""
+
+import sys
+import textwrap
+
+import pytest
+import torch
+from composer import Algorithm, ComposerModel, Trainer
+from composer.core import Event
+from omegaconf import OmegaConf
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from foundry_moe.algorithm import DMoE
+from foundry_moe.callbacks.steps import RouterSteps, add_steps_algorithm
+from foundry_moe.config import MoEConfig
+from foundry_moe.conversion import batch_context, moe_layers
+
+VOCABULARY, WIDTH, POSITIONS, BATCH = 24, 8, 6, 8
+
+
+class FFN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 12, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(12, WIDTH, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Body(nn.Module):
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.ffns = nn.ModuleList(FFN() for _ in range(2))
+        self.checkpointing = checkpointing
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for ffn in self.ffns:
+            if self.checkpointing == "none":
+                x = x + ffn(x)
+            else:
+                x = x + checkpoint(ffn, x, use_reentrant=self.checkpointing == "reentrant")
+        return self.head(x)
+
+
+class Model(ComposerModel):
+    def __init__(self, checkpointing: str = "none") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = Body(checkpointing).double()
+
+    def forward(self, batch):
+        return self.body(input_ids=batch["input_ids"])
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
+def data(batches: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (batches * BATCH, POSITIONS + 1), generator=generator)
+    return DataLoader([{"input_ids": r[:-1], "labels": r[1:]} for r in ids], batch_size=BATCH)
+
+
+class Record(Algorithm):
+    """Gradients before the step, and what a function says at the end of each batch."""
+
+    def __init__(self, say=lambda state: None) -> None:
+        self.gradients, self.said, self.say = [], [], say
+
+    def match(self, event, state):
+        return event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+
+    def apply(self, event, state, logger):
+        if event == Event.AFTER_TRAIN_BATCH:
+            self.gradients.append([p.grad.clone() for p in state.model.parameters()])
+        else:
+            self.said.append(self.say(state))
+
+
+def fit(moe, *, microbatch=BATCH, batches=2, checkpointing="none", record=None, until=None, **trainer_keys):
+    record = record or Record()
+    model = Model(checkpointing)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_dataloader=data(batches),
+        max_duration=f"{until or batches}ba",
+        device_train_microbatch_size=microbatch,
+        algorithms=[DMoE(num_experts=4, init_std=0.5, **moe), record],
+        device="cpu",
+        progress_bar=False,
+        log_to_console=False,
+        **trainer_keys,
+    )
+    trainer.fit()
+    trainer.close()
+    return model, record
+
+
+LOSSES = {"balance": 0.3, "z": 0.05}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_balance_over_the_batch_is_exact_under_accumulation_and_checkpointing(checkpointing):
+    moe = {"loss": LOSSES, "balance_over": "batch"}
+    _, whole = fit(moe)
+    _, parts = fit(moe, microbatch=2, checkpointing=checkpointing)
+    for step in range(2):
+        for a, b in zip(whole.gradients[step], parts.gradients[step], strict=True):
+            torch.testing.assert_close(b, a)  # fp64: sums in another order
+
+
+def test_balance_over_microbatches_is_another_loss():
+    """So that the test above tells: the gradients of the two differ."""
+    moe = {"loss": LOSSES, "balance_over": "microbatch"}
+    _, whole = fit(moe, batches=1)
+    model, parts = fit(moe, microbatch=2, batches=1)
+    router = [name for name, _ in model.named_parameters()].index("body.ffns.0.gate.weight_ED")
+    assert not torch.allclose(whole.gradients[0][router], parts.gradients[0][router])
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_every_random_number_is_that_of_the_whole_batch(checkpointing):
+    moe = {"top_k": 2, "gate": {"name": "topk", "noise": True, "jitter": 0.2}, "loss": {"z": 0.05}}
+    _, whole = fit(moe)
+    _, parts = fit(moe, microbatch=2, checkpointing=checkpointing)
+    for a, b in zip(whole.gradients[1], parts.gradients[1], strict=True):
+        torch.testing.assert_close(b, a)
+
+
+BIAS = {"top_k": 2, "loss": {}, "gate": {"name": "topk", "bias_balance": True, "bias_step": 0.25}}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("microbatch", [BATCH, 2])
+def test_bias_moves_once_a_step_by_the_loads_of_all_its_microbatches(checkpointing, microbatch):
+    def say(state):
+        layer = moe_layers(state.model)[0]
+        return layer.statistics.counts_E.clone(), layer.gate.bias_E.clone()
+
+    record = Record(say)  # it stands before the algorithm that DMoE adds: what it sees is before that batch's move
+    fit(BIAS, microbatch=microbatch, batches=3, checkpointing=checkpointing, record=record)
+    total_E = torch.zeros(4, dtype=torch.int64)
+    bias_E = torch.zeros(4)
+    for counts_E, seen_E in record.said:
+        assert torch.equal(seen_E, bias_E)
+        load_E, total_E = counts_E - total_E, counts_E
+        assert load_E.sum() == BATCH * POSITIONS * 2
+        bias_E = bias_E + 0.25 * torch.sign(load_E.sum() - 4 * load_E)
+    assert bias_E.any()
+
+
+def test_bias_and_schedules_resume_as_if_nothing_had_happened(tmp_path):
+    moe = {
+        "top_k": 1,
+        "loss": {"balance": 0.1},
+        "gate": {"name": "switch", "jitter": {"start": 0.4, "end": 0.0, "until": "4ba"}},
+    }
+    for settings in (BIAS, moe):
+        unbroken, _ = fit(settings, batches=4)
+        folder = str(tmp_path / settings["gate"]["name"])
+        fit(settings, batches=4, until=2, save_folder=folder, save_interval="2ba", run_name="x")
+        resumed, _ = fit(settings, batches=4, load_path=f"{folder}/latest-rank0.pt")
+        for name, tensor in unbroken.state_dict().items():
+            torch.testing.assert_close(resumed.state_dict()[name], tensor, msg=name)
+
+
+def test_progress_is_composers_time():
+    said = Record(lambda state: batch_context(state.model).progress)
+    fit({"gate": {"name": "topk"}}, batches=3, record=said)
+    assert [p.ba for p in said.said] == [0, 1, 2]
+    assert [p.sp for p in said.said] == [0, BATCH, 2 * BATCH]
+    assert said.said[1].ep == pytest.approx(1 / 3) and said.said[1].dur == pytest.approx(1 / 3)
+
+
+def test_a_gate_of_another_package_trains_from_yaml(tmp_path, monkeypatch):
+    """A package beside ours: one class, one entry point."""
+    (tmp_path / "othergates.py").write_text(
+        textwrap.dedent(
+            '''
+            from dataclasses import dataclass
+
+            import torch
+            from foundry_moe.layers.gates import Choices, Gate
+
+            class RoundRobin(Gate):
+                """Token t to expert (t + offset) mod E, with a learned weight an expert."""
+
+                @dataclass(frozen=True, kw_only=True)
+                class Config(Gate.Config):
+                    offset: int = 0
+
+                def __init__(self, config, **shape):
+                    super().__init__(config, **shape)
+                    self.scale_E = torch.nn.Parameter(
+                        torch.ones(self.num_experts, dtype=shape["dtype"], device=shape["device"])
+                    )
+
+                def forward(self, x_TD, context):
+                    experts_T = (torch.arange(len(x_TD)) + self.config.offset) % self.num_experts
+                    return Choices(experts_TK=experts_T[:, None], weights_TK=self.scale_E[experts_T][:, None])
+            '''
+        )
+    )
+    info = tmp_path / "othergates-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: othergates\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[foundry_moe_gates]\nround_robin = othergates:RoundRobin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = OmegaConf.to_container(
+        OmegaConf.create(
+            """
+            algorithms:
+              dmoe:
+                top_k: 1
+                gate: {name: round_robin, offset: 3}
+            """
+        )
+    )["algorithms"]["dmoe"]
+    said = Record(lambda state: moe_layers(state.model)[0].statistics.counts_E.tolist())
+    model, _ = fit(settings, record=said)
+    assert said.said[0] == [12, 12, 12, 12]  # 48 tokens over 4 experts
+    assert (moe_layers(model)[1].gate.scale_E != 1).all()
+    with pytest.raises(ValueError, match="did you mean 'round_robin'"):
+        fit({**settings, "gate": {"name": "round_robyn"}})
+    sys.modules.pop("othergates", None)
+
+
+def test_a_model_built_with_experts_gets_the_algorithm_from_foundry():
+    config = add_steps_algorithm({"model": {"name": "dmoe_causal_lm"}})
+    assert config["algorithms"] == {"dmoe_steps": {}}
+    assert add_steps_algorithm({"model": {"name": "mpt_causal_lm"}}) == {"model": {"name": "mpt_causal_lm"}}
+
+
+def test_only_one_algorithm_drives_the_gates():
+    model = Model()
+    trainer = Trainer(
+        model=model, algorithms=[RouterSteps(), DMoE(num_experts=4)], device="cpu", train_dataloader=data(1),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1), max_duration="1ba", progress_bar=False,
+        log_to_console=False,
+    )  # fmt: skip
+    assert sum(isinstance(a, RouterSteps) for a in trainer.state.algorithms) == 1
+    trainer.close()
+
+
+def test_a_balance_scope_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="balance_over: 'bach' is not one of .*did you mean 'batch'"):
+        MoEConfig(num_experts=4, balance_over="bach")
