@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +31,37 @@ def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str) 
     # raising and dying must not wait for the timeout
     assert time.monotonic() - started < 60
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("rank")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("raises", "the data of batch 1 is torn"),
+        pytest.param("dies", "Rank 1 crashed with exit code -9", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failing_rank_ends_a_run_under_the_composer_launcher(kind: str, message: str, tmp_path: Path) -> None:
+    """Through `composer -n 2 foundry_moe/train.py`: the other rank waits in an all-to-all when the first goes."""
+    root = Path(__file__).parents[2]
+    started = time.monotonic()
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "composer.cli.launcher", "-n", "2", "foundry_moe/train.py"),
+            "tests/distributed/tiny.yaml",
+            "algorithms.dmoe.mesh.expert=2",
+            "code_paths=[benchmarks/random_tokens.py,tests/distributed/fault_callback.py]",
+            f"callbacks.fail_at={{kind: {kind}, rank: 1, batch: 1}}",
+            "dist_timeout=60",
+        ],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert message in run.stdout + run.stderr
+    # the launcher ends the other rank: nobody waits for the timeout of a collective
+    assert "Timed out" not in run.stdout + run.stderr
+    assert time.monotonic() - started < 180
