@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-
 from foundry_moe_kernels import expert_products as ep
 from foundry_moe_kernels import tuning
 from foundry_moe_kernels.tuning import Tile
@@ -37,23 +36,28 @@ CASES = {
 }
 
 WIDE = [Tile(stages=s, flatten=f, group=g) for s in (3, 4) for f in (0, 1) for g in (4, 8, 16)]
-SQUARE = [Tile(bn=128, stages=s, flatten=f, warps=4, per_sm=p, split=1) for s, p in ((4, 1), (3, 2)) for f in (0, 1)]
-DEEP = [Tile(bn=128, bk=128, stages=3, flatten=f, warps=w, split=2) for f in (0, 1) for w in (4, 8)]
-BACKWARD = [
-    Tile(bn=bn, stages=s, flatten=f, warps=8, split=split)
-    for bn, split, s in ((256, 4, 3), (256, 4, 4), (128, 2, 4), (128, 4, 4))
+WHOLE = [Tile(stages=3, flatten=f, group=g, split=1) for f in (0, 1) for g in (4, 8)]  # one store a tile
+PAIRED = [  # two programs on an SM: one computes while the other stores
+    Tile(bn=128, stages=s, flatten=f, warps=4, per_sm=2, split=split, group=g)
+    for s, split in ((3, 2), (3, 4), (2, 1))
     for f in (0, 1)
-] + [Tile(bn=128, stages=3, flatten=f, warps=4, per_sm=p, split=4) for f in (0, 1) for p in (1, 2)]
-CANDIDATES = {"down_backward": BACKWARD}
-TALL = [Tile(bm=256, bn=128, stages=s, flatten=f, split=1) for s in (3, 4) for f in (0, 1)]
+    for g in (8, 16)
+]
+DEEP = [Tile(bn=128, bk=128, stages=3, flatten=1, warps=w, split=2) for w in (4, 8)]
+FUSED = [Tile(bn=128, stages=3, flatten=f, warps=4, per_sm=2, split=4, group=g) for f in (0, 1) for g in (8, 16)] + [
+    Tile(stages=3, flatten=1, split=4),
+    Tile(bn=128, stages=4, flatten=1, warps=8, split=2),
+]
+SEPARATE = [Tile(stages=s, flatten=f, group=g, fused=0) for s in (3, 4) for f in (0, 1) for g in (4, 8, 16)]
 
 
 def candidates(product: str) -> list[Tile]:
-    for prefix, tiles in CANDIDATES.items():
-        if product.startswith(prefix):
-            return tiles
-    extra = TALL if product == "inner" else []
-    return WIDE + SQUARE + DEEP + extra
+    if product.startswith("down_backward"):
+        return FUSED + SEPARATE
+    if product.startswith("up"):  # its epilogue always stores halves
+        return [tile for tile in WIDE + PAIRED + DEEP if tile.split == 2]
+    tiles = WIDE + WHOLE + PAIRED + DEEP
+    return [tile for tile in tiles if tile.split <= 2] if product == "inner" else tiles
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -171,13 +175,15 @@ def main() -> None:
             best[product.key] = dataclasses.asdict(times[0][1])
             shown = "  ".join(
                 f"{product.flops / ms / 1e9:.0f}: {t.bm}x{t.bn}x{t.bk} s{t.stages} w{t.warps} g{t.group} f{t.flatten}"
-                f" p{t.per_sm} /{t.split}"
+                f" p{t.per_sm} /{t.split}{'' if t.fused else ' sep'}"
                 for ms, t in times[: args.top]
             )
             print(f"{case:8s} {product.key:34s} {shown}", flush=True)
         torch.cuda.empty_cache()
     if args.out:
-        args.out.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(best.items())) + "\n}\n")
+        args.out.write_text(
+            "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(best.items())) + "\n}\n"
+        )
 
 
 if __name__ == "__main__":

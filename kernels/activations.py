@@ -20,12 +20,26 @@ def _tanh(x):
 
 
 @triton.jit
+def _normal_cdf(z):
+    """(Phi(z), exp(-z^2/2)): Abramowitz and Stegun 7.1.26, off by 7.5e-8 at most.
+
+    With `tl.erf` the epilogue of `up` took as long again as its product (H200, 65536 x 512 x 2048: 287 of 602 TFLOP/s).
+    """
+    t = 1.0 / (1.0 + 0.3275911 * _SQRT_HALF * tl.abs(z))
+    bell = tl.exp(-0.5 * z * z)
+    tail = (((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592
+    tail = 0.5 * tail * t * bell
+    return tl.where(z < 0.0, tail, 1.0 - tail), bell
+
+
+@triton.jit
 def activate(z, ACT: tl.constexpr):
     """act(z)."""
     if ACT == "silu":
         return z * tl.sigmoid(z)
     elif ACT == "gelu":
-        return 0.5 * z * (1.0 + tl.erf(z * _SQRT_HALF))
+        cdf, _ = _normal_cdf(z)
+        return z * cdf
     elif ACT == "gelu_tanh":
         return 0.5 * z * (1.0 + _tanh(_SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z)))
     elif ACT == "relu":
@@ -46,8 +60,8 @@ def activate_with_grad(z, ACT: tl.constexpr):
         value = z * s
         return value, s + value * (1.0 - s)
     elif ACT == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(z * _SQRT_HALF))
-        return z * cdf, cdf + z * _INV_SQRT_2PI * tl.exp(-0.5 * z * z)
+        cdf, bell = _normal_cdf(z)
+        return z * cdf, cdf + z * _INV_SQRT_2PI * bell
     elif ACT == "gelu_tanh":
         t = _tanh(_SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z))
         slope = _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * z * z)

@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WRAP = 2**28  # in elements, _WRAP * _WRAP_STRIDE = 2^64; both strides stay under 2^40 bytes, the coordinates under 2^31
+_WRAP = (
+    2**28
+)  # in elements, _WRAP * _WRAP_STRIDE = 2^64; both strides stay under 2^40 bytes, the coordinates under 2^31
 _WRAP_STRIDE = 2**36
 _UNBOUNDED = 2**31 - 2**16
 WRAP_COORDINATE = tl.constexpr(_WRAP)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
-
 from foundry_moe_kernels import descriptors, tuning
+from foundry_moe_kernels.pointwise import activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
 from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
 from foundry_moe_kernels.topology import block_row_table
 from foundry_moe_kernels.tuning import Tile
+from torch import Tensor
 
 BLOCK = 128
 
@@ -163,7 +163,9 @@ def down_backward_(
     *,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Through the second product and the activation in one launch; z_PRF becomes its own gradient.
+    """Through the second product and the activation; z_PRF becomes its own gradient.
+
+    One launch where `tile.fused`, otherwise the plain product and `pointwise.activation_backward_`.
 
     Args:
         dy_RD: gradient of each row's output, not yet weighted.
@@ -171,10 +173,14 @@ def down_backward_(
 
     Returns:
         h_RF weighted (what the gradient of W2 needs) and, given weights, partial dot products of dy and y, fp32
-        [tiles, R]: their sum over tiles is the gradient of each row's weight.
+        [tiles or 1, R]: their sum over tiles is the gradient of each row's weight.
     """
     experts, k, n = w2_EDF.shape
     tile = tile or tuning.pick(f"down_backward{z_PRF.shape[0]}", rows=rows.num_rows, experts=experts, n=n, k=k)
+    if not tile.fused:
+        h_RF = torch.empty_like(z_PRF[0])  # first dh, then h in its place
+        _rows_product("plain", dy_RD[None], (w2_EDF,), rows, n, transposed=False, tile=tile, c_PRN=h_RF)
+        return h_RF, activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
     h_RF = torch.empty_like(z_PRF[0])
     dots = None
     if weights_TK is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from foundry_moe_kernels.descriptors import WRAP_COORDINATE, ragged_index
 
 

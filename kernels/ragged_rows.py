@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from foundry_moe_kernels.activations import activate, activate_with_grad
 from foundry_moe_kernels.descriptors import WRAP_COORDINATE, ragged_index
 
@@ -158,9 +157,7 @@ def ragged_rows_kernel(
             left, right = _halves(acc, BM, BN)
             H: tl.constexpr = BN // 2
             if SPLIT == 2:
-                dots = _backward_chunk(
-                    left, z_desc, c_desc, h_desc, start, size, row, column, weight, ACT, GLU, BM, H
-                )
+                dots = _backward_chunk(left, z_desc, c_desc, h_desc, start, size, row, column, weight, ACT, GLU, BM, H)
                 dots += _backward_chunk(
                     right, z_desc, c_desc, h_desc, start, size, row, column + H, weight, ACT, GLU, BM, H
                 )
@@ -168,9 +165,7 @@ def ragged_rows_kernel(
                 l0, l1 = _halves(left, BM, H)
                 r0, r1 = _halves(right, BM, H)
                 W: tl.constexpr = BN // 4
-                dots = _backward_chunk(
-                    l0, z_desc, c_desc, h_desc, start, size, row, column, weight, ACT, GLU, BM, W
-                )
+                dots = _backward_chunk(l0, z_desc, c_desc, h_desc, start, size, row, column, weight, ACT, GLU, BM, W)
                 dots += _backward_chunk(
                     l1, z_desc, c_desc, h_desc, start, size, row, column + W, weight, ACT, GLU, BM, W
                 )

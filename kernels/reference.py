@@ -112,3 +112,76 @@ def weight_gradient(a_PRM: Tensor, b_RN: Tensor, offsets_E: Tensor) -> Tensor:
     for expert, span in _spans(offsets_E):
         out[:, expert] = a_PRM[:, span].transpose(1, 2) @ b_RN[span]
     return out
+
+
+def permute(x_TD: Tensor, row_TK: Tensor) -> Tensor:
+    """Twin of `permutation.permute`, rows past the end zero."""
+    tokens, choices = row_TK.shape
+    x_RD = x_TD.new_zeros(tokens * choices, x_TD.shape[1])
+    for k in range(choices):
+        chosen_T = row_TK[:, k] >= 0
+        x_RD[row_TK[chosen_T, k].long()] = x_TD[chosen_T]
+    return x_RD
+
+
+def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+    """Twin of `permutation.combine`."""
+    taken_TKD = y_RD[row_TK.clamp(min=0).long()].masked_fill((row_TK < 0)[..., None], 0)
+    if weights_TK is not None:
+        taken_TKD = taken_TKD * weights_TK[..., None].to(taken_TKD.dtype)
+    return taken_TKD.sum(1)
+
+
+def combine_backward(dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of `permutation.combine_backward`."""
+    dy_RD = torch.zeros_like(y_RD)
+    dweights_TK = torch.zeros_like(weights_TK)
+    for k in range(row_TK.shape[1]):
+        chosen_T = row_TK[:, k] >= 0
+        row = row_TK[chosen_T, k].long()
+        dy_RD[row] = dy_TD[chosen_T] * weights_TK[chosen_T, k, None].to(dy_TD.dtype)
+        dweights_TK[chosen_T, k] = (dy_TD[chosen_T] * y_RD[row]).sum(1).to(weights_TK.dtype)
+    return dy_RD, dweights_TK
+
+
+def expand(values: Tensor, tokens_per_expert_E: Tensor, num_rows: int, widths: list[int]) -> Tensor:
+    """The dense [R, C] matrix of block-sparse values: the truth of the format."""
+    dense = values.new_zeros(num_rows, sum(widths))
+    flat, row, column, at = values.reshape(-1), 0, 0, 0
+    for load, width in zip(tokens_per_expert_E.tolist(), widths, strict=True):
+        dense[row : row + load, column : column + width] = flat[at : at + load * width].view(load, width)
+        row, column, at = row + load, column + width, at + load * width
+    return dense
+
+
+def sparsity(tokens_per_expert_E: Tensor, num_rows: int, widths: list[int]) -> Tensor:
+    """Where the topology has values: a boolean [R, C]."""
+    count = num_rows * max(widths)
+    ones = torch.ones(count, device=tokens_per_expert_E.device)
+    return expand(ones, tokens_per_expert_E, num_rows, widths) > 0
+
+
+def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Twin of `routing.plan`."""
+    expert_A = experts_TK.reshape(-1).long()
+    key_A = torch.where(expert_A >= 0, expert_A, num_experts)
+    order_A = torch.sort(key_A, stable=True).indices
+    loads_E = torch.bincount(key_A, minlength=num_experts + 1)[:num_experts]
+    used = int(loads_E.sum())
+    source_R = order_A.clone()
+    source_R[used:] = -1
+    row_A = torch.full_like(expert_A, -1)
+    row_A[order_A[:used]] = torch.arange(used, device=expert_A.device)
+    return tuple(t.int() for t in (experts_TK, loads_E, loads_E.cumsum(0), source_R, row_A.view_as(experts_TK)))  # type: ignore[return-value]
+
+
+def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, Tensor]:
+    """Twin of `topk.topk`."""
+    scores_TE = scores_TE.double() if scores_TE.dtype is torch.float64 else scores_TE.float()
+    values_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+    values_TK, experts_TK = values_TE[:, :k], experts_TE[:, :k]
+    if softmax == "all":
+        values_TK = torch.softmax(values_TE, -1)[:, :k]
+    elif softmax == "chosen":
+        values_TK = torch.softmax(values_TK, -1)
+    return values_TK, experts_TK

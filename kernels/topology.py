@@ -36,6 +36,8 @@ class Topology:
     row_offsets_M1: Tensor
     column_starts_N: Tensor
     column_sizes_N: Tensor
+    column_experts_N: Tensor
+    column_locals_N: Tensor  # first column within its expert
     column_offsets_N1: Tensor  # CSR offsets of the secondary index
     columns_Z: Tensor
     rows_Z: Tensor
@@ -43,6 +45,7 @@ class Topology:
     value_offsets_Z: Tensor  # int64
     row_experts_M: Tensor
     num_values: int  # elements that hold any load
+    uniform: bool  # experts of one width: values are a matrix [R, F]
 
     @property
     def block_rows(self) -> int:
@@ -72,9 +75,7 @@ def _check(tokens_per_expert_E: Tensor, num_rows: int, widths: list[int], block:
     if debug:
         loads = tokens_per_expert_E.tolist()
         if min(loads, default=0) < 0 or sum(loads) > num_rows:
-            raise ValueError(
-                f"tokens_per_expert {loads} must be >= 0 and add up to at most num_rows ({num_rows})"
-            )
+            raise ValueError(f"tokens_per_expert {loads} must be >= 0 and add up to at most num_rows ({num_rows})")
 
 
 def build_topology(
@@ -152,6 +153,8 @@ def build_topology(
         row_offsets_M1=row_offsets_M1.int(),
         column_starts_N=table(starts, torch.int32),
         column_sizes_N=table(sizes, torch.int32),
+        column_experts_N=column_expert_N.int(),
+        column_locals_N=(column_local_N * block).int(),
         column_offsets_N1=column_offsets_N1.int(),
         columns_Z=(table(first_column)[expert_Z] + local_Z).int(),
         rows_Z=row_Z.int(),
@@ -159,6 +162,7 @@ def build_topology(
         value_offsets_Z=value_Z,
         row_experts_M=expert_M.int(),
         num_values=num_rows * max(widths),
+        uniform=len(set(widths)) == 1,
     )
 
 

@@ -17,7 +17,7 @@ TABLE = Path(__file__).with_name("hopper.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A configuration of one of the Hopper kernels; GROUP tiles share an operand in L2, SPLIT parts leave the epilogue."""
+    """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue."""
 
     bm: int = 128
     bn: int = 256
@@ -28,6 +28,7 @@ class Tile:
     split: int = 2
     flatten: int = 1
     per_sm: int = 1
+    fused: int = 1  # the activation's backward in the epilogue of the product before it
 
 
 @functools.cache

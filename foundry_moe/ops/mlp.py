@@ -6,7 +6,7 @@ Shapes: T tokens, K choices, D model width, F expert width, E experts.
 import torch
 from torch import Tensor
 
-from foundry_moe.ops import grouped, padded, reference
+from foundry_moe.ops import blocksparse, grouped, padded, reference
 from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.routes import Routes, combine, permute
 
@@ -20,11 +20,18 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
         ValueError: the backend asked for cannot run on this device with this dtype.
     """
     if backend == "auto":
+        if blocksparse.is_fast(device, dtype):
+            return "blocksparse"
         return "grouped" if grouped.is_available(device, dtype) else "reference"
     if backend == "grouped" and not grouped.is_available(device, dtype):
         raise ValueError(
             f"backend grouped needs bf16 on a CUDA device of capability 9.0 and torch 2.8 or later, not {dtype} on "
             f"{device} with torch {torch.__version__}: use backend: auto or reference"
+        )
+    if backend == "blocksparse" and not blocksparse.is_available(device, dtype):
+        raise ValueError(
+            f"backend blocksparse needs fp32, fp16 or bf16 on a CUDA device (on a CPU, TRITON_INTERPRET=1 for tests), not "
+            f"{dtype} on {device}: use backend: auto or reference"
         )
     return backend
 
@@ -87,6 +94,11 @@ def routed_mlp(
         if routes.places is not None:
             expert_mlp = padded.expert_mlp
         else:
-            expert_mlp = _EXPERT_MLPS[choose_backend(backend, x_TD.device, x_TD.dtype)]
+            chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
+            if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
+                return blocksparse.routed_mlp(
+                    x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory
+                )
+            expert_mlp = _EXPERT_MLPS[chosen]
         y_RD = expert_mlp(permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
         return combine(y_RD, weights_TK, routes)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_moe.ops import routing_kernels
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
@@ -60,6 +62,15 @@ def plan_routes(experts_TK: Tensor, num_experts: int, rows: int | None = None) -
     if experts_TK.dim() != 2 or experts_TK.is_floating_point():
         raise ValueError(
             f"experts_TK must be integers of shape [tokens, choices], not {experts_TK.dtype} {tuple(experts_TK.shape)}"
+        )
+    if routing_kernels.is_available(experts_TK):
+        experts_TK, loads_E, offsets_E, source_R, row_TK = routing_kernels.plan(experts_TK, num_experts)
+        return Routes(
+            experts_TK=experts_TK,
+            tokens_per_expert_E=loads_E,
+            offsets_E=offsets_E,
+            source_R=source_R[:rows],
+            row_TK=row_TK,
         )
     expert_A = experts_TK.reshape(-1).int()
     present_A = expert_A >= 0
@@ -154,6 +165,8 @@ class _Combine(torch.autograd.Function):
 
 def permute(x_TD: Tensor, routes: Routes) -> Tensor:
     """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end. Differentiable in `x_TD`."""
+    if routes.places is None and routing_kernels.is_available(x_TD):
+        return routing_kernels.permute(x_TD, routes.row_TK, routes.offsets_E, routes.num_rows)
     return _Permute.apply(x_TD, routes.source_R, routes.row_TK)
 
 
@@ -162,4 +175,6 @@ def combine(y_RD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
 
     A token without choices gets zeros. Differentiable in `y_RD` and `weights_TK`; None weighs all rows by one.
     """
+    if routes.places is None and routing_kernels.is_available(y_RD):
+        return routing_kernels.combine(y_RD, weights_TK, routes.row_TK, routes.offsets_E)
     return _Combine.apply(y_RD, weights_TK, routes.source_R, routes.row_TK)

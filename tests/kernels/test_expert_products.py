@@ -4,6 +4,8 @@ Shapes: R rows, D model width, F expert width, E experts. On a CPU the interpret
 on Hopper they run in bf16 with the tiles that training uses.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from foundry_moe_kernels import expert_products as ep
@@ -97,10 +99,13 @@ def test_rows_product_of_both_orientations_and_planes(loads):
     close(both, truth, used)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
-def test_down_backward_gives_every_gradient_of_the_second_product(loads, activation, weighted, gated):
+@pytest.mark.parametrize("fused", [0, 1])
+@pytest.mark.parametrize(
+    "activation, weighted, gated",
+    [("silu", True, True), ("silu", False, True), ("gelu", True, False), ("gelu", True, True), ("gelu", False, False)]
+    + [(name, True, False) for name in ("gelu_tanh", "relu", "relu2")],
+)
+def test_down_backward_gives_every_gradient_of_the_second_product(loads, activation, weighted, gated, fused):
     rows, offsets_E, used, (_, _, w2) = setup(loads)
     z = poison(new(2 if gated else 1, ROWS, F), used, 1)
     dy = poison(new(ROWS, D), used)
@@ -108,7 +113,8 @@ def test_down_backward_gives_every_gradient_of_the_second_product(loads, activat
     source = torch.randperm(ROWS, device=DEVICE).int()
     args = (offsets_E, activation, weights.double() if weighted else None, source)
     dz_true, h_true, dots_true = reference.down_backward(dy.double(), w2.double(), z.double(), *args)
-    h, dots = ep.down_backward_(dy, w2, z, rows, activation, weights, source)
+    tile = dataclasses.replace(ep.tuning.pick("down_backward2", rows=ROWS, experts=5, n=F, k=D), fused=fused)
+    h, dots = ep.down_backward_(dy, w2, z, rows, activation, weights, source, tile=tile)
     close(z, dz_true, used, 1)
     close(h, h_true, used)
     if weighted:

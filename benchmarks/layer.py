@@ -1,0 +1,154 @@
+"""A whole expert layer from routing to combine, forward and backward, beside torch's grouped way and the dense roof.
+
+    python benchmarks/layer.py [--cases OLMoE,Qwen3] [--profile]
+
+The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Peak memory is what the step adds to
+its inputs and weights, gradients included.
+
+Shapes: T tokens, K choices, D model width, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from timing import header, median_ms, probabilities
+
+from foundry_moe.ops import plan_routes, routed_mlp
+from foundry_moe.ops.routing_kernels import topk_softmax
+
+# tokens, model width, expert width, experts, top-k, gated
+CASES = {
+    "Medium": (16384, 1024, 4096, 64, 1, False),
+    "Mixtral": (8192, 4096, 14336, 8, 2, True),
+    "DBRX": (8192, 6144, 10752, 16, 4, True),
+    "OLMoE": (16384, 2048, 1024, 64, 8, True),
+    "Qwen3": (16384, 2048, 768, 128, 8, True),
+}
+
+
+def ours(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int, memory: str = "save") -> Tensor:
+    weights_TK, experts_TK = topk_softmax(logits, k)
+    routes = plan_routes(experts_TK, w1.shape[0])
+    act = "gelu" if v1 is None else "silu"
+    return routed_mlp(x, weights_TK, routes, w1, v1, w2, activation=act, backend="blocksparse", memory=memory)
+
+
+def torch_grouped(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int) -> Tensor:
+    """torchtitan's way: sort, gather, `torch._grouped_mm`, weigh, scatter-add."""
+    top, experts_TK = torch.topk(logits, k)
+    weights_A = torch.softmax(top.float(), -1).flatten()
+    expert_A, order_A = torch.sort(experts_TK.flatten(), stable=True)
+    offsets_E = torch.histc(expert_A.float(), bins=w1.shape[0], min=0, max=w1.shape[0] - 1).cumsum(0).int()
+    token_A = order_A // k
+    x_RD = x[token_A]
+    z = torch._grouped_mm(x_RD, w1.mT, offs=offsets_E)
+    h = F.gelu(z) if v1 is None else F.silu(z) * torch._grouped_mm(x_RD, v1.mT, offs=offsets_E)
+    y_RD = torch._grouped_mm(h, w2.mT, offs=offsets_E)
+    y_RD = (y_RD.float() * weights_A[order_A, None]).to(x.dtype)
+    return torch.zeros_like(x).scatter_add(0, token_A[:, None].expand(-1, x.shape[1]), y_RD)
+
+
+def dense(x: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor) -> Tensor:
+    z = F.linear(x, w1)
+    h = F.gelu(z) if v1 is None else F.silu(z) * F.linear(x, v1)
+    return F.linear(h, w2)
+
+
+def step(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+    function().backward(dy)
+
+
+def measure(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tuple[float, int]:
+    """(ms, bytes at the peak beyond inputs and weights)."""
+    for leaf in leaves:
+        leaf.grad = None
+    step(function, leaves, dy)
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(function, leaves, dy)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return median_ms(lambda: step(function, leaves, dy), 15), peak
+
+
+def profile(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    step(function, leaves, dy)
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step(function, leaves, dy)
+        torch.cuda.synchronize()
+    for event in recorded.key_averages():
+        if event.device_time_total > 5:
+            print(f"    {event.device_time_total / 1e3:8.3f} ms  {event.count:3d} x {event.key[:90]}")
+
+
+def run(case: str, load: str, arguments: argparse.Namespace) -> None:
+    tokens, d, f, experts, k, gated = CASES[case]
+
+    def new(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device="cuda") * scale).bfloat16().requires_grad_()
+
+    x, w1, w2 = new(tokens, d), new(experts, f, d, scale=d**-0.5), new(experts, d, f, scale=f**-0.5)
+    v1 = new(experts, f, d, scale=d**-0.5) if gated else None
+    noise = -torch.empty(tokens, experts, device="cuda").exponential_().log()
+    logits = (noise + probabilities(experts, load).log().cuda().float()).requires_grad_()
+    dy = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+    leaves = [t for t in (x, logits, w1, v1, w2) if t is not None]
+    flops = 6 * (3 if gated else 2) * tokens * k * d * f
+    rows: list[tuple[str, float, int]] = []
+    for name, function in (
+        ("ours", lambda: ours(x, logits, w1, v1, w2, k)),
+        ("ours, recompute", lambda: ours(x, logits, w1, v1, w2, k, "recompute")),
+        ("torch grouped", lambda: torch_grouped(x, logits, w1, v1, w2, k)),
+    ):
+        rows.append((name, *measure(function, leaves, dy)))
+    if arguments.profile and load == "uniform":
+        profile(lambda: ours(x, logits, w1, v1, w2, k), leaves, dy)
+    for leaf in leaves:
+        leaf.grad = None
+    del w1, v1, w2, leaves
+    torch.cuda.empty_cache()
+    a1, a2 = new(k * f, d, scale=d**-0.5), new(d, k * f, scale=f**-0.5)
+    b1 = new(k * f, d, scale=d**-0.5) if gated else None
+    dense_leaves = [t for t in (x, a1, b1, a2) if t is not None]
+    rows.append(("dense roof", *measure(lambda: dense(x, a1, b1, a2), dense_leaves, dy)))
+    roof, theirs = rows[-1][1], rows[2][1]
+    for name, ms, peak in rows:
+        print(
+            f"| {case} | {load} | {name} | {ms:.2f} | {flops / ms / 1e9:.0f} | {peak / 1e6:.0f} | {ms / roof:.3f} | {theirs / ms:.2f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--loads", default="uniform,zipf")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    print(header())
+    print("| case | load | | ms | TFLOP/s | peak MB | over the roof | speed over torch grouped |\n" + "|---" * 8 + "|")
+    for case in arguments.cases.split(","):
+        for load in arguments.loads.split(","):
+            run(case, load, arguments)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The six expert products beside cuBLAS (`torch.bmm`) and `torch._grouped_mm`, TFLOP/s: `python benchmarks/matmul.py`.
+
+The first three cases are the MegaBlocks paper's 18 problems (Gale et al. 2022, figure 9); the others whole models' shapes.
+
+Shapes: R rows, D model width, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from foundry_moe_kernels import expert_products as ep
+from timing import geometric_mean, header, loads, median_ms
+
+CASES = {
+    "XS": (65536, 512, 2048, 64),
+    "Small": (32768, 768, 3072, 64),
+    "Medium": (8192, 1024, 4096, 64),
+    "Mixtral": (16384, 4096, 14336, 8),
+    "DBRX": (32768, 6144, 10752, 16),
+    "OLMoE": (131072, 2048, 1024, 64),
+    "Qwen3": (131072, 2048, 768, 128),
+}
+PAPER = ("XS", "Small", "Medium")
+PRODUCTS = ("fwd1", "fwd2", "dgrad2", "dgrad1", "wgrad2", "wgrad1")
+
+
+def measure(case: str, load: str) -> dict[str, dict[str, float]]:
+    """TFLOP/s of each product: ours, grouped and, with uniform load, bmm."""
+    rows, d, f, experts = CASES[case]
+    counts = loads(rows, experts, load)
+    offsets_E = torch.tensor(counts, device="cuda").cumsum(0).int()
+    ragged = ep.ragged_rows(offsets_E, rows)
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+    x, h, w1, w2 = new(rows, d), new(rows, f), new(experts, f, d), new(experts, d, f)
+    dy, dh = new(rows, d), new(rows, f)
+    dw2, dw1 = (torch.empty(1, *w.shape, dtype=w.dtype, device="cuda") for w in (w2, w1))
+    g = torch._grouped_mm
+    ours = {
+        "fwd1": lambda: ep.rows_product(x[None], (w1,), ragged, transposed=True),
+        "fwd2": lambda: ep.rows_product(h[None], (w2,), ragged, transposed=True),
+        "dgrad2": lambda: ep.rows_product(dy[None], (w2,), ragged, transposed=False),
+        "dgrad1": lambda: ep.rows_product(dh[None], (w1,), ragged, transposed=False),
+        "wgrad2": lambda: ep.weight_gradient(dy[None], h, ragged, out=dw2),
+        "wgrad1": lambda: ep.weight_gradient(dh[None], x, ragged, out=dw1),
+    }
+    grouped = {
+        "fwd1": lambda: g(x, w1.mT, offs=offsets_E),
+        "fwd2": lambda: g(h, w2.mT, offs=offsets_E),
+        "dgrad2": lambda: g(dy, w2, offs=offsets_E),
+        "dgrad1": lambda: g(dh, w1, offs=offsets_E),
+        "wgrad2": lambda: g(dy.t(), h, offs=offsets_E),
+        "wgrad1": lambda: g(dh.t(), x, offs=offsets_E),
+    }
+    variants = {"ours": ours, "grouped": grouped}
+    if load == "uniform" and rows % experts == 0:
+        x3, h3, dy3, dh3 = (t.view(experts, rows // experts, -1) for t in (x, h, dy, dh))
+        variants["bmm"] = {
+            "fwd1": lambda: torch.bmm(x3, w1.mT),
+            "fwd2": lambda: torch.bmm(h3, w2.mT),
+            "dgrad2": lambda: torch.bmm(dy3, w2),
+            "dgrad1": lambda: torch.bmm(dh3, w1),
+            "wgrad2": lambda: torch.bmm(dy3.mT, h3),
+            "wgrad1": lambda: torch.bmm(dh3.mT, x3),
+        }
+    flops = 2.0 * rows * d * f
+    return {
+        product: {name: flops / median_ms(runs[product], 15) / 1e9 for name, runs in variants.items()}
+        for product in PRODUCTS
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", default=",".join(CASES))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print(header(), flush=True)
+    over_bmm: dict[str, list[float]] = {"paper": [], "models": []}
+    over_grouped: dict[str, list[float]] = {"uniform": [], "zipf": []}
+    print("| case | load | | " + " | ".join(PRODUCTS) + " |\n" + "|---" * 9 + "|")
+    for case in args.cases.split(","):
+        for load in ("uniform", "zipf"):
+            result = measure(case, load)
+            for name in next(iter(result.values())):
+                print(
+                    f"| {case} | {load} | {name} | " + " | ".join(f"{result[p][name]:.0f}" for p in PRODUCTS) + " |",
+                    flush=True,
+                )
+            for values in result.values():
+                over_grouped[load].append(values["ours"] / values["grouped"])
+                if "bmm" in values:
+                    over_bmm["paper" if case in PAPER else "models"].append(values["ours"] / values["bmm"])
+        torch.cuda.empty_cache()
+    for label, values in (("ours / bmm, the paper's problems", over_bmm["paper"]), ("ours / bmm, models' shapes", over_bmm["models"]),
+                          ("ours / _grouped_mm, uniform", over_grouped["uniform"]), ("ours / _grouped_mm, Zipf", over_grouped["zipf"])):  # fmt: skip
+        if values:
+            print(f"{label}: geometric mean {geometric_mean(values):.3f}, min {min(values):.3f}, max {max(values):.3f}")
+
+
+if __name__ == "__main__":
+    main()

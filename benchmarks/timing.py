@@ -1,0 +1,65 @@
+"""Times and loads that the kernel benchmarks share: medians of CUDA events, Zipf-like loads, a header with versions."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import triton
+
+ZIPF_RATIO = 20  # the heaviest expert has this many times the load of the lightest
+
+
+def median_ms(run: Callable[[], object], repeats: int = 11, warmup: int = 2) -> float:
+    """Milliseconds between events around each call; every case here runs over more data than the L2 holds."""
+    for _ in range(warmup):
+        run()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in pairs:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2]
+
+
+def probabilities(experts: int, load: str) -> torch.Tensor:
+    """fp64 [E]: equal, or falling as a power of the rank from the heaviest to a `ZIPF_RATIO`th of it."""
+    if load == "uniform":
+        return torch.full((experts,), 1.0 / experts, dtype=torch.float64)
+    weights = torch.arange(1, experts + 1, dtype=torch.float64) ** (-math.log(ZIPF_RATIO) / math.log(experts))
+    generator = torch.Generator().manual_seed(7)
+    return (weights / weights.sum())[torch.randperm(experts, generator=generator)]
+
+
+def loads(rows: int, experts: int, load: str) -> list[int]:
+    """Rows of each expert, adding up to `rows`."""
+    counts = (probabilities(experts, load) * rows).floor().long()
+    counts[: rows - int(counts.sum())] += 1
+    return counts.tolist()
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def header() -> str:
+    return (
+        f"{datetime.date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
+        f"8192^3 bf16 product {_peak():.0f} TFLOP/s, copy {copy_tb_per_s():.2f} TB/s"
+    )
+
+
+def _peak() -> float:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / median_ms(lambda: a @ b) / 1e9
+
+
+def copy_tb_per_s(gigabytes: int = 2) -> float:
+    """A large copy, bytes read plus bytes written."""
+    a = torch.empty(gigabytes * 2**30, dtype=torch.uint8, device="cuda").random_()
+    b = torch.empty_like(a)
+    return 2 * a.numel() / median_ms(lambda: b.copy_(a)) / 1e9

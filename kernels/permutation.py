@@ -1,0 +1,189 @@
+"""Ragged permutation: tokens to the rows of their choices, rows back to tokens, and what the backward pass needs.
+
+Gathers and scatters alone, no atomics: every output element is written by one program, so the bits never change.
+
+Shapes: T tokens, K choices, R rows, D model width, B rows of programs' blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _permute_kernel(
+    x_ptr, out_ptr, row_ptr, end_ptr, tokens, rows, width, x_stride, K: tl.constexpr, ZERO_TAIL: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    keep = (t < tokens)[:, None] & (d < width)[None, :]
+    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * x_stride + d[None, :], mask=keep)
+    if ZERO_TAIL:
+        end = tl.load(end_ptr)
+    for k in tl.static_range(K):
+        assignment = t * K + k
+        row = tl.load(row_ptr + assignment, mask=t < tokens, other=-1).to(tl.int64)
+        tl.store(out_ptr + row[:, None] * width + d[None, :], x, mask=keep & (row >= 0)[:, None])
+        if ZERO_TAIL:
+            tail = out_ptr + assignment.to(tl.int64)[:, None] * width + d[None, :]
+            tl.store(tail, tl.zeros_like(x), mask=keep & ((assignment >= end) & (assignment < rows))[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, out_ptr, row_ptr, weights_ptr, tokens, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    keep = (t < tokens)[:, None] & (d < width)[None, :]
+    total = tl.zeros((TOKENS, WIDTH), ACC)
+    for k in tl.static_range(K):
+        assignment = t * K + k
+        row = tl.load(row_ptr + assignment, mask=t < tokens, other=-1).to(tl.int64)
+        y = tl.load(y_ptr + row[:, None] * width + d[None, :], mask=keep & (row >= 0)[:, None], other=0.0).to(ACC)
+        if WEIGHTED:
+            weight = tl.load(weights_ptr + assignment, mask=t < tokens, other=0.0).to(ACC)
+            y = y * weight[:, None]
+        total += y
+    out = out_ptr + t.to(tl.int64)[:, None] * width + d[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _combine_backward_kernel(
+    dy_ptr, y_ptr, out_ptr, row_ptr, weights_ptr, dweights_ptr, end_ptr, tokens, rows, width, K: tl.constexpr,
+    WIDTH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    end = tl.load(end_ptr)
+    for k in range(K):
+        assignment = t * K + k
+        row = tl.load(row_ptr + assignment).to(tl.int64)
+        weight = tl.load(weights_ptr + assignment).to(ACC)
+        dot = tl.zeros((WIDTH,), ACC)
+        for first in range(0, width, WIDTH):
+            d = first + tl.arange(0, WIDTH)
+            keep = d < width
+            dy = tl.load(dy_ptr + t * width + d, mask=keep, other=0.0).to(ACC)
+            y = tl.load(y_ptr + row * width + d, mask=keep & (row >= 0), other=0.0).to(ACC)
+            dot += dy * y
+            tl.store(out_ptr + row * width + d, (dy * weight).to(out_ptr.dtype.element_ty), mask=keep & (row >= 0))
+            tail = out_ptr + assignment * width + d
+            tl.store(
+                tail,
+                tl.zeros((WIDTH,), out_ptr.dtype.element_ty),
+                mask=keep & (assignment >= end) & (assignment < rows),
+            )
+        tl.store(dweights_ptr + assignment, tl.sum(dot).to(dweights_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _gather_dots_kernel(dots_ptr, row_ptr, out_ptr, tiles, rows, assignments, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + i, mask=i < assignments, other=-1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tile in range(tiles):
+        total += tl.load(dots_ptr + tile * rows.to(tl.int64) + row, mask=row >= 0, other=0.0)
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < assignments)
+
+
+def _accumulator(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype is torch.float64 else tl.float32
+
+
+def _blocks(width: int, element_size: int) -> tuple[int, int, int]:
+    """(tokens, columns, warps) of one program: 16 bytes a thread and load, four tokens in flight."""
+    columns = min(triton.next_power_of_2(width), 2048)
+    warps = max(1, min(8, columns * element_size // (32 * 16)))
+    return (4 if columns <= 1024 else 2), columns, warps
+
+
+def _check(matrix: Tensor, row_TK: Tensor) -> None:
+    if matrix.dim() != 2 or matrix.stride(1) != 1:
+        raise ValueError(
+            f"needs a matrix with unit stride along its rows, not {tuple(matrix.shape)} strided {matrix.stride()}"
+        )
+    if row_TK.dim() != 2 or row_TK.is_floating_point() or not row_TK.is_contiguous():
+        raise ValueError(f"row_TK must be contiguous integers [T, K], not {row_TK.dtype} {tuple(row_TK.shape)}")
+    if row_TK.device != matrix.device:
+        raise ValueError(f"row_TK is on {row_TK.device}, the matrix on {matrix.device}")
+
+
+def permute(
+    x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor, rows: int | None = None, *, zero_tail: bool = True
+) -> Tensor:
+    """x_RD: each token copied to the rows of its choices. Reads every token once.
+
+    Args:
+        row_TK: the row of each choice, -1 for none.
+        offsets_E: row ends of the experts; the last one is the end of the rows in use.
+        rows: R, at most T * K; None = T * K.
+        zero_tail: rows past the end are zeros, otherwise undefined.
+    """
+    _check(x_TD, row_TK)
+    tokens, choices = row_TK.shape
+    if x_TD.shape[0] != tokens:
+        raise ValueError(f"x_TD has {x_TD.shape[0]} tokens, row_TK {tokens}")
+    rows = tokens * choices if rows is None else rows
+    width = x_TD.shape[1]
+    out = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    if out.numel() == 0:
+        return out
+    block, columns, warps = _blocks(width, x_TD.element_size())
+    _permute_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
+        x_TD, out, row_TK, offsets_E[-1:], tokens, rows, width, x_TD.stride(0), K=choices, ZERO_TAIL=zero_tail,
+        TOKENS=block, WIDTH=columns, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+    """y_TD: the weighted sum of each token's rows, accumulated in fp32 (fp64 for fp64). None weighs all by one."""
+    _check(y_RD, row_TK)
+    tokens, choices = row_TK.shape
+    width = y_RD.shape[1]
+    out = torch.empty(tokens, width, dtype=y_RD.dtype, device=y_RD.device)
+    if out.numel() == 0:
+        return out
+    block, columns, warps = _blocks(width, y_RD.element_size())
+    _combine_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
+        y_RD.contiguous(), out, row_TK, None if weights_TK is None else weights_TK.contiguous(), tokens, width,
+        K=choices, WEIGHTED=weights_TK is not None, TOKENS=block, WIDTH=columns, ACC=_accumulator(y_RD.dtype),
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def combine_backward(
+    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `combine`: dy_RD (zeros past the end) and dweights_TK (zeros where there is no choice)."""
+    _check(y_RD, row_TK)
+    tokens, choices = row_TK.shape
+    width = y_RD.shape[1]
+    y_RD = y_RD.contiguous()
+    out = torch.empty_like(y_RD)
+    dweights = torch.empty(tokens, choices, dtype=weights_TK.dtype, device=weights_TK.device)
+    if dweights.numel() == 0 or width == 0:
+        return out, dweights.zero_()
+    _combine_backward_kernel[(tokens,)](
+        dy_TD.contiguous(), y_RD, out, row_TK, weights_TK.contiguous(), dweights, offsets_E[-1:], tokens, y_RD.shape[0], width,
+        K=choices, WIDTH=min(triton.next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,
+    )  # fmt: skip
+    return out, dweights
+
+
+def gather_dots(dots: Tensor, row_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, K]: the sum over tiles of `dots` [tiles, R] at each choice's row; zero where there is no choice."""
+    out = torch.empty(row_TK.shape, dtype=dtype, device=dots.device)
+    if out.numel():
+        block = 256
+        _gather_dots_kernel[(triton.cdiv(out.numel(), block),)](
+            dots, row_TK, out, dots.shape[0], dots.shape[1], out.numel(), BLOCK=block
+        )
+    return out

@@ -1,0 +1,75 @@
+"""The gated activation backwards, row by row: for products that do not carry it in their epilogue.
+
+Shapes: R rows, F expert width, P planes (gate and up: 2, else 1).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foundry_moe_kernels.activations import activate_with_grad
+
+
+@triton.jit
+def _activation_backward_kernel(
+    dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, end_ptr, rows, width,
+    ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < tl.load(end_ptr)
+    weight = tl.full((ROWS,), 1.0, tl.float32)
+    if WEIGHTED:
+        source = tl.load(source_ptr + r, mask=inside, other=0)
+        weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
+    dtype = dh_ptr.dtype.element_ty
+    base = r.to(tl.int64)[:, None] * width
+    up_plane = rows.to(tl.int64) * width
+    dots = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, width, WIDTH):
+        f = first + tl.arange(0, WIDTH)
+        keep = inside[:, None] & (f < width)[None, :]
+        at = base + f[None, :]
+        dh = tl.load(dh_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        value, slope = activate_with_grad(tl.load(z_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
+        weighted = dh * weight[:, None]
+        h = value
+        dgate = weighted * slope
+        if GLU:
+            up = tl.load(z_ptr + up_plane + at, mask=keep, other=0.0).to(tl.float32)
+            tl.store(z_ptr + up_plane + at, (weighted * value).to(dtype), mask=keep)
+            h = value * up
+            dgate = dgate * up
+        tl.store(z_ptr + at, dgate.to(dtype), mask=keep)
+        tl.store(dh_ptr + at, (h * weight[:, None]).to(dtype), mask=keep)
+        dots += tl.sum(dh * h, axis=1)
+    if WEIGHTED:
+        tl.store(dots_ptr + r, dots, mask=inside)
+
+
+def activation_backward_(
+    dh_RF: Tensor,
+    z_PRF: Tensor,
+    offsets_E: Tensor,
+    activation: str,
+    weights_TK: Tensor | None,
+    source_R: Tensor,
+) -> Tensor | None:
+    """In place: z_PRF becomes its gradient, dh_RF the weighted h. Rows past the end keep what they hold.
+
+    Returns:
+        Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
+    """
+    planes, rows, width = z_PRF.shape
+    if not (dh_RF.is_contiguous() and z_PRF.is_contiguous() and dh_RF.shape == (rows, width)):
+        raise ValueError(f"dh {tuple(dh_RF.shape)} and z {tuple(z_PRF.shape)} must be contiguous and of one [R, F]")
+    dots = torch.empty(1, rows, dtype=torch.float32, device=dh_RF.device) if weights_TK is not None else None
+    if rows and width:
+        wide = min(triton.next_power_of_2(width), 1024)
+        _activation_backward_kernel[(triton.cdiv(rows, 2),)](
+            dh_RF, z_PRF, weights_TK, source_R, dots, offsets_E[-1:], rows, width,
+            ACT=activation, GLU=planes == 2, WEIGHTED=weights_TK is not None, ROWS=2, WIDTH=wide, num_warps=4,
+        )  # fmt: skip
+    return dots

@@ -1,0 +1,108 @@
+"""Plans the ragged permutation on the device: a stable counting sort of choices by expert, without atomics.
+
+Three launches: counts of each block of choices, their running sums, and each choice's row.
+
+Shapes: T tokens, K choices, A = T * K assignments, E experts, N blocks of assignments.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256
+_EXPERTS_AT_ONCE = 32
+MAX_EXPERTS = 4096
+
+
+@triton.jit
+def _count_kernel(
+    experts_ptr, counts_ptr, assignments, num_experts, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts_ptr + i, mask=i < assignments, other=-1).to(tl.int32)
+    for first in range(0, num_experts, CHUNK):
+        e = first + tl.arange(0, CHUNK)
+        counts = tl.sum((expert[:, None] == e[None, :]).to(tl.int32), axis=0)
+        tl.store(counts_ptr + e * blocks + block, counts, mask=e < num_experts)
+
+
+@triton.jit
+def _sum_kernel(counts_ptr, totals_ptr, blocks, CHUNK: tl.constexpr):
+    """Running sums over blocks, in place, exclusive; the total of each expert."""
+    row = counts_ptr + tl.program_id(0) * blocks
+    total = tl.zeros((), tl.int32)
+    for first in range(0, blocks, CHUNK):
+        n = first + tl.arange(0, CHUNK)
+        counts = tl.load(row + n, mask=n < blocks, other=0)
+        tl.store(row + n, total + tl.cumsum(counts, axis=0) - counts, mask=n < blocks)
+        total += tl.sum(counts)
+    tl.store(totals_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr, counts_ptr, totals_ptr, experts_out, offsets_ptr, source_ptr, row_ptr, assignments, num_experts, blocks,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    totals = tl.load(totals_ptr + e, mask=e < num_experts, other=0)
+    ends = tl.cumsum(totals, axis=0)
+    if block == 0:
+        tl.store(offsets_ptr + e, ends, mask=e < num_experts)
+    used = tl.sum(totals)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts_ptr + i, mask=i < assignments, other=-1).to(tl.int32)
+    tl.store(experts_out + i, expert, mask=i < assignments)
+    present = expert >= 0
+    j = tl.arange(0, BLOCK)
+    other = tl.load(experts_ptr + block * BLOCK + j, mask=block * BLOCK + j < assignments, other=-1).to(tl.int32)
+    earlier = (expert[:, None] == other[None, :]) & (j[:, None] > j[None, :])
+    rank = tl.sum(earlier.to(tl.int32), axis=1)
+    first = tl.sum(tl.where(e[None, :] < expert[:, None], totals[None, :], 0), axis=1)
+    before = tl.load(counts_ptr + expert * blocks + block, mask=present, other=0)
+    row = first + before + rank
+    tl.store(row_ptr + i, tl.where(present, row, -1), mask=i < assignments)
+    tl.store(source_ptr + row, i, mask=present)
+    tl.store(source_ptr + i, tl.full((BLOCK,), -1, tl.int32), mask=(i >= used) & (i < assignments))
+
+
+def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows of every choice, sorted by expert, then by assignment t * K + k.
+
+    Args:
+        experts_TK: integers in [-1, E), contiguous; -1 is no choice.
+
+    Returns:
+        int32: experts_TK, tokens_per_expert_E, offsets_E (row ends), source_R (assignment of each row, -1 past the end),
+        row_TK (-1 without choice).
+    """
+    if experts_TK.is_floating_point() or not experts_TK.is_contiguous():
+        raise ValueError(f"experts_TK must be contiguous integers, not {experts_TK.dtype}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts ({num_experts}) must be 1 to {MAX_EXPERTS}")
+    device = experts_TK.device
+    assignments = experts_TK.numel()
+    blocks = triton.cdiv(assignments, BLOCK)
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=device)
+
+    totals_E, offsets_E, source_R = new(num_experts), new(num_experts), new(assignments)
+    experts_out, row_TK = new(*experts_TK.shape), new(*experts_TK.shape)
+    if assignments == 0:
+        return experts_out, totals_E.zero_(), offsets_E.zero_(), source_R, row_TK
+    counts_EN = new(num_experts, blocks)
+    _count_kernel[(blocks,)](
+        experts_TK, counts_EN, assignments, num_experts, blocks, BLOCK=BLOCK, CHUNK=_EXPERTS_AT_ONCE
+    )
+    _sum_kernel[(num_experts,)](counts_EN, totals_E, blocks, CHUNK=1024)
+    _place_kernel[(blocks,)](
+        experts_TK, counts_EN, totals_E, experts_out, offsets_E, source_R, row_TK, assignments, num_experts, blocks,
+        BLOCK=BLOCK, EXPERTS=triton.next_power_of_2(num_experts), num_warps=8,
+    )  # fmt: skip
+    return experts_out, totals_E, offsets_E, source_R, row_TK
