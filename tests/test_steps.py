@@ -251,5 +251,5 @@ def test_only_one_algorithm_drives_the_gates():
 
 
 def test_a_balance_scope_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="balance_over: 'bach' is not one of .*did you mean 'batch'"):
+    with pytest.raises(ValueError, match=r"balance_over: 'bach' is not one of .*did you mean 'batch'"):
         MoEConfig(num_experts=4, balance_over="bach")

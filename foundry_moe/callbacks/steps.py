@@ -17,6 +17,7 @@ from foundry_moe.callbacks.mesh import count_samples
 from foundry_moe.conversion import batch_context, moe_layers
 from foundry_moe.layers.context import BatchContext, stay, unchanged
 from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.steps import note_loads, step_gates
 from foundry_moe.parallel.sharing import RankSums
 
 _EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
@@ -69,28 +70,10 @@ class RouterSteps(Algorithm):
         elif event == Event.BEFORE_TRAIN_BATCH:
             # runs again where automatic microbatching starts a batch anew: loads of a failed attempt are left out
             _count_ahead(state, context)
-            self._before = [layer.statistics.counts_E.clone() for layer in _learners(state)]
+            self._before = note_loads(moe_layers(state.model))
         else:
             context.batch_counts = {}
-            self._after_step(state)
-
-    def _after_step(self, state: State) -> None:
-        layers = _learners(state)
-        if not layers:
-            return
-        counts = [
-            layer.statistics.counts_E - before.to(layer.statistics.counts_E.device)
-            for layer, before in zip(layers, self._before, strict=True)
-        ]
-        flat = torch.cat(counts)
-        dist.all_reduce(flat)
-        progress = progress_of(state)
-        for layer, counts_E in zip(layers, flat.split([len(c) for c in counts]), strict=True):
-            layer.gate.after_step(counts_E, progress)
-
-
-def _learners(state: State) -> list[Any]:
-    return [layer for layer in moe_layers(state.model) if layer.gate.learns_from_loads]
+            step_gates(moe_layers(state.model), self._before, progress_of(state))
 
 
 def _share(context: BatchContext) -> None:

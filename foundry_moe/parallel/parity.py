@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from foundry_moe.config import MeshConfig, MoEConfig
-from foundry_moe.conversion import apply_dmoe, batch_context
+from foundry_moe.conversion import apply_dmoe, batch_context, moe_layers
+from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.steps import note_loads, step_gates
 from foundry_moe.parallel.gradients import clip_norm
 from foundry_moe.parallel.placement import parallelize
 
@@ -230,6 +232,8 @@ def run_case(
 
     seen: dict[str, Tensor] = {}
     for step in range(STEPS):
+        context.progress = Progress(ba=step, dur=step / STEPS)
+        before = note_loads(moe_layers(model))
         optimizer.zero_grad()
         total = torch.zeros((), dtype=dtype, device=device)
         for microbatch in range(case.microbatches):
@@ -255,6 +259,7 @@ def run_case(
         seen[f"norm/{step}"] = clip_norm(model.parameters(), case.max_norm).cpu()
         seen[f"loss/{step}"] = total.cpu()
         optimizer.step()
+        step_gates(moe_layers(model), before, Progress(ba=step + 1))
     for name, parameter in model.named_parameters():
         seen[f"weight/{kind_of(name)}/{name}"] = whole(parameter)
     seen.update(_checkpoint_contents(model, optimizer, rank))

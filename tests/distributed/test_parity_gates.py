@@ -1,0 +1,55 @@
+"""Every gate over processes: the same choices, losses, state and weights as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foundry_moe.parallel.launch import run_processes
+from foundry_moe.parallel.parity import run_case
+from foundry_moe.parallel.verify import TOLERANCE, compare
+from tests.distributed import gates_worker
+from tests.distributed.launching import PRELOAD
+
+pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
+
+
+def test_gates_over_expert_ranks_train_as_one_process_does():
+    """Noise, schedules, bias and ragged choices included; two microbatches a step; the checkpoint too."""
+    (results,) = run_processes(
+        gates_worker.on_meshes, list(gates_worker.ALONE), [(1, 1, 2)], world_size=2, preload=PRELOAD
+    )
+    for name, ours in results.items():
+        expected = run_case(gates_worker.case_of(name), None)
+        rows = compare(ours, expected)
+        assert max(rows.values()) < TOLERANCE["fp64"], (name, rows)
+    bias = [key for key in results["noisy, in groups, with bias"] if key.endswith("bias_E")]
+    assert bias and all(results["noisy, in groups, with bias"][key].any() for key in bias)
+
+
+def test_gates_in_which_tokens_compete_do_not_depend_on_the_mesh():
+    """They see the tokens of a rank, so one process differs; but the ranks' roles make no difference."""
+    first, second = run_processes(
+        gates_worker.on_meshes, list(gates_worker.TOGETHER), [(1, 1, 2), (2, 1, 1)], world_size=2, preload=PRELOAD
+    )
+    for name in gates_worker.TOGETHER:
+        rows = compare(first[name], second[name])
+        assert max(rows.values()) < TOLERANCE["fp64"], (name, rows)
+
+
+def test_a_shuffle_is_undone_and_balances_over_uneven_ranks():
+    ranks = run_processes(gates_worker.shuffled_assignment, world_size=3, preload=PRELOAD)
+    for rank in ranks:
+        torch.testing.assert_close(rank["returned"], rank["scores"], rtol=0, atol=0)
+        assert rank["same"] and rank["differs"]
+        assert rank["largest"] == 2 and rank["sum"].tolist() == [3, 3]
+    everyone = torch.cat([rank["scores"] for rank in ranks])
+    moved = torch.cat([rank["shuffled"] for rank in ranks])
+    assert torch.equal(everyone.sort(0).values, moved.sort(0).values)
+    sizes = [len(rank["shuffled"]) for rank in ranks]
+    assert sum(sizes) == 72 and max(sizes) - min(sizes) <= 2
+    for rank in ranks:  # rows of all ranks in each share
+        origins = [sum(bool((row == other["scores"]).all(1).any()) for row in rank["shuffled"]) for other in ranks]
+        assert min(origins) >= 6
+    loads = torch.bincount(torch.cat([rank["experts"] for rank in ranks]), minlength=8)
+    assert loads.max() - loads.min() <= 3  # one a rank at most
