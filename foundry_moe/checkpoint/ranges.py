@@ -7,8 +7,9 @@ N dimensions.
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -133,8 +134,8 @@ class Fetcher:
         self._entries = list(manifest.tensors.items())
         self._lock = threading.Lock()
 
-    def fetch(self, part: Range) -> Tensor:
-        """One range as uint8.
+    def fetch(self, part: Range, out: Tensor) -> Tensor:
+        """Fills `out`, uint8, with one range, and returns it.
 
         Raises:
             DamagedError: an object is missing or short, or a block's hash is still wrong when read again.
@@ -142,7 +143,6 @@ class Fetcher:
         """
         key, size_bytes = self.manifest.objects[part.object_index]
         name = f"{self.attempt}/{key}"
-        out = torch.empty(part.size_bytes, dtype=torch.uint8)
         view = memoryview(out.numpy())
         self._read(name, part.start, view, size_bytes)
         for block, start in part.blocks:
@@ -174,23 +174,31 @@ class Fetcher:
         with self._lock:
             self.bytes_read += len(out)
 
-    def stream(self, ranges: Sequence[Range]) -> Iterator[Tensor | CheckpointError]:
-        """The ranges' bytes in order, read ahead; a range that could not be read comes as its error."""
+    def stream(
+        self, ranges: Sequence[Range], memory: Callable[[int, int], Tensor] | None = None
+    ) -> Iterator[Tensor | CheckpointError]:
+        """The ranges' bytes in order, read ahead; a range that could not be read comes as its error.
+
+        Args:
+            memory: (number of the range, bytes) to where it goes; asked for `READS_IN_FLIGHT` ranges ahead of the one
+                that is being used. By default each range gets memory of its own.
+        """
+        make = memory or (lambda number, size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
             waiting: collections.deque[Future[Tensor]] = collections.deque()
-            todo = iter(ranges)
-            for part in todo:
-                waiting.append(pool.submit(self.fetch, part))
-                if len(waiting) >= READS_IN_FLIGHT:
-                    break
+            todo = iter(enumerate(ranges))
+
+            def read_ahead(count: int) -> None:
+                for number, part in itertools.islice(todo, count):
+                    waiting.append(pool.submit(self.fetch, part, make(number, part.size_bytes)))
+
+            read_ahead(READS_IN_FLIGHT)
             while waiting:
                 future = waiting.popleft()
                 try:
                     result: Tensor | CheckpointError = future.result()
                 except CheckpointError as error:
                     result = error
-                for part in todo:
-                    waiting.append(pool.submit(self.fetch, part))
-                    break
+                read_ahead(1)
                 del future
                 yield result

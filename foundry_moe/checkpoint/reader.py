@@ -29,7 +29,7 @@ from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode
 from foundry_moe.checkpoint.commits import Found
 from foundry_moe.checkpoint.errors import MismatchError
-from foundry_moe.checkpoint.exchange import Traffic, exchange
+from foundry_moe.checkpoint.exchange import Needs, Traffic, exchange
 from foundry_moe.checkpoint.layout import Block, Layout
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.ranges import Fetcher, coalesce, intersect, narrow_to, plan_reads
@@ -222,6 +222,7 @@ class ElasticReader(StorageReader):
         manifest, reads = self.found.manifest, planner.read_plan
         entries = list(manifest.tensors.items())
         items = {(block.item, block.index): item for block, item in zip(reads.needed, plan.items, strict=True)}
+        blocks = {(block.item, block.index): block for block in reads.needed}
 
         def cut(block: Block, raw: Tensor, rank: int) -> Tensor:
             box = planner.piece(block, rank)
@@ -245,10 +246,13 @@ class ElasticReader(StorageReader):
         try:
             exchange(
                 ranges,
-                fetcher.stream(ranges),
-                lambda block: reads.needers[block.item, block.index],
+                lambda memory: fetcher.stream(ranges, memory),
+                Needs(
+                    receivers=lambda block: reads.needers[block.item, block.index],
+                    piece_bytes=piece_bytes,
+                    block=lambda item, index: blocks[item, index],
+                ),
                 cut,
-                piece_bytes,
                 place,
                 self.group,
                 self.traffic,

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # peers that vanish are what this is about
 
 import torch
 import torch._dynamo  # DTensor imports it lazily: here once, and not 2 s in every forked process

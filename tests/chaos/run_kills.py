@@ -1,0 +1,244 @@
+"""The demo's run under Composer's launcher, killed again and again, against a run that nobody disturbs.
+
+    python -m tests.chaos.run_kills --data data/demo --kills 24                # moto, and a proxy with faults
+    python -m tests.chaos.run_kills --data data/demo --folder s3://bucket/run --endpoint-url http://host:port
+
+Each life runs on another number of processes and is killed at a named point of the checkpoint engine or at a random
+time. At the end: every commit reads back, every batch was trained on the samples that it should have had, none twice
+and none skipped in what counts, and losses are those of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.inspecting import verify
+from foundry_moe.checkpoint.store import StoreOptions, open_store
+from tests.chaos.engine_kills import Moto
+from tests.chaos.proxy import Proxy, at_random
+
+ROOT = Path(__file__).parents[2]
+GLOBAL_BATCH = 8
+# sums in another order on another mesh: 1e-6 a batch in fp32, and training amplifies it
+TOLERANCE = 2e-3
+LIFE_S = 600
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a chaotic run came to."""
+
+    lives: int = 0
+    kills: int = 0
+    causes: list[str] = field(default_factory=list)
+    steps_lost: list[int] = field(default_factory=list)
+    batches: int = 0
+    largest_gap: float = 0.0
+    commits: int = 0
+    faults_met: dict[str, int] = field(default_factory=dict)
+
+
+def command(data: str, folder: str, endpoint: str | None, log: Path, world: int, batches: int) -> list[str]:
+    """One life: a tiny model on the demo's data. The balance loss is taken over the microbatch of all ranks."""
+    mesh = ["model.moe.mesh.expert=2", "model.moe.mesh.shard=auto", "model.moe.mesh.replicate=1", "fsdp_config={}"]
+    checkpoint = {"folder": folder, "interval": "2ba", "keep": 3, "timeout": "5s", "max_failures": 5}
+    if endpoint:
+        checkpoint["endpoint_url"] = endpoint
+    return [
+        *(sys.executable, "-m", "composer.cli.launcher", "-n", str(world)),
+        *("--stdout", f"{log}.out{{rank}}", "--stderr", f"{log}.err{{rank}}"),
+        *("foundry_moe/train.py", "yamls/demo/cpu.yaml"),
+        *(f"variables.data={data}", f"variables.run={log.parent / log.stem}"),
+        *("model.d_model=32", "model.n_layers=2", "model.moe.expert_hidden_size=32", "scheduler.t_warmup=4ba"),
+        *(f"max_duration={batches}ba", "eval_interval=0", f"global_train_batch_size={GLOBAL_BATCH}"),
+        f"device_train_microbatch_size={GLOBAL_BATCH // world}",
+        *("save_folder=null", "autoresume=false", "callbacks.run_report=null", "callbacks.expert_load=null"),
+        "code_paths=[tests/chaos/loss_log.py]",
+        f"callbacks.loss_log.path={log}",
+        *(f"callbacks.elastic_checkpoint.{key}={value}" for key, value in checkpoint.items()),
+        *(mesh if world > 1 else []),
+    ]
+
+
+def clean(words: list[str]) -> list[str]:
+    """Without the demo's own callbacks, which a null does not remove."""
+    return [word for word in words if not word.endswith(("run_report=null", "expert_load=null"))]
+
+
+def start(words: list[str], fault: str | None, output: IO[str]) -> subprocess.Popen[str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment.pop("FOUNDRY_MOE_FAULT", None)
+    if fault:
+        environment["FOUNDRY_MOE_FAULT"] = fault
+    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
+
+
+def read_log(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def live(words: list[str], fault: str | None, log: Path, kill_after: int | None) -> tuple[int, str, bool]:
+    """Runs one life. With `kill_after` a random process is killed once so many more batches are logged.
+
+    Returns:
+        The launcher's exit code, the end of its output, and whether a process was killed here.
+    """
+    begun = len(read_log(log))
+    printed = Path(f"{log}.launcher")
+    killed, deadline = False, time.monotonic() + LIFE_S
+    with open(printed, "w") as file:
+        launcher = start(words, fault, file)
+        while launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+            if kill_after is not None and not killed and len(read_log(log)) >= begun + kill_after:
+                time.sleep(random.uniform(0, 0.4))
+                children = psutil.Process(launcher.pid).children()
+                if children:
+                    random.choice(children).kill()
+                    killed = True
+    if launcher.poll() is None:
+        for child in psutil.Process(launcher.pid).children(recursive=True):
+            child.kill()
+        launcher.kill()
+        raise AssertionError(f"a life of {LIFE_S} s did not end:\n{printed.read_text()[-8000:]}")
+    return launcher.returncode, printed.read_text()[-8000:], killed
+
+
+def storm(
+    data: str,
+    folder: str,
+    endpoint: str | None,
+    *,
+    kills: int,
+    batches: int,
+    worlds: list[int],
+    seed: int,
+    fault_rate: float = 0.02,
+    proxied: bool = True,
+) -> Outcome:
+    """Runs until the training is complete and `kills` kills have struck; checks all that the module's text says."""
+    random.seed(seed)
+    outcome, points = Outcome(), list(faults.POINTS)
+    random.shuffle(points)
+    proxy = None
+    if endpoint and proxied:
+        host, _, port = endpoint.removeprefix("http://").partition(":")
+        proxy = Proxy((host, int(port)), at_random(fault_rate, seed), stall_s=6.0)
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "chaos.jsonl"
+        calm = Path(scratch) / "calm.jsonl"
+        calm_words = clean(command(data, str(Path(scratch) / "calm"), None, calm, 1, batches))
+        code, output, _ = live(calm_words, None, calm, None)
+        assert code == 0, output
+        done = False
+        while not done:
+            world = worlds[outcome.lives % len(worlds)]
+            fault = kill_after = None
+            if outcome.kills < kills:
+                if outcome.lives % 2 == 0 and points:
+                    point = points.pop()
+                    rank = random.randrange(world) if point.startswith(("save", "load.range", "load.done")) else 0
+                    fault = f"{point}:{rank}:1"
+                else:
+                    kill_after = random.randint(2, 5)
+            words = clean(command(data, folder, proxy.url if proxy else endpoint, log, world, batches))
+            before = len(read_log(log))
+            code, output, killed = live(words, fault, log, kill_after)
+            lines = read_log(log)
+            outcome.lives += 1
+            if before < len(lines) and before:
+                lost = lines[before - 1]["batch"] - lines[before]["batch"] + 1
+                assert lost >= 0, f"batches were skipped: {lines[before - 1]['batch']} to {lines[before]['batch']}"
+                outcome.steps_lost.append(lost)
+            if code == 0:
+                done = bool(lines) and lines[-1]["batch"] == batches
+                assert done, output
+            else:
+                assert fault or killed, f"world {world} failed without a kill:\n{output}"
+                outcome.kills += 1
+                outcome.causes.append(fault or f"random time, {world} processes")
+        check(outcome, read_log(log), read_log(calm), batches)
+        store = open_store(folder, StoreOptions(endpoint_url=endpoint))
+        ledger = Ledger(store)
+        keys = ledger.newest_first()
+        assert keys and keys[0].step == batches
+        for key in keys:
+            assert verify(store, ledger.open(key)) == []
+        outcome.commits = len(keys)
+    if proxy:
+        outcome.faults_met = dict(proxy.seen)
+        proxy.close()
+    return outcome
+
+
+def check(outcome: Outcome, lines: list[dict], calm: list[dict], batches: int) -> None:
+    """Every batch, each time it was trained, had the undisturbed run's samples and loss."""
+    expected = {line["batch"]: line for line in calm}
+    assert sorted(expected) == list(range(1, batches + 1))
+    assert {line["batch"] for line in lines} == set(expected)
+    for line in lines:
+        truth = expected[line["batch"]]
+        assert line["samples"] == truth["samples"], f"batch {line['batch']} had other samples"
+        gap = abs(line["loss"] - truth["loss"]) / truth["loss"]
+        outcome.largest_gap = max(outcome.largest_gap, gap)
+        assert gap < TOLERANCE, f"batch {line['batch']}: loss {line['loss']}, undisturbed {truth['loss']}"
+    outcome.batches = len(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="the demo's data: python -m foundry_moe.demo FOLDER")
+    parser.add_argument("--kills", type=int, default=24)
+    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[4, 2, 8, 1, 4])
+    parser.add_argument("--folder", default="s3://bucket/run")
+    parser.add_argument("--endpoint-url", help="default: moto, started here")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args(argv)
+    print(f"seed {arguments.seed}", flush=True)
+
+    def run(endpoint: str) -> Outcome:
+        return storm(
+            str(Path(arguments.data).absolute()),
+            arguments.folder,
+            endpoint,
+            kills=arguments.kills,
+            batches=arguments.batches,
+            worlds=arguments.worlds,
+            seed=arguments.seed,
+        )
+
+    if arguments.endpoint_url:
+        outcome = run(arguments.endpoint_url)
+    else:
+        with Moto() as moto:
+            outcome = run(moto.url)
+    print(f"{outcome.kills} kills in {outcome.lives} lives, {outcome.batches} batches trained")
+    print(f"steps lost at each restart: {outcome.steps_lost}")
+    print(f"{outcome.commits} commits at the end, all good; largest difference of a loss {outcome.largest_gap:.1e}")
+    print(f"faults of the proxy: {outcome.faults_met}")
+    for cause in outcome.causes:
+        print(f"  {cause}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
