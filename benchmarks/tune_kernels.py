@@ -35,29 +35,32 @@ CASES = {
     "Qwen3": (131072, 2048, 768, 128, True),
 }
 
-WIDE = [Tile(stages=s, flatten=f, group=g) for s in (3, 4) for f in (0, 1) for g in (4, 8, 16)]
-WHOLE = [Tile(stages=3, flatten=f, group=g, split=1) for f in (0, 1) for g in (4, 8)]  # one store a tile
+WIDE = [Tile(stages=s, flatten=f, group=g) for s, f, g in (
+    (3, 0, 4), (3, 0, 8), (3, 0, 16), (3, 1, 4), (3, 1, 8), (3, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (4, 0, 8),
+)]  # fmt: skip
+WHOLE = [Tile(stages=3, flatten=f, group=g, split=1) for f, g in ((0, 4), (0, 8), (1, 4))]  # one store a tile
 PAIRED = [  # two programs on an SM: one computes while the other stores
-    Tile(bn=128, stages=s, flatten=f, warps=4, per_sm=2, split=split, group=g)
-    for s, split in ((3, 2), (3, 4), (2, 1))
-    for f in (0, 1)
-    for g in (8, 16)
+    Tile(bn=128, stages=3, flatten=f, warps=4, per_sm=2, split=2, group=g) for f, g in ((1, 8), (1, 16), (0, 8))
 ]
 DEEP = [Tile(bn=128, bk=128, stages=3, flatten=1, warps=w, split=2) for w in (4, 8)]
-FUSED = [Tile(bn=128, stages=3, flatten=f, warps=4, per_sm=2, split=4, group=g) for f in (0, 1) for g in (8, 16)] + [
-    Tile(stages=3, flatten=1, split=4),
-    Tile(bn=128, stages=4, flatten=1, warps=8, split=2),
-]
-SEPARATE = [Tile(stages=s, flatten=f, group=g, fused=0) for s in (3, 4) for f in (0, 1) for g in (4, 8, 16)]
+SEPARATE = [dataclasses.replace(tile, fused=0) for tile in WIDE + PAIRED]
+FUSED = [Tile(bn=128, stages=3, warps=4, per_sm=2, split=4, group=16), Tile(stages=3, split=4, flatten=1)]
+CROWDED = [  # three or four programs on an SM, for products that write much and multiply little
+    Tile(bn=128, stages=2, flatten=f, warps=4, per_sm=3, split=4) for f in (0, 1)
+] + [Tile(bm=64, bn=b, stages=s, flatten=f, warps=4, per_sm=p, split=2)
+     for b, s, p in ((128, 2, 4), (128, 3, 3), (256, 2, 2)) for f in (0, 1)]  # fmt: skip
 
 
 def candidates(product: str) -> list[Tile]:
     if product.startswith("down_backward"):
         return FUSED + SEPARATE
-    if product.startswith("up"):  # its epilogue always stores halves
-        return [tile for tile in WIDE + PAIRED + DEEP if tile.split == 2]
-    tiles = WIDE + WHOLE + PAIRED + DEEP
-    return [tile for tile in tiles if tile.split <= 2] if product == "inner" else tiles
+    if product == "up1":
+        return WIDE[6:9] + DEEP + SEPARATE
+    if product == "up2":  # its epilogue always stores halves
+        return WIDE + PAIRED + DEEP
+    if product == "inner":
+        return WIDE + WHOLE + PAIRED + CROWDED
+    return WIDE + WHOLE + PAIRED + DEEP
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -150,13 +153,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--products", default="")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--top", type=int, default=3)
     args = parser.parse_args()
     names = [name for name in args.products.split(",") if name]
     torch.manual_seed(0)
     began = time.time()
-    workers = max(os.cpu_count() or 2, 2)
+    workers = min(max(os.cpu_count() or 2, 2), 24)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.map(_compile, [(i, workers, names) for i in range(workers)], chunksize=1)
     print(f"compiled in {time.time() - began:.0f} s", flush=True)

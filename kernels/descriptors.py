@@ -105,6 +105,12 @@ def ragged_index(start, size, row):
     return start + size, 0x10000000 - size + row
 
 
+@triton.jit
+def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile's columns; both stay in the threads that hold them."""
+    return acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+
+
 def device_supported(device: torch.device) -> bool:
     """Hopper with a Triton that has host tensor descriptors (3.4 up)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
@@ -117,6 +123,7 @@ __all__ = [
     "WRAP_COORDINATE",
     "boxes",
     "device_supported",
+    "halves",
     "plane_stride",
     "planes_swapped",
     "ragged_index",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 from foundry_moe_kernels import descriptors, tuning
-from foundry_moe_kernels.pointwise import activation_backward_
+from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
 from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
 from foundry_moe_kernels.topology import block_row_table
@@ -78,11 +78,9 @@ def _rows_product(
     b_desc = descriptors.weight_planes(weights, box)
     # the `up` epilogue stores halves of a tile, the others SPLIT parts
     part = tile.bn // 2 if up else tile.bn // tile.split
-    unused = descriptors.rows(a_PRK, tile.bm, tile.bk)
-
     def out(tensor: Tensor | None) -> Any:
         if tensor is None:
-            return unused
+            return None
         return descriptors.ragged_rows(tensor if tensor.dim() == 3 else tensor[None], tile.bm, part)
 
     inner = a_PRK.shape[2]
@@ -140,11 +138,17 @@ def rows_product(
 def up(
     x_RD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, rows: RaggedRows, activation: str, *, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1])."""
+    """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
+
+    One launch, but for an MLP without gate whose `tile.fused` is 0: there the activation is a launch of its own.
+    """
     weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
     experts, n, k = w1_EFD.shape
     tile = tile or tuning.pick("up" + str(len(weights)), rows=rows.num_rows, experts=experts, n=n, k=k)
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
+    if not tile.fused and v1_EFD is None:
+        _rows_product("plain", x_RD[None], weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
+        return z_PRF, activate(z_PRF, rows.offsets_E, activation)
     h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
     _rows_product(
         "up", x_RD[None], weights, rows, n, transposed=True, tile=tile, z_PRN=z_PRF, h_RN=h_RF, activation=activation

@@ -1,4 +1,4 @@
-"""The gated activation backwards, row by row: for products that do not carry it in their epilogue.
+"""The activation, forwards and backwards, row by row: for products that do not carry it in their epilogue.
 
 Shapes: R rows, F expert width, P planes (gate and up: 2, else 1).
 """
@@ -10,7 +10,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_moe_kernels.activations import activate as _activate
 from foundry_moe_kernels.activations import activate_with_grad
+
+
+@triton.jit
+def _activate_kernel(z_ptr, h_ptr, end_ptr, rows, width, ACT: tl.constexpr, GLU: tl.constexpr, WIDTH: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    if r >= tl.load(end_ptr):
+        return
+    f = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    keep = f < width
+    h = _activate(tl.load(z_ptr + r * width + f, mask=keep).to(tl.float32), ACT)
+    if GLU:
+        h *= tl.load(z_ptr + (rows + r) * width + f, mask=keep).to(tl.float32)
+    tl.store(h_ptr + r * width + f, h.to(h_ptr.dtype.element_ty), mask=keep)
+
+
+def activate(z_PRF: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
+    """h_RF = act(z[0]) (times z[1]); rows past the end are undefined."""
+    planes, rows, width = z_PRF.shape
+    z_PRF = z_PRF.contiguous()
+    h_RF = torch.empty(rows, width, dtype=z_PRF.dtype, device=z_PRF.device)
+    if rows and width:
+        wide = min(triton.next_power_of_2(width), 2048)
+        _activate_kernel[(rows, triton.cdiv(width, wide))](
+            z_PRF, h_RF, offsets_E[-1:], rows, width,
+            ACT=activation, GLU=planes == 2, WIDTH=wide, num_warps=max(1, min(8, wide // 256)),
+        )  # fmt: skip
+    return h_RF
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from foundry_moe_kernels.descriptors import WRAP_COORDINATE, ragged_index
+from foundry_moe_kernels.descriptors import WRAP_COORDINATE, halves, ragged_index
 
 
 @triton.jit
@@ -57,9 +57,20 @@ def ragged_inner_kernel(
             acc = tl.dot(a.T, b, acc)
         done += PROGRAMS
         expert, plane, m, n = _place(done, m_tiles, n_tiles, planes, GROUP)
+        row, column = m * BM, n * BN
         if SPLIT == 1:
-            c_desc.store([plane, expert, m * BM, n * BN], acc.to(dtype).reshape(1, 1, BM, BN))
+            c_desc.store([plane, expert, row, column], acc.to(dtype).reshape(1, 1, BM, BN))
         else:
-            left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-            c_desc.store([plane, expert, m * BM, n * BN], left.to(dtype).reshape(1, 1, BM, BN // 2))
-            c_desc.store([plane, expert, m * BM, n * BN + BN // 2], right.to(dtype).reshape(1, 1, BM, BN // 2))
+            left, right = halves(acc, BM, BN)
+            H: tl.constexpr = BN // 2
+            if SPLIT == 2:
+                c_desc.store([plane, expert, row, column], left.to(dtype).reshape(1, 1, BM, H))
+                c_desc.store([plane, expert, row, column + H], right.to(dtype).reshape(1, 1, BM, H))
+            else:
+                l0, l1 = halves(left, BM, H)
+                r0, r1 = halves(right, BM, H)
+                Q: tl.constexpr = BN // 4
+                c_desc.store([plane, expert, row, column], l0.to(dtype).reshape(1, 1, BM, Q))
+                c_desc.store([plane, expert, row, column + Q], l1.to(dtype).reshape(1, 1, BM, Q))
+                c_desc.store([plane, expert, row, column + H], r0.to(dtype).reshape(1, 1, BM, Q))
+                c_desc.store([plane, expert, row, column + H + Q], r1.to(dtype).reshape(1, 1, BM, Q))

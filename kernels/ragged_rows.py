@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from foundry_moe_kernels.activations import activate, activate_with_grad
-from foundry_moe_kernels.descriptors import WRAP_COORDINATE, ragged_index
+from foundry_moe_kernels.descriptors import WRAP_COORDINATE, halves, ragged_index
 
 
 @triton.jit
@@ -23,12 +23,6 @@ def _place(tile, column_tiles, num_blocks, GROUP: tl.constexpr):
     height = min(num_blocks - first, GROUP)
     inner = tile - group * (GROUP * column_tiles)
     return first + inner % height, inner // height
-
-
-@triton.jit
-def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile's columns; both stay in the threads that hold them."""
-    return acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
@@ -114,13 +108,13 @@ def ragged_rows_kernel(
             if SPLIT == 1:
                 _store(c_desc, acc.to(dtype), 0, start, size, row, column, BM, BN)
             else:
-                left, right = _halves(acc, BM, BN)
+                left, right = halves(acc, BM, BN)
                 if SPLIT == 2:
                     _store(c_desc, left.to(dtype), 0, start, size, row, column, BM, BN // 2)
                     _store(c_desc, right.to(dtype), 0, start, size, row, column + BN // 2, BM, BN // 2)
                 else:
-                    l0, l1 = _halves(left, BM, BN // 2)
-                    r0, r1 = _halves(right, BM, BN // 2)
+                    l0, l1 = halves(left, BM, BN // 2)
+                    r0, r1 = halves(right, BM, BN // 2)
                     Q: tl.constexpr = BN // 4
                     _store(c_desc, l0.to(dtype), 0, start, size, row, column, BM, Q)
                     _store(c_desc, l1.to(dtype), 0, start, size, row, column + Q, BM, Q)
@@ -128,7 +122,7 @@ def ragged_rows_kernel(
                     _store(c_desc, r1.to(dtype), 0, start, size, row, column + 3 * Q, BM, Q)
         elif EPILOGUE == "up":
             if GLU:
-                first, second = _halves(acc, BM, BN)
+                first, second = halves(acc, BM, BN)
                 gate, up = first.to(dtype), second.to(dtype)
                 if swapped:
                     gate, up = up, gate
@@ -137,7 +131,7 @@ def ragged_rows_kernel(
                 h = activate(gate.to(tl.float32), ACT) * up.to(tl.float32)
                 _store(h_desc, h.to(dtype), 0, start, size, row, column, BM, BN // 2)
             else:
-                left, right = _halves(acc, BM, BN)
+                left, right = halves(acc, BM, BN)
                 z = left.to(dtype)
                 _store(z_desc, z, 0, start, size, row, column, BM, BN // 2)
                 _store(h_desc, activate(z.to(tl.float32), ACT).to(dtype), 0, start, size, row, column, BM, BN // 2)
@@ -154,7 +148,7 @@ def ragged_rows_kernel(
                 weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
             else:
                 weight = tl.full((BM,), 1.0, tl.float32)
-            left, right = _halves(acc, BM, BN)
+            left, right = halves(acc, BM, BN)
             H: tl.constexpr = BN // 2
             if SPLIT == 2:
                 dots = _backward_chunk(left, z_desc, c_desc, h_desc, start, size, row, column, weight, ACT, GLU, BM, H)
@@ -162,8 +156,8 @@ def ragged_rows_kernel(
                     right, z_desc, c_desc, h_desc, start, size, row, column + H, weight, ACT, GLU, BM, H
                 )
             else:
-                l0, l1 = _halves(left, BM, H)
-                r0, r1 = _halves(right, BM, H)
+                l0, l1 = halves(left, BM, H)
+                r0, r1 = halves(right, BM, H)
                 W: tl.constexpr = BN // 4
                 dots = _backward_chunk(l0, z_desc, c_desc, h_desc, start, size, row, column, weight, ACT, GLU, BM, W)
                 dots += _backward_chunk(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 256
+BLOCK = 128
 _EXPERTS_AT_ONCE = 32
 MAX_EXPERTS = 4096
 
@@ -52,6 +52,7 @@ def _place_kernel(
     e = tl.arange(0, EXPERTS)
     totals = tl.load(totals_ptr + e, mask=e < num_experts, other=0)
     ends = tl.cumsum(totals, axis=0)
+    starts = ends - totals
     if block == 0:
         tl.store(offsets_ptr + e, ends, mask=e < num_experts)
     used = tl.sum(totals)
@@ -63,7 +64,7 @@ def _place_kernel(
     other = tl.load(experts_ptr + block * BLOCK + j, mask=block * BLOCK + j < assignments, other=-1).to(tl.int32)
     earlier = (expert[:, None] == other[None, :]) & (j[:, None] > j[None, :])
     rank = tl.sum(earlier.to(tl.int32), axis=1)
-    first = tl.sum(tl.where(e[None, :] < expert[:, None], totals[None, :], 0), axis=1)
+    first = tl.gather(starts, tl.maximum(expert, 0), axis=0)
     before = tl.load(counts_ptr + expert * blocks + block, mask=present, other=0)
     row = first + before + rank
     tl.store(row_ptr + i, tl.where(present, row, -1), mask=i < assignments)
@@ -103,6 +104,6 @@ def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     _sum_kernel[(num_experts,)](counts_EN, totals_E, blocks, CHUNK=1024)
     _place_kernel[(blocks,)](
         experts_TK, counts_EN, totals_E, experts_out, offsets_E, source_R, row_TK, assignments, num_experts, blocks,
-        BLOCK=BLOCK, EXPERTS=triton.next_power_of_2(num_experts), num_warps=8,
+        BLOCK=BLOCK, EXPERTS=max(triton.next_power_of_2(num_experts), BLOCK), num_warps=4,
     )  # fmt: skip
     return experts_out, totals_E, offsets_E, source_R, row_TK

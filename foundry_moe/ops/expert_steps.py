@@ -141,6 +141,7 @@ def up_backward(
             assert topology is not None
             for plane, dz_RF in enumerate(dz_PRF):
                 dw_PEFD[plane, ..., columns] = products.dsd(dz_RF, x_RD, topology, trans_s=True, stacked=True)
+        del x_RD  # before the next half is gathered
     return dx_TD, dw_PEFD
 
 

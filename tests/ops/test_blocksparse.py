@@ -208,8 +208,9 @@ def test_surrounding_model_compiles_without_a_graph_break(memory):
         y = call(*inputs)
         results.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
     for ours, theirs in zip(*results, strict=True):
-        # inductor fuses 2 * x and tanh in fp32: one rounding of the dtype apart
-        torch.testing.assert_close(theirs, ours, rtol=2e-2 if CUDA else 1e-6, atol=2e-2 if CUDA else 1e-6)
+        # inductor keeps 2 * x and tanh in fp32 where eager rounds to the dtype: a rounding or two of 2^-9
+        error = (theirs - ours).float().norm() / ours.float().norm()
+        assert error < (1e-2 if CUDA else 1e-6), float(error)
 
 
 def test_wrong_use_names_what_does_not_fit():
