@@ -1,4 +1,4 @@
-"""Where the host spends a layer's step: launches alone, without waiting for the device. `python benchmarks/host_time.py`."""
+"""Where the host spends a layer's step, the device never waited for: `python benchmarks/host_time.py`."""
 
 from __future__ import annotations
 

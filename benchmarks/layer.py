@@ -2,8 +2,8 @@
 
     python benchmarks/layer.py [--cases OLMoE,Qwen3] [--profile]
 
-The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Peak memory is what the step adds to
-its inputs and weights, gradients included.
+The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Peak memory is what the
+step adds to its inputs and weights, gradients included.
 
 Shapes: T tokens, K choices, D model width, F expert width, E experts.
 """
@@ -69,8 +69,8 @@ def step(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> No
     function().backward(dy)
 
 
-def measure(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tuple[float, int]:
-    """(ms, bytes at the peak beyond inputs and weights)."""
+def measure(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tuple[float, float, int]:
+    """(ms between events, ms as a replayed graph, bytes at the peak beyond inputs and weights)."""
     for leaf in leaves:
         leaf.grad = None
     step(function, leaves, dy)
@@ -82,7 +82,23 @@ def measure(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) ->
     step(function, leaves, dy)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    return median_ms(lambda: step(function, leaves, dy), 15), peak
+    eager = median_ms(lambda: step(function, leaves, dy), 15)
+    return eager, replayed_ms(lambda: step(function, leaves, dy)), peak
+
+
+def replayed_ms(run: Callable[[], None]) -> float:
+    """The device's time alone: the host launches a step of the smallest case slower than the device computes it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    ms = median_ms(graph.replay, 15)
+    del graph
+    return ms
 
 
 def profile(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> None:
@@ -97,42 +113,49 @@ def profile(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) ->
             print(f"    {event.device_time_total / 1e3:8.3f} ms  {event.count:3d} x {event.key[:90]}")
 
 
-def run(case: str, load: str, arguments: argparse.Namespace) -> None:
+def new(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16().requires_grad_()
+
+
+def measure_experts(case: str, load: str, profiled: bool) -> list[tuple[str, float, float, int]]:
+    """(name, ms, graph ms, peak bytes) of the expert layer, each way."""
     tokens, d, f, experts, k, gated = CASES[case]
-
-    def new(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, device="cuda") * scale).bfloat16().requires_grad_()
-
     x, w1, w2 = new(tokens, d), new(experts, f, d, scale=d**-0.5), new(experts, d, f, scale=f**-0.5)
     v1 = new(experts, f, d, scale=d**-0.5) if gated else None
     noise = -torch.empty(tokens, experts, device="cuda").exponential_().log()
     logits = (noise + probabilities(experts, load).log().cuda().float()).requires_grad_()
     dy = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
     leaves = [t for t in (x, logits, w1, v1, w2) if t is not None]
+    ways: dict[str, Callable[[], Tensor]] = {
+        "ours": lambda: ours(x, logits, w1, v1, w2, k),
+        "ours, recompute": lambda: ours(x, logits, w1, v1, w2, k, "recompute"),
+        "torch grouped": lambda: torch_grouped(x, logits, w1, v1, w2, k),
+    }
+    rows = [(name, *measure(function, leaves, dy)) for name, function in ways.items()]
+    if profiled:
+        profile(ways["ours"], leaves, dy)
+    return rows
+
+
+def measure_dense(case: str) -> tuple[str, float, float, int]:
+    tokens, d, f, _, k, gated = CASES[case]
+    x, w1, w2 = new(tokens, d), new(k * f, d, scale=d**-0.5), new(d, k * f, scale=f**-0.5)
+    v1 = new(k * f, d, scale=d**-0.5) if gated else None
+    dy = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+    return "dense roof", *measure(lambda: dense(x, w1, v1, w2), [t for t in (x, w1, v1, w2) if t is not None], dy)
+
+
+def run(case: str, load: str, profiled: bool) -> None:
+    tokens, d, f, _, k, gated = CASES[case]
     flops = 6 * (3 if gated else 2) * tokens * k * d * f
-    rows: list[tuple[str, float, int]] = []
-    for name, function in (
-        ("ours", lambda: ours(x, logits, w1, v1, w2, k)),
-        ("ours, recompute", lambda: ours(x, logits, w1, v1, w2, k, "recompute")),
-        ("torch grouped", lambda: torch_grouped(x, logits, w1, v1, w2, k)),
-    ):
-        rows.append((name, *measure(function, leaves, dy)))
-    if arguments.profile and load == "uniform":
-        profile(lambda: ours(x, logits, w1, v1, w2, k), leaves, dy)
-    for leaf in leaves:
-        leaf.grad = None
-    del w1, v1, w2, leaves
+    rows = measure_experts(case, load, profiled and load == "uniform")
     torch.cuda.empty_cache()
-    a1, a2 = new(k * f, d, scale=d**-0.5), new(d, k * f, scale=f**-0.5)
-    b1 = new(k * f, d, scale=d**-0.5) if gated else None
-    dense_leaves = [t for t in (x, a1, b1, a2) if t is not None]
-    rows.append(("dense roof", *measure(lambda: dense(x, a1, b1, a2), dense_leaves, dy)))
-    roof, theirs = rows[-1][1], rows[2][1]
-    for name, ms, peak in rows:
-        print(
-            f"| {case} | {load} | {name} | {ms:.2f} | {flops / ms / 1e9:.0f} | {peak / 1e6:.0f} | {ms / roof:.3f} | {theirs / ms:.2f} |",
-            flush=True,
-        )
+    rows.append(measure_dense(case))
+    torch.cuda.empty_cache()
+    for name, ms, graph, peak in rows:
+        over = f"{ms / rows[-1][1]:.3f} | {rows[2][1] / ms:.2f} | {graph / rows[-1][2]:.3f} | {rows[2][2] / graph:.2f}"
+        rates = f"{ms:.2f} | {flops / ms / 1e9:.0f} | {graph:.2f} | {peak / 1e6:.0f}"
+        print(f"| {case} | {load} | {name} | {rates} | {over} |", flush=True)
 
 
 def main() -> None:
@@ -143,11 +166,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(header())
-    print("| case | load | | ms | TFLOP/s | peak MB | over the roof | speed over torch grouped |\n" + "|---" * 8 + "|")
+    print("| case | load | | ms | TFLOP/s | graph ms | peak MB | over roof | over grouped | the same, graph | |")
+    print("|---" * 11 + "|")
     for case in arguments.cases.split(","):
         for load in arguments.loads.split(","):
-            run(case, load, arguments)
-            torch.cuda.empty_cache()
+            run(case, load, arguments.profile)
 
 
 if __name__ == "__main__":

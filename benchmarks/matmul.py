@@ -1,6 +1,6 @@
 """The six expert products beside cuBLAS (`torch.bmm`) and `torch._grouped_mm`, TFLOP/s: `python benchmarks/matmul.py`.
 
-The first three cases are the MegaBlocks paper's 18 problems (Gale et al. 2022, figure 9); the others whole models' shapes.
+The first three cases are the MegaBlocks paper's 18 problems (Gale et al. 2022, figure 9); the others models' shapes.
 
 Shapes: R rows, D model width, F expert width, E experts.
 """
@@ -91,19 +91,23 @@ def main() -> None:
         for load in ("uniform", "zipf"):
             result = measure(case, load)
             for name in next(iter(result.values())):
-                print(
-                    f"| {case} | {load} | {name} | " + " | ".join(f"{result[p][name]:.0f}" for p in PRODUCTS) + " |",
-                    flush=True,
-                )
+                rates = " | ".join(f"{result[product][name]:.0f}" for product in PRODUCTS)
+                print(f"| {case} | {load} | {name} | {rates} |", flush=True)
             for values in result.values():
                 over_grouped[load].append(values["ours"] / values["grouped"])
                 if "bmm" in values:
                     over_bmm["paper" if case in PAPER else "models"].append(values["ours"] / values["bmm"])
         torch.cuda.empty_cache()
-    for label, values in (("ours / bmm, the paper's problems", over_bmm["paper"]), ("ours / bmm, models' shapes", over_bmm["models"]),
-                          ("ours / _grouped_mm, uniform", over_grouped["uniform"]), ("ours / _grouped_mm, Zipf", over_grouped["zipf"])):  # fmt: skip
+    ratios = {
+        "ours / bmm, the paper's problems": over_bmm["paper"],
+        "ours / bmm, models' shapes": over_bmm["models"],
+        "ours / _grouped_mm, uniform": over_grouped["uniform"],
+        "ours / _grouped_mm, Zipf": over_grouped["zipf"],
+    }
+    for label, values in ratios.items():
         if values:
-            print(f"{label}: geometric mean {geometric_mean(values):.3f}, min {min(values):.3f}, max {max(values):.3f}")
+            mean = geometric_mean(values)
+            print(f"{label}: geometric mean {mean:.3f}, min {min(values):.3f}, max {max(values):.3f}")
 
 
 if __name__ == "__main__":

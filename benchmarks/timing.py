@@ -48,8 +48,8 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def header() -> str:
     return (
-        f"{datetime.date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
-        f"8192^3 bf16 product {_peak():.0f} TFLOP/s, copy {copy_tb_per_s():.2f} TB/s"
+        f"{datetime.date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"triton {triton.__version__}; 8192^3 bf16 product {_peak():.0f} TFLOP/s, copy {copy_tb_per_s():.2f} TB/s"
     )
 
 

@@ -1,8 +1,8 @@
-"""Makes the committed table of tiles, `kernels/hopper.json`: times every candidate on every product of every shape class.
+"""Makes the committed table of tiles, `kernels/hopper.json`: times each candidate on each product of each shape class.
 
     python benchmarks/tune_kernels.py --out kernels/hopper.json [--cases XS,OLMoE] [--products up2,inner]
 
-Compiles in parallel processes first, then times alone. Times are medians of CUDA events over operands that exceed the L2.
+Compiles in parallel processes first, then times alone: medians of CUDA events over operands that exceed the L2.
 
 Shapes: R rows, D model width, F expert width, E experts.
 """

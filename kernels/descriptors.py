@@ -78,7 +78,7 @@ def planes_swapped(weights: tuple[Tensor, ...]) -> bool:
 
 
 def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int]) -> Any:
-    """One or two [E, A, B] weights as planes [P, E, A, B] of one map: boxes [planes, 1, A, B] from box = (planes, A, B).
+    """One or two [E, A, B] weights as planes [P, E, A, B] of one map: boxes [planes, 1, A, B] by box = (planes, A, B).
 
     The two need not share an allocation: the distance between them is the plane stride. Where `planes_swapped`, plane
     0 is the second weight.
@@ -101,7 +101,7 @@ def boxes(tensor: Tensor, block: list[int]) -> Any:
 
 @triton.jit
 def ragged_index(start, size, row):
-    """The two coordinates (dimensions 2 and 3 of `ragged_rows`) of `row` of an expert with rows [start, start + size)."""
+    """The coordinates (dimensions 2 and 3 of `ragged_rows`) of `row` of an expert with rows [start, start + size)."""
     return start + size, 0x10000000 - size + row
 
 

@@ -78,6 +78,7 @@ def _rows_product(
     b_desc = descriptors.weight_planes(weights, box)
     # the `up` epilogue stores halves of a tile, the others SPLIT parts
     part = tile.bn // 2 if up else tile.bn // tile.split
+
     def out(tensor: Tensor | None) -> Any:
         if tensor is None:
             return None

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from foundry_moe_kernels.activations import activate as _activate
 from foundry_moe_kernels.activations import activate_with_grad
+from torch import Tensor
 
 
 @triton.jit

@@ -4,8 +4,8 @@ S is sparse [R, C] (R rows of tokens, C columns: all experts' widths side by sid
 them out. The fast kernels of a layer are in `expert_products`; these are their fallback on any Triton from 3.3, and the
 general interface (experts of different widths, blocks of any power of two).
 
-A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] with one
-matrix an expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
+A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
+one matrix an expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _check_columns(matrix: Tensor, topology: Topology, name: str) -> None:
     columns = matrix.shape[0] if matrix.dim() == 2 else matrix.shape[0] * matrix.shape[1]
     if matrix.dim() not in (2, 3) or columns != topology.num_columns:
         raise ValueError(
-            f"{name} {tuple(matrix.shape)} (after transposing) must meet the topology's {topology.num_columns} columns: "
-            f"[{topology.num_columns}, n] or [experts, width, n]"
+            f"{name} {tuple(matrix.shape)} (after transposing) must meet the topology's {topology.num_columns} "
+            f"columns: [{topology.num_columns}, n] or [experts, width, n]"
         )
 
 
@@ -145,7 +145,7 @@ def _tiles(topology: Topology, dtype: torch.dtype) -> tuple[int, int]:
 def sdd(
     a: Tensor, b: Tensor, topology: Topology, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False
 ) -> Tensor:
-    """Values of S = op(a) op(b) at the topology's blocks: flat, in the layout of `topology` (as [R, F] for equal widths).
+    """Values of S = op(a) op(b) at the topology's blocks: flat, as `topology` lays them out ([R, F] for equal widths).
 
     Args:
         a: [R, K], or [K, R] with `trans_a`.
@@ -171,7 +171,8 @@ def sdd(
             a_RK, b_CK, s, topology.row_starts_M, topology.row_sizes_M, topology.strides_M, topology.row_offsets_M1,
             topology.columns_Z, topology.rows_Z, topology.value_offsets_Z, topology.column_sizes_N, bases,
             topology.block_rows, a_RK.shape[1], a_RK.stride(0), a_RK.stride(1), b_column, b_CK.stride(-1),
-            BLOCK=topology.block, BK=bk, PRECISION="tf32" if tf32 else "ieee", num_warps=8 if topology.block > 64 else 4,
+            BLOCK=topology.block, BK=bk, PRECISION="tf32" if tf32 else "ieee",
+            num_warps=8 if topology.block > 64 else 4,
         )  # fmt: skip
     return s.view(topology.num_rows, -1) if topology.uniform else s
 
@@ -210,8 +211,8 @@ def dsd(
         if out.numel():
             bases, inner = _bases(out, topology)
             _dtsd_kernel[(topology.block_columns, triton.cdiv(n, bn))](
-                s, b_in, out, topology.row_starts_M, topology.row_sizes_M, topology.strides_M, topology.column_offsets_N1,
-                topology.transposed_Z, topology.rows_Z, topology.value_offsets_Z, topology.column_sizes_N, bases,
+                s, b_in, out, topology.row_starts_M, topology.row_sizes_M, topology.strides_M,
+                topology.column_offsets_N1, topology.transposed_Z, topology.rows_Z, topology.value_offsets_Z, topology.column_sizes_N, bases,
                 n, b_in.stride(0), b_in.stride(1), inner, out.stride(1),
                 BLOCK=topology.block, BN=bn, BK=bk, PRECISION=precision, num_warps=warps,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Products with a ragged inner dimension on Hopper: C_e = A_e^T B_e over the rows of every expert e, one persistent launch.
+"""Products with a ragged inner dimension on Hopper: C_e = A_e^T B_e over the rows of every expert e, in one launch.
 
 The two of the six products of a dMoE layer that make weight gradients. An expert without rows gets zeros.
 

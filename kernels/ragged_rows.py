@@ -17,7 +17,7 @@ from foundry_moe_kernels.descriptors import WRAP_COORDINATE, halves, ragged_inde
 
 @triton.jit
 def _place(tile, column_tiles, num_blocks, GROUP: tl.constexpr):
-    """(block row, column tile) of a linear tile id: columns of GROUP block rows at a time, so that L2 keeps both operands."""
+    """(block row, column tile) of a tile id: GROUP block rows at a time, so that L2 keeps both operands."""
     group = tile // (GROUP * column_tiles)
     first = group * GROUP
     height = min(num_blocks - first, GROUP)

@@ -23,7 +23,9 @@ def activate(z: Tensor, activation: str) -> Tensor:
         return F.gelu(z, approximate="tanh")
     if activation == "identity":
         return z
-    return {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation](z)
+    if activation == "silu":
+        return F.silu(z)
+    return F.gelu(z) if activation == "gelu" else F.relu(z)
 
 
 def activation_grad(z: Tensor, activation: str) -> Tensor:

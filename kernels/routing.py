@@ -45,8 +45,8 @@ def _sum_kernel(counts_ptr, totals_ptr, blocks, CHUNK: tl.constexpr):
 
 @triton.jit
 def _place_kernel(
-    experts_ptr, counts_ptr, totals_ptr, experts_out, offsets_ptr, source_ptr, row_ptr, assignments, num_experts, blocks,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    experts_ptr, counts_ptr, totals_ptr, experts_out, offsets_ptr, source_ptr, row_ptr,
+    assignments, num_experts, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
@@ -79,8 +79,8 @@ def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
         experts_TK: integers in [-1, E), contiguous; -1 is no choice.
 
     Returns:
-        int32: experts_TK, tokens_per_expert_E, offsets_E (row ends), source_R (assignment of each row, -1 past the end),
-        row_TK (-1 without choice).
+        int32: experts_TK, tokens_per_expert_E, offsets_E (row ends), source_R (assignment of each row, -1 past the
+        end), row_TK (-1 without choice).
     """
     if experts_TK.is_floating_point() or not experts_TK.is_contiguous():
         raise ValueError(f"experts_TK must be contiguous integers, not {experts_TK.dtype}")

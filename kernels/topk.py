@@ -25,7 +25,7 @@ def _topk_kernel(
     keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
     raw = tl.load(scores_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], mask=keep, other=float("-inf"))
     raw = raw.to(tl.float32)
-    # One 64-bit key orders by score, then towards the lower expert: each choice is one maximum, and no two keys are equal.
+    # One 64-bit key orders by score, then towards the lower expert: each choice is one maximum, no two keys are equal.
     bits = raw.to(tl.int32, bitcast=True)
     bits = tl.where(raw == 0.0, 0, bits)  # -0 ties with 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

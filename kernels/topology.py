@@ -5,8 +5,8 @@ every block beside them, and a secondary index that lists the blocks column by c
 walks the same values. Values are never transposed or copied.
 
 Rows are not padded. Block row m covers the dense rows [row_starts[m], row_starts[m] + row_sizes[m]), at most B of
-them and fewer at an expert's end; block column n covers the columns [column_starts[n], + column_sizes[n]). The values of
-a block row lie row by row, its blocks side by side: element (i, j) of block z is at
+them and fewer at an expert's end; block column n covers the columns [column_starts[n], + column_sizes[n]). The values
+of a block row lie row by row, its blocks side by side: element (i, j) of block z is at
 `value_offsets[z] + i * strides[row] + j`. For experts of one width F that is the plain row-major matrix [R, F].
 
 Shapes: R rows, E experts, B block, M block rows at most, N block columns, Z blocks at most.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """int32 index tensors unless said otherwise. Entries past the blocks in use are 0 (sizes) or undefined (the rest)."""
+    """int32 index tensors unless said otherwise. Past the blocks in use, sizes are 0 and the rest is undefined."""
 
     block: int
     num_rows: int
@@ -91,7 +91,7 @@ def build_topology(
         debug: also check the loads' contents (reads the device).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a block that is no power of two, with `debug` loads that do not fit.
+        ValueError: shapes or dtypes that do not fit, block that is no power of two; with `debug`, loads that do not fit.
     """
     _check(tokens_per_expert_E, num_rows, list(widths), block, debug)
     device = tokens_per_expert_E.device
@@ -168,7 +168,8 @@ def build_topology(
 
 @triton.jit
 def _block_rows_kernel(
-    offsets_ptr, entries_ptr, count_ptr, num_experts, most, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    offsets_ptr, entries_ptr, count_ptr, num_experts, most,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, EXPERTS)
     end = tl.load(offsets_ptr + e, mask=e < num_experts, other=0)

@@ -1,8 +1,8 @@
 """The expert MLP as custom operators on the block-sparse kernels, with gradients.
 
 Custom operators, so that `torch.compile` sees each as one node with known shapes. Two nodes in the graph: the first
-(up) keeps x, the second (down) the pre-activations z, which its backward turns into their own gradient in place and hands
-on; so z is gone before the first node's gradients are allocated. A second backward through the same graph
+(up) keeps x, the second (down) the pre-activations z, which its backward turns into their own gradient in place and
+hands on; so z is gone before the first node's gradients are allocated. A second backward through the same graph
 (`retain_graph`) is therefore refused by autograd's version check. With `memory: recompute` there is one node that keeps x
 alone and computes z again.
 
@@ -203,7 +203,7 @@ expert_mlp.register_autograd(_mlp_backward, setup_context=_save_mlp)
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run here: fp32, fp16 or bf16 on CUDA, or anywhere under Triton's interpreter (no bf16 there)."""
+    """Whether the kernels run here: fp32, fp16 or bf16 on CUDA, or anywhere in Triton's interpreter (no bf16 there)."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return dtype in (torch.float32, torch.float16)
     return device.type == "cuda" and dtype in _DTYPES

@@ -1,4 +1,4 @@
-"""The four steps of an expert MLP on block-sparse kernels: up and down, forward and backward, as plain functions on tensors.
+"""The four steps of an expert MLP on block-sparse kernels: up and down, forward and backward, as plain functions.
 
 Two ways to compute each: the fused Hopper kernels where they take the operands, otherwise block-sparse products on a
 topology with the pointwise part in torch. Knows nothing of autograd.

@@ -30,8 +30,8 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
         )
     if backend == "blocksparse" and not blocksparse.is_available(device, dtype):
         raise ValueError(
-            f"backend blocksparse needs fp32, fp16 or bf16 on a CUDA device (on a CPU, TRITON_INTERPRET=1 for tests), not "
-            f"{dtype} on {device}: use backend: auto or reference"
+            f"backend blocksparse needs fp32, fp16 or bf16 on a CUDA device (on a CPU, TRITON_INTERPRET=1 for tests), "
+            f"not {dtype} on {device}: use backend: auto or reference"
         )
     return backend
 

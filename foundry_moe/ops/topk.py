@@ -6,12 +6,21 @@ Shapes: T tokens, E experts, K choices. Also counts choices per expert without r
 import torch
 from torch import Tensor
 
+from foundry_moe.ops import topk_kernels
+
 
 def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores, largest first, and their experts (int64): two tensors [T, K].
+    """The k largest scores, largest first, and their experts (int64): two tensors [..., K].
 
-    `torch.topk` leaves the order of ties open; a stable sort does not. Differentiable in the scores.
+    `torch.topk` leaves the order of ties open; a stable sort, or the kernel, does not. Differentiable in the scores.
+
+    Args:
+        scores_TE: [..., E].
     """
+    if topk_kernels.is_available(scores_TE, k):
+        shape = scores_TE.shape[:-1]
+        values_TK, experts_TK = topk_kernels.topk_scores(scores_TE.reshape(-1, scores_TE.shape[-1]), k)
+        return values_TK.view(*shape, k), experts_TK.view(*shape, k)
     sorted_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
     return sorted_TE[..., :k], experts_TE[..., :k]
 

@@ -1,4 +1,4 @@
-"""The block-sparse backend against the reference backend in fp64: outputs, every gradient, ragged loads, compiled graphs.
+"""The block-sparse backend against the reference backend in fp64: outputs, every gradient, ragged loads, compiled.
 
 Shapes: T tokens, K choices, E experts, D model width, F expert width.
 """
