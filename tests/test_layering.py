@@ -25,7 +25,8 @@ KNOWS_TRAINER = (
 ALLOWED = {
     "ops": {"config"},
     "layers": {"config", "ops", "errors"},
-    "parallel": {"config", "ops", "layers", "errors", "conversion"},
+    # `plan` reads a run as the training command does
+    "parallel": {"config", "ops", "layers", "errors", "conversion", "train"},
     "checkpoint": {"config", "ops", "layers", "parallel", "errors", "conversion", "train"},
 }
 
