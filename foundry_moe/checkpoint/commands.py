@@ -19,7 +19,7 @@ FAILED = 1
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `checkpoints` and its commands; each parsed command has `run(arguments) -> exit code`."""
     parser = subparsers.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="checkpoints_command", required=True)
 
     def command(name: str, help_text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help_text)

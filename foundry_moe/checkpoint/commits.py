@@ -53,7 +53,7 @@ class Ledger:
 
     def newest_first(self) -> list[CommitKey]:
         """All commits, newest first."""
-        parsed = (CommitKey.parse(entry.key) for entry in self.store.list("commits/"))
+        parsed = (CommitKey.parse(entry.key) for entry in self.store.scan("commits/"))
         return sorted((key for key in parsed if key is not None), reverse=True)
 
     def read(self, key: CommitKey) -> Commit:
@@ -94,7 +94,7 @@ class Ledger:
 
     def size_problems(self, attempt: str, objects: Iterable[tuple[str, int]]) -> list[str]:
         """A sentence for each of the first few data objects that is missing or has another size."""
-        there = {entry.key: entry.size_bytes for entry in self.store.list(f"{attempt}/data/")}
+        there = {entry.key: entry.size_bytes for entry in self.store.scan(f"{attempt}/data/")}
         problems = []
         for key, size in objects:
             found = there.get(f"{attempt}/{key}")
@@ -199,7 +199,7 @@ class Ledger:
     def _held(self) -> set[CommitKey]:
         limit_s = None
         held = set()
-        for entry in self.store.list("holds/"):
+        for entry in self.store.scan("holds/"):
             limit_s = self.store.now_s() - HOLD_S if limit_s is None else limit_s
             generation, _, rest = entry.key.removeprefix("holds/").partition("-")
             step = rest.partition("-")[0]
@@ -233,7 +233,7 @@ class Ledger:
 
     def delete_attempt(self, attempt: str) -> int:
         """Deletes an attempt's data, which no commit names; returns the bytes freed."""
-        entries = list(self.store.list(f"{attempt}/"))
+        entries = list(self.store.scan(f"{attempt}/"))
         self.store.delete([entry.key for entry in entries])
         return sum(entry.size_bytes for entry in entries)
 
@@ -244,7 +244,7 @@ class Ledger:
         """
         limit_s = self.store.now_s() - older_than_s
         attempts: dict[str, list[float]] = {}
-        for entry in self.store.list("steps/"):  # before the records: an attempt committed meanwhile is seen as such
+        for entry in self.store.scan("steps/"):  # before the records: an attempt committed meanwhile is seen as such
             attempt = "/".join(entry.key.split("/")[:3])
             sums = attempts.setdefault(attempt, [0.0, 0.0])
             sums[0] = max(sums[0], entry.modified_s)

@@ -8,6 +8,7 @@ no rank waits for ever; the failure is raised when all rounds are done.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ Place = Callable[[int, int, Tensor], None]  # (item, index of the block, this ra
 Stream = Callable[[Callable[[int, int], Tensor]], Iterator[Tensor | CheckpointError]]
 Given = dict[int, list[tuple[int, int, int]]]  # by round: (item, index, where the block begins in the range)
 
-SLOTS = READS_IN_FLIGHT + 1  # ranges that are being read, and the one that is being given
+AHEAD = 3  # rounds that a giver may be ahead of who reads its memory: waiting in every round cost half the speed
+SLOTS = READS_IN_FLIGHT + 1 + AHEAD  # ranges that are being read, and those that are being given
 WORDS = 2**20  # tags of "you may read" and "I have read" lie above those of rounds
 
 
@@ -86,7 +88,10 @@ def exchange(
     rounds = max([len(ranges), *(max(given, default=-1) + 1 for given in incoming.values())])
     reading = stream(slots.own)
     error: CheckpointError | None = None
+    given_away: collections.deque[list[tuple[dist.Work | None, Tensor]]] = collections.deque()
     for number in range(rounds):
+        while len(given_away) > AHEAD:  # then the slot that is read into next has been read by all
+            _finish(given_away.popleft())
         arriving = []
         for source, given in incoming.items():
             if pieces := given.get(number):
@@ -131,8 +136,9 @@ def exchange(
                 sizes = [needs.piece_bytes(item, index) for item, index, _ in pieces]
                 for (item, index, _), piece in zip(pieces, buffer.split(sizes), strict=True):
                     place(item, index, piece)
-        for work, _ in leaving:
-            _wait(work)
+        given_away.append(leaving)
+    for leaving in given_away:
+        _finish(leaving)
     if error is not None:
         raise error
 
@@ -140,6 +146,11 @@ def exchange(
 def _wait(work: dist.Work | None) -> None:
     assert work is not None
     work.wait()
+
+
+def _finish(leaving: list[tuple[dist.Work | None, Tensor]]) -> None:
+    for work, _ in leaving:
+        _wait(work)
 
 
 def _tell(

@@ -143,7 +143,7 @@ class Fetcher:
         """
         key, size_bytes = self.manifest.objects[part.object_index]
         name = f"{self.attempt}/{key}"
-        view = memoryview(out.numpy())
+        view = out.numpy().data
         self._read(name, part.start, view, size_bytes)
         for block, start in part.blocks:
             tensor_name, entry = self._entries[block.item]

@@ -242,7 +242,7 @@ class ElasticReader(StorageReader):
             target.copy_(piece.view(dtype).view(target.shape))
 
         fetcher = Fetcher(self.store, self.found.commit.attempt, manifest)
-        ranges = coalesce(manifest, reads.fetched)
+        ranges = coalesce(manifest, reads.fetched, self.store.range_bytes)
         try:
             exchange(
                 ranges,

@@ -51,6 +51,7 @@ class Store(abc.ABC):
 
     url: str
     options: StoreOptions
+    range_bytes = PART_BYTES  # what one read should ask for
 
     @abc.abstractmethod
     def put(self, key: str, data: bytes) -> None:
@@ -80,7 +81,7 @@ class Store(abc.ABC):
         """An object's size; None if there is none."""
 
     @abc.abstractmethod
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
         """All objects whose key begins with `prefix`, by key."""
 
     @abc.abstractmethod
@@ -97,7 +98,7 @@ class Store(abc.ABC):
 
     def check(self) -> None:
         """Raises a StoreError with one sentence if the folder cannot be used at all."""
-        for _ in self.list("commits/"):
+        for _ in self.scan("commits/"):
             break
 
     def __repr__(self) -> str:

@@ -21,6 +21,8 @@ UNFINISHED = ".unfinished-"
 class FileStore(Store):
     """Objects are files below `folder`, which is made when something is first written."""
 
+    range_bytes = 4 * 2**20  # a read is cheap, and what fits the cache is hashed and copied from there
+
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
         self.root = Path(folder).expanduser().absolute()
         self.url = str(self.root)
@@ -104,7 +106,7 @@ class FileStore(Store):
         except OSError as error:
             raise self._translate(error, f"look at {key}") from error
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
         return iter(sorted(self._walk(prefix, unfinished=False), key=lambda entry: entry.key))
 
     def _walk(self, prefix: str, *, unfinished: bool) -> list[Entry]:

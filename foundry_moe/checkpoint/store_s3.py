@@ -204,7 +204,7 @@ class S3Store(Store):
         except NotFoundError:
             return None
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
         arguments: dict[str, Any] = {"Prefix": self._key(prefix)}
         while True:
             page = self._call(f"list {prefix}", "list_objects_v2", **arguments)

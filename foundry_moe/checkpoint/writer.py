@@ -153,7 +153,7 @@ class ElasticWriter(StorageWriter):
         assert isinstance(planner, ElasticSavePlanner) and planner.snapshot is not None
         self.attempt, self._snapshot = plan.storage_data, planner.snapshot
         began = time.perf_counter()
-        staged = memoryview(self._snapshot.staged.numpy())
+        staged = self._snapshot.staged.numpy().data
         hashes = np.array(
             [
                 block_hash(staged[start : start + block.size_bytes])

@@ -114,7 +114,7 @@ def test_an_empty_folder_is_a_new_run_and_makes_no_state(store) -> None:
 
 
 def data_object(store, step: int) -> str:
-    return next(entry.key for entry in store.list(f"steps/{step:012d}/") if entry.key.endswith(".bin"))
+    return next(entry.key for entry in store.scan(f"steps/{step:012d}/") if entry.key.endswith(".bin"))
 
 
 def damage(store, step: int, kind: str) -> None:
@@ -187,7 +187,7 @@ def test_an_attempt_that_was_not_committed_does_not_exist(store) -> None:
     ledger = Ledger(store)
     assert list(ledger.stale_attempts(3600)) == [] and len(ledger.stale_attempts(-1)) == 1
     assert ledger.collect(-1)[0] == 1
-    assert {entry.key.split("/")[1] for entry in store.list("steps/")} == {"000000000001"}
+    assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000001"}
 
 
 def test_a_flipped_byte_on_the_way_is_fetched_again(s3, behind_proxy) -> None:
@@ -261,7 +261,7 @@ def test_failures_are_told_and_end_training_only_when_they_go_on(store) -> None:
     with pytest.raises(TooManyFailuresError, match=r"2 saves in a row failed.*newest checkpoint.*step 3.*disk is full"):
         engine.wait()
     check(CheckpointEngine(store).load(blank()), 3)
-    assert {entry.key.split("/")[1] for entry in store.list("steps/")} == {"000000000001", "000000000003"}
+    assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000001", "000000000003"}
 
 
 def test_a_slow_store_does_not_block_training(store) -> None:
@@ -293,9 +293,9 @@ def test_retention_keeps_the_newest_the_milestones_and_what_is_read(store) -> No
     engine.save(make_state(29), 29)
     engine.wait()
     assert steps_in(store) == [29, 27, 21, 12]
-    present = {int(entry.key.split("/")[1]) for entry in store.list("steps/")}
+    present = {int(entry.key.split("/")[1]) for entry in store.scan("steps/")}
     assert present == {29, 27, 21, 12}
-    assert list(store.list("holds/")) == []
+    assert list(store.scan("holds/")) == []
     resumed = save(store, 30, keep=1, keep_every=10)
     assert steps_in(store) == [30, 21, 12] and resumed.generation == 0
 

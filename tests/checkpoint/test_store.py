@@ -22,10 +22,10 @@ def test_objects_come_back_as_they_were(store) -> None:
     store.put("a/empty", b"")
     assert store.get("a/b") == b"two" and store.get("a/empty") == b""
     assert store.size_bytes("a/b") == 3 and store.size_bytes("a/c") is None
-    assert [(entry.key, entry.size_bytes) for entry in store.list("a/")] == [("a/b", 3), ("a/empty", 0)]
-    assert abs(next(iter(store.list())).modified_s - store.now_s()) < 60
+    assert [(entry.key, entry.size_bytes) for entry in store.scan("a/")] == [("a/b", 3), ("a/empty", 0)]
+    assert abs(next(iter(store.scan())).modified_s - store.now_s()) < 60
     store.delete(["a/b", "a/never"])
-    assert [entry.key for entry in store.list()] == ["a/empty"]
+    assert [entry.key for entry in store.scan()] == ["a/empty"]
     with pytest.raises(NotFoundError, match="a/b"):
         store.get("a/b")
 
@@ -54,7 +54,7 @@ def test_an_interrupted_upload_shows_nothing_and_is_collected(store) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         store.put_large("steps/1/x", memoryview(LARGE), on_part=die)
-    assert list(store.list()) == []
+    assert list(store.scan()) == []
 
 
 def test_what_a_killed_upload_left_is_collected(s3, tmp_path) -> None:
@@ -65,7 +65,7 @@ def test_what_a_killed_upload_left_is_collected(s3, tmp_path) -> None:
     files = open_store(str(tmp_path))
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / ".unfinished-1-x").write_bytes(b"half")
-    assert list(files.list()) == []
+    assert list(files.scan()) == []
     assert files.discard_unfinished("steps/", older_than_s=3600) == 0
     assert files.discard_unfinished("steps/", older_than_s=-1) == 1
 
@@ -80,7 +80,7 @@ def test_a_passing_fault_is_got_over(s3, behind_proxy, fault) -> None:
     out = bytearray(len(LARGE))
     shaky.read_into("large", 0, memoryview(out))
     assert out == LARGE and shaky.get("small") == b"1234567890" * 10
-    assert {entry.key for entry in shaky.list()} == {"small", "large"}
+    assert {entry.key for entry in shaky.scan()} == {"small", "large"}
     assert proxy.seen[fault] >= 3
 
 

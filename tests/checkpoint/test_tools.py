@@ -76,7 +76,7 @@ def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
     assert tool("gc", folder, "--older-than", "0.001s", "--keep", 1) == 0
     out = capsys.readouterr().out
     assert "removed the checkpoint of step 1" in out and "1 checkpoints in" in out
-    assert {entry.key.split("/")[1] for entry in store.list("steps/")} == {"000000000003"}
+    assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000003"}
     assert tool("gc", folder, "--keep", 0) == 1
 
 
@@ -112,7 +112,7 @@ def test_export_passes_over_damage_or_writes_no_index(folder, tmp_path, capsys) 
 
 
 def attempt(store) -> str:
-    return next(entry.key.split("/")[2] for entry in store.list("steps/000000000002/"))
+    return next(entry.key.split("/")[2] for entry in store.scan("steps/000000000002/"))
 
 
 def check_begins(store, weights) -> None:
