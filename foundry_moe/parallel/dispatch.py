@@ -59,6 +59,8 @@ class ExpertDispatch:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
+        # sizes are read on the host and collectives fill buffers in place: a compiled block breaks here
+        self._run = torch.compiler.disable(self._dispatch)
 
     def __call__(
         self,
@@ -70,6 +72,11 @@ class ExpertDispatch:
         rows: int | None = None,
     ) -> Tensor:
         """y_TD. Arguments as in `foundry_moe.layers.moe.Dispatch`; `rows` is not needed, it learns more."""
+        return self._run(x_TD, weights_TK, experts_TK, num_experts, experts)
+
+    def _dispatch(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, num_experts: int, experts: RoutedExperts
+    ) -> Tensor:
         ranks = self.exchange.size
         local_experts = num_experts // ranks
         assert local_experts * ranks == num_experts

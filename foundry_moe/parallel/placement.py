@@ -125,13 +125,16 @@ def parallelize(
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
-    """The dimension of an expert weight that `shard` cuts: 1, the rows of each matrix, which must divide.
+    """The dimension of an expert weight that `shard` cuts.
 
-    Without expert parallelism dimension 0, the experts, is free and serves where rows do not divide; FSDP2 pads it.
+    With expert parallelism 1, the rows of each matrix, which must divide. Without, 0, the experts, which spares
+    FSDP2 two copies in each gather and reduction; but 1 where rows divide and experts do not, which it would pad.
 
     Raises:
-        ValueError: `shard` divides neither.
+        ValueError: `shard` does not divide the rows.
     """
+    if plan.expert == 1 and next(experts.parameters()).shape[0] % plan.shard == 0:
+        return 0
     for parameter_name, parameter in experts.named_parameters():
         rows = parameter.shape[1]
         if rows % plan.shard:

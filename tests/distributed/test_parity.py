@@ -54,7 +54,14 @@ def test_crowded_case_leaves_experts_without_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "num_experts", "hidden_size"),
-    [((1, 2, 2), 4, 6), ((2, 1, 2), 4, 6), ((1, 4, 1), 4, 12), ((1, 4, 1), 5, 6), ((1, 1, 4), 8, 5)],
+    [
+        ((1, 2, 2), 4, 6),
+        ((2, 1, 2), 4, 6),
+        ((1, 4, 1), 4, 12),
+        ((1, 4, 1), 5, 12),
+        ((1, 4, 1), 5, 6),
+        ((1, 1, 4), 8, 5),
+    ],
 )
 def test_experts_drawn_shard_by_shard_equal_those_drawn_whole(
     mesh: tuple[int, int, int], num_experts: int, hidden_size: int
