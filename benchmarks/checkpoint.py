@@ -256,6 +256,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--store", choices=("files", "moto", "both"), default="both")
     arguments = parser.parse_args()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):  # before the fork server starts: it keeps what it saw
+        os.environ.setdefault(name, "testing")
+    os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
     sys.path.insert(0, str(ROOT))
     from foundry_moe.parallel.launch import run_processes
     from tests.chaos.engine_kills import Moto

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, ResumeError, StoreError
 from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, file_hash
 from foundry_moe.checkpoint.store import Store
 
@@ -130,13 +130,13 @@ class Ledger:
 
         Raises:
             DamagedError: there are commits, and none can be used.
-            CheckpointError: the step asked for is not there, or `never` meets commits.
+            ResumeError: the step asked for is not there, or `never` meets commits.
         """
         skip, keys = set(skip), self.newest_first()
         newest = keys[0].generation if keys else 0
         if resume == "never":
             if keys:
-                raise CheckpointError(
+                raise ResumeError(
                     f"{self.store.url} holds {len(keys)} checkpoints up to step {keys[0].step}, and resume is never: "
                     "give the new run an empty folder, or set resume: auto"
                 )
@@ -149,7 +149,7 @@ class Ledger:
                 candidates = [key for key in keys if key.generation == newest] + candidates
             if not candidates:
                 have = ", ".join(str(step) for step in sorted({key.step for key in keys})) or "none"
-                raise CheckpointError(f"{self.store.url} holds no checkpoint of step {resume}; it holds: {have}")
+                raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; it holds: {have}")
         rejected = []
         for key in candidates:
             if key in skip:

@@ -1,6 +1,7 @@
 """What can go wrong with a checkpoint, as sentences that a user can act on.
 
-Every error says what was kept, where that is in doubt. This module knows nothing of stores or of torch.
+Every error says what was kept, where that is in doubt. Those that a user mends are ValueErrors as well, which the
+training command prints without a stack of frames. This module knows nothing of stores or of torch.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ class StoreError(CheckpointError):
     lasting = False
 
 
-class NotFoundError(StoreError):
+class NotFoundError(StoreError, ValueError):
     """An object, or the whole bucket or folder, is not there."""
 
     lasting = True
 
 
-class DeniedError(StoreError):
+class DeniedError(StoreError, ValueError):
     """No credentials, wrong ones, or no permission."""
 
     lasting = True
 
 
-class ClockError(StoreError):
+class ClockError(StoreError, ValueError):
     """The store refuses requests because this machine's clock is far off."""
 
     lasting = True
@@ -42,8 +43,12 @@ class DamagedError(CheckpointError):
     """A commit cannot be trusted: an object is missing, short, or does not have the hash that was recorded."""
 
 
-class MismatchError(CheckpointError):
+class MismatchError(CheckpointError, ValueError):
     """The checkpoint is intact, and it is one of another model."""
+
+
+class ResumeError(CheckpointError, ValueError):
+    """What `resume` asks for is not what the folder holds."""
 
 
 class TooManyFailuresError(CheckpointError):

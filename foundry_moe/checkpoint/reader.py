@@ -187,7 +187,6 @@ class ElasticReader(StorageReader):
     def __init__(self, store: Store, found: Found, group: dist.ProcessGroup | None = None) -> None:
         self.store, self.found, self.group = store, found, group
         self.traffic = Traffic()
-        self._rank = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -208,7 +207,7 @@ class ElasticReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._rank = kwargs.get("rank", 0)
+        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -132,14 +132,13 @@ class ElasticWriter(StorageWriter):
         self.recording = False  # on the coordinator: from here on the commit may exist
         self.seconds: dict[str, float] = {}
         self._plans = plans or PlanCache()
-        self._rank = 0
         self._snapshot: Snapshot | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._rank = kwargs.get("rank", 0)
+        pass  # the snapshot knows its rank; torch 2.7 would not tell
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         faults.point("save.planned")
@@ -164,12 +163,14 @@ class ElasticWriter(StorageWriter):
         self.seconds["hash"] = time.perf_counter() - began
         if len(staged):
             self.ledger.store.put_large(
-                f"{self.attempt}/{object_key(self._rank)}", staged, on_part=lambda: faults.point("save.part_written")
+                f"{self.attempt}/{object_key(self._snapshot.rank)}",
+                staged,
+                on_part=lambda: faults.point("save.part_written"),
             )
         faults.point("save.written")
         self.seconds["write"] = time.perf_counter() - began
         report = WriteResult(
-            index=MetadataIndex(str(self._rank)), size_in_bytes=len(staged), storage_data=hashes.tobytes()
+            index=MetadataIndex(str(self._snapshot.rank)), size_in_bytes=len(staged), storage_data=hashes.tobytes()
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result([report])
