@@ -30,13 +30,14 @@ class RaggedRows:
     offsets_E: Tensor
     entries_M4: Tensor
     count: Tensor
+    order_E: Tensor
     num_rows: int
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int) -> RaggedRows:
     """offsets_E: int32 [E], the row after the last of each expert."""
-    entries_M4, count = block_row_table(offsets_E, num_rows, BLOCK)
-    return RaggedRows(offsets_E=offsets_E, entries_M4=entries_M4, count=count, num_rows=num_rows)
+    entries_M4, count, order_E = block_row_table(offsets_E, num_rows, BLOCK)
+    return RaggedRows(offsets_E=offsets_E, entries_M4=entries_M4, count=count, order_E=order_E, num_rows=num_rows)
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -230,6 +231,7 @@ def weight_gradient(
         descriptors.ragged_rows(b_RN[None], tile.bk, tile.bn),
         descriptors.boxes(out, box),
         rows.offsets_E,
+        rows.order_E,
         experts,
         planes,
         m_tiles,

@@ -172,8 +172,9 @@ def combine_backward(
     if dweights.numel() == 0 or width == 0:
         return out, dweights.zero_()
     _combine_backward_kernel[(tokens,)](
-        dy_TD.contiguous(), y_RD, out, row_TK, weights_TK.contiguous(), dweights, offsets_E[-1:], tokens,
-        y_RD.shape[0], width, K=choices, WIDTH=min(triton.next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,
+        dy_TD.contiguous(), y_RD, out, row_TK, weights_TK.contiguous(), dweights, offsets_E[-1:],
+        tokens, y_RD.shape[0], width,
+        K=choices, WIDTH=min(triton.next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,
     )  # fmt: skip
     return out, dweights
 

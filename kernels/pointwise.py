@@ -94,9 +94,12 @@ def activation_backward_(
         raise ValueError(f"dh {tuple(dh_RF.shape)} and z {tuple(z_PRF.shape)} must be contiguous and of one [R, F]")
     dots = torch.empty(1, rows, dtype=torch.float32, device=dh_RF.device) if weights_TK is not None else None
     if rows and width:
-        wide = min(triton.next_power_of_2(width), 1024)
-        _activation_backward_kernel[(triton.cdiv(rows, 2),)](
+        # whole power-of-two parts of a row where there are: 768 as 3 x 256 leaves no thread idle
+        wide = min(width & -width, 1024)
+        wide = wide if wide >= 128 else min(triton.next_power_of_2(width), 1024)
+        block = max(1, 2048 // wide)
+        _activation_backward_kernel[(triton.cdiv(rows, block),)](
             dh_RF, z_PRF, weights_TK, source_R, dots, offsets_E[-1:], rows, width,
-            ACT=activation, GLU=planes == 2, WEIGHTED=weights_TK is not None, ROWS=2, WIDTH=wide, num_warps=4,
+            ACT=activation, GLU=planes == 2, WEIGHTED=weights_TK is not None, ROWS=block, WIDTH=wide, num_warps=4,
         )  # fmt: skip
     return dots

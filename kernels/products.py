@@ -212,7 +212,8 @@ def dsd(
             bases, inner = _bases(out, topology)
             _dtsd_kernel[(topology.block_columns, triton.cdiv(n, bn))](
                 s, b_in, out, topology.row_starts_M, topology.row_sizes_M, topology.strides_M,
-                topology.column_offsets_N1, topology.transposed_Z, topology.rows_Z, topology.value_offsets_Z, topology.column_sizes_N, bases,
+                topology.column_offsets_N1, topology.transposed_Z, topology.rows_Z, topology.value_offsets_Z,
+                topology.column_sizes_N, bases,
                 n, b_in.stride(0), b_in.stride(1), inner, out.stride(1),
                 BLOCK=topology.block, BN=bn, BK=bk, PRECISION=precision, num_warps=warps,
             )  # fmt: skip

@@ -36,17 +36,22 @@ def _rows_of(offsets_ptr, expert):
 
 @triton.jit(do_not_specialize=["num_experts", "planes", "m_tiles", "n_tiles"])
 def ragged_inner_kernel(
-    a_desc, b_desc, c_desc, offsets_ptr,
+    a_desc, b_desc, c_desc, offsets_ptr, order_ptr,
     num_experts, planes, m_tiles, n_tiles,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """offsets_ptr: int32 [E], the row after the last one of each expert."""
+    """offsets_ptr: int32 [E], the row after the last one of each expert.
+
+    order_ptr: int32 [E], the order of experts, most rows first: programs take tiles in turn, so each gets its share of
+    the long ones.
+    """
     dtype: tl.constexpr = c_desc.dtype
     tiles = num_experts * planes * m_tiles * n_tiles
     done = tl.program_id(0) - PROGRAMS
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         expert, plane, m, n = _place(tile, m_tiles, n_tiles, planes, GROUP)
+        expert = tl.load(order_ptr + expert)
         start, size = _rows_of(offsets_ptr, expert)
         steps = tl.maximum(tl.cdiv(size, BK), 1)  # without rows, one step over what the maps clip to zeros
         acc = tl.zeros((BM, BN), tl.float32)
@@ -57,6 +62,7 @@ def ragged_inner_kernel(
             acc = tl.dot(a.T, b, acc)
         done += PROGRAMS
         expert, plane, m, n = _place(done, m_tiles, n_tiles, planes, GROUP)
+        expert = tl.load(order_ptr + expert)
         row, column = m * BM, n * BN
         if SPLIT == 1:
             c_desc.store([plane, expert, row, column], acc.to(dtype).reshape(1, 1, BM, BN))

@@ -91,7 +91,7 @@ def build_topology(
         debug: also check the loads' contents (reads the device).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, block that is no power of two; with `debug`, loads that do not fit.
+        ValueError: shapes or dtypes that do not fit, a block that is no power of two, with `debug` the loads.
     """
     _check(tokens_per_expert_E, num_rows, list(widths), block, debug)
     device = tokens_per_expert_E.device
@@ -168,14 +168,14 @@ def build_topology(
 
 @triton.jit
 def _block_rows_kernel(
-    offsets_ptr, entries_ptr, count_ptr, num_experts, most,
+    offsets_ptr, entries_ptr, count_ptr, order_ptr, num_experts, most,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, EXPERTS)
     end = tl.load(offsets_ptr + e, mask=e < num_experts, other=0)
     start = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e < num_experts), other=0)
-    size = tl.where(e < num_experts, end - start, 0)
-    tall = (size + BLOCK - 1) // BLOCK
+    size = tl.where(e < num_experts, end - start, -1)
+    tall = (tl.maximum(size, 0) + BLOCK - 1) // BLOCK
     tall_end = tl.cumsum(tall, axis=0)
     if tl.program_id(0) == 0:
         tl.store(count_ptr, tl.sum(tall))
@@ -188,21 +188,28 @@ def _block_rows_kernel(
     tl.store(entry + 1, tl.sum(tl.where(mine, start[None, :], 0), axis=1), mask=keep)
     tl.store(entry + 2, tl.sum(tl.where(mine, size[None, :], 0), axis=1), mask=keep)
     tl.store(entry + 3, tl.sum(tl.where(mine, (m[:, None] - first[None, :]) * BLOCK, 0), axis=1), mask=keep)
+    # m as experts now: how many have more rows, or as many and a lower number
+    my_end = tl.load(offsets_ptr + m, mask=m < num_experts, other=0)
+    my_size = my_end - tl.load(offsets_ptr + m - 1, mask=(m > 0) & (m < num_experts), other=0)
+    ahead = (size[None, :] > my_size[:, None]) | ((size[None, :] == my_size[:, None]) & (e[None, :] < m[:, None]))
+    tl.store(order_ptr + tl.sum(ahead.to(tl.int32), axis=1), m, mask=m < num_experts)
 
 
-def block_row_table(offsets_E: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor]:
+def block_row_table(offsets_E: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """The block rows alone, in one launch: what the fused kernels of a layer with experts of one width need.
 
     Returns:
-        int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert; and int32 [1], the
-        number of block rows in use.
+        int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert; int32 [1], the
+        number of block rows in use; int32 [E], the experts from the most rows to the fewest.
     """
     experts = offsets_E.shape[0]
     most = max_block_rows(num_rows, experts, block)
     entries_M4 = torch.empty(max(most, 1), 4, dtype=torch.int32, device=offsets_E.device)
     count = torch.empty(1, dtype=torch.int32, device=offsets_E.device)
+    order_E = torch.empty(experts, dtype=torch.int32, device=offsets_E.device)
     chunk = 32
-    _block_rows_kernel[(max(triton.cdiv(most, chunk), 1),)](
-        offsets_E, entries_M4, count, experts, most, EXPERTS=triton.next_power_of_2(experts), BLOCK=block, CHUNK=chunk
-    )
-    return entries_M4, count
+    _block_rows_kernel[(triton.cdiv(max(most, experts, 1), chunk),)](
+        offsets_E, entries_M4, count, order_E, experts, most,
+        EXPERTS=triton.next_power_of_2(experts), BLOCK=block, CHUNK=chunk,
+    )  # fmt: skip
+    return entries_M4, count, order_E

@@ -1,10 +1,10 @@
 """The expert MLP as custom operators on the block-sparse kernels, with gradients.
 
-Custom operators, so that `torch.compile` sees each as one node with known shapes. Two nodes in the graph: the first
-(up) keeps x, the second (down) the pre-activations z, which its backward turns into their own gradient in place and
-hands on; so z is gone before the first node's gradients are allocated. A second backward through the same graph
-(`retain_graph`) is therefore refused by autograd's version check. With `memory: recompute` there is one node that keeps x
-alone and computes z again.
+Custom operators, so that `torch.compile` sees each as one node with known shapes; the same steps as plain autograd
+functions where nothing compiles. Two nodes in the graph: the first (up) keeps x, the second (down) the pre-activations
+z, which its backward turns into their own gradient in place and hands on; so z is gone before the first node's gradients
+are allocated. A second backward through the same graph (`retain_graph`) is therefore refused by autograd's version
+check. With `memory: recompute` there is one node that keeps x alone and computes z again.
 
 Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, P planes (gate, up).
 """
@@ -132,12 +132,9 @@ def _up_backward(ctx: Any, dz_PRF: Tensor | None, dh_RF: Tensor | None) -> tuple
         return (None,) * 7
     x_TD, w1_EFD, v1_EFD, row_TK, offsets_E = ctx.saved_tensors
     needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw_PEFD = expert_up_backward(dz_PRF, x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, needs_dx)
+    dx_TD, dw_PEFD = _of(ctx).up_backward(dz_PRF, x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, needs_dx)
     dv1_EFD = None if v1_EFD is None else dw_PEFD[1]
     return dx_TD if needs_dx else None, dw_PEFD[0], dv1_EFD, None, None, None, None
-
-
-expert_up.register_autograd(_up_backward, setup_context=_save_up)
 
 
 def _save_down(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -149,13 +146,10 @@ def _save_down(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _down_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E = ctx.saved_tensors
     dz_PRF = z_PRF.detach()  # the same memory and version: what autograd kept is now the gradient
-    dw2_EDF, dweights_TK = expert_down_backward_(
+    dw2_EDF, dweights_TK = _of(ctx).down_backward_(
         dy_TD, dz_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, ctx.activation
     )
     return dz_PRF, None, dw2_EDF, None if weights_TK is None else dweights_TK, None, None, None, None
-
-
-expert_down.register_autograd(_down_backward, setup_context=_save_down)
 
 
 @torch.library.custom_op("foundry_moe::expert_mlp", mutates_args=())
@@ -187,19 +181,85 @@ def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _mlp_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E = ctx.saved_tensors
-    z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, source_R.shape[0], ctx.activation)
+    use = _of(ctx)
+    z_PRF, h_RF = use.up(x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, source_R.shape[0], ctx.activation)
     del h_RF
-    dw2_EDF, dweights_TK = expert_down_backward_(
+    dw2_EDF, dweights_TK = use.down_backward_(
         dy_TD, z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, ctx.activation
     )
     needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw_PEFD = expert_up_backward(z_PRF, x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, needs_dx)
+    dx_TD, dw_PEFD = use.up_backward(z_PRF, x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, needs_dx)
     dv1_EFD = None if v1_EFD is None else dw_PEFD[1]
     dweights = None if weights_TK is None else dweights_TK
     return dx_TD if needs_dx else None, dw_PEFD[0], dv1_EFD, dw2_EDF, dweights, None, None, None, None
 
 
+expert_up.register_autograd(_up_backward, setup_context=_save_up)
+expert_down.register_autograd(_down_backward, setup_context=_save_down)
 expert_mlp.register_autograd(_mlp_backward, setup_context=_save_mlp)
+
+
+class _Operators:
+    """The steps as nodes that `torch.compile` sees."""
+
+    up = staticmethod(expert_up)
+    up_backward = staticmethod(expert_up_backward)
+    down_backward_ = staticmethod(expert_down_backward_)
+
+
+class _Eager:
+    """The steps themselves: an operator costs the host 0.2 ms a call, a step of a small layer has six."""
+
+    @staticmethod
+    def up(*args: Any) -> tuple[Tensor, Tensor]:
+        return expert_up._init_fn(*args)
+
+    @staticmethod
+    def up_backward(*args: Any) -> tuple[Tensor, Tensor]:
+        return expert_up_backward._init_fn(*args)
+
+    @staticmethod
+    def down_backward_(*args: Any) -> tuple[Tensor, Tensor]:
+        torch.autograd.graph.increment_version(args[1])  # as the operator does
+        return expert_down_backward_._init_fn(*args)
+
+
+def _of(ctx: Any) -> type[_Operators] | type[_Eager]:
+    return _Eager if getattr(ctx, "eager", False) else _Operators
+
+
+class _Up(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        ctx.eager = True
+        z_PRF, h_RF = _Eager.up(*inputs)
+        _save_up(ctx, inputs, None)
+        ctx.mark_non_differentiable(h_RF)
+        return z_PRF, h_RF
+
+    backward = staticmethod(_up_backward)
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.eager = True
+        _save_down(ctx, inputs, None)
+        return expert_down._init_fn(*inputs)
+
+    backward = staticmethod(_down_backward)
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.eager = True
+        _save_mlp(ctx, inputs, None)
+        x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E, activation = inputs
+        _, h_RF = _Eager.up(x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, source_R.shape[0], activation)
+        return steps.down(h_RF, w2_EDF.contiguous(), _contiguous(weights_TK), row_TK, offsets_E)
+
+    backward = staticmethod(_mlp_backward)
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -241,7 +301,10 @@ def routed_mlp(
                 f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
             )
     places = (routes.source_R, routes.row_TK, routes.offsets_E)
+    compiling = torch.compiler.is_compiling()
     if memory == "recompute":
-        return expert_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *places, activation)
-    z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *places[1:], routes.num_rows, activation)
-    return expert_down(z_PRF, h_RF, w2_EDF, weights_TK, *places, activation)
+        mlp = expert_mlp if compiling else _Mlp.apply
+        return mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *places, activation)
+    up, down = (expert_up, expert_down) if compiling else (_Up.apply, _Down.apply)
+    z_PRF, h_RF = up(x_TD, w1_EFD, v1_EFD, *places[1:], routes.num_rows, activation)
+    return down(z_PRF, h_RF, w2_EDF, weights_TK, *places, activation)

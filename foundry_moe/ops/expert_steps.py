@@ -115,10 +115,9 @@ def up_backward(
     weights = _weights(w1_EFD, v1_EFD)
     rows = dz_PRF.shape[1]
     experts, hidden, width = w1_EFD.shape
-    dw_PEFD = torch.empty(len(weights), experts, hidden, width, dtype=w1_EFD.dtype, device=w1_EFD.device)
     dx_TD = torch.zeros_like(x_TD) if needs_dx and rows == 0 else x_TD.new_empty(0)
     if rows == 0:
-        return dx_TD, dw_PEFD.zero_()
+        return dx_TD, w1_EFD.new_zeros(len(weights), experts, hidden, width)
     fused = _fused(weights)
     ragged = expert_products.ragged_rows(offsets_E, rows) if fused else None
     topology = None if fused else _topology(offsets_E, rows, hidden)
@@ -131,6 +130,7 @@ def up_backward(
             dx_RD = sum(parts[1:], parts[0]).to(x_TD.dtype)
         dx_TD = permutation.combine(dx_RD, None, row_TK)
         del dx_RD
+    dw_PEFD = torch.empty(len(weights), experts, hidden, width, dtype=w1_EFD.dtype, device=w1_EFD.device)
     halves = 2 if rows * width * x_TD.element_size() > _GATHER_BYTES and width % 512 == 0 else 1
     for part in range(halves):
         columns = slice(part * width // halves, (part + 1) * width // halves)
