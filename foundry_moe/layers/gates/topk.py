@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from foundry_moe.config import one_of
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate, LinearGate, linear_fp32
+from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
 from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss
 from foundry_moe.layers.progress import Progress, parse_schedule
 from foundry_moe.ops import noise
+from foundry_moe.ops.scores import router_scores
 from foundry_moe.ops.topk import count_choices, topk
 
 _JITTER, _NOISE = 0, 1
@@ -162,7 +163,7 @@ class TopKGate(LinearGate):
         """The logits to choose by, and the deviation of their noise."""
         if self.weight_noise_ED is None or not self.training:
             return clean_TE, None
-        deviation_TE = F.softplus(linear_fp32(x_TD, self.weight_noise_ED))
+        deviation_TE = F.softplus(router_scores(x_TD, self.weight_noise_ED))
         keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
         drawn_TE = noise.normal(keys_T, self.num_experts, context.stream(_NOISE)).to(clean_TE.dtype)
         return clean_TE + drawn_TE * deviation_TE, deviation_TE
@@ -184,7 +185,7 @@ class TopKGate(LinearGate):
         """The same scores, with -inf outside each token's best groups."""
         groups = self.config.groups
         by_group_TGM = ranked_TE.view(-1, groups, self.num_experts // groups)
-        best_TG = by_group_TGM.topk(min(2, by_group_TGM.shape[2]), dim=-1).values.sum(-1)
+        best_TG = topk(by_group_TGM, min(2, by_group_TGM.shape[2]))[0].sum(-1)
         kept_TL = topk(best_TG, self.config.group_limit)[1]
         eligible_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, kept_TL, True)
         return by_group_TGM.masked_fill(~eligible_TG[:, :, None], -torch.inf).view_as(ranked_TE)
