@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,17 +45,27 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def shape_class(product: str, *, rows_per_expert: int, n: int, k: int) -> str:
-    """The key of the committed table: powers of two around each size."""
+    """The key of the committed table: logarithms of the sizes in half steps (512 is 9, 768 is 9.5)."""
+    return f"{product} {_half(rows_per_expert):g} {_half(n):g} {_half(k):g}"
 
-    def power(value: int) -> int:
-        return max(value, 1).bit_length() - 1
 
-    return f"{product} rows2^{power(rows_per_expert)} n2^{power(n)} k2^{power(k)}"
+def _half(value: int) -> float:
+    return round(2 * math.log2(max(value, 1))) / 2
+
+
+@functools.cache
+def _nearest(product: str, rows_per_expert: int, n: int, k: int) -> Tile:
+    """The class itself, or the one of this product that is nearest in the sum of logarithms' distances."""
+    wanted = (_half(rows_per_expert), _half(n), _half(k))
+    best, entry = math.inf, {}
+    for key, candidate in _table().items():
+        name, *sizes = key.split()
+        distance = sum(abs(float(size) - want) for size, want in zip(sizes, wanted, strict=True))
+        if name == product and distance < best:
+            best, entry = distance, candidate
+    return Tile(**entry)
 
 
 def pick(product: str, *, rows: int, experts: int, n: int, k: int) -> Tile:
-    """The committed tile of this shape class, or the product's default."""
-    entry = _table().get(shape_class(product, rows_per_expert=rows // max(experts, 1), n=n, k=k))
-    if entry is None:
-        entry = _table().get(product, {})
-    return Tile(**entry)
+    """The committed tile of this shape class or of the nearest; the defaults where the table has no such product."""
+    return _nearest(product, rows // max(experts, 1), n, k)
