@@ -8,6 +8,7 @@ Shapes: N sequences, S positions, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -279,7 +280,9 @@ def _checkpoint_contents(model: nn.Module, optimizer: torch.optim.Optimizer, ran
         return {}
     merged = Path(folder[0]) / "merged.pt"
     dcp_to_torch_save(folder[0], merged)
-    return dict(_flatten(torch.load(merged, weights_only=False), "checkpoint"))
+    contents = dict(_flatten(torch.load(merged, weights_only=False), "checkpoint"))
+    shutil.rmtree(folder[0])
+    return contents
 
 
 def _flatten(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,66 @@
+"""Replicas are averaged after the last microbatch alone, and a batch of another number of microbatches is an error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Event
+
+from foundry_moe.callbacks import mesh as mesh_callback
+from foundry_moe.callbacks.mesh import MeshGradients, add_mesh_algorithm, count_samples
+
+
+class _Recorder(torch.nn.Module):
+    """Stands for an FSDP2 module: notes when gradients would be all-reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def set_requires_all_reduce(self, flag: bool, *, recurse: bool) -> None:
+        self.seen.append(flag)
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int) -> list[bool]:
+    monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
+    model = _Recorder()
+    state: Any = SimpleNamespace(batch=batch, device_train_microbatch_size=size, model=model)
+    algorithm = MeshGradients(all_reduce=True)
+    algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
+    for _ in range(microbatches):
+        algorithm.apply(Event.BEFORE_FORWARD, state, None)  # type: ignore[arg-type]
+    algorithm.apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
+    return model.seen
+
+
+def test_only_the_last_microbatch_is_reduced_over_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"input_ids": torch.zeros(7, 3)}
+    assert _run(monkeypatch, batch, 3, 3) == [False, False, True]
+    assert _run(monkeypatch, batch, 7, 1) == [True]
+
+
+def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run(monkeypatch, object(), 3, 3) == [True, True, True]
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_another_number_of_microbatches_is_an_error(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
+    with pytest.raises(RuntimeError, match=f"had {microbatches} microbatches where 3 were expected"):
+        _run(monkeypatch, {"input_ids": torch.zeros(7, 3)}, 3, microbatches)
+
+
+def test_samples_are_counted_in_tensors_mappings_and_sequences() -> None:
+    rows = torch.zeros(5, 2)
+    assert [count_samples(batch) for batch in (rows, {"x": rows}, (rows, rows), [])] == [5, 5, 5, None]
+
+
+def test_mesh_of_the_model_entry_becomes_an_algorithm() -> None:
+    run = {"model": {"name": "dmoe_causal_lm", "moe": {"num_experts": 4, "mesh": {"expert": 2}}}}
+    assert add_mesh_algorithm(dict(run))["algorithms"] == {"dmoe_mesh": {"expert": 2}}
+    other = {**run, "algorithms": {"dmoe_mesh": {"expert": 4}}}
+    with pytest.raises(ValueError, match="differ: keep one"):
+        add_mesh_algorithm(other)
+    assert add_mesh_algorithm({"model": {"name": "mpt_causal_lm"}}) == {"model": {"name": "mpt_causal_lm"}}
