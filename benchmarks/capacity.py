@@ -5,8 +5,8 @@
 Dropless against `capacity`: one MoE layer, forward and backward, at the shapes of the MegaBlocks paper (Gale et al.
 2022, table 1: 64 experts, top-1, sequences of 1024), in bf16, with the loads that training gives: first a small
 transformer with 64 experts a layer, `switch` and a balance loss of 0.01 is trained on real text, and the loads of
-its layers on the batches after that are used. Both sides share router, permutation, gather and weighted sum; only the
-layout and the products differ.
+its layers on the batches after that are used. Both sides share the router. On CUDA the
+dropless side permutes and applies activations in its own kernels, the padded one in torch's operations.
 
 The argument holds int16 token ids [samples, positions]; `--save-tokens FOLDER` makes it from the demo's data.
 

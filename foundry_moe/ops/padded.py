@@ -1,7 +1,8 @@
 """The layout of token-dropping MoE: the same number of places for every expert, and batched products over it.
 
-For comparison with the dropless layout on equal terms: the same permutation, gather and weighted sum, with rows in
-E blocks of C places instead of one ragged sequence, and the experts' products as one batched product each.
+For comparison with the dropless layout: the same gather and weighted sum (in torch's operations: the kernels fill a
+ragged end with zeros, not places in between), with rows in E blocks of C places instead of one ragged sequence, and
+the experts' products as one batched product each.
 
 Shapes: T tokens, K choices, E experts, C places of an expert, D model width, F expert width, R = E * C rows.
 """
