@@ -7,6 +7,7 @@ Shapes: R rows sorted by expert, E experts, D model width, F expert width, P pla
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,36 @@ class RaggedRows:
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int) -> RaggedRows:
-    """offsets_E: int32 [E], the row after the last of each expert."""
+    """The block rows of experts whose rows end at `offsets_E` (int32 [E]). Reads nothing on the host.
+
+    With FOUNDRY_MOE_DEBUG=1 in the environment it also reads the offsets and checks them.
+
+    Raises:
+        ValueError: offsets of another shape or dtype; when debugging, offsets that fall or run past `num_rows`.
+    """
+    if offsets_E.dim() != 1 or offsets_E.dtype is not torch.int32 or not offsets_E.is_contiguous():
+        raise ValueError(f"offsets must be contiguous int32 [experts], not {offsets_E.dtype} {tuple(offsets_E.shape)}")
+    if os.environ.get("FOUNDRY_MOE_DEBUG") == "1":
+        ends = [0, *offsets_E.tolist()]
+        if ends != sorted(ends) or ends[-1] > num_rows:
+            raise ValueError(
+                f"offsets {ends[1:]} must not fall and must end at {num_rows} (the rows there are) at most"
+            )
     entries_M4, count, order_E = block_row_table(offsets_E, num_rows, BLOCK)
     return RaggedRows(offsets_E=offsets_E, entries_M4=entries_M4, count=count, order_E=order_E, num_rows=num_rows)
+
+
+def _check_operands(a_PRK: Tensor, weights: tuple[Tensor, ...], rows: RaggedRows, k: int) -> None:
+    experts = rows.offsets_E.shape[0]
+    if a_PRK.shape[1:] != (rows.num_rows, k):
+        raise ValueError(
+            f"the rows {tuple(a_PRK.shape)} must be [planes, {rows.num_rows}, {k}] to fit routes and weights"
+        )
+    for weight in weights:
+        if weight.shape != weights[0].shape or weight.shape[0] != experts or weight.stride() != weights[0].stride():
+            raise ValueError(f"weights must be alike, one matrix for each of {experts} experts: {tuple(weight.shape)}")
+        if weight.dtype != a_PRK.dtype or weight.device != a_PRK.device:
+            raise ValueError(f"rows are {a_PRK.dtype} on {a_PRK.device}, weights {weight.dtype} on {weight.device}")
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -70,6 +98,7 @@ def _rows_product(
     source_R: Tensor | None = None,
     dots: Tensor | None = None,
 ) -> None:
+    _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
     up = epilogue == "up"
     glu = (z_PRN is not None and z_PRN.shape[0] == 2) or (up and len(weights) == 2)
     side_by_side = 2 if up and glu else 1
@@ -219,6 +248,11 @@ def weight_gradient(
     """
     planes, _, m = a_PRM.shape
     n = b_RN.shape[1]
+    if a_PRM.shape[1] != rows.num_rows or b_RN.shape[0] != rows.num_rows or a_PRM.dtype != b_RN.dtype:
+        raise ValueError(
+            f"a {tuple(a_PRM.shape)} {a_PRM.dtype} and b {tuple(b_RN.shape)} {b_RN.dtype} must share "
+            f"{rows.num_rows} rows and a dtype"
+        )
     experts = rows.offsets_E.shape[0]
     tile = tile or tuning.pick("inner", rows=rows.num_rows, experts=experts, n=n, k=m)
     if out is None:

@@ -2,9 +2,9 @@
 
 Custom operators, so that `torch.compile` sees each as one node with known shapes; the same steps as plain autograd
 functions where nothing compiles. Two nodes in the graph: the first (up) keeps x, the second (down) the pre-activations
-z, which its backward turns into their own gradient in place and hands on; so z is gone before the first node's gradients
-are allocated. A second backward through the same graph (`retain_graph`) is therefore refused by autograd's version
-check. With `memory: recompute` there is one node that keeps x alone and computes z again.
+z, which its backward turns into their own gradient in place and hands on; so z is gone before the first node's
+gradients are allocated. A second backward through the same graph (`retain_graph`) is therefore refused by autograd's
+version check. With `memory: recompute` there is one node that keeps x alone and computes z again.
 
 Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, P planes (gate, up).
 """

@@ -18,6 +18,7 @@ WIDTHS = {"equal": [24] * 5, "unequal": [16, 40, 24, 8, 33]}
 K, N = 20, 35
 # sums of at most 200 fp32 products: 200 * 2^-24; fp16 and bf16 round the result once
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+BOTH_WAYS = list(itertools.product([False, True], repeat=2))
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 
 
@@ -57,7 +58,7 @@ def test_topology_lists_every_block_once_in_row_order_and_in_column_order(case):
     assert int(t.row_sizes_M.sum()) == int(loads.sum())
 
 
-@pytest.mark.parametrize("trans_a, trans_b", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("trans_a, trans_b", BOTH_WAYS)
 def test_sdd_is_the_dense_product_at_the_blocks(case, trans_a, trans_b):
     loads, widths, t = case
     a, b = new(ROWS, K), new(K, sum(widths))
@@ -69,7 +70,7 @@ def test_sdd_is_the_dense_product_at_the_blocks(case, trans_a, trans_b):
     assert error(reference.expand(s, loads, ROWS, widths), truth) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("trans_s, trans_b", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("trans_s, trans_b", BOTH_WAYS)
 def test_dsd_and_dds_are_the_dense_products(case, trans_s, trans_b):
     loads, widths, t = case
     s = poisoned(new(t.num_values), loads.tolist(), widths)
