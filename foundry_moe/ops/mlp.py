@@ -41,9 +41,7 @@ def _check(
 ) -> None:
     experts, hidden, width = w1_EFD.shape
     if x_TD.dim() != 2 or x_TD.shape[1] != width:
-        raise ValueError(
-            f"x_TD {tuple(x_TD.shape)} must be [tokens, {width}] to fit w1_EFD {tuple(w1_EFD.shape)}"
-        )
+        raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [tokens, {width}] to fit w1_EFD {tuple(w1_EFD.shape)}")
     if w2_EDF.shape != (experts, width, hidden):
         raise ValueError(f"w2_EDF {tuple(w2_EDF.shape)} must be {(experts, width, hidden)} to fit w1_EFD")
     if v1_EFD is not None and v1_EFD.shape != w1_EFD.shape:
@@ -96,9 +94,7 @@ def routed_mlp(
         else:
             chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
             if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
-                return blocksparse.routed_mlp(
-                    x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory
-                )
+                return blocksparse.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory)
             expert_mlp = _EXPERT_MLPS[chosen]
         y_RD = expert_mlp(permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
         return combine(y_RD, weights_TK, routes)
