@@ -65,6 +65,11 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
     else:
         return None
     check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
+    if model.get("init_device") == "meta" and config.mesh_config is None:
+        raise ValueError(
+            "model.init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} "
+            "to the MoE keys, or use init_device: cpu"
+        )
     world_size = os.environ.get("WORLD_SIZE")
     if config.mesh_config is not None and world_size is not None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

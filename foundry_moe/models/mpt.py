@@ -10,6 +10,7 @@ from llmfoundry.layers_registry import attention_implementations
 from llmfoundry.models.mpt.configuration_mpt import MPTConfig
 from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from foundry_moe.config import MoEConfig, from_mapping
 from foundry_moe.conversion import apply_dmoe, moe_layers
@@ -138,5 +139,12 @@ def init_moe_module(module: nn.Module, **_: Any) -> bool:
             module.experts.num_layers = block.max_block_idx + 1
         module.reset_parameters()
         return True
-    # parts of a layer: the layer draws them, once it has its index
-    return isinstance(module, Experts | Gate)
+    # Parts of a layer: the layer draws them, once it has its index. A part that is sharded comes from the meta device,
+    # where Composer asks for parts alone; on a mesh, `parallelize` has drawn it before.
+    ours = isinstance(module, Experts | Gate)
+    if ours and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+        raise ValueError(
+            "init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} to the "
+            "MoE keys, or use init_device: cpu"
+        )
+    return ours

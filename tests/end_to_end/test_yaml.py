@@ -85,6 +85,7 @@ MISTAKES = {
     "model.moe.loss.balanse=1": "loss.balanse: gate topk has no such loss; did you mean 'balance'?",
     "algorithms.dmoe.num_experts=4": "both put experts into the model: keep one of them",
     "tp_config.strategy=ffn": "tensor parallelism does not go with dMoE layers",
+    "model.init_device=meta": "experts are drawn from meta on a mesh only; add mesh",
     "max_duration": "max_duration: an override is key=value",
 }
 
