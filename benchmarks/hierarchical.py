@@ -1,6 +1,6 @@
 """Flat against hierarchical all-to-all over hosts with limited links, made of network namespaces on one machine.
 
-    python benchmarks/hierarchical.py [--mbit 200] [--packet-bytes 0] [--hosts 4] [--ranks-per-host 2]   (root, iproute2)
+    python benchmarks/hierarchical.py [--mbit 200] [--packet-bytes 0] [--hosts 4] [--ranks-per-host 2]  (root)
 
 Each host is a namespace whose one link to a bridge is shaped by a token bucket; ranks of a host reach each other
 over its loopback. `--packet-bytes N` makes each packet cost as N bytes more, which limits packets a second as cloud

@@ -92,9 +92,7 @@ class RunReport(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         # Composer evaluates once more after this event where the last interval was not full: the page waits for it
-        self._evaluations_to_come = sum(
-            evaluator.eval_interval(state, Event.FIT_END) for evaluator in state.evaluators
-        )
+        self._evaluations_to_come = sum(evaluator.eval_interval(state, Event.FIT_END) for evaluator in state.evaluators)
         if not self._evaluations_to_come:
             _print(self._page(state))
 

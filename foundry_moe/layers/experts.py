@@ -68,9 +68,7 @@ class Experts(nn.Module):
         """Draws all experts. For parameters that are whole on this process."""
         for name, parameter in self.named_parameters():
             for expert in range(parameter.shape[0]):
-                parameter[expert].copy_(
-                    self.initial(name, expert, seed=seed, layer=layer, device=parameter.device)
-                )
+                parameter[expert].copy_(self.initial(name, expert, seed=seed, layer=layer, device=parameter.device))
 
     def forward(self, x_TD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
         """y_TD [T, D]: see `foundry_moe.ops.routed_mlp`."""
@@ -106,9 +104,7 @@ class SharedExpert(nn.Module):
         self.act = POINTWISE[kind.pointwise]
         self.std = {"w1": init_std, "v1": init_std, "w2": residual_std(init_std, num_layers)}
         self.w1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype)
-        self.v1 = (
-            nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype) if kind.gated else None
-        )
+        self.v1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype) if kind.gated else None
         self.w2 = nn.Linear(hidden_size, d_model, bias=False, device=device, dtype=dtype)
 
     @torch.no_grad()
