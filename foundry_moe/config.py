@@ -133,6 +133,13 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         raise ValueError(f"{where}: {error}") from None
 
 
+# `init_device: meta` without `mesh`: Composer then draws parts, and experts are drawn by layer
+META_NEEDS_MESH = (
+    "init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} to the MoE "
+    "keys, or use init_device: cpu"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """The 3-D device mesh: `expert` x `shard` x `replicate` = world size; `auto` takes what is left.

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry_moe.config import MoEConfig, from_mapping
+from foundry_moe.config import META_NEEDS_MESH, MoEConfig, from_mapping
 from foundry_moe.errors import run_cleanly
 from foundry_moe.layers.gates.registry import check_gate
 from foundry_moe.parallel.mesh import plan_mesh
@@ -66,10 +66,7 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
         return None
     check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
     if model.get("init_device") == "meta" and config.mesh_config is None:
-        raise ValueError(
-            "model.init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} "
-            "to the MoE keys, or use init_device: cpu"
-        )
+        raise ValueError(f"model.{META_NEEDS_MESH}")
     world_size = os.environ.get("WORLD_SIZE")
     if config.mesh_config is not None and world_size is not None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 # Before torch, Composer and tokenizers are imported: one thread, no hub.
@@ -51,22 +52,26 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def tiny_run(tiny_text: Path, tmp_path: Path) -> list[str]:
-    """Arguments after the YAML that make the demo's run tiny, on `tiny_text`, in a folder of its own."""
-    return [
-        f"variables.data={tiny_text}",
-        f"variables.run={tmp_path}/run",
-        "model.d_model=32",
-        "model.n_layers=2",
-        "model.moe.expert_hidden_size=32",
-        "max_duration=6ba",
-        "eval_interval=6ba",
-        "eval_subset_num_batches=1",
-        "callbacks.elastic_checkpoint.interval=3ba",
-        "global_train_batch_size=4",
-        "device_train_microbatch_size=2",
-        "callbacks.run_report.interval=2ba",
-        "callbacks.run_report.sample_tokens=4",
-        "scheduler.t_warmup=2ba",
-    ]
+@pytest.fixture(scope="session")
+def tiny_arguments(tiny_text: Path) -> Callable[[Path], list[str]]:
+    """A function of a run's folder: arguments after the demo's YAML that make its run tiny, on `tiny_text`."""
+
+    def arguments(folder: Path) -> list[str]:
+        return [
+            f"variables.data={tiny_text}",
+            f"variables.run={folder}",
+            "model.d_model=32",
+            "model.n_layers=2",
+            "model.moe.expert_hidden_size=32",
+            "max_duration=6ba",
+            "eval_interval=6ba",
+            "eval_subset_num_batches=1",
+            "callbacks.elastic_checkpoint.interval=3ba",
+            "global_train_batch_size=4",
+            "device_train_microbatch_size=2",
+            "callbacks.run_report.interval=2ba",
+            "callbacks.run_report.sample_tokens=4",
+            "scheduler.t_warmup=2ba",
+        ]
+
+    return arguments

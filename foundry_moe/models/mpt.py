@@ -12,7 +12,7 @@ from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.config import MoEConfig, from_mapping
+from foundry_moe.config import META_NEEDS_MESH, MoEConfig, from_mapping
 from foundry_moe.conversion import apply_dmoe, moe_layers
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
@@ -143,8 +143,5 @@ def init_moe_module(module: nn.Module, **_: Any) -> bool:
     # where Composer asks for parts alone; on a mesh, `parallelize` has drawn it before.
     ours = isinstance(module, Experts | Gate)
     if ours and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-        raise ValueError(
-            "init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} to the "
-            "MoE keys, or use init_device: cpu"
-        )
+        raise ValueError(META_NEEDS_MESH)
     return ours

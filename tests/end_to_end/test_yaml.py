@@ -25,31 +25,20 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_llm_foundrys_own_command_trains_our_yaml(tiny_run, tmp_path):
-    done = run(BIN / "llmfoundry", "train", DEMO, *tiny_run, FSDP_VERSION="2")
+def test_llm_foundrys_own_command_trains_our_yaml(tiny_arguments, tmp_path):
+    done = run(BIN / "llmfoundry", "train", DEMO, *tiny_arguments(tmp_path / "run"), FSDP_VERSION="2")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "batch 6/6ba | loss" in done.stdout and "tokens per expert" in done.stdout
     assert (tmp_path / "run" / "expert_load.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
-def launched(tiny_text, tmp_path_factory):
+def launched(tiny_arguments, tmp_path_factory):
     """The demo's run on two processes: begun, gone on with, and started once more when it is done."""
-    folder = tmp_path_factory.mktemp("launched")
     arguments = [
-        f"variables.data={tiny_text}",
-        f"variables.run={folder}",
-        "model.d_model=32",
-        "model.n_layers=2",
-        "model.moe.expert_hidden_size=32",
-        "eval_interval=6ba",
-        "eval_subset_num_batches=1",
-        "callbacks.elastic_checkpoint.interval=3ba",
+        *tiny_arguments(tmp_path_factory.mktemp("launched")),
         "global_train_batch_size=8",
-        "device_train_microbatch_size=2",
         "callbacks.run_report.interval=1ba",
-        "callbacks.run_report.sample_tokens=4",
-        "scheduler.t_warmup=2ba",
     ]
     composer = (BIN / "composer", "-n", "2", "foundry_moe/train.py", DEMO, *arguments)
     return [run(*composer, f"max_duration={batches}ba") for batches in (3, 6, 6)]
