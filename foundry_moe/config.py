@@ -40,6 +40,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 BACKENDS = ("auto", "blocksparse", "grouped", "reference")
 INITS = ("random", "upcycle")
 MEMORY = ("save", "recompute")
+DROPS = ("position", "weight")
 BALANCE_OVER = ("rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 
@@ -182,6 +183,7 @@ class MoEConfig:
         divided by sqrt(2 * number of layers), as in GPT-2 (Radford et al. 2019, section 2.3).
     shared_expert_hidden_size: width of an expert that every token passes through; 0 = none.
     capacity: null = dropless; a number = capacity factor with token dropping; dynamic = the smallest that drops none.
+    drop: which choices go without a place: those behind in order (position) or those that weigh least (weight).
     backend: auto | blocksparse | grouped | reference.
     memory: save | recompute the activation in the backward pass (blocksparse).
     seed: weights depend on (seed, layer, expert) alone.
@@ -200,6 +202,7 @@ class MoEConfig:
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
     capacity: float | Literal["dynamic"] | None = None
+    drop: str = "position"
     backend: str = "auto"
     memory: str = "save"
     seed: int = 17
@@ -227,6 +230,11 @@ class MoEConfig:
         self._check_gate_and_loss()
         if isinstance(self.capacity, int | float) and self.capacity <= 0:
             raise ValueError(f"capacity ({self.capacity}) must be above 0, dynamic, or null for dropless")
+        one_of("drop", self.drop, DROPS)
+        if self.drop != "position" and not isinstance(self.capacity, int | float):
+            raise ValueError(
+                f"drop ({self.drop}): capacity ({self.capacity}) drops nothing; give it a number such as 1.25"
+            )
         _ = self.mesh_config
 
     def _check_layers(self) -> None:

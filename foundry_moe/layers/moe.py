@@ -162,7 +162,13 @@ class MoELayer(nn.Module):
         wanted_TK = choices.experts_TK
         if mask_T is not None:
             wanted_TK = wanted_TK.masked_fill(~mask_T[:, None], -1)
-        routes = plan_padded(wanted_TK, self.num_experts, top_k=self.config.top_k, capacity=self.config.capacity)
+        routes = plan_padded(
+            wanted_TK,
+            self.num_experts,
+            top_k=self.config.top_k,
+            capacity=self.config.capacity,
+            weights_TK=choices.weights_TK if self.config.drop == "weight" else None,
+        )
         wanted = (wanted_TK >= 0).sum()
         dropped = (wanted - (routes.row_TK >= 0).sum()) / wanted.clamp(min=1)
         if isinstance(self.dispatch, LocalDispatch):

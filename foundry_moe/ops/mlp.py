@@ -90,11 +90,9 @@ def routed_mlp(
         v1_EFD = v1_EFD.to(dtype) if v1_EFD is not None else None
     with torch.autocast(device_type, enabled=False):
         if routes.places is not None:
-            expert_mlp = padded.expert_mlp
-        else:
-            chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
-            if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
-                return blocksparse.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory)
-            expert_mlp = _EXPERT_MLPS[chosen]
-        y_RD = expert_mlp(permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
+            return padded.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation)
+        chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
+        if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
+            return blocksparse.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory)
+        y_RD = _EXPERT_MLPS[chosen](permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
         return combine(y_RD, weights_TK, routes)

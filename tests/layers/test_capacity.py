@@ -101,6 +101,20 @@ def test_a_dropped_choice_adds_nothing_and_the_share_is_reported():
     assert layer.statistics.counts_E.sum() == 40
 
 
+def test_dropping_by_weight_keeps_the_choices_that_weigh_most():
+    x_TD = torch.randn(20, 6, dtype=torch.float64)
+    layer = build(replace(CONFIG, capacity=0.5, drop="weight"))
+    choices = layer.gate(x_TD, BatchContext().for_tokens(20))
+    kept_TK = torch.zeros(20, 2, dtype=torch.bool)
+    for e in range(5):
+        mine = (choices.experts_TK == e).nonzero().tolist()
+        for t, k in sorted(mine, key=lambda at: -choices.weights_TK[*at].item())[:4]:
+            kept_TK[t, k] = True
+    assert not torch.equal(kept_TK, naive_places(choices.experts_TK, 5, 4))
+    truth_TD = layer.experts(x_TD, choices.weights_TK, plan_routes(choices.experts_TK.masked_fill(~kept_TK, -1), 5))
+    torch.testing.assert_close(layer(x_TD), truth_TD)
+
+
 def test_padding_takes_no_place():
     context = BatchContext()
     layer = build(replace(CONFIG, capacity=1.0, num_experts=2, top_k=1, gate={"name": "topk"}), context)
@@ -134,3 +148,18 @@ def test_a_capacity_that_cannot_be_is_refused(capacity):
 
     with pytest.raises(ValueError, match="capacity"):
         from_mapping(MoEConfig, {"num_experts": 4, "capacity": capacity}, "algorithms.dmoe")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"capacity": 1.0, "drop": "wieght"}, "did you mean 'weight'"),
+        ({"drop": "weight"}, "drops nothing"),
+        ({"capacity": "dynamic", "drop": "weight"}, "drops nothing"),
+    ],
+)
+def test_a_way_to_drop_that_cannot_be_is_refused(keys, sentence):
+    from foundry_moe.config import from_mapping
+
+    with pytest.raises(ValueError, match=sentence):
+        from_mapping(MoEConfig, {"num_experts": 4, **keys}, "algorithms.dmoe")

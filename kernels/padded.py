@@ -1,0 +1,97 @@
+"""The padded layout of token dropping: the place of each choice, and tokens copied to their places.
+
+Each place is written once, by the program that reads its token; places that nobody has are written as zeros.
+
+Shapes: T tokens, K choices, A = T * K assignments, E experts, C places of an expert, R = E * C rows, D model width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from foundry_moe_kernels import routing
+from torch import Tensor
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr, sorted_row_ptr, ends_ptr, order_ptr, experts_out, row_ptr, source_ptr, tokens, choices, places,
+    ORDERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < tokens * choices
+    expert = tl.load(experts_ptr + i, mask=inside, other=-1)
+    first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    place = tl.load(sorted_row_ptr + i, mask=inside, other=-1) - first
+    kept = (expert >= 0) & (place < places)
+    # `i` counts choices in the order in which they are given places
+    by_choice = tl.load(order_ptr + i, mask=inside, other=0).to(tl.int32) if ORDERED else i
+    assignment = by_choice % tokens * choices + by_choice // tokens
+    row = expert * places + place
+    tl.store(row_ptr + assignment, tl.where(kept, row, -1), mask=inside)
+    tl.store(experts_out + assignment, tl.where(kept, expert, -1), mask=inside)
+    tl.store(source_ptr + row, assignment, mask=kept)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, out_ptr, source_ptr, rows, width, choices, x_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    source = tl.load(source_ptr + r, mask=r < rows, other=-1)
+    token = (tl.maximum(source, 0) // choices).to(tl.int64)
+    keep = (d < width)[None, :]
+    x = tl.load(x_ptr + token[:, None] * x_stride + d[None, :], mask=keep & (source >= 0)[:, None], other=0.0)
+    tl.store(out_ptr + r.to(tl.int64)[:, None] * width + d[None, :], x, mask=keep & (r < rows)[:, None])
+
+
+class Sorted:
+    """Choices sorted by expert, in the order in which they are given places: what `place` needs beside C.
+
+    Args:
+        experts_TK: integers in [-1, E).
+        order_A: the order, as numbers k * T + t; None = all first choices before all second ones, by token.
+    """
+
+    def __init__(self, experts_TK: Tensor, num_experts: int, order_A: Tensor | None = None) -> None:
+        experts_A = experts_TK.t().reshape(-1)
+        if order_A is not None:
+            experts_A = experts_A[order_A]
+        self.tokens, self.choices = experts_TK.shape
+        self.order_A = order_A
+        self.experts_A, self.loads_E, self.offsets_E, _, self.row_A = routing.plan(
+            experts_A.contiguous()[:, None], num_experts
+        )
+
+    def place(self, places: int) -> tuple[Tensor, Tensor, Tensor]:
+        """int32: experts_TK and row_TK (e * C + place), both -1 for who has no place, and source_R (-1: nobody's)."""
+        shape, device = (self.tokens, self.choices), self.experts_A.device
+        experts_TK = torch.empty(shape, dtype=torch.int32, device=device)
+        row_TK = torch.empty_like(experts_TK)
+        rows = self.loads_E.shape[0] * places
+        source_R = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        if experts_TK.numel():
+            block = 256
+            _place_kernel[(triton.cdiv(experts_TK.numel(), block),)](
+                self.experts_A, self.row_A, self.offsets_E, self.order_A, experts_TK, row_TK, source_R,
+                self.tokens, self.choices, places, ORDERED=self.order_A is not None, BLOCK=block,
+            )  # fmt: skip
+        return experts_TK, row_TK, source_R
+
+
+def gather(x_TD: Tensor, source_R: Tensor, choices: int) -> Tensor:
+    """x_RD: the token source // K of each row, zeros where source is -1."""
+    if x_TD.dim() != 2 or x_TD.stride(1) != 1:
+        raise ValueError(f"needs a matrix with unit stride along its rows, not {tuple(x_TD.shape)} {x_TD.stride()}")
+    rows, width = source_R.shape[0], x_TD.shape[1]
+    out = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    if out.numel():
+        columns = min(triton.next_power_of_2(width), 2048)
+        block = 4 if columns <= 1024 else 2
+        _gather_kernel[(triton.cdiv(rows, block), triton.cdiv(width, columns))](
+            x_TD, out, source_R, rows, width, choices, x_TD.stride(0), ROWS=block, WIDTH=columns,
+            num_warps=max(1, min(8, columns * x_TD.element_size() // (32 * 16))),
+        )  # fmt: skip
+    return out
