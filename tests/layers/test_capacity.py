@@ -108,7 +108,7 @@ def test_dropping_by_weight_keeps_the_choices_that_weigh_most():
     kept_TK = torch.zeros(20, 2, dtype=torch.bool)
     for e in range(5):
         mine = (choices.experts_TK == e).nonzero().tolist()
-        for t, k in sorted(mine, key=lambda at: -choices.weights_TK[*at].item())[:4]:
+        for t, k in sorted(mine, key=lambda at: -choices.weights_TK[at[0], at[1]].item())[:4]:
             kept_TK[t, k] = True
     assert not torch.equal(kept_TK, naive_places(choices.experts_TK, 5, 4))
     truth_TD = layer.experts(x_TD, choices.weights_TK, plan_routes(choices.experts_TK.masked_fill(~kept_TK, -1), 5))
