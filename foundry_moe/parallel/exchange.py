@@ -8,6 +8,8 @@ Shapes: P ranks of the group = N nodes x L ranks a node; S rows sent, Q rows rec
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,55 +37,112 @@ class Splits:
     blocks: tuple[tuple[int, ...], ...] = ()
 
 
+class Flight:
+    """Rows under way. They may be used once `land` has returned them; until then nothing waits, where there is NCCL."""
+
+    def __init__(self, rows: Tensor, land: Callable[[], object], sent: Tensor) -> None:
+        self._rows, self._land, self._sent = rows, land, sent  # what is sent must outlive the message
+
+    def land(self) -> Tensor:
+        self._land()
+        return self._rows
+
+
+class HostCopy:
+    """A small tensor on its way to the host, past what the device has still to do.
+
+    Args:
+        ready: makes the current stream wait for the tensor's last values; None = the current stream makes them.
+    """
+
+    def __init__(self, tensor: Tensor, ready: Callable[[], object] | None = None) -> None:
+        self._tensor, self._event = tensor, None
+        if not tensor.is_cuda:
+            if ready is not None:
+                ready()
+            return
+        stream = _copy_stream(tensor.device)
+        if ready is None:
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            if ready is not None:
+                ready()
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def tolist(self) -> list[Any]:
+        """The values; waits for them."""
+        if self._event is None:
+            return self._tensor.tolist()
+        self._event.synchronize()
+        return self._host.tolist()
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Exchange(Protocol):
     """Moves rows between the ranks of an expert group.
 
     size, rank: of the group.
-    slots: for each rank of the group, its place in the order in which rows must lie when they are sent;
-        None = by rank.
+    nodes: rows lie in slots when they are sent, by a rank's place on its node, then by the node; 1 = by rank.
     """
 
     size: int
     rank: int
-    slots: list[int] | None
+    nodes: int
 
-    def agree(self, counts_P2: Tensor) -> Splits:
-        """Tells every rank what it will get. The only host synchronisation of an exchange.
+    def announce(self, counts_2P2: Tensor) -> HostCopy:
+        """Tells every rank what it will get, and starts to tell the host.
 
         Args:
-            counts_P2: integers, by slot: rows for that rank, and a second number that is summed on arrival.
+            counts_2P2: int64; [0] has, by slot, rows for that rank, and a second number that is summed on arrival;
+                [1] is overwritten.
         """
         ...
 
-    def there(self, rows_SD: Tensor, splits: Splits) -> Tensor:
+    def agree(self, announced: HostCopy) -> Splits:
+        """What will come and go. Waits for the host's copy: the only host synchronisation of an exchange."""
+        ...
+
+    def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
         """Rows, by slot, to their ranks: rows [Q, D] by source rank."""
         ...
 
-    def back(self, rows_QD: Tensor, splits: Splits) -> Tensor:
+    def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
         """The inverse of `there`: rows [S, D] by slot."""
         ...
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Flight:
+    rows = rows.contiguous()
     output = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
-    return output
+    work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
+    assert work is not None
+    return Flight(output, work.wait, rows)
 
 
 class FlatExchange:
     """Every rank sends to every rank: one message for each pair."""
 
-    slots: list[int] | None = None
+    nodes = 1
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
-    def agree(self, counts_P2: Tensor) -> Splits:
-        arriving_P2 = torch.empty_like(counts_P2)
-        dist.all_to_all_single(arriving_P2, counts_P2, group=self.group)
-        leaving, arriving = torch.stack([counts_P2, arriving_P2]).tolist()
+    def announce(self, counts_2P2: Tensor) -> HostCopy:
+        work = dist.all_to_all_single(counts_2P2[1], counts_2P2[0], group=self.group, async_op=True)
+        assert work is not None
+        return HostCopy(counts_2P2, work.wait)
+
+    def agree(self, announced: HostCopy) -> Splits:
+        leaving, arriving = announced.tolist()
         to, from_ = [rows for rows, _ in leaving], [rows for rows, _ in arriving]
         return Splits(
             sent=sum(to),
@@ -92,11 +151,11 @@ class FlatExchange:
             stages=((to, from_),),
         )
 
-    def there(self, rows_SD: Tensor, splits: Splits) -> Tensor:
+    def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
         to, from_ = splits.stages[0]
         return _all_to_all(rows_SD, to, from_, self.group)
 
-    def back(self, rows_QD: Tensor, splits: Splits) -> Tensor:
+    def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
         to, from_ = splits.stages[0]
         return _all_to_all(rows_QD, from_, to, self.group)
 
@@ -114,18 +173,18 @@ class HierarchicalExchange:
         self.local, self.nodes = dist.get_world_size(node_group), dist.get_world_size(peer_group)
         self.size = self.local * self.nodes
         self.rank = dist.get_rank(peer_group) * self.local + dist.get_rank(node_group)
-        self.slots: list[int] | None = [
-            local * self.nodes + node for node in range(self.nodes) for local in range(self.local)
-        ]
 
-    def agree(self, counts_P2: Tensor) -> Splits:
-        leaving_LN2 = counts_P2.view(self.local, self.nodes, 2)
+    def announce(self, counts_2P2: Tensor) -> HostCopy:
+        leaving_LN2 = counts_2P2[0].view(self.local, self.nodes, 2)
         middle_LN2 = torch.empty_like(leaving_LN2)
-        dist.all_to_all_single(middle_LN2, leaving_LN2.contiguous(), group=self.node_group)
+        dist.all_to_all_single(middle_LN2, leaving_LN2, group=self.node_group)
         middle_NL2 = middle_LN2.transpose(0, 1).contiguous()
         arriving_NL2 = torch.empty_like(middle_NL2)
         dist.all_to_all_single(arriving_NL2, middle_NL2, group=self.peer_group)
-        flat = torch.stack([leaving_LN2.flatten(), middle_LN2.flatten(), arriving_NL2.flatten()]).tolist()
+        return HostCopy(torch.stack([leaving_LN2.flatten(), middle_LN2.flatten(), arriving_NL2.flatten()]))
+
+    def agree(self, announced: HostCopy) -> Splits:
+        flat = announced.tolist()
         leaving = _rows_of(flat[0], self.local, self.nodes)
         middle = _rows_of(flat[1], self.local, self.nodes)
         arriving = _rows_of(flat[2], self.nodes, self.local)
@@ -139,14 +198,14 @@ class HierarchicalExchange:
             blocks=tuple(map(tuple, middle)),
         )
 
-    def there(self, rows_SD: Tensor, splits: Splits) -> Tensor:
+    def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
         (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = _all_to_all(rows_SD, to_local, from_local, self.node_group)
+        middle = _all_to_all(rows_SD, to_local, from_local, self.node_group).land()
         return _all_to_all(_transpose_blocks(middle, splits.blocks), to_node, from_node, self.peer_group)
 
-    def back(self, rows_QD: Tensor, splits: Splits) -> Tensor:
+    def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
         (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = _all_to_all(rows_QD, from_node, to_node, self.peer_group)
+        middle = _all_to_all(rows_QD, from_node, to_node, self.peer_group).land()
         by_node = tuple(zip(*splits.blocks, strict=True))
         return _all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group)
 
@@ -170,35 +229,3 @@ def build_exchange(meshes: Meshes) -> Exchange:
         assert meshes.node_group is not None and meshes.peer_group is not None
         return HierarchicalExchange(meshes.node_group, meshes.peer_group)
     return FlatExchange(meshes.expert.get_group())
-
-
-class _There(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_SD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
-        ctx.exchange, ctx.splits = exchange, splits
-        return exchange.there(rows_SD, splits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.back(grads[0], ctx.splits), None, None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_QD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
-        ctx.exchange, ctx.splits = exchange, splits
-        return exchange.back(rows_QD, splits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.there(grads[0], ctx.splits), None, None
-
-
-def send(rows_SD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
-    """`exchange.there`, differentiable: gradients go back."""
-    return _There.apply(rows_SD, exchange, splits)
-
-
-def give_back(rows_QD: Tensor, exchange: Exchange, splits: Splits) -> Tensor:
-    """`exchange.back`, differentiable: gradients go there."""
-    return _Back.apply(rows_QD, exchange, splits)

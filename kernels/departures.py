@@ -1,0 +1,132 @@
+"""Plans which ranks tokens go to: each rank of a token once, rows sorted by rank, then by token; without sorting.
+
+Two launches. The first counts, so that ranks can tell each other what will come; the second finds each row and packs
+what travels beside the tokens. Counts are sums of integers, so atomics change no bits.
+
+Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, N blocks of tokens, S rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64
+
+
+@triton.jit
+def _count_kernel(
+    experts_ptr, counts_ptr, totals_ptr, tokens, blocks, local_experts, ranks, nodes, per_node,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    t = block * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, KP)
+    real = (t < tokens)[:, None] & (k < K)[None, :]
+    expert = tl.load(experts_ptr + t[:, None].to(tl.int64) * K + k[None, :], mask=real, other=-1).to(tl.int32)
+    rank = tl.where(expert >= 0, expert // local_experts, -1)
+    for p in range(ranks):
+        hits = (rank == p).to(tl.int32)
+        rows = tl.sum(tl.max(hits, axis=1), axis=0)
+        slot = (p % per_node) * nodes + p // per_node
+        tl.store(counts_ptr + slot * blocks + block, rows)
+        tl.atomic_add(totals_ptr + slot * 2, rows.to(tl.int64))
+        tl.atomic_add(totals_ptr + slot * 2 + 1, tl.sum(tl.sum(hits, axis=1), axis=0).to(tl.int64))
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr, weights_ptr, counts_ptr, totals_ptr, row_ptr, packed_ptr,
+    tokens, blocks, local_experts, ranks, nodes, per_node,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BY_RANK: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    t = block * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, KP)
+    real = (t < tokens)[:, None] & (k < K)[None, :]
+    choice = t[:, None].to(tl.int64) * K + k[None, :]
+    expert = tl.load(experts_ptr + choice, mask=real, other=-1).to(tl.int32)
+    weight = tl.load(weights_ptr + choice, mask=real, other=0.0)
+    rank = tl.where(expert >= 0, expert // local_experts, -1)
+    s = tl.arange(0, SLOTS)
+    totals = tl.load(totals_ptr + s * 2, mask=s < ranks, other=0).to(tl.int32)
+    row_TK = tl.full((BLOCK, KP), -1, tl.int32)
+    for p in range(ranks):
+        hits = rank == p
+        present = tl.max(hits.to(tl.int32), axis=1)
+        slot = (p % per_node) * nodes + p // per_node
+        first = tl.sum(tl.where(s < slot, totals, 0), axis=0)
+        for n0 in range(0, block, CHUNK):
+            n = n0 + tl.arange(0, CHUNK)
+            first += tl.sum(tl.load(counts_ptr + slot * blocks + n, mask=n < block, other=0), axis=0)
+        row = tl.where(present > 0, first + tl.cumsum(present, axis=0) - present, -1)
+        if BY_RANK:
+            tl.store(row_ptr + t.to(tl.int64) * C + p, row, mask=t < tokens)
+        else:
+            first_hit = hits & (tl.cumsum(hits.to(tl.int32), axis=1) == 1)
+            row_TK = tl.where(first_hit, row[:, None], row_TK)
+        packed = packed_ptr + row[:, None].to(tl.int64) * (2 * K) + k[None, :]
+        travels = real & (present > 0)[:, None]
+        tl.store(packed, weight, mask=travels)
+        local = tl.where(hits, expert - p * local_experts, -1)
+        tl.store(packed + K, local.to(packed_ptr.dtype.element_ty), mask=travels)
+    if not BY_RANK:
+        tl.store(row_ptr + choice, row_TK, mask=real)
+
+
+def count(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1) -> tuple[Tensor, Tensor]:
+    """How much goes to each rank.
+
+    Args:
+        experts_TK: contiguous integers; -1 is no choice. Rank e // local_experts has expert e.
+        nodes: slots, in which rows lie, are in order of a rank's place on its node, then of the node.
+
+    Returns:
+        counts_2P2: int64 [2, P, 2]; its first half has, by slot, rows for that rank and choices among them, and its
+            second half is for what the ranks answer (zeros).
+        counts_PN: rows of each block of tokens, for `place`.
+    """
+    if experts_TK.is_floating_point() or experts_TK.dim() != 2 or not experts_TK.is_contiguous():
+        raise ValueError(f"experts_TK must be contiguous integers [T, K], not {experts_TK.dtype} {experts_TK.shape}")
+    tokens, choices = experts_TK.shape
+    blocks = triton.cdiv(tokens, BLOCK)
+    counts_2P2 = torch.zeros(2, ranks, 2, dtype=torch.int64, device=experts_TK.device)
+    counts_PN = torch.empty(ranks, blocks, dtype=torch.int32, device=experts_TK.device)
+    if tokens:
+        _count_kernel[(blocks,)](
+            experts_TK, counts_PN, counts_2P2, tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
+            K=choices, KP=triton.next_power_of_2(choices), BLOCK=BLOCK,
+        )  # fmt: skip
+    return counts_2P2, counts_PN
+
+
+def place(
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_2P2: Tensor, counts_PN: Tensor, nodes: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The row of each token for each of its ranks, and what travels beside the token.
+
+    Args:
+        weights_TK: contiguous.
+        counts_2P2, counts_PN: of `count` with the same arguments.
+
+    Returns:
+        row_TC: int32, -1 = none. By rank where P <= K, else at the first of the token's choices with that rank.
+        packed: [T * C, 2 * K] in `weights_TK`'s dtype: a token's weights, and its experts as that rank numbers its
+            own, -1 for those of others. Rows past the last one in use are undefined.
+    """
+    tokens, choices = experts_TK.shape
+    ranks, blocks = counts_PN.shape
+    most = min(ranks, choices)
+    row_TC = torch.empty(tokens, most, dtype=torch.int32, device=experts_TK.device)
+    packed = torch.empty(tokens * most, 2 * choices, dtype=weights_TK.dtype, device=experts_TK.device)
+    if tokens:
+        _place_kernel[(blocks,)](
+            experts_TK, weights_TK, counts_PN, counts_2P2, row_TC, packed,
+            tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
+            K=choices, KP=triton.next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
+            SLOTS=triton.next_power_of_2(ranks), CHUNK=min(triton.next_power_of_2(blocks), 1024),
+        )  # fmt: skip
+    return row_TC, packed
