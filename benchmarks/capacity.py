@@ -1,4 +1,4 @@
-"""On a GPU: dropless against token dropping, the time of each gate, and the time of BASE's assignment.
+"""On a GPU: dropless against token dropping, and the time of each gate.
 
     python benchmarks/capacity.py data/demo/tokens.pt
 
@@ -34,7 +34,6 @@ from foundry_moe.layers.gates.base import Choices, LinearGate
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.progress import Progress
 from foundry_moe.ops import plan_routes
-from foundry_moe.ops.assignment import assign
 
 # name -> width, microbatch of the paper's MegaBlocks runs; experts are MLPs of 4 D with GELU
 SHAPES = {"MoE-XS": (512, 64), "MoE-Small": (768, 32), "MoE-Medium": (1024, 8)}
@@ -248,28 +247,6 @@ def time_gates(device: torch.device, rounds: int, scale: int) -> list[dict[str, 
     return rows
 
 
-def time_assignment(device: torch.device, rounds: int, scale: int) -> list[dict[str, Any]]:
-    """`router`: tokens of a Gaussian. `text`: 2,000 types by Zipf's law, so that many tokens are equal."""
-    tokens = OLMOE["tokens"] // scale
-    generator = torch.Generator().manual_seed(0)
-    w_ED = torch.randn(EXPERTS, 32, generator=generator)
-    types = torch.multinomial(1 / torch.arange(1.0, 2001.0), tokens, replacement=True, generator=generator)
-    kinds = {
-        "router": torch.randn(tokens, 32, generator=generator) @ w_ED.T,
-        "text": (torch.randn(2000, 32, generator=generator) @ w_ED.T)[types],
-    }
-    rows = []
-    for kind, scores_TE in kinds.items():
-        scores_TE = scores_TE.to(device)
-        for auction_rounds in (16, 64):
-            ms = milliseconds(lambda s=scores_TE, r=auction_rounds: assign(s, rounds=r), device, rounds)  # type: ignore[misc]
-            expert_T = assign(scores_TE, rounds=auction_rounds)
-            total = scores_TE.gather(1, expert_T[:, None]).sum().item()
-            rows.append({"scores": kind, "rounds": auction_rounds, "ms": ms, "value": total})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
 def save_tokens(folder: Path, out: Path) -> None:
     from streaming import StreamingDataset
 
@@ -292,7 +269,6 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = (device, arguments.rounds, arguments.scale)
     results: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
-    results["assignment"] = time_assignment(*sizes)
     results["gates"] = time_gates(*sizes)
     counts, results["routing"] = train_routing(torch.load(arguments.tokens), device, arguments.scale)
     results["capacity"] = compare_capacity(counts, *sizes)

@@ -14,17 +14,21 @@ Shapes: T tokens, E experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from foundry_moe_kernels import assignment as kernels
 from torch import Tensor
 
 from foundry_moe.ops.places import places
 
 _ASCENT_STEPS = 40
 _WARM, _COLD = 1.0, 0.01  # temperatures of the ascent, in deviations of the scores
+_TEMPERATURES = [_WARM * (_COLD / _WARM) ** (step / (_ASCENT_STEPS - 1)) for step in range(_ASCENT_STEPS)]
 _CHECK_EVERY = 8  # rounds between two looks at whether the auction is over: each look waits for the device
 
 
-@torch.no_grad()
+@torch.library.custom_op("foundry_moe::assign", mutates_args=())  # it reads the device: no graph could hold its loops
 def assign(
     scores_TE: Tensor, mask_T: Tensor | None = None, *, epsilon: float = 0.01, rounds: int | None = 16
 ) -> Tensor:
@@ -44,12 +48,20 @@ def assign(
     if tokens == 0 or experts == 1:
         return torch.where(mask_T, 0, -1)
     real = mask_T.sum()
-    room_E = real // experts + (torch.arange(experts, device=device) < real % experts)
+    room_E = (real // experts + (torch.arange(experts, device=device) < real % experts)).int()
     values_TE = _standardise(scores_TE.float(), mask_T)
     values_TE = values_TE.masked_fill(room_E == 0, -torch.inf)
-    price_E = _ascend(values_TE, room_E, mask_T)
-    expert_T, price_E = _auction(values_TE, price_E, room_E, mask_T, epsilon, rounds)
-    return _fill(values_TE - price_E, expert_T, room_E).masked_fill(~mask_T, -1)
+    expert_T = torch.where(mask_T, experts, -1).int()  # E: a token without a place
+    steps = kernels if scores_TE.is_cuda else _Twins
+    price_E = steps.ascend(values_TE, expert_T, room_E.float().clamp(min=1).log(), _TEMPERATURES)
+    _auction(steps, values_TE, price_E, expert_T, room_E, epsilon, rounds)
+    _fill(steps, values_TE, price_E, expert_T, room_E)
+    return expert_T.long()
+
+
+@assign.register_fake
+def _(scores_TE, mask_T=None, *, epsilon=0.01, rounds=16):  # type: ignore[no-untyped-def]
+    return scores_TE.new_empty(scores_TE.shape[0], dtype=torch.int64)
 
 
 def _standardise(scores_TE: Tensor, mask_T: Tensor) -> Tensor:
@@ -60,67 +72,81 @@ def _standardise(scores_TE: Tensor, mask_T: Tensor) -> Tensor:
     return centred_TE / torch.where(deviation > 0, deviation, 1.0)
 
 
-def _ascend(values_TE: Tensor, room_E: Tensor, mask_T: Tensor) -> Tensor:
-    """Prices at which the softmax of (values - prices) / temperature gives even loads, the temperature falling."""
-    price_E = torch.zeros_like(values_TE[0])
-    log_room_E = room_E.to(price_E.dtype).clamp(min=1).log()
-    weight_1T = mask_T.to(price_E.dtype)[None]
-    for step in range(_ASCENT_STEPS):
-        temperature = _WARM * (_COLD / _WARM) ** (step / (_ASCENT_STEPS - 1))
-        load_E = (weight_1T @ ((values_TE - price_E) / temperature).softmax(1))[0]
-        price_E = price_E + temperature * (load_E.clamp(min=1e-6).log() - log_room_E)
-    return price_E
-
-
 def _auction(
-    values_TE: Tensor, price_E: Tensor, room_E: Tensor, mask_T: Tensor, epsilon: float, rounds: int | None
-) -> tuple[Tensor, Tensor]:
-    """Tokens without a place bid for the best offer as much as makes the second best as good, and epsilon.
-
-    An expert keeps its highest bidders; once full, its price is the lowest bid among them.
-
-    Returns:
-        expert_T, E for tokens without a place, and the prices.
-    """
-    tokens, experts = values_TE.shape
-    room_E1 = torch.cat([room_E, room_E.new_full((1,), tokens)])
+    steps: Any, values_TE: Tensor, price_E: Tensor, expert_T: Tensor, room_E: Tensor, epsilon: float, rounds: int | None
+) -> None:
+    """Rounds of bids until every token has a place; `price_E` and `expert_T` are changed in place."""
+    experts = room_E.shape[0]
     # no offer is worth more than all there is to gain: bids stay finite where only one expert has room
     finite_TE = values_TE.masked_fill(values_TE == -torch.inf, 0)
     most = finite_TE.max() - finite_TE.min()
-    expert_T = torch.full((tokens,), experts, device=values_TE.device)
-    bid_T = torch.full_like(values_TE[:, 0], -torch.inf)
+    bid_T = torch.zeros_like(values_TE[:, 0])
     done = 0
     while rounds is None or done < rounds:
-        if done % _CHECK_EVERY == 0 and not bool(((expert_T == experts) & mask_T).any()):
+        if done % _CHECK_EVERY == 0 and not bool((expert_T == experts).any()):
             break
         done += 1
-        bidding_T = (expert_T == experts) & mask_T
-        offer_T2, best_T2 = (values_TE - price_E).topk(2, dim=1)
-        gain_T = (offer_T2[:, 0] - offer_T2[:, 1]).clamp(max=most) + epsilon
-        expert_T = torch.where(bidding_T, best_T2[:, 0], expert_T)
-        bid_T = torch.where(bidding_T, price_E[best_T2[:, 0]] + gain_T, bid_T)
-        place_T, load_E1 = places(expert_T, experts, bid_T)
-        expert_T = torch.where(place_T < room_E1[expert_T], expert_T, experts)
-        lowest_E1 = torch.full_like(room_E1, torch.inf, dtype=bid_T.dtype)
-        lowest_E = lowest_E1.scatter_reduce(0, expert_T, bid_T, "amin")[:experts]
-        full_E = (load_E1[:experts] >= room_E) & (room_E > 0)
-        price_E = torch.where(full_E, torch.maximum(price_E, lowest_E), price_E)
-    return expert_T, price_E
+        steps.bid(values_TE, price_E, room_E, expert_T, bid_T, most=most, epsilon=epsilon, final=False)
+        steps.settle(expert_T, bid_T, room_E, price_E)
 
 
-def _fill(offers_TE: Tensor, expert_T: Tensor, room_E: Tensor) -> Tensor:
+def _fill(steps: Any, values_TE: Tensor, price_E: Tensor, expert_T: Tensor, room_E: Tensor) -> None:
     """Gives every token without a place one at an expert with room; nobody moves, so each round fills an expert."""
-    experts = offers_TE.shape[1]
+    experts = room_E.shape[0]
+    load_E1 = torch.zeros(experts + 1, dtype=torch.int32, device=expert_T.device)
+    housed_T = torch.where(expert_T < 0, experts, expert_T).long()
+    left_E = room_E - load_E1.scatter_add(0, housed_T, torch.ones_like(expert_T))[:experts]
+    regret_T = torch.zeros_like(values_TE[:, 0])
     for step in range(experts):
         homeless_T = expert_T == experts
         if step % 2 == 0 and not bool(homeless_T.any()):
             break
-        load_E1 = torch.zeros(experts + 1, dtype=torch.int64, device=expert_T.device)
-        load_E1 = load_E1.scatter_add(0, expert_T, torch.ones_like(expert_T))
-        left_E = room_E - load_E1[:experts]
-        offer_T2, best_T2 = offers_TE.masked_fill(left_E <= 0, -torch.inf).topk(2, dim=1)
-        wanted_T = torch.where(homeless_T, best_T2[:, 0], experts)
-        place_T, _ = places(wanted_T, experts, offer_T2[:, 0] - offer_T2[:, 1])
-        placed_T = homeless_T & (place_T < left_E[best_T2[:, 0]])
-        expert_T = torch.where(placed_T, best_T2[:, 0], expert_T)
-    return expert_T
+        wanted_T = torch.where(homeless_T, experts, -1).int()
+        steps.bid(values_TE, price_E, left_E, wanted_T, regret_T, most=price_E[0], epsilon=0.0, final=True)
+        left_E = (left_E - steps.settle(wanted_T, regret_T, left_E, torch.zeros_like(price_E))).clamp(min=0)
+        expert_T.copy_(torch.where(homeless_T, wanted_T, expert_T))
+
+
+class _Twins:
+    """What `foundry_moe_kernels.assignment` does, in plain torch; arguments and results are explained there."""
+
+    @staticmethod
+    def ascend(values_TE: Tensor, expert_T: Tensor, log_room_E: Tensor, temperatures: list[float]) -> Tensor:
+        price_E = torch.zeros_like(log_room_E)
+        weight_1T = (expert_T >= 0).to(price_E.dtype)[None]
+        for temperature in temperatures:
+            load_E = (weight_1T @ ((values_TE - price_E) / temperature).softmax(1))[0]
+            price_E = price_E + temperature * (load_E.clamp(min=1e-6).log() - log_room_E)
+        return price_E
+
+    @staticmethod
+    def bid(
+        values_TE: Tensor, price_E: Tensor, room_E: Tensor, expert_T: Tensor, bid_T: Tensor, *,
+        most: Tensor, epsilon: float, final: bool,
+    ) -> None:  # fmt: skip
+        bidding_T = expert_T == values_TE.shape[1]
+        offers_TE = values_TE - price_E
+        if final:
+            offers_TE = offers_TE.masked_fill(room_E <= 0, -torch.inf)
+        best_T = offers_TE.argmax(1)
+        offer_T2 = offers_TE.topk(2, dim=1).values
+        gain_T = offer_T2[:, 0] - offer_T2[:, 1]
+        if not final:
+            gain_T = price_E[best_T] + gain_T.clamp(max=most) + epsilon
+        expert_T.copy_(torch.where(bidding_T, best_T, expert_T))
+        bid_T.copy_(torch.where(bidding_T, gain_T, bid_T))
+
+    @staticmethod
+    def settle(expert_T: Tensor, bid_T: Tensor, room_E: Tensor, price_E: Tensor) -> Tensor:
+        experts = room_E.shape[0]
+        bin_T = torch.where(expert_T < 0, experts, expert_T).long()
+        place_T, load_E1 = places(bin_T, experts, bid_T)
+        outbid_T = (bin_T < experts) & (place_T >= torch.cat([room_E, room_E[:1]])[bin_T])
+        kept_T = torch.where(outbid_T, experts, bin_T)
+        lowest_E1 = torch.full((experts + 1,), torch.inf, dtype=bid_T.dtype, device=bid_T.device)
+        lowest_E = lowest_E1.scatter_reduce(0, kept_T, bid_T, "amin")[:experts]
+        load_E = load_E1[:experts].int()
+        full_E = (load_E >= room_E) & (room_E > 0)
+        price_E.copy_(torch.where(full_E, torch.maximum(price_E, lowest_E), price_E))
+        expert_T.copy_(torch.where(outbid_T, experts, expert_T))
+        return load_E

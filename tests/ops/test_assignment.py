@@ -94,6 +94,12 @@ def test_the_same_scores_give_the_same_assignment():
     assert torch.equal(assign(scores_TE), assign(scores_TE.clone()))
 
 
+def test_a_compiled_model_has_it_in_its_graph():
+    scores_TE = scores("router", 64, 8)
+    compiled = torch.compile(lambda s: 2 * assign(2 * s), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(scores_TE), 2 * assign(2 * scores_TE))
+
+
 def test_scale_and_offset_of_a_token_do_not_matter():
     scores_TE = scores("router", 200, 8).double()
     shifted_TE = 1000 * (scores_TE + torch.randn(200, 1).double())
