@@ -14,7 +14,7 @@ from torch import Tensor
 
 _PARTS = 128  # programs of the ascent at most: each sums the parts of all, so more of them read more
 _ELEMENTS = 4096  # scores a program holds
-_TOKENS = 4096  # tokens that `settle` holds at a time
+_TOKENS = 16_384  # tokens that `settle` holds at a time; its passes wait for their loads, so few and wide ones
 
 
 @triton.jit
@@ -63,20 +63,16 @@ def ascend(values_TE: Tensor, expert_T: Tensor, log_room_E: Tensor, temperatures
     wide = triton.next_power_of_2(experts)
     block = max(1, min(_ELEMENTS // wide, 64))
     parts = min(_PARTS, triton.cdiv(tokens, block))
-    price_2E = values_TE.new_zeros(2, experts)
-    load_2PE = values_TE.new_empty(2, parts, experts)
+    price, new_price = values_TE.new_zeros(2, experts).unbind()
+    load, new_load = values_TE.new_empty(2, parts, experts).unbind()
     last = temperatures[0]
     for step, temperature in enumerate(temperatures):
-        old, new = step % 2, (step + 1) % 2
         _ascend_kernel[(parts,)](
-            values_TE, expert_T, log_room_E, price_2E[old], price_2E[new], load_2PE[old], load_2PE[new], tokens,
-            experts, temperature, last, FIRST=step == 0, PARTS=parts, TOKENS=block, EXPERTS=wide,
-            num_warps=4,
+            values_TE, expert_T, log_room_E, price, new_price, load, new_load, tokens, experts, temperature, last,
+            FIRST=step == 0, PARTS=parts, TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
-        last = temperature
-    newest = len(temperatures) % 2
-    load_E = load_2PE[newest].sum(0)
-    return price_2E[newest] + last * (load_E.clamp(min=1e-6).log() - log_room_E)
+        price, new_price, load, new_load, last = new_price, price, new_load, load, temperature
+    return price + last * (load.sum(0).clamp(min=1e-6).log() - log_room_E)
 
 
 @triton.jit
@@ -193,7 +189,8 @@ def settle(expert_T: Tensor, bid_T: Tensor, room_E: Tensor, price_E: Tensor) -> 
     experts = room_E.shape[0]
     load_E = torch.empty_like(room_E)
     block = min(_TOKENS, triton.next_power_of_2(expert_T.shape[0]))
+    warps = 16 if block == _TOKENS else 4
     _settle_kernel[(experts,)](
-        expert_T, bid_T, room_E, price_E, load_E, expert_T.shape[0], experts, TOKENS=block, num_warps=8
+        expert_T, bid_T, room_E, price_E, load_E, expert_T.shape[0], experts, TOKENS=block, num_warps=warps
     )
     return load_E
