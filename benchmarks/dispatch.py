@@ -1,10 +1,15 @@
-"""Dispatch and combine on GPUs of one host, beside NCCL's own all-to-all of the same bytes.
+"""Dispatch and combine on GPUs of one host, beside NCCL's own all-to-all.
 
     python benchmarks/dispatch.py [--gpus 4] [--tokens 16384] [--width 2048] [--experts 64] [--top-k 8]
 
-Prints, per GPU: bytes that leave it, milliseconds of NCCL's even all-to-all of that size, of the exchange alone
-(uneven rows there and back), and of all of dispatch and combine around experts that do nothing; forward, and
-forward with backward. Bandwidth is bytes that leave a GPU over time.
+A row of a token leaves once for each rank that has an expert of it, while a plain exchange sends one row for each
+choice. So there are two readings, both beside NCCL's even all-to-all in the same run:
+
+- of the bytes: those that leave, over the time, as a share of the bandwidth that NCCL shows for as many;
+- of the work: the time in which NCCL does a plain exchange, one row for each choice, there and back, over ours.
+
+`between ranks` moves tokens to their ranks and back; `to experts' rows` also copies them to the rows of each choice
+and sums these rows, weighted, which a plain exchange has done by then. Times are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -12,14 +17,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.ops.routes import Routes
+from foundry_moe.ops.routes import Routes, combine, permute
 from foundry_moe.parallel.dispatch import ExpertDispatch
-from foundry_moe.parallel.exchange import FlatExchange, Splits
+from foundry_moe.parallel.exchange import FlatExchange, HostCopy, Splits
 from foundry_moe.parallel.launch import run_processes
 
 ROUNDS, WARM_UP = 30, 10
@@ -44,13 +50,30 @@ def _milliseconds(step: Callable[[], object]) -> float:
 class _Recorder(FlatExchange):
     """Keeps the splits of the last exchange."""
 
-    def agree(self, counts_P2: Tensor) -> Splits:
-        self.last = super().agree(counts_P2)
+    def agree(self, announced: HostCopy) -> Splits:
+        self.last = super().agree(announced)
         return self.last
 
 
-def _same(x_QD: Tensor, weights_QK: Tensor, routes: Routes) -> Tensor:
-    return x_QD * weights_QK.sum(1, keepdim=True).to(x_QD.dtype)
+class _Nothing(torch.autograd.Function):
+    """Experts that return what they get, and cost no time; weights get some gradient, so that it travels."""
+
+    @staticmethod
+    def forward(ctx: Any, x_QD: Tensor, weights_QK: Tensor) -> Tensor:
+        ctx.save_for_backward(weights_QK)
+        return x_QD.view_as(x_QD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], ctx.saved_tensors[0]
+
+
+def _between_ranks(x_QD: Tensor, weights_QK: Tensor, routes: Routes) -> Tensor:
+    return _Nothing.apply(x_QD, weights_QK)
+
+
+def _to_rows(x_QD: Tensor, weights_QK: Tensor, routes: Routes) -> Tensor:
+    return combine(permute(x_QD, routes), weights_QK, routes)
 
 
 def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, float]:
@@ -61,45 +84,66 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
     experts_TK = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
-    y_TD = dispatch(x_TD, weights_TK, experts_TK, num_experts, _same)
+    gradient = torch.randn_like(x_TD)
+
+    def forward(experts: Any) -> Tensor:
+        return dispatch(x_TD, weights_TK, experts_TK, num_experts, experts)
+
+    forward(_between_ranks)
     splits = exchange.last
     to = splits.stages[0][0]
-    leaving = sum(n for rank, n in enumerate(to) if rank != exchange.rank) * width * 2
-    even = torch.empty(splits.sent // exchange.size * exchange.size, width, device="cuda", dtype=torch.bfloat16)
-    received = torch.empty_like(even)
+    leaving = sum(n for rank, n in enumerate(to) if rank != exchange.rank)
     rows = torch.randn(splits.sent, width, device="cuda", dtype=torch.bfloat16)
-    gradient = torch.randn_like(y_TD)
 
-    def forward() -> Tensor:
-        return dispatch(x_TD, weights_TK, experts_TK, num_experts, _same)
+    def even(count: int) -> float:
+        sent = torch.randn(count // exchange.size * exchange.size, width, device="cuda", dtype=torch.bfloat16)
+        received = torch.empty_like(sent)
+        return _milliseconds(lambda: dist.all_to_all_single(received, sent))
 
-    return {
-        "MB leaving a GPU, one way": leaving / 1e6,
-        "NCCL all-to-all, one way": _milliseconds(lambda: dist.all_to_all_single(received, even)),
-        "exchange of rows, there and back": _milliseconds(lambda: exchange.back(exchange.there(rows, splits), splits)),
-        "dispatch and combine, forward": _milliseconds(forward),
-        "dispatch and combine, forward and backward": _milliseconds(lambda: forward().backward(gradient)),
+    found = {
+        "rows sent": float(splits.sent),
+        "MB leaving": leaving * width * 2 / 1e6,
+        "NCCL": even(splits.sent),
+        "NCCL plain": even(tokens * top_k),
+        "exchange": _milliseconds(lambda: exchange.back(exchange.there(rows, splits).land(), splits).land()),
     }
+    for name, experts in (("between ranks", _between_ranks), ("to experts' rows", _to_rows)):
+        found[f"{name}, forward"] = _milliseconds(lambda e=experts: forward(e))  # type: ignore[misc]
+        found[f"{name}, forward and backward"] = _milliseconds(lambda e=experts: forward(e).backward(gradient))  # type: ignore[misc]
+    return found
 
 
 def main() -> None:
     """Runs from the command line; see the text at the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
     arguments = parser.parse_args()
-    sizes = (arguments.tokens, arguments.width, arguments.experts, arguments.top_k)
-    found = run_processes(measure, *sizes, world_size=arguments.gpus, backend="nccl")
-    one_way = found.pop("MB leaving a GPU, one way")
-    print(f"{arguments.gpus} GPUs, {one_way:.0f} MB leave each, one way")
-    base = one_way / found["NCCL all-to-all, one way"]
+    for tokens in arguments.tokens:
+        sizes = (tokens, arguments.width, arguments.experts, arguments.top_k)
+        found = run_processes(measure, *sizes, world_size=arguments.gpus, backend="nccl")
+        print(format_table(found, arguments.gpus, tokens, arguments.top_k), flush=True)
+
+
+def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) -> str:
+    """One size as text."""
+    rows, leaving, one_way, plain = (found.pop(name) for name in ("rows sent", "MB leaving", "NCCL", "NCCL plain"))
+    lines = [
+        f"{gpus} GPUs, {tokens} tokens each, top {top_k}: {rows / tokens:.2f} rows a token are sent, {leaving:.0f} MB "
+        "leave a GPU, one way",
+        f"NCCL's even all-to-all of as much, one way: {one_way:.3f} ms, {leaving / one_way:.0f} GB/s; of one row for "
+        f"each choice: {plain:.3f} ms",
+        f"{'':44}{'ms':>8}{'GB/s':>7}{'bytes, of NCCL':>16}{'work, of NCCL':>15}",
+    ]
     for name, ms in found.items():
-        ways = 4 if "backward" in name else 2 if "and" in name else 1
-        speed = ways * one_way / ms
-        print(f"{name:45}{ms:9.3f} ms {speed:8.0f} GB/s {speed / base:7.0%} of NCCL")
+        ways = 4 if "backward" in name else 2
+        lines.append(
+            f"{name:44}{ms:8.3f}{ways * leaving / ms:7.0f}{ways * one_way / ms:16.0%}{ways * plain / ms:15.0%}"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Shapes: T tokens, D model width, E experts (of the whole layer), K choices a tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +27,8 @@ class Dispatch(Protocol):
     """Brings tokens to their experts, wherever these are, and the weighted results back.
 
     Args: x_TD, weights_TK, experts_TK (int, -1 = no choice), the layer's number of experts, the module that holds
-    this process's experts, and, where the host knows, how many choices there are. Returns y_TD.
+    this process's experts; where the host knows, how many choices there are; and work of the layer that may be done
+    while tokens travel, whose result is added. Returns y_TD.
     """
 
     def __call__(
@@ -36,6 +39,7 @@ class Dispatch(Protocol):
         num_experts: int,
         experts: Experts,
         rows: int | None = None,
+        meanwhile: Callable[[], Tensor] | None = None,
     ) -> Tensor: ...
 
 
@@ -54,8 +58,10 @@ class LocalDispatch:
         num_experts: int,
         experts: Experts,
         rows: int | None = None,
+        meanwhile: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        return experts(x_TD, weights_TK, plan_routes(experts_TK, num_experts, rows))
+        y_TD = experts(x_TD, weights_TK, plan_routes(experts_TK, num_experts, rows))
+        return y_TD if meanwhile is None else y_TD + meanwhile()
 
 
 class MoELayer(nn.Module):
@@ -143,20 +149,21 @@ class MoELayer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             choices = self.gate(x_TD, context)
         measured = dict(choices.losses)
+        shared = None if self.shared_expert is None else partial(self.shared_expert, x_TD)
         if self.config.capacity is None:
             y_TD = self.dispatch(
-                x_TD, choices.weights_TK, choices.experts_TK, self.num_experts, self.experts, choices.rows
+                x_TD, choices.weights_TK, choices.experts_TK, self.num_experts, self.experts, choices.rows, shared
             )
         else:
-            y_TD, measured[DROPPED] = self._drop_and_dispatch(x_TD, choices, context.mask_T)
-        if self.shared_expert is not None:
-            y_TD = y_TD + self.shared_expert(x_TD)
+            y_TD, measured[DROPPED] = self._drop_and_dispatch(x_TD, choices, context.mask_T, shared)
         if self.training and torch.is_grad_enabled():
             y_TD = self._attach(y_TD, measured, choices.experts_TK, context.mask_T)
         y = y_TD.reshape(x.shape)
         return (y, choices.logits_TE) if self.returns_logits else y
 
-    def _drop_and_dispatch(self, x_TD: Tensor, choices: Choices, mask_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _drop_and_dispatch(
+        self, x_TD: Tensor, choices: Choices, mask_T: Tensor | None, shared: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         """Output, and the share of choices that found no place. Padding takes no place, and goes to no expert."""
         assert self.config.capacity is not None
         wanted_TK = choices.experts_TK
@@ -172,9 +179,12 @@ class MoELayer(nn.Module):
         wanted = (wanted_TK >= 0).sum()
         dropped = (wanted - (routes.row_TK >= 0).sum()) / wanted.clamp(min=1)
         if isinstance(self.dispatch, LocalDispatch):
-            return self.experts(x_TD, choices.weights_TK, routes), dropped
+            y_TD = self.experts(x_TD, choices.weights_TK, routes)
+            return (y_TD if shared is None else y_TD + shared()), dropped
         # over several processes the layout is the ragged one: what was dropped stays dropped
-        y_TD = self.dispatch(x_TD, choices.weights_TK, routes.experts_TK, self.num_experts, self.experts)
+        y_TD = self.dispatch(
+            x_TD, choices.weights_TK, routes.experts_TK, self.num_experts, self.experts, meanwhile=shared
+        )
         return y_TD, dropped
 
     def _attach(self, y_TD: Tensor, measured: dict[str, Tensor], experts_TK: Tensor, mask_T: Tensor | None) -> Tensor:

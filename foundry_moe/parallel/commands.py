@@ -8,6 +8,7 @@ from typing import Any
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe verify`: sets `run` to a function of the parsed arguments that returns an exit code."""
+    from foundry_moe.config import BACKENDS
     from foundry_moe.parallel.mesh import parse_mesh
 
     parser = subparsers.add_parser(
@@ -28,7 +29,8 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tolerance", type=float, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
     parser.add_argument("--gpus-per-node", type=int, help="pretend that so many ranks share a node (default: all)")
     parser.add_argument("--all-to-all", choices=("auto", "flat", "hierarchical"), default="auto")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of the experts (default: auto)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch, compilation included")
 
     def run(arguments: argparse.Namespace) -> int:
         from foundry_moe.parallel.verify import verify_command

@@ -20,7 +20,8 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return tensor.view_as(tensor)
+        # torch.compile rebuilds an output that aliases an input outside its graph, and this backward pass would be lost
+        return tensor.clone() if torch.compiler.is_compiling() else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:

@@ -9,6 +9,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ def certify(
     device_type: str = "cpu",
     ranks_per_node: int | None = None,
     all_to_all: str = "auto",
+    backend: str = "auto",
     timeout_s: float = 600.0,
     preload: Sequence[str] = ("foundry_moe.parallel.verify",),
 ) -> dict[Mesh, dict[str, dict[str, float]]]:
@@ -119,7 +121,9 @@ def certify(
         precision: fp64 | fp32 | bf16 (weights and reductions in fp32).
         device_type: cpu (gloo) or cuda (NCCL).
         ranks_per_node: as if this were the number of GPUs of a node; None = all on one.
+        backend: of the experts.
     """
+    cases = [replace(case, moe={"backend": backend, **case.moe}) for case in cases]
     launch: dict[str, Any] = {
         "backend": "nccl" if device_type == "cuda" else "gloo",
         "timeout_s": timeout_s,
@@ -179,6 +183,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
         device_type=arguments.device,
         ranks_per_node=arguments.gpus_per_node,
         all_to_all=arguments.all_to_all,
+        backend=arguments.backend,
         timeout_s=arguments.timeout_s,
     )
     tolerance = TOLERANCE[precision] if arguments.tolerance is None else arguments.tolerance
@@ -186,8 +191,8 @@ def verify_command(arguments: argparse.Namespace) -> int:
     largest = worst(table)
     passed = largest < tolerance
     print(
-        f"{len(table)} meshes, {len(CASES)} cases, {precision} on {arguments.device}: largest difference "
-        f"{largest:.1e}, tolerance {tolerance:.0e}: {'pass' if passed else 'FAIL'} "
+        f"{len(table)} meshes, {len(CASES)} cases, {precision} on {arguments.device}, {arguments.backend} experts: "
+        f"largest difference {largest:.1e}, tolerance {tolerance:.0e}: {'pass' if passed else 'FAIL'} "
         f"({time.monotonic() - started:.0f} s)"
     )
     return 0 if passed else 1

@@ -18,7 +18,7 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.routes import plan_routes
 from foundry_moe.parallel.dispatch import ExpertDispatch
-from foundry_moe.parallel.exchange import Exchange, FlatExchange, build_exchange
+from foundry_moe.parallel.exchange import Exchange, FlatExchange, Flight, Splits, build_exchange
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.parity import CASES, run_case
@@ -119,6 +119,60 @@ def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         largest[key] = gap.item()
     return largest
+
+
+class _Noted(torch.autograd.Function):
+    """Identity that notes when it runs, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: list[str]) -> Tensor:
+        ctx.events = events
+        events.append("shared")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.events.append("shared")
+        return grads[0], None
+
+
+def note_order() -> dict[str, list[str]]:
+    """What happens in one layer with a shared expert: messages that start and land, and the shared expert."""
+    events: list[str] = []
+
+    class Noting(FlatExchange):
+        def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
+            return self._note(super().there(rows_SD, splits))
+
+        def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
+            return self._note(super().back(rows_QD, splits))
+
+        def _note(self, flight: Flight) -> Flight:
+            events.append("start")
+            return _Watched(flight, events)
+
+    config = MoEConfig(num_experts=4, top_k=2, expert_hidden_size=8, activation="gelu", shared_expert_hidden_size=8)
+    layer = MoELayer(8, config, layer_index=0, num_layers=1, context=BatchContext())
+    layer.reset_parameters()
+    layer.experts = _experts(torch.float32, 2)
+    layer.dispatch = ExpertDispatch(Noting(dist.group.WORLD))
+    shared = layer.shared_expert
+    assert shared is not None
+    shared.w2.register_forward_hook(lambda module, inputs, output: _Noted.apply(output, events))
+    y = layer(torch.randn(6, 8, requires_grad=True))
+    forward = list(events)
+    events.clear()
+    y.sum().backward()
+    return {"forward": forward, "backward": events}
+
+
+class _Watched(Flight):
+    def __init__(self, flight: Flight, events: list[str]) -> None:
+        self.flight, self.events = flight, events
+
+    def land(self) -> Tensor:
+        self.events.append("land")
+        return self.flight.land()
 
 
 def count_host_synchronisations(layers: int) -> dict[str, int]:

@@ -132,8 +132,8 @@ def test_over_several_processes_the_same_choices_are_dropped():
     """A dispatch that is not the local one gets choices of -1 and lays them out itself."""
 
     class Elsewhere:
-        def __call__(self, x_TD, weights_TK, experts_TK, num_experts, experts, rows=None):
-            return LocalDispatch()(x_TD, weights_TK, experts_TK, num_experts, experts, rows)
+        def __call__(self, x_TD, weights_TK, experts_TK, num_experts, experts, rows=None, meanwhile=None):
+            return LocalDispatch()(x_TD, weights_TK, experts_TK, num_experts, experts, rows, meanwhile)
 
     layer = build(replace(CONFIG, capacity=0.5))
     x_TD = torch.randn(20, 6, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -53,3 +54,15 @@ def test_local_weight_divides_the_gradient_alone() -> None:
     assert torch.equal(local, weight)
     local.sum().backward()
     assert torch.equal(weight.grad, torch.full((4, 2), 0.25))
+
+
+@pytest.mark.parametrize("use", [lambda w: w.t(), lambda w: w, lambda w: w @ torch.ones(2, 3)])
+def test_local_weight_divides_the_gradient_in_a_compiled_graph_too(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = torch.randn(4, 2, requires_grad=True)
+    local = LocalWeight(expert=4)
+    use(weight).sum().backward()
+    assert weight.grad is not None
+    expected = weight.grad / 4
+    weight.grad = None
+    torch.compile(lambda w: use(local(w)), backend="aot_eager", fullgraph=True)(weight).sum().backward()
+    assert torch.equal(weight.grad, expected)
