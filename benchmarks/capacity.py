@@ -2,13 +2,14 @@
 
     python benchmarks/capacity.py data/demo/tokens.pt
 
-Dropless against `capacity`: one MoE layer, forward and backward, at the shapes of the MegaBlocks paper (Gale et al.
-2022, table 1: 64 experts, top-1, sequences of 1024), in bf16, with the loads that training gives: first a small
-transformer with 64 experts a layer, `switch` and a balance loss of 0.01 is trained on real text, and the loads of
-its layers on the batches after that are used. Both sides share the router. On CUDA the
-dropless side permutes and applies activations in its own kernels, the padded one in torch's operations.
+Dropless against `capacity`, at the shapes of the MegaBlocks paper (Gale et al. 2022, table 1: 64 experts, top-1,
+sequences of 1024), in bf16. First MoE-XS is trained on real text with each layout on the same tokens: loss, dropped
+share, time of a step. Then one layer of each shape and whole training steps of each shape are timed, with the choices
+that the trained dropless model makes. Both sides share the router, and place, copy, weigh and sum tokens in kernels;
+the dropless side multiplies in its ragged kernels, the padded one in cuBLAS's batched products.
 
-The argument holds int16 token ids [samples, positions]; `--save-tokens FOLDER` makes it from the demo's data.
+The argument holds int16 token ids [samples, positions] of `train` and `val`; `--save-tokens FOLDER` makes it from the
+demo's data.
 
 Shapes: T tokens, D model width, E experts, N samples, S positions.
 """
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundry_moe.config import MoEConfig
+from foundry_moe.layers.auxiliary import LoadStatistics
 from foundry_moe.layers.context import BatchContext, GateContext
 from foundry_moe.layers.gates.base import Choices, LinearGate
-from foundry_moe.layers.moe import MoELayer
+from foundry_moe.layers.moe import DROPPED, MoELayer
 from foundry_moe.layers.progress import Progress
 from foundry_moe.ops import plan_routes
 
@@ -40,8 +44,19 @@ SHAPES = {"MoE-XS": (512, 64), "MoE-Small": (768, 32), "MoE-Medium": (1024, 8)}
 PAPER = {"MoE-XS": 1.38, "MoE-Small": 2.0, "MoE-Medium": 4.35}
 SEQUENCE = 1024
 EXPERTS = 64
-STEPS, COUNTED = 1500, 64
+# layers of the paper's models; MoE-Medium has 24, of which one GPU's memory takes 5 with the optimizer's state
+DEPTHS = {"MoE-XS": 6, "MoE-Small": 12, "MoE-Medium": 5}
+STEPS = 500
 CAPACITIES: tuple[Any, ...] = (None, 1.0, 1.5, 2.0, "dynamic")
+TRAININGS: dict[str, dict[str, Any]] = {
+    "dropless": {},
+    "capacity 1": {"capacity": 1.0},
+    "capacity 1, drop: weight": {"capacity": 1.0, "drop": "weight"},
+    "capacity 1.5": {"capacity": 1.5},
+    "capacity 2": {"capacity": 2.0},
+    "dynamic": {"capacity": "dynamic"},
+}
+PARTS = ("gates", "training", "layers", "steps")
 # OLMoE-1B-7B (Muennighoff et al. 2024): width, expert width, and four sequences of 4096
 OLMOE = {"width": 2048, "hidden": 1024, "tokens": 16_384}
 GATES: list[tuple[dict[str, Any], int]] = [
@@ -129,81 +144,159 @@ class Block(nn.Module):
 
     def forward(self, x_NSD: Tensor) -> Tensor:
         n, s, d = x_NSD.shape
-        q, k, v = self.qkv(self.norm_1(x_NSD)).view(n, s, 3, d // 64, 64).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm_1(x_NSD)).view(n, s, 3, -1, math.gcd(64, d)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_NSD = x_NSD + self.out(mixed.transpose(1, 2).reshape(n, s, d))
         return x_NSD + self.moe(self.norm_2(x_NSD))
 
 
-def train_routing(tokens_NS: Tensor, device: torch.device, scale: int) -> tuple[list[list[int]], dict[str, Any]]:
-    """Choices per expert of each layer of a small trained model, over COUNTED batches after its training, and facts."""
-    torch.manual_seed(1)
-    width, layers, batch, steps = 256, 4, 32 // min(scale, 8), STEPS // scale
-    context = BatchContext()
-    config = MoEConfig(
-        num_experts=EXPERTS, top_k=1, expert_hidden_size=4 * width // scale, activation="gelu",
-        gate={"name": "switch"}, loss={"balance": 0.01},
-    )  # fmt: skip
-    blocks = []
-    for index in range(layers):
-        layer = MoELayer(width, config, layer_index=index, num_layers=layers, context=context)
-        layer.reset_parameters()
-        blocks.append(Block(width, layer))
-    vocabulary = int(tokens_NS.max()) + 1
-    model = nn.Sequential(nn.Embedding(vocabulary, width), *blocks, nn.RMSNorm(width), nn.Linear(width, vocabulary))
-    nn.init.normal_(model[0].weight, std=0.02)
-    model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=device.type == "cuda")
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1)
-    tokens_NS = tokens_NS.to(device)
-    for index in range(steps + COUNTED):
-        if index == steps:
-            for block in blocks:
-                block.moe.statistics.reset()
-        rows = torch.randint(len(tokens_NS), (batch,), device=device)
-        ids_NS = tokens_NS[rows].long()
-        context.note(ids_NS[:, :-1])
-        context.progress = Progress(ba=index)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(ids_NS[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), ids_NS[:, 1:].flatten())
-        context.anchor(loss).backward()
-        if index < steps:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+class Transformer:
+    """A model of the paper's shape, its optimizer, and the way to take a step."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int, device: torch.device, **moe: Any) -> None:
+        torch.manual_seed(1)
+        self.device, self.context = device, BatchContext()
+        config = MoEConfig(
+            num_experts=EXPERTS, top_k=1, expert_hidden_size=4 * width, activation="gelu", gate={"name": "switch"},
+            loss={"balance": 0.01}, **moe,
+        )  # fmt: skip
+        placement: dict[str, Any] = {"num_layers": layers, "context": self.context, "device": device}
+        self.moes = [MoELayer(width, config, layer_index=index, **placement) for index in range(layers)]
+        for layer in self.moes:
+            layer.reset_parameters()
+        with device:
+            blocks = [Block(width, layer) for layer in self.moes]
+            ends = nn.Embedding(vocabulary, width), nn.RMSNorm(width), nn.Linear(width, vocabulary)
+        nn.init.normal_(ends[0].weight, std=0.02)
+        self.model = nn.Sequential(ends[0], *blocks, *ends[1:])
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=fused)
+
+    def loss(self, ids_NS: Tensor, batch: int) -> Tensor:
+        ids_NS = ids_NS.long()
+        self.context.note(ids_NS[:, :-1])
+        self.context.progress = Progress(ba=batch)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(ids_NS[:, :-1])
+            return F.cross_entropy(logits.flatten(0, 1).float(), ids_NS[:, 1:].flatten())
+
+    def step(self, ids_NS: Tensor, batch: int) -> None:
+        self.context.anchor(self.loss(ids_NS, batch)).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def long_sequences(tokens_NS: Tensor, length: int, device: torch.device) -> Tensor:
+    """[N, length + 1]: samples that stood one after another as one text, cut anew."""
+    return tokens_NS.flatten().unfold(0, length + 1, length).contiguous().to(device)
+
+
+def train_equal(tokens: dict[str, Tensor], device: torch.device, scale: int) -> tuple[list[dict[str, Any]], Tensor]:
+    """MoE-XS itself, trained on the same tokens with each way to lay out its experts.
+
+    Returns:
+        A row for each; and the choices of the dropless model's layers after its training, [layers, T].
+    """
+    width, layers = SHAPES["MoE-XS"][0] // min(scale, 8), DEPTHS["MoE-XS"] // min(scale, 3)
+    steps, batch, length = max(STEPS // scale, 6), 8, SEQUENCE // scale
+    train_NS = long_sequences(tokens["train"], length, device)
+    valid_NS = long_sequences(tokens["val"], length, device)[:64]
+    vocabulary = int(tokens["train"].max()) + 1
+    rows, choices_LT = [], torch.empty(0)
+    for name, moe in TRAININGS.items():
+        run = Transformer(width, layers, vocabulary, device, **moe)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 1e-3, total_steps=steps, pct_start=0.1)
+        generator = torch.Generator().manual_seed(0)
+        epochs = steps * batch // len(train_NS) + 1
+        order = torch.cat([torch.randperm(len(train_NS), generator=generator) for _ in range(epochs)]).to(device)
+        began = 0.0
+        for index in range(steps):
+            if index == steps // 2:
+                synchronize(device)
+                began = time.perf_counter()
+            if index == 2 * steps // 3:
+                for layer in run.moes:
+                    layer.statistics.reset()
+            run.step(train_NS[order[index * batch : (index + 1) * batch]], index)
             schedule.step()
-        optimizer.zero_grad()
-    counts = [block.moe.statistics.counts_E.tolist() for block in blocks]
-    ratios = [max(c) * EXPERTS / sum(c) for c in counts]
-    facts = {"steps": steps, "loss": loss.item(), "max_over_mean": ratios, "dead": sum(c.count(0) for c in counts)}
-    print(json.dumps(facts), flush=True)
-    return counts, facts
+        synchronize(device)
+        ms = 1e3 * (time.perf_counter() - began) / (steps - steps // 2)
+        counts_LE = torch.stack([layer.statistics.counts_E for layer in run.moes]).double()
+        dropped = [
+            float(layer.statistics.losses_L[layer.statistics.names.index(DROPPED)] / layer.statistics.microbatches_1)
+            for layer in run.moes
+            if DROPPED in layer.statistics.names
+        ]
+        run.model.eval()
+        with torch.no_grad():
+            losses = [run.loss(part, steps).item() for part in valid_NS.split(batch)]
+        run.model.train()
+        row = {
+            "layout": name,
+            "validation": statistics.mean(losses),
+            "ms": ms,
+            "dropped": statistics.mean(dropped) if dropped else 0.0,
+            "max_over_mean": (counts_LE.max(1).values / counts_LE.mean(1)).tolist(),
+            "tokens": steps * batch * length,
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if name == "dropless":
+            wanted = max(microbatch for _, microbatch in SHAPES.values()) // min(scale, 8)
+            choices_LT = choices_of(run, train_NS[order[:wanted]], steps)
+    return rows, choices_LT
 
 
-def compare_capacity(recorded: list[list[int]], device: torch.device, rounds: int, scale: int) -> list[dict[str, Any]]:
+@torch.no_grad()
+def choices_of(run: Transformer, ids_NS: Tensor, batch: int) -> Tensor:
+    """[layers, T]: the experts that a trained model's tokens go to, in training mode."""
+    noted: list[list[Tensor]] = [[] for _ in run.moes]
+
+    def note(here: list[Tensor]) -> Callable[..., None]:
+        return lambda gate, inputs, choices: here.append(choices.experts_TK[:, 0])
+
+    hooks = [layer.gate.register_forward_hook(note(here)) for layer, here in zip(run.moes, noted, strict=True)]
+    for part in ids_NS.split(8):
+        run.loss(part, batch)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([torch.cat(parts) for parts in noted])
+
+
+def set_capacity(layer: MoELayer, capacity: Any) -> None:
+    layer.config = replace(layer.config, capacity=capacity)
+    layer.statistics = LoadStatistics(EXPERTS, [] if capacity is None else [DROPPED])
+    layer.loss_weights, layer.wanted_losses = {}, frozenset()
+
+
+def recorded_gate(width: int, device: torch.device, dtype: torch.dtype) -> RecordedGate:
+    gate = RecordedGate(None, d_model=width, num_experts=EXPERTS, top_k=1, device=device, dtype=dtype)
+    gate.reset_parameters(seed=1, layer=0, std=0.02)
+    return gate
+
+
+def compare_layers(choices_LT: Tensor, device: torch.device, rounds: int, scale: int) -> list[dict[str, Any]]:
+    """One layer, forward and backward, with the choices of each trained layer in turn."""
     rows = []
     for name, (width, microbatch) in SHAPES.items():
-        tokens, width = microbatch * SEQUENCE // scale, width // min(scale, 8)
-        row: dict[str, Any] = {"shape": name, "tokens": tokens}
+        tokens, width = min(microbatch * SEQUENCE // scale, choices_LT.shape[1]), width // min(scale, 8)
+        loads_LE = torch.stack([torch.bincount(e[:tokens], minlength=EXPERTS) for e in choices_LT]).double()
+        fullest = (loads_LE.max(1).values / loads_LE.mean(1)).tolist()
+        row: dict[str, Any] = {"shape": name, "tokens": tokens, "max_over_mean": fullest}
+        config = MoEConfig(
+            num_experts=EXPERTS, top_k=1, expert_hidden_size=4 * width, activation="gelu", gate={"name": "switch"},
+            loss={},
+        )  # fmt: skip
+        layer = build(config, width, device, tokens)
+        layer.gate = gate = recorded_gate(width, device, layer.experts.w1_EFD.dtype)
+        x_TD = torch.randn(tokens, width, device=device, dtype=gate.weight_ED.dtype, requires_grad=True)
+        direction_TD = torch.randn_like(x_TD)
         for capacity in CAPACITIES:
-            config = MoEConfig(
-                num_experts=EXPERTS, top_k=1, expert_hidden_size=4 * width, activation="gelu",
-                gate={"name": "switch"}, loss={}, capacity=capacity,
-            )  # fmt: skip
-            layer = build(config, width, device, tokens)
-            gate = RecordedGate(
-                None, d_model=width, num_experts=EXPERTS, top_k=1, device=device, dtype=layer.gate.weight_ED.dtype
-            )
-            gate.reset_parameters(seed=1, layer=0, std=0.02)
-            layer.gate = gate
-            x_TD = torch.randn(tokens, width, device=device, dtype=gate.weight_ED.dtype, requires_grad=True)
-            direction_TD = torch.randn_like(x_TD)
+            set_capacity(layer, capacity)
             times, dropped = [], []
-            for index, counts in enumerate(recorded):
-                generator = torch.Generator().manual_seed(index)
-                share_E = torch.tensor(counts, dtype=torch.float64)
-                experts_T = torch.multinomial(share_E, tokens, replacement=True, generator=generator)
-                gate.experts_T = experts_T.to(device)
+            for experts_T in choices_LT:
+                gate.experts_T = experts_T[:tokens]
                 layer.statistics.reset()
                 run = step(layer, x_TD, direction_TD)
                 run()
@@ -211,10 +304,45 @@ def compare_capacity(recorded: list[list[int]], device: torch.device, rounds: in
                 times.append(milliseconds(run, device, rounds))
             row[str(capacity)] = {"ms": statistics.mean(times), "by_layer": times, "dropped": statistics.mean(dropped)}
         row["speedup over dynamic"] = row["dynamic"]["ms"] / row["None"]["ms"]
-        row["paper"] = PAPER[name]
         rows.append(row)
         short = {k: round(v["ms"], 3) if isinstance(v, dict) else v for k, v in row.items()}
         print(json.dumps(short), flush=True)
+    return rows
+
+
+def compare_steps(choices_LT: Tensor, device: torch.device, rounds: int, scale: int) -> list[dict[str, Any]]:
+    """Whole training steps at the paper's microbatch; each layer has the choices of a trained one."""
+    rows = []
+    for name, (width, microbatch) in SHAPES.items():
+        microbatch, width, layers = max(microbatch // min(scale, 8), 1), width // min(scale, 8), DEPTHS[name]
+        run = Transformer(width, layers, 4096, device)
+        ids_NS = torch.randint(4096, (microbatch, SEQUENCE // scale + 1), device=device)
+        tokens = microbatch * (SEQUENCE // scale)
+        for index, layer in enumerate(run.moes):
+            layer.gate = gate = recorded_gate(width, device, torch.float32)
+            gate.experts_T = choices_LT[index % len(choices_LT)][:tokens]
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        row: dict[str, Any] = {"shape": name, "tokens": tokens, "layers": layers}
+        for capacity in CAPACITIES:
+            for layer in run.moes:
+                set_capacity(layer, capacity)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            times = []
+            for index in range(rounds // 2 + 3):
+                synchronize(device)
+                began = time.perf_counter()
+                run.step(ids_NS, index)
+                synchronize(device)
+                times.append(1e3 * (time.perf_counter() - began))
+            peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
+            row[str(capacity)] = {"ms": statistics.median(times[3:]), "peak_GB": peak}
+        row["speedup over dynamic"] = row["dynamic"]["ms"] / row["None"]["ms"]
+        row["paper"] = PAPER[name]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        del run, layer, gate
     return rows
 
 
@@ -250,16 +378,20 @@ def time_gates(device: torch.device, rounds: int, scale: int) -> list[dict[str, 
 def save_tokens(folder: Path, out: Path) -> None:
     from streaming import StreamingDataset
 
-    dataset = StreamingDataset(local=str(folder), split="train", shuffle=False, batch_size=1)
-    torch.save(torch.stack([torch.as_tensor(dataset[i]["tokens"]).short() for i in range(len(dataset))]), out)
+    saved = {}
+    for split in ("train", "val"):
+        dataset = StreamingDataset(local=str(folder), split=split, shuffle=False, batch_size=1)
+        saved[split] = torch.stack([torch.as_tensor(dataset[i]["tokens"]).short() for i in range(len(dataset))])
+    torch.save(saved, out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokens", type=Path, help="int16 token ids [samples, positions], written by torch.save")
+    parser.add_argument("tokens", type=Path, help="written by --save-tokens")
     parser.add_argument("--save-tokens", type=Path, help="the demo's data, to make that file from; does nothing else")
     parser.add_argument("--out", type=Path, default=Path("capacity.json"))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS, help="layers and steps need training")
     parser.add_argument("--scale", type=int, default=1, help="divide sizes, to try this on a CPU")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -269,9 +401,15 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = (device, arguments.rounds, arguments.scale)
     results: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
-    results["gates"] = time_gates(*sizes)
-    counts, results["routing"] = train_routing(torch.load(arguments.tokens), device, arguments.scale)
-    results["capacity"] = compare_capacity(counts, *sizes)
+    only = set(arguments.only)
+    if "gates" in only:
+        results["gates"] = time_gates(*sizes)
+    if "training" in only:
+        results["training"], choices_LT = train_equal(torch.load(arguments.tokens), device, arguments.scale)
+        if "layers" in only:
+            results["layers"] = compare_layers(choices_LT, *sizes)
+        if "steps" in only:
+            results["steps"] = compare_steps(choices_LT, *sizes)
     arguments.out.write_text(json.dumps(results))
 
 

@@ -1,9 +1,10 @@
 """Trains the demo's model with each gate for the same tokens of real text, and prints a table; draws a plot.
 
-    python benchmarks/gates.py data/demo --batches 60 --out benchmarks/gates.png
+    python benchmarks/gates.py data/demo --batches 400 --processes 16 --out benchmarks/gates.png
 
-Every run has the demo's model, seed, optimizer and order of samples; only gate and capacity differ. On a CPU the
-time of a gate is in proportion to a small layer: see benchmarks/capacity.py for times on a GPU.
+Every run has the demo's model, seed, optimizer and order of samples; only gate and capacity differ. Runs go on side by
+side, each in a process of its own; gates and layers are timed after them, alone, with the weights and tokens that
+training left. Times are in proportion to a small layer: benchmarks/capacity.py has OLMoE's.
 
 Shapes: N samples, S positions.
 """
@@ -12,24 +13,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from capacity import milliseconds, save_tokens, step
 from composer import Callback, Trainer
 from composer.core import State
 from composer.loggers import InMemoryLogger, Logger
 from composer.optim import CosineAnnealingWithWarmupScheduler
 from llmfoundry.utils.builders import build_composer_model, build_optimizer, build_tokenizer
-from streaming import StreamingDataset
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.steps import RouterSteps
 from foundry_moe.conversion import moe_layers
+from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.moe import DROPPED, MoELayer
+from foundry_moe.ops import plan_routes
 
 ROOT = Path(__file__).parents[1]
 # name of the run -> what differs in `model.moe`
@@ -67,6 +74,12 @@ RUNS: dict[str, dict[str, Any]] = {
         },
     },
     "switch, capacity 1": {"top_k": 1, "gate": {"name": "switch"}, "capacity": 1.0},
+    "switch, capacity 1, drop: weight": {
+        "top_k": 1,
+        "gate": {"name": "switch"},
+        "capacity": 1.0,
+        "drop": "weight",
+    },
     "switch, capacity 1.5": {"top_k": 1, "gate": {"name": "switch"}, "capacity": 1.5},
     "switch, capacity 2": {"top_k": 1, "gate": {"name": "switch"}, "capacity": 2.0},
     "switch, capacity dynamic": {"top_k": 1, "gate": {"name": "switch"}, "capacity": "dynamic"},
@@ -74,12 +87,13 @@ RUNS: dict[str, dict[str, Any]] = {
 SEED = 17
 
 
-def read_tokens(folder: Path, split: str, samples: int) -> Tensor:
-    """[N, S] int64, shuffled by the seed."""
-    dataset = StreamingDataset(local=str(folder), split=split, shuffle=False, batch_size=1)
-    generator = torch.Generator().manual_seed(SEED)
-    order = torch.randperm(len(dataset), generator=generator)[:samples].tolist()
-    return torch.stack([torch.as_tensor(dataset[i]["tokens"]).long() for i in order])
+def read_tokens(folder: Path, split: str) -> Tensor:
+    """[N, S] int64, shuffled by the seed; `tokens.pt` is made on the first call."""
+    file = folder / "tokens.pt"
+    if not file.exists():
+        save_tokens(folder, file)
+    tokens_NS = torch.load(file)[split].long()
+    return tokens_NS[torch.randperm(len(tokens_NS), generator=torch.Generator().manual_seed(SEED))]
 
 
 def loader(tokens_NS: Tensor, batch_size: int) -> DataLoader:
@@ -87,63 +101,108 @@ def loader(tokens_NS: Tensor, batch_size: int) -> DataLoader:
     return DataLoader(samples, batch_size=batch_size, drop_last=True)  # type: ignore[arg-type]
 
 
-class GateClock(Callback):
-    """Forward time of gates and of whole layers, and choices by expert over the last third of the training."""
+class LateLoads(Callback):
+    """Choices by expert and dropped shares over the last third of the training."""
 
     def __init__(self) -> None:
-        self.seconds = {"gate": 0.0, "layer": 0.0}
         self.counts_LE: Tensor | None = None
-        self.dropped: list[float] = []
+        self.dropped: Tensor | float = 0.0
+        self.batches = 0
         self.tokens = 0
-
-    def _time(self, module: nn.Module, name: str) -> None:
-        started: list[float] = []
-        module.register_forward_pre_hook(lambda *_: started.append(time.perf_counter()))
-
-        def stop(*_: Any) -> None:
-            self.seconds[name] += time.perf_counter() - started.pop()
-
-        module.register_forward_hook(stop)
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        for layer in moe_layers(state.model):
-            self._time(layer, "layer")
-            self._time(layer.gate, "gate")
 
     def batch_end(self, state: State, logger: Logger) -> None:
         layers = moe_layers(state.model)
-        counts_LE = torch.stack([layer.statistics.counts_E.clone() for layer in layers])
-        late = state.get_elapsed_duration().value > 2 / 3  # type: ignore[union-attr]
-        if late:
+        if state.get_elapsed_duration().value > 2 / 3:  # type: ignore[union-attr]
+            counts_LE = torch.stack([layer.statistics.counts_E for layer in layers])
             self.counts_LE = counts_LE if self.counts_LE is None else self.counts_LE + counts_LE
             self.tokens += state.batch["input_ids"].numel()
+            self.batches += 1
+            for layer in layers:
+                names, microbatches = layer.statistics.names, layer.statistics.microbatches_1
+                if DROPPED in names:
+                    share = layer.statistics.losses_L[names.index(DROPPED)] / microbatches
+                    self.dropped = self.dropped + share / len(layers)
         for layer in layers:
-            statistics = layer.statistics
-            if late and "dropped" in statistics.names:
-                share = statistics.losses_L[statistics.names.index("dropped")] / statistics.microbatches_1
-                self.dropped.append(float(share))
-            statistics.reset()
+            layer.statistics.reset()
+
+
+def device_now() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast(device_now().type, torch.bfloat16, enabled=device_now().type == "cuda")
+
+
+def on_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to(device_now()) for name, tensor in batch.items()}
 
 
 @torch.no_grad()
 def validation_loss(model: Any, data: Path, batch_size: int) -> float:
     """Nats a token, over 64 samples of held-out speeches."""
     model.eval()
-    batches = loader(read_tokens(data, "val", 64), batch_size)
-    return sum(float(model.loss(model(batch), batch)) for batch in batches) / len(batches)
+    batches = [on_device(batch) for batch in loader(read_tokens(data, "val")[:64], batch_size)]
+    with autocast():
+        return sum(float(model.loss(model(batch), batch)) for batch in batches) / len(batches)
 
 
-def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int) -> dict[str, Any]:
+@torch.no_grad()
+def note_layer(model: Any, tokens_NS: Tensor, file: Path) -> None:
+    """Writes the second layer as it was trained, and what it is given: for `time_gate`."""
+    layer = moe_layers(model)[1]
+    given: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    model.train()
+    with autocast():
+        model(on_device(next(iter(loader(tokens_NS, len(tokens_NS))))))
+    hook.remove()
+    progress = layer.context.progress
+    saved = {"config": layer.config, "state": layer.state_dict(), "x": given[0], "ids": tokens_NS, "progress": progress}
+    torch.save(saved, file)
+
+
+def time_gate(file: Path, rounds: int = 15) -> tuple[float, float]:
+    """Milliseconds of gate and routing, and of the whole layer, forward and backward."""
+    device = device_now()
+    saved = torch.load(file, map_location=device, weights_only=False)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = saved["x"].to(dtype).flatten(0, 1)
+    context = BatchContext()
+    layer = MoELayer(
+        x.shape[1], saved["config"], layer_index=1, num_layers=4, context=context, device=device, dtype=dtype
+    )  # fmt: skip
+    layer.load_state_dict(saved["state"])
+    context.note(saved["ids"].to(device))
+    context.progress = saved["progress"]
+    x_TD = x.requires_grad_()
+    for_gate = context.for_tokens(len(x_TD), layer=1, losses=layer.wanted_losses, training=True)
+
+    def gate_and_routing() -> None:
+        choices = layer.gate(x_TD, for_gate)
+        plan_routes(choices.experts_TK, layer.num_experts, choices.rows)
+        total = choices.weights_TK.sum() + sum(choices.losses.values())  # type: ignore[operator]
+        if total.requires_grad:
+            total.backward()
+            x_TD.grad = None
+            layer.gate.zero_grad()
+
+    whole = step(layer, x_TD, torch.randn_like(x_TD))
+    return milliseconds(gate_and_routing, device, rounds), milliseconds(whole, device, rounds)
+
+
+def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int, layer_file: Path) -> dict[str, Any]:
     """One run's row of the table, and its losses."""
     run = yaml.safe_load((ROOT / "yamls" / "demo" / "cpu.yaml").read_text())
     model_settings = {**run["model"], "max_seq_len": run["max_seq_len"], "init_device": "cpu"}
     moe = {**{k: v for k, v in model_settings["moe"].items() if k not in ("gate", "loss")}, **moe}
-    tokens_NS = read_tokens(data, "train", batches * batch_size)
+    tokens_NS = read_tokens(data, "train")
     if moe.get("gate", {}).get("table") == "balanced":
-        counts = torch.bincount(read_tokens(data, "train", 10**9).flatten(), minlength=run["model"]["vocab_size"])
-        frequencies = data / "frequencies.json"
+        counts = torch.bincount(tokens_NS.flatten(), minlength=run["model"]["vocab_size"])
+        frequencies = layer_file.with_suffix(".json")
         frequencies.write_text(json.dumps(counts.tolist()))
         moe["gate"] = {**moe["gate"], "frequencies": str(frequencies)}
+    tokens_NS = tokens_NS[: batches * batch_size]
     tokenizer = build_tokenizer(str(data / "tokenizer"), {"model_max_length": run["max_seq_len"]})
     torch.manual_seed(SEED)
     model = build_composer_model(
@@ -151,16 +210,19 @@ def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int) -> dic
     )
     optimizer_settings = dict(run["optimizer"])
     optimizer = build_optimizer(model, optimizer_settings.pop("name"), optimizer_settings)
-    clock, memory = GateClock(), InMemoryLogger()
+    late, memory = LateLoads(), InMemoryLogger()
+    cuda = device_now().type == "cuda"
     trainer = Trainer(
         model=model,
         optimizers=optimizer,
         schedulers=CosineAnnealingWithWarmupScheduler(t_warmup=f"{max(batches // 8, 1)}ba", alpha_f=0.1),
         train_dataloader=loader(tokens_NS, batch_size),
         max_duration=f"{batches}ba",
-        callbacks=[clock],
+        callbacks=[late],
         algorithms=[RouterSteps()],
         loggers=[memory],
+        device="gpu" if cuda else "cpu",
+        precision="amp_bf16" if cuda else "fp32",
         progress_bar=False,
         log_to_console=False,
         save_folder=None,
@@ -171,31 +233,41 @@ def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int) -> dic
     seconds = time.perf_counter() - start
     losses = [float(value) for value in memory.get_timeseries("loss/train/total")["loss/train/total"]]
     validation = validation_loss(model, data, batch_size)
+    note_layer(model, tokens_NS[:batch_size], layer_file)
     trainer.close()
-    assert clock.counts_LE is not None
-    loads_LE = clock.counts_LE.double()
+    assert late.counts_LE is not None
+    loads_LE = late.counts_LE.double().cpu()
     return {
         "loss": losses,
         "validation": validation,
         "max_over_mean": float((loads_LE.max(1).values / loads_LE.mean(1)).mean()),
-        "dead": int((clock.counts_LE == 0).sum()),
-        "experts_per_token": float(loads_LE.sum() / clock.tokens / len(loads_LE)),
-        "gate_share": clock.seconds["gate"] / clock.seconds["layer"],
-        "dropped": sum(clock.dropped) / len(clock.dropped) if clock.dropped else 0.0,
+        "dead": int((loads_LE == 0).sum()),
+        "experts_per_token": float(loads_LE.sum() / late.tokens / len(loads_LE)),
+        "dropped": float(late.dropped) / late.batches,
         "seconds": seconds,
     }
 
 
+def train_quietly(name: str, data: Path, batches: int, batch_size: int, layer_file: Path) -> dict[str, Any]:
+    """`train` in a process of its own."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    row = train(RUNS[name], data, batches, batch_size, layer_file)
+    print(name, {k: v for k, v in row.items() if k != "loss"}, flush=True)
+    return row
+
+
 def table(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| gate | validation loss | max/mean load | dead experts | experts a token | gate's share of the layer (CPU, "
-        "forward) | dropped |",
-        "|---|---|---|---|---|---|---|",
+        "| gate | validation loss | max/mean load | dead experts | experts a token | dropped | gate + routing, ms | "
+        "of the layer |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         lines.append(
             f"| {name} | {row['validation']:.3f} | {row['max_over_mean']:.2f} | {row['dead']} | "
-            f"{row['experts_per_token']:.2f} | {row['gate_share']:.0%} | {row['dropped']:.1%} |"
+            f"{row['experts_per_token']:.2f} | {row['dropped']:.1%} | {row['gate_ms']:.2f} | "
+            f"{row['gate_ms'] / row['layer_ms']:.0%} |"
         )
     return "\n".join(lines)
 
@@ -226,17 +298,30 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="the demo's data: python -m foundry_moe.demo FOLDER")
-    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens")
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--only", nargs="*", default=list(RUNS))
     parser.add_argument("--out", type=Path, default=Path("gates.png"))
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
+    read_tokens(arguments.data, "val")
     rows = {}
-    for name in arguments.only:
-        rows[name] = train(RUNS[name], arguments.data, arguments.batches, arguments.batch_size)
-        print(name, {k: v for k, v in rows[name].items() if k != "loss"}, flush=True)
-        arguments.out.with_suffix(".json").write_text(json.dumps(rows))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(arguments.processes, get_context("spawn"), max_tasks_per_child=1) as pool,
+    ):
+        files = {name: Path(folder) / f"{index}.pt" for index, name in enumerate(arguments.only)}
+        settings = (arguments.data, arguments.batches, arguments.batch_size)
+        runs = {name: pool.submit(train_quietly, name, *settings, file) for name, file in files.items()}
+        for name, run in runs.items():
+            try:
+                rows[name] = run.result()
+            except Exception as error:  # the others are worth their table
+                print(f"{name}: {error!r}", flush=True)
+        for name, row in rows.items():
+            row["gate_ms"], row["layer_ms"] = time_gate(files[name])
+    arguments.out.with_suffix(".json").write_text(json.dumps(rows))
     print(table(rows))
     draw(rows, arguments.out)
 
