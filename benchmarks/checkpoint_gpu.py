@@ -4,12 +4,13 @@
 
 An OLMoE-shaped model (16 layers, width 2048, 64 experts of 1024, 8 a token) with FSDP2 and AdamW in fp32, computing in
 bf16; experts by `torch._grouped_mm`. The checkpoint engine alone saves it: no trainer is needed. Prints one line of
-JSON a save, and the share of speed that is left while a save runs.
+JSON a save: tokens/s while it runs (from the call to the commit, the time that it blocks included) over those between.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import statistics
@@ -26,6 +27,9 @@ from torch.distributed.tensor import Shard
 
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.store import open_store
+
+# When weights are copied to the CPU: beside the next step, or while it waits
+KINDS = ("overlapped", "waiting")
 
 
 class Layer(nn.Module):
@@ -85,13 +89,19 @@ def build(arguments: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimiz
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
+def early(times: list[float], limit_s: float) -> list[float]:
+    """The first of some durations, up to `limit_s` in all."""
+    return [t for t, end in zip(times, itertools.accumulate(times), strict=True) if end < limit_s] or times[:1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="/tmp/foundry-moe-checkpoint-gpu")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=4, help="of 4,096 tokens, for each GPU and step")
-    parser.add_argument("--saves", type=int, default=2)
+    parser.add_argument("--saves", type=int, default=2, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--quiet-steps", type=int, default=15)
     arguments = parser.parse_args()
     dist.init_process_group("nccl")
@@ -108,15 +118,25 @@ def main() -> None:
     def state() -> dict:
         return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 
+    def steady(kind: str) -> list[Tensor]:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [*model.parameters(), *states] if kind == "overlapped" else []
+
     def step() -> float:
         torch.cuda.synchronize()
         began = time.perf_counter()
         logits = model(ids_BS)
         F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), ids_BS.view(-1)).backward()
+        engine.release()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         return time.perf_counter() - began
+
+    def someone_saves() -> bool:
+        busy = torch.tensor(int(engine.busy))
+        dist.all_reduce(busy, group=talk, op=dist.ReduceOp.MAX)
+        return bool(busy)
 
     for _ in range(5):
         step()
@@ -124,31 +144,35 @@ def main() -> None:
     engine.prepare(state())
     prepared = time.perf_counter() - began
     number = 5
-    for save in range(arguments.saves):
-        quiet = [step() for _ in range(arguments.quiet_steps)]
+    for kind in arguments.kinds * arguments.saves:
+        dist.barrier()
+        began = time.perf_counter()
+        quiet = [step() for _ in range(arguments.quiet_steps) if not someone_saves()]
+        between = tokens * len(quiet) / (time.perf_counter() - began)
         number += len(quiet) + 1
         dist.barrier()
         began = time.perf_counter()
-        blocked = engine.save(state(), number)
+        blocked = engine.save(state(), number, steady=steady(kind))
         during: list[float] = []
         while True:
             during.append(step())
-            busy = torch.tensor(int(engine.busy))
-            dist.all_reduce(busy, group=talk, op=dist.ReduceOp.MAX)
-            if not busy:
+            if not someone_saves():
                 break
         whole = time.perf_counter() - began
         report = engine.wait()
         assert report is not None and report.error is None, report
         if rank == 0:
-            between = tokens / statistics.median(quiet)
             meanwhile = tokens * len(during) / whole
             line = {
-                "save": save,
+                "copied": kind,
                 "GiB of this rank": round(report.bytes_staged / 2**30, 2),
                 "prepare once, s": round(prepared, 2),
                 "blocked, s": round(blocked, 3),
                 "save, s": round(report.seconds_total, 2),
+                "hashing, s": round(report.seconds["hash"], 2),
+                "step between, s": round(statistics.median(quiet), 4),
+                "steps in the first 4 s, s": round(statistics.mean(early(during, 4.0)), 4),
+                "steps during, slowest, s": [round(t, 4) for t in sorted(during)[:-4:-1]],
                 "steps during": len(during),
                 "tokens/s between": round(between),
                 "tokens/s during": round(meanwhile),

@@ -19,7 +19,7 @@ from composer.utils import dist
 
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
-from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, reseed, restore
+from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, optimizer_tensors, reseed, restore
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.store import open_store
 
@@ -198,7 +198,15 @@ class ElasticCheckpoint(Callback):
         }
         self._prepared = True
         self._saved_step = timestamp.batch.value
-        return self._engine.save(collect(state), timestamp.batch.value, summary)
+        steady = optimizer_tensors(state)
+        return self._engine.save(collect(state), timestamp.batch.value, summary, steady=steady)
+
+    def _release(self, state: State, logger: Logger) -> None:
+        if self._engine is not None:
+            self._engine.release()
+
+    # Weights change in the optimizer's step, which comes after this event, or where evaluation swaps them.
+    after_train_batch = eval_before_all = epoch_end = predict_start = _release
 
     def _due(self, state: State, epoch_ended: bool) -> bool:
         """The same on all ranks: Composer's timestamp is."""

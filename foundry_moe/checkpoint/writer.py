@@ -39,9 +39,6 @@ from foundry_moe.checkpoint.layout import Block, plan_writes
 from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, TensorEntry, block_hash, file_hash
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, place
 
-HASH_BURST_BYTES = 4 * 2**20
-HASH_PAUSE_S = 0.001
-
 Placed = tuple[list[Block], list[int], int]
 
 
@@ -86,6 +83,7 @@ class ElasticSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         assert self.snapshot is not None
+        self.snapshot.wait()  # here a failure reaches all ranks
         return SavePlan(items=[], planner_data=self.snapshot.digest)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -156,7 +154,8 @@ class ElasticWriter(StorageWriter):
         self.attempt, self._snapshot = plan.storage_data, planner.snapshot
         began = time.perf_counter()
         staged = self._snapshot.staged.numpy().data
-        hashes = np.array(hash_blocks(staged, self._snapshot), dtype=np.uint64)
+        placed = zip(self._snapshot.blocks, self._snapshot.starts, strict=True)
+        hashes = np.array([block_hash(staged[at : at + block.size_bytes]) for block, at in placed], dtype=np.uint64)
         self.seconds["hash"] = time.perf_counter() - began
         if len(staged):
             self.ledger.store.put_large(
@@ -214,20 +213,6 @@ class ElasticWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False  # a folder alone is not enough: see CommitRequest
-
-
-def hash_blocks(staged: memoryview, snapshot: Snapshot) -> list[int]:
-    """Each block's hash. Hashing frees the interpreter's lock, and takes it back some thousand times a second: then a
-    training thread that launches kernels gets it late or not at all (a step on a GPU stood still for the 6 s of 48 GiB;
-    on a CPU small operators ran at a third of their speed, and with these pauses at six sevenths)."""
-    hashes, since_pause = [], 0
-    for block, start in zip(snapshot.blocks, snapshot.starts, strict=True):
-        hashes.append(block_hash(staged[start : start + block.size_bytes]))
-        since_pause += block.size_bytes
-        if since_pause >= HASH_BURST_BYTES:
-            since_pause = 0
-            time.sleep(HASH_PAUSE_S)
-    return hashes
 
 
 def object_key(rank: int) -> str:
