@@ -4,7 +4,7 @@
 
 Dropless against `capacity`, at the shapes of the MegaBlocks paper (Gale et al. 2022, table 1: 64 experts, top-1,
 sequences of 1024), in bf16. First MoE-XS is trained on real text with each layout on the same tokens: loss, dropped
-share, time of a step. Then one layer of each shape and whole training steps of each shape are timed, with the choices
+share, time of a step. Then one layer of each shape and whole microbatches of each shape are timed, with the choices
 that the trained dropless model makes. Both sides share the router, and place, copy, weigh and sum tokens in kernels;
 the dropless side multiplies in its ragged kernels, the padded one in cuBLAS's batched products.
 
@@ -44,8 +44,7 @@ SHAPES = {"MoE-XS": (512, 64), "MoE-Small": (768, 32), "MoE-Medium": (1024, 8)}
 PAPER = {"MoE-XS": 1.38, "MoE-Small": 2.0, "MoE-Medium": 4.35}
 SEQUENCE = 1024
 EXPERTS = 64
-# layers of the paper's models; MoE-Medium has 24, of which one GPU's memory takes 5 with the optimizer's state
-DEPTHS = {"MoE-XS": 6, "MoE-Small": 12, "MoE-Medium": 5}
+DEPTHS = {"MoE-XS": 6, "MoE-Small": 12, "MoE-Medium": 24}
 STEPS = 500
 CAPACITIES: tuple[Any, ...] = (None, 1.0, 1.5, 2.0, "dynamic")
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -56,7 +55,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "capacity 2": {"capacity": 2.0},
     "dynamic": {"capacity": "dynamic"},
 }
-PARTS = ("gates", "training", "layers", "steps")
+PARTS = ("gates", "training", "layers", "microbatches")
 # OLMoE-1B-7B (Muennighoff et al. 2024): width, expert width, and four sequences of 4096
 OLMOE = {"width": 2048, "hidden": 1024, "tokens": 16_384}
 GATES: list[tuple[dict[str, Any], int]] = [
@@ -153,14 +152,22 @@ class Block(nn.Module):
 class Transformer:
     """A model of the paper's shape, its optimizer, and the way to take a step."""
 
-    def __init__(self, width: int, layers: int, vocabulary: int, device: torch.device, **moe: Any) -> None:
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        **moe: Any,
+    ) -> None:
         torch.manual_seed(1)
         self.device, self.context = device, BatchContext()
         config = MoEConfig(
             num_experts=EXPERTS, top_k=1, expert_hidden_size=4 * width, activation="gelu", gate={"name": "switch"},
             loss={"balance": 0.01}, **moe,
         )  # fmt: skip
-        placement: dict[str, Any] = {"num_layers": layers, "context": self.context, "device": device}
+        placement: dict[str, Any] = {"num_layers": layers, "context": self.context, "device": device, "dtype": dtype}
         self.moes = [MoELayer(width, config, layer_index=index, **placement) for index in range(layers)]
         for layer in self.moes:
             layer.reset_parameters()
@@ -168,7 +175,7 @@ class Transformer:
             blocks = [Block(width, layer) for layer in self.moes]
             ends = nn.Embedding(vocabulary, width), nn.RMSNorm(width), nn.Linear(width, vocabulary)
         nn.init.normal_(ends[0].weight, std=0.02)
-        self.model = nn.Sequential(ends[0], *blocks, *ends[1:])
+        self.model = nn.Sequential(ends[0], *blocks, *ends[1:]).to(dtype)
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=fused)
 
@@ -310,34 +317,39 @@ def compare_layers(choices_LT: Tensor, device: torch.device, rounds: int, scale:
     return rows
 
 
-def compare_steps(choices_LT: Tensor, device: torch.device, rounds: int, scale: int) -> list[dict[str, Any]]:
-    """Whole training steps at the paper's microbatch; each layer has the choices of a trained one."""
+def compare_microbatches(choices_LT: Tensor, device: torch.device, rounds: int, scale: int) -> list[dict[str, Any]]:
+    """Forward and backward of whole models at the paper's microbatch, bf16 weights; layers choose as trained ones do.
+
+    Without the optimizer: one GPU has all 64 experts' weights here, of which each of the paper's eight holds an eighth.
+    """
     rows = []
     for name, (width, microbatch) in SHAPES.items():
         microbatch, width, layers = max(microbatch // min(scale, 8), 1), width // min(scale, 8), DEPTHS[name]
-        run = Transformer(width, layers, 4096, device)
+        layers = layers if scale == 1 else 2
+        run = Transformer(width, layers, 4096, device, dtype=torch.bfloat16)
         ids_NS = torch.randint(4096, (microbatch, SEQUENCE // scale + 1), device=device)
         tokens = microbatch * (SEQUENCE // scale)
         for index, layer in enumerate(run.moes):
-            layer.gate = gate = recorded_gate(width, device, torch.float32)
+            layer.gate = gate = recorded_gate(width, device, torch.bfloat16)
             gate.experts_T = choices_LT[index % len(choices_LT)][:tokens]
-        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-5, fused=device.type == "cuda")
-        row: dict[str, Any] = {"shape": name, "tokens": tokens, "layers": layers}
-        for capacity in CAPACITIES:
-            for layer in run.moes:
-                set_capacity(layer, capacity)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            times = []
-            for index in range(rounds // 2 + 3):
+        times: dict[str, list[float]] = {str(capacity): [] for capacity in CAPACITIES}
+        peaks = dict.fromkeys(times, 0.0)
+        for index in range(rounds // 2 + 2):
+            for capacity in CAPACITIES:  # in turn, so that a drift of the clock is everybody's
+                for layer in run.moes:
+                    set_capacity(layer, capacity)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
                 synchronize(device)
                 began = time.perf_counter()
-                run.step(ids_NS, index)
+                run.context.anchor(run.loss(ids_NS, index)).backward()
                 synchronize(device)
-                times.append(1e3 * (time.perf_counter() - began))
-            peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-            row[str(capacity)] = {"ms": statistics.median(times[3:]), "peak_GB": peak}
+                times[str(capacity)].append(1e3 * (time.perf_counter() - began))
+                peaks[str(capacity)] = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
+                run.model.zero_grad()
+        row: dict[str, Any] = {"shape": name, "tokens": tokens, "layers": layers}
+        for key, values in times.items():
+            row[key] = {"ms": statistics.median(values[2:]), "peak_GB": peaks[key]}
         row["speedup over dynamic"] = row["dynamic"]["ms"] / row["None"]["ms"]
         row["paper"] = PAPER[name]
         rows.append(row)
@@ -391,7 +403,7 @@ def main() -> None:
     parser.add_argument("--save-tokens", type=Path, help="the demo's data, to make that file from; does nothing else")
     parser.add_argument("--out", type=Path, default=Path("capacity.json"))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS, help="layers and steps need training")
+    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS, help="the last two need training")
     parser.add_argument("--scale", type=int, default=1, help="divide sizes, to try this on a CPU")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -408,8 +420,8 @@ def main() -> None:
         results["training"], choices_LT = train_equal(torch.load(arguments.tokens), device, arguments.scale)
         if "layers" in only:
             results["layers"] = compare_layers(choices_LT, *sizes)
-        if "steps" in only:
-            results["steps"] = compare_steps(choices_LT, *sizes)
+        if "microbatches" in only:
+            results["microbatches"] = compare_microbatches(choices_LT, *sizes)
     arguments.out.write_text(json.dumps(results))
 
 

@@ -1,10 +1,11 @@
 """Trains the demo's model with each gate for the same tokens of real text, and prints a table; draws a plot.
 
-    python benchmarks/gates.py data/demo --batches 400 --processes 16 --out benchmarks/gates.png
+    python benchmarks/gates.py data/demo --batches 400 --out benchmarks/gates.png
 
-Every run has the demo's model, seed, optimizer and order of samples; only gate and capacity differ. Runs go on side by
-side, each in a process of its own; gates and layers are timed after them, alone, with the weights and tokens that
-training left. Times are in proportion to a small layer: benchmarks/capacity.py has OLMoE's.
+Every run has the demo's model, seed, optimizer and order of samples; only gate and capacity differ. Gates and layers
+are timed after all runs, with the weights and tokens that training left; at the demo's small sizes, so
+benchmarks/gate_time.py is what says how gates fare at OLMoE's. On a CPU `--processes` takes several runs at a time; on
+one GPU that is slower by far, since processes take turns there for every small kernel.
 
 Shapes: N samples, S positions.
 """
@@ -16,7 +17,8 @@ import json
 import tempfile
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -249,12 +251,33 @@ def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int, layer_
 
 
 def train_quietly(name: str, data: Path, batches: int, batch_size: int, layer_file: Path) -> dict[str, Any]:
-    """`train` in a process of its own."""
+    """`train`, and its row printed."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    row = train(RUNS[name], data, batches, batch_size, layer_file)
+    row = train(dict(RUNS[name]), data, batches, batch_size, layer_file)
     print(name, {k: v for k, v in row.items() if k != "loss"}, flush=True)
     return row
+
+
+def trained(files: dict[str, Path], arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each run's row as it comes: one after another, or several at a time in processes of their own."""
+    settings = (arguments.data, arguments.batches, arguments.batch_size)
+    if arguments.processes == 1:
+        for name, file in files.items():
+            yield name, train_quietly(name, *settings, file)
+        return
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
+        runs = {pool.submit(train_quietly, name, *settings, file): name for name, file in files.items()}
+        for run in as_completed(runs):
+            yield runs[run], run.result()
+
+
+def batches_within(seconds: float, arguments: argparse.Namespace, folder: Path) -> int:
+    """How many batches a run may have, told by a middling gate once its kernels are compiled."""
+    probe = "topk, noise + load"
+    for batches in (6, 40):
+        row = train_quietly(probe, arguments.data, batches, arguments.batch_size, folder / "probe.pt")
+    return int(seconds / (row["seconds"] / batches)) // 20 * 20
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -299,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="the demo's data: python -m foundry_moe.demo FOLDER")
     parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--seconds", type=float, help="as many batches as all runs together have in this time")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--only", nargs="*", default=list(RUNS))
@@ -307,18 +331,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     read_tokens(arguments.data, "val")
     rows = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(arguments.processes, get_context("spawn"), max_tasks_per_child=1) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.seconds:
+            arguments.batches = batches_within(arguments.seconds / len(arguments.only), arguments, Path(folder))
         files = {name: Path(folder) / f"{index}.pt" for index, name in enumerate(arguments.only)}
-        settings = (arguments.data, arguments.batches, arguments.batch_size)
-        runs = {name: pool.submit(train_quietly, name, *settings, file) for name, file in files.items()}
-        for name, run in runs.items():
-            try:
-                rows[name] = run.result()
-            except Exception as error:  # the others are worth their table
-                print(f"{name}: {error!r}", flush=True)
+        for name, row in trained(files, arguments):
+            rows[name] = row
+            arguments.out.with_suffix(".json").write_text(json.dumps(rows))
         for name, row in rows.items():
             row["gate_ms"], row["layer_ms"] = time_gate(files[name])
     arguments.out.with_suffix(".json").write_text(json.dumps(rows))
