@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from timing import header, median_ms, probabilities
 
 from foundry_moe.ops import plan_routes, routed_mlp
-from foundry_moe.ops.routing_kernels import topk_softmax
+from foundry_moe.ops.selection import select
 
 # tokens, model width, expert width, experts, top-k, gated
 CASES = {
@@ -36,10 +36,10 @@ CASES = {
 
 
 def ours(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int, memory: str = "save") -> Tensor:
-    weights_TK, experts_TK = topk_softmax(logits, k)
-    routes = plan_routes(experts_TK, w1.shape[0])
+    chosen = select(logits, k, normalize=True, statistics=False)
+    routes = plan_routes(chosen.experts_TK, w1.shape[0])
     act = "gelu" if v1 is None else "silu"
-    return routed_mlp(x, weights_TK, routes, w1, v1, w2, activation=act, backend="blocksparse", memory=memory)
+    return routed_mlp(x, chosen.weights_TK, routes, w1, v1, w2, activation=act, backend="blocksparse", memory=memory)
 
 
 def torch_grouped(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int) -> Tensor:

@@ -17,7 +17,7 @@ from foundry_moe_kernels import descriptors, tuning
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
 from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
-from foundry_moe_kernels.topology import block_row_table
+from foundry_moe_kernels.topology import block_row_table, packed_block_rows, split_block_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
@@ -35,8 +35,21 @@ class RaggedRows:
     num_rows: int
 
 
-def ragged_rows(offsets_E: Tensor, num_rows: int) -> RaggedRows:
-    """The block rows of experts whose rows end at `offsets_E` (int32 [E]). Reads nothing on the host.
+def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:
+    """The block rows of experts whose rows end at `offsets_E` (int32 [E]), made here or by `pack_rows` before."""
+    if packed is None:
+        packed = pack_rows(offsets_E, num_rows)
+    entries_M4, count, order_E = split_block_rows(packed, offsets_E.shape[0])
+    return RaggedRows(offsets_E=offsets_E, entries_M4=entries_M4, count=count, order_E=order_E, num_rows=num_rows)
+
+
+def packed_size(experts: int, num_rows: int) -> int:
+    """Integers of `pack_rows`."""
+    return packed_block_rows(num_rows, experts, BLOCK)
+
+
+def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
+    """The table of `ragged_rows` as one int32 tensor, for all products of a layer. Reads nothing on the host.
 
     With FOUNDRY_MOE_DEBUG=1 in the environment it also reads the offsets and checks them.
 
@@ -51,8 +64,7 @@ def ragged_rows(offsets_E: Tensor, num_rows: int) -> RaggedRows:
             raise ValueError(
                 f"offsets {ends[1:]} must not fall and must end at {num_rows} (the rows there are) at most"
             )
-    entries_M4, count, order_E = block_row_table(offsets_E, num_rows, BLOCK)
-    return RaggedRows(offsets_E=offsets_E, entries_M4=entries_M4, count=count, order_E=order_E, num_rows=num_rows)
+    return block_row_table(offsets_E, num_rows, BLOCK)
 
 
 def _check_operands(a_PRK: Tensor, weights: tuple[Tensor, ...], rows: RaggedRows, k: int) -> None:

@@ -13,43 +13,72 @@ import triton.language as tl
 from torch import Tensor
 
 
+# From so many choices on most are taken to be absent, the last ones of each token: programs stop at the last one there
+_SPARSE = 17
+
+
+@triton.jit
+def _last_choice(row_ptr, t, tokens, K: tl.constexpr, KP: tl.constexpr):
+    """One past the last choice that any of these tokens has."""
+    k = tl.arange(0, KP)
+    row = tl.load(row_ptr + t[:, None] * K + k[None, :], mask=(t < tokens)[:, None] & (k < K)[None, :], other=-1)
+    return tl.max(tl.max(tl.where(row >= 0, k[None, :] + 1, 0), axis=1), axis=0)
+
+
 @triton.jit
 def _permute_kernel(
     x_ptr, out_ptr, row_ptr, end_ptr, tokens, rows, width, x_stride, K: tl.constexpr, ZERO_TAIL: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     keep = (t < tokens)[:, None] & (d < width)[None, :]
     x = tl.load(x_ptr + t.to(tl.int64)[:, None] * x_stride + d[None, :], mask=keep)
+    if SPARSE:
+        for k in range(_last_choice(row_ptr, t, tokens, K, SPARSE)):
+            row = tl.load(row_ptr + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
+            tl.store(out_ptr + row[:, None] * width + d[None, :], x, mask=keep & (row >= 0)[:, None])
+    else:
+        for k in tl.static_range(K):
+            row = tl.load(row_ptr + t * K + k, mask=t < tokens, other=-1).to(tl.int64)
+            tl.store(out_ptr + row[:, None] * width + d[None, :], x, mask=keep & (row >= 0)[:, None])
     if ZERO_TAIL:
         end = tl.load(end_ptr)
-    for k in tl.static_range(K):
-        assignment = t * K + k
-        row = tl.load(row_ptr + assignment, mask=t < tokens, other=-1).to(tl.int64)
-        tl.store(out_ptr + row[:, None] * width + d[None, :], x, mask=keep & (row >= 0)[:, None])
-        if ZERO_TAIL:
+        for k in range(K):
+            assignment = t * K + k
             tail = out_ptr + assignment.to(tl.int64)[:, None] * width + d[None, :]
             tl.store(tail, tl.zeros_like(x), mask=keep & ((assignment >= end) & (assignment < rows))[:, None])
 
 
 @triton.jit
+def _weighted_row(
+    y_ptr, row_ptr, weights_ptr, t, d, k, keep, tokens, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """The k-th choice's part of each token's sum."""
+    assignment = t * K + k
+    row = tl.load(row_ptr + assignment, mask=t < tokens, other=-1).to(tl.int64)
+    y = tl.load(y_ptr + row[:, None] * width + d[None, :], mask=keep & (row >= 0)[:, None], other=0.0).to(ACC)
+    if WEIGHTED:
+        y = y * tl.load(weights_ptr + assignment, mask=t < tokens, other=0.0).to(ACC)[:, None]
+    return y
+
+
+@triton.jit
 def _combine_kernel(
     y_ptr, out_ptr, row_ptr, weights_ptr, tokens, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     keep = (t < tokens)[:, None] & (d < width)[None, :]
     total = tl.zeros((TOKENS, WIDTH), ACC)
-    for k in tl.static_range(K):
-        assignment = t * K + k
-        row = tl.load(row_ptr + assignment, mask=t < tokens, other=-1).to(tl.int64)
-        y = tl.load(y_ptr + row[:, None] * width + d[None, :], mask=keep & (row >= 0)[:, None], other=0.0).to(ACC)
-        if WEIGHTED:
-            weight = tl.load(weights_ptr + assignment, mask=t < tokens, other=0.0).to(ACC)
-            y = y * weight[:, None]
-        total += y
+    if SPARSE:
+        for k in range(_last_choice(row_ptr, t, tokens, K, SPARSE)):
+            total += _weighted_row(y_ptr, row_ptr, weights_ptr, t, d, k, keep, tokens, width, K, WEIGHTED, ACC)
+    else:
+        for k in tl.static_range(K):
+            total += _weighted_row(y_ptr, row_ptr, weights_ptr, t, d, k, keep, tokens, width, K, WEIGHTED, ACC)
     out = out_ptr + t.to(tl.int64)[:, None] * width + d[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=keep)
 
@@ -103,6 +132,11 @@ def _blocks(width: int, element_size: int) -> tuple[int, int, int]:
     return (4 if columns <= 1024 else 2), columns, warps
 
 
+def _sparse(choices: int) -> int:
+    """The power of two of `choices` that kernels take for many; 0 for few."""
+    return triton.next_power_of_2(choices) if choices >= _SPARSE else 0
+
+
 def _check(matrix: Tensor, row_TK: Tensor) -> None:
     if matrix.dim() != 2 or matrix.stride(1) != 1:
         raise ValueError(
@@ -137,7 +171,7 @@ def permute(
     block, columns, warps = _blocks(width, x_TD.element_size())
     _permute_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
         x_TD, out, row_TK, offsets_E[-1:], tokens, rows, width, x_TD.stride(0), K=choices, ZERO_TAIL=zero_tail,
-        TOKENS=block, WIDTH=columns, num_warps=warps,
+        TOKENS=block, WIDTH=columns, SPARSE=_sparse(choices), num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -154,7 +188,7 @@ def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     _combine_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
         y_RD.contiguous(), out, row_TK, None if weights_TK is None else weights_TK.contiguous(), tokens, width,
         K=choices, WEIGHTED=weights_TK is not None, TOKENS=block, WIDTH=columns, ACC=_accumulator(y_RD.dtype),
-        num_warps=warps,
+        SPARSE=_sparse(choices), num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -19,11 +19,15 @@ MAX_EXPERTS = 4096
 
 @triton.jit
 def _count_kernel(
-    experts_ptr, counts_ptr, assignments, num_experts, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    experts_ptr, mask_ptr, counts_ptr, assignments, num_experts, blocks, choices,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts_ptr + i, mask=i < assignments, other=-1).to(tl.int32)
+    if MASKED:
+        real = tl.load(mask_ptr + i // choices, mask=i < assignments, other=0) != 0
+        expert = tl.where(real, expert, -1)
     for first in range(0, num_experts, CHUNK):
         e = first + tl.arange(0, CHUNK)
         counts = tl.sum((expert[:, None] == e[None, :]).to(tl.int32), axis=0)
@@ -40,7 +44,7 @@ def _sum_kernel(counts_ptr, totals_ptr, blocks, CHUNK: tl.constexpr):
         counts = tl.load(row + n, mask=n < blocks, other=0)
         tl.store(row + n, total + tl.cumsum(counts, axis=0) - counts, mask=n < blocks)
         total += tl.sum(counts)
-    tl.store(totals_ptr + tl.program_id(0), total)
+    tl.store(totals_ptr + tl.program_id(0), total.to(totals_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -72,6 +76,28 @@ def _place_kernel(
     tl.store(source_ptr + i, tl.full((BLOCK,), -1, tl.int32), mask=(i >= used) & (i < assignments))
 
 
+def _count(experts_TK: Tensor, mask_T: Tensor | None, counts_EN: Tensor, totals_E: Tensor) -> None:
+    """Choices of each expert in the blocks before each block, and in all."""
+    experts, blocks = counts_EN.shape
+    _count_kernel[(blocks,)](
+        experts_TK, mask_T, counts_EN, experts_TK.numel(), experts, blocks, experts_TK.shape[-1],
+        MASKED=mask_T is not None, BLOCK=BLOCK, CHUNK=_EXPERTS_AT_ONCE,
+    )  # fmt: skip
+    _sum_kernel[(experts,)](counts_EN, totals_E, blocks, CHUNK=1024)
+
+
+def count(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
+    """Choices per expert, int64 [E]: -1, and tokens that `mask_T` (bool, True = real) leaves out, not counted."""
+    totals_E = torch.empty(num_experts, dtype=torch.int64, device=experts_TK.device)
+    blocks = triton.cdiv(experts_TK.numel(), BLOCK)
+    if blocks == 0:
+        return totals_E.zero_()
+    counts_EN = torch.empty(num_experts, blocks, dtype=torch.int32, device=experts_TK.device)
+    mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
+    _count(experts_TK.contiguous(), mask, counts_EN, totals_E)
+    return totals_E
+
+
 def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows of every choice, sorted by expert, then by assignment t * K + k.
 
@@ -98,10 +124,7 @@ def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     if assignments == 0:
         return experts_out, totals_E.zero_(), offsets_E.zero_(), source_R, row_TK
     counts_EN = new(num_experts, blocks)
-    _count_kernel[(blocks,)](
-        experts_TK, counts_EN, assignments, num_experts, blocks, BLOCK=BLOCK, CHUNK=_EXPERTS_AT_ONCE
-    )
-    _sum_kernel[(num_experts,)](counts_EN, totals_E, blocks, CHUNK=1024)
+    _count(experts_TK, None, counts_EN, totals_E)
     _place_kernel[(blocks,)](
         experts_TK, counts_EN, totals_E, experts_out, offsets_E, source_R, row_TK, assignments, num_experts, blocks,
         BLOCK=BLOCK, EXPERTS=max(triton.next_power_of_2(num_experts), BLOCK), num_warps=4,

@@ -1,6 +1,6 @@
-"""The k largest of each token's scores and their softmax in one pass over the scores, for small k.
+"""The k largest of each token's scores in one pass: their softmax too, and gates' statistics of all scores.
 
-Shapes: T tokens, E experts (1024 at most), K choices.
+Shapes: T tokens, E experts (1024 at most), K choices, P programs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,42 @@ from torch import Tensor
 
 MAX_EXPERTS = 1024
 _ELEMENTS = 4096  # scores a program holds
+_SORTED = 16  # from so many choices on a sort takes less than one maximum a choice
+
+
+@triton.jit
+def make_keys(raw, e, num_experts, EXPERTS: tl.constexpr):
+    """One int64 orders by score, then towards the lower expert: no two keys of a token are equal."""
+    bits = raw.to(tl.int32, bitcast=True)
+    bits = tl.where(raw == 0.0, 0, bits)  # -0 ties with 0
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = (ordered.to(tl.int64) << 32) | (EXPERTS - 1 - e)[None, :].to(tl.int64)
+    return tl.where(e[None, :] < num_experts, key, -0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def score_of(key):
+    high = (key >> 32).to(tl.int32)
+    return tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def expert_of(key, EXPERTS: tl.constexpr):
+    return EXPERTS - 1 - (key & 0xFFFFFFFF)
+
+
+@triton.jit
+def best_keys(key, K: tl.constexpr, KP: tl.constexpr, TOKENS: tl.constexpr):
+    """The K largest keys of each token, [TOKENS, KP]."""
+    k = tl.arange(0, KP)
+    chosen = tl.zeros((TOKENS, KP), tl.int64)
+    best = tl.max(key, axis=1)
+    for choice in tl.static_range(K):
+        chosen = tl.where(k[None, :] == choice, best[:, None], chosen)
+        if choice + 1 < K:
+            key = tl.where(key == best[:, None], -0x7FFFFFFFFFFFFFFF, key)
+            best = tl.max(key, axis=1)
+    return chosen
 
 
 @triton.jit
@@ -25,27 +61,12 @@ def _topk_kernel(
     keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
     raw = tl.load(scores_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], mask=keep, other=float("-inf"))
     raw = raw.to(tl.float32)
-    # One 64-bit key orders by score, then towards the lower expert: each choice is one maximum, no two keys are equal.
-    bits = raw.to(tl.int32, bitcast=True)
-    bits = tl.where(raw == 0.0, 0, bits)  # -0 ties with 0
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = (ordered.to(tl.int64) << 32) | (EXPERTS - 1 - e)[None, :].to(tl.int64)
-    key = tl.where(e[None, :] < num_experts, key, -0x7FFFFFFFFFFFFFFF)
-    chosen = tl.zeros((TOKENS, KP), tl.int64)
-    best = tl.max(key, axis=1)
-    top = best
-    for choice in tl.static_range(K):
-        chosen = tl.where(k[None, :] == choice, best[:, None], chosen)
-        if choice + 1 < K:
-            key = tl.where(key == best[:, None], -0x7FFFFFFFFFFFFFFF, key)
-            best = tl.max(key, axis=1)
-    high = (chosen >> 32).to(tl.int32)
-    values = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
-    experts = EXPERTS - 1 - (chosen & 0xFFFFFFFF)
+    key = make_keys(raw, e, num_experts, EXPERTS)
+    chosen = best_keys(key, K, KP, TOKENS)
+    values = score_of(chosen)
     live = k[None, :] < K
     if SOFTMAX != "none":
-        high_top = (top >> 32).to(tl.int32)
-        peak = tl.where(high_top < 0, high_top ^ 0x7FFFFFFF, high_top).to(tl.float32, bitcast=True)
+        peak = score_of(tl.max(key, axis=1))
         exps = tl.where(live, tl.exp(values - peak[:, None]), 0.0)
         if SOFTMAX == "all":
             total = tl.sum(tl.exp(raw - peak[:, None]), axis=1)
@@ -55,7 +76,40 @@ def _topk_kernel(
     at = t.to(tl.int64)[:, None] * K + k[None, :]
     write = (t < tokens)[:, None] & live
     tl.store(values_ptr + at, values, mask=write)
-    tl.store(experts_ptr + at, experts, mask=write)
+    tl.store(experts_ptr + at, expert_of(chosen, EXPERTS), mask=write)
+
+
+@triton.jit
+def _sort_kernel(
+    scores_ptr, values_ptr, experts_ptr, tokens, num_experts, columns, token_stride, expert_stride,
+    ABSENT: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    e = tl.arange(0, EXPERTS)
+    keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
+    at = t.to(tl.int64)[:, None] * token_stride + e.to(tl.int64)[None, :] * expert_stride
+    raw = tl.load(scores_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    key = tl.sort(make_keys(raw, e, num_experts, EXPERTS), descending=True)
+    values, experts = score_of(key), expert_of(key, EXPERTS)
+    if ABSENT:
+        experts = tl.where(values < 0, -1, experts)
+        values = tl.where(values < 0, 0.0, values)
+    out = t.to(tl.int64)[:, None] * columns + e[None, :]
+    write = (t < tokens)[:, None] & (e < columns)[None, :]
+    tl.store(values_ptr + out, values, mask=write)
+    tl.store(experts_ptr + out, experts, mask=write)
+
+
+def _check(scores_TE: Tensor, k: int) -> None:
+    if scores_TE.dim() != 2 or not scores_TE.is_floating_point():
+        raise ValueError(f"scores_TE must be contiguous floats [T, E], not {scores_TE.dtype} {tuple(scores_TE.shape)}")
+    if not 1 <= k <= scores_TE.shape[1] <= MAX_EXPERTS:
+        raise ValueError(f"needs 1 <= k ({k}) <= experts ({scores_TE.shape[1]}) <= {MAX_EXPERTS}")
+
+
+def _results(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    shape, device = (scores_TE.shape[0], k), scores_TE.device
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int64, device=device)
 
 
 def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, Tensor]:
@@ -72,15 +126,15 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
     Raises:
         ValueError: more than 1024 experts, k out of range, a layout or `softmax` that it does not know.
     """
-    if scores_TE.dim() != 2 or not scores_TE.is_contiguous() or not scores_TE.is_floating_point():
-        raise ValueError(f"scores_TE must be contiguous floats [T, E], not {scores_TE.dtype} {tuple(scores_TE.shape)}")
-    tokens, experts = scores_TE.shape
-    if not 1 <= k <= experts <= MAX_EXPERTS:
-        raise ValueError(f"needs 1 <= k ({k}) <= experts ({experts}) <= {MAX_EXPERTS}")
+    if not scores_TE.is_contiguous():
+        raise ValueError(f"scores_TE must be contiguous floats [T, E], not strided {scores_TE.stride()}")
+    _check(scores_TE, k)
     if softmax not in ("none", "all", "chosen"):
         raise ValueError(f"softmax ({softmax!r}) must be none, all or chosen")
-    values_TK = torch.empty(tokens, k, dtype=torch.float32, device=scores_TE.device)
-    experts_TK = torch.empty(tokens, k, dtype=torch.int64, device=scores_TE.device)
+    if softmax == "none" and k >= _SORTED:
+        return ranked(scores_TE, k, absent_below_zero=False)
+    tokens, experts = scores_TE.shape
+    values_TK, experts_TK = _results(scores_TE, k)
     if tokens:
         wide = triton.next_power_of_2(experts)
         block = max(1, min(_ELEMENTS // wide, 16))
@@ -89,3 +143,113 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
             TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
     return values_TK, experts_TK
+
+
+def ranked(scores_TE: Tensor, k: int, *, absent_below_zero: bool) -> tuple[Tensor, Tensor]:
+    """The k largest by sorting, for many choices; `scores_TE` may have any strides.
+
+    Args:
+        absent_below_zero: a score below zero is no choice: expert -1, value 0.
+
+    Returns:
+        fp32 [T, K] and int64 [T, K], as `topk`.
+    """
+    _check(scores_TE, k)
+    tokens, experts = scores_TE.shape
+    values_TK, experts_TK = _results(scores_TE, k)
+    if tokens:
+        wide = max(triton.next_power_of_2(experts), 2)
+        block = max(1, min(_ELEMENTS // wide, 32))
+        _sort_kernel[(triton.cdiv(tokens, block),)](
+            scores_TE, values_TK, experts_TK, tokens, experts, k, *scores_TE.stride(),
+            ABSENT=absent_below_zero, TOKENS=block, EXPERTS=wide, num_warps=4,
+        )  # fmt: skip
+    return values_TK, experts_TK
+
+
+@triton.jit
+def _spread_kernel(
+    values_ptr, experts_ptr, out_ptr, tokens, num_experts, columns, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    e = tl.arange(0, EXPERTS)
+    total = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    for k in range(columns):
+        at = t.to(tl.int64) * columns + k
+        expert = tl.load(experts_ptr + at, mask=t < tokens, other=-1).to(tl.int32)
+        value = tl.load(values_ptr + at, mask=t < tokens, other=0.0)
+        total += tl.where(expert[:, None] == e[None, :], value[:, None], 0.0)
+    keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
+    tl.store(out_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], total, mask=keep)
+
+
+def spread(values_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Tensor:
+    """fp32 [T, E]: each value at its expert, zeros elsewhere; -1 is no expert. The gradient of `topk` and `ranked`."""
+    tokens, columns = experts_TK.shape
+    out_TE = torch.empty(tokens, num_experts, dtype=torch.float32, device=values_TK.device)
+    if out_TE.numel():
+        wide = triton.next_power_of_2(num_experts)
+        block = max(1, min(_ELEMENTS // wide, 16))
+        _spread_kernel[(triton.cdiv(tokens, block),)](
+            values_TK.contiguous(), experts_TK.contiguous(), out_TE, tokens, num_experts, columns,
+            TOKENS=block, EXPERTS=wide, num_warps=4,
+        )  # fmt: skip
+    return out_TE
+
+
+@triton.jit
+def _keep_kernel(
+    scores_ptr, out_ptr, number_ptr, number, columns, COUNTED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    base = tl.program_id(0).to(tl.int64) * columns
+    c = tl.arange(0, BLOCK)
+    need = number
+    if COUNTED:
+        need = tl.load(number_ptr).to(tl.int32)
+    held = tl.load(scores_ptr + base + c, mask=c < columns, other=-1.0)
+    # bits of floats from 0 up have their order; the number-th largest is found bit by bit from the top
+    least = tl.zeros((), tl.int32)
+    for step in range(31):
+        candidate = least | (1 << (30 - step))
+        if WHOLE:
+            count = tl.sum((tl.where(held < 0, -1, held.to(tl.int32, bitcast=True)) >= candidate).to(tl.int32))
+        else:
+            count = tl.zeros((), tl.int32)
+            for first in range(0, columns, BLOCK):
+                score = tl.load(scores_ptr + base + first + c, mask=first + c < columns, other=-1.0)
+                bits = tl.where(score < 0, -1, score.to(tl.int32, bitcast=True))
+                count += tl.sum((bits >= candidate).to(tl.int32))
+        least = tl.where(count >= need, candidate, least)
+    above = tl.zeros((), tl.int32)
+    for first in range(0, columns, BLOCK):
+        score = tl.load(scores_ptr + base + first + c, mask=first + c < columns, other=-1.0)
+        above += tl.sum((tl.where(score < 0, -1, score.to(tl.int32, bitcast=True)) > least).to(tl.int32))
+    room = need - above  # for those equal to the least one, the first of them
+    for first in range(0, columns, BLOCK):
+        score = tl.load(scores_ptr + base + first + c, mask=first + c < columns, other=-1.0)
+        bits = tl.where(score < 0, -1, score.to(tl.int32, bitcast=True))
+        equal = (bits == least).to(tl.int32)
+        kept = (bits > least) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= room))
+        room -= tl.sum(equal)
+        tl.store(out_ptr + base + first + c, tl.where(kept, score, -1.0), mask=first + c < columns)
+
+
+def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
+    """The same scores with -1 for all but the `number` largest of each row; equals: the first columns stay.
+
+    Args:
+        scores_NC: fp32, contiguous, without -0; scores below zero are never kept.
+        number: one for all rows, perhaps as a tensor of one integer on the device.
+    """
+    if scores_NC.dtype is not torch.float32 or not scores_NC.is_contiguous():
+        raise ValueError(f"scores_NC must be contiguous fp32, not {scores_NC.dtype} strided {scores_NC.stride()}")
+    rows, columns = scores_NC.shape
+    out_NC = torch.empty_like(scores_NC)
+    if out_NC.numel():
+        counted = isinstance(number, Tensor)
+        block = min(triton.next_power_of_2(columns), 16384)
+        _keep_kernel[(rows,)](
+            scores_NC, out_NC, number if counted else None, 0 if counted else number, columns,
+            COUNTED=counted, WHOLE=block >= columns, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        )  # fmt: skip
+    return out_NC

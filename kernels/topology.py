@@ -195,21 +195,36 @@ def _block_rows_kernel(
     tl.store(order_ptr + tl.sum(ahead.to(tl.int32), axis=1), m, mask=m < num_experts)
 
 
-def block_row_table(offsets_E: Tensor, num_rows: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The block rows alone, in one launch: what the fused kernels of a layer with experts of one width need.
+def split_block_rows(packed: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of what `block_row_table` gives.
 
     Returns:
         int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert; int32 [1], the
         number of block rows in use; int32 [E], the experts from the most rows to the fewest.
     """
+    end = packed.shape[0] - experts - 1
+    return packed[:end].view(-1, 4), packed[end + experts :], packed[end : end + experts]
+
+
+def packed_block_rows(num_rows: int, experts: int, block: int) -> int:
+    """Integers of what `block_row_table` gives."""
+    return 4 * max(max_block_rows(num_rows, experts, block), 1) + experts + 1
+
+
+def block_row_table(offsets_E: Tensor, num_rows: int, block: int) -> Tensor:
+    """The block rows alone, in one launch: what the fused kernels of a layer with experts of one width need.
+
+    Returns:
+        int32, one tensor for one table: see `split_block_rows`.
+    """
     experts = offsets_E.shape[0]
     most = max_block_rows(num_rows, experts, block)
-    entries_M4 = torch.empty(max(most, 1), 4, dtype=torch.int32, device=offsets_E.device)
-    count = torch.empty(1, dtype=torch.int32, device=offsets_E.device)
-    order_E = torch.empty(experts, dtype=torch.int32, device=offsets_E.device)
+    size = packed_block_rows(num_rows, experts, block)
+    packed = torch.empty(size, dtype=torch.int32, device=offsets_E.device)
+    entries_M4, count, order_E = split_block_rows(packed, experts)
     chunk = 32
     _block_rows_kernel[(triton.cdiv(max(most, experts, 1), chunk),)](
         offsets_E, entries_M4, count, order_E, experts, most,
         EXPERTS=triton.next_power_of_2(experts), BLOCK=block, CHUNK=chunk,
     )  # fmt: skip
-    return entries_M4, count, order_E
+    return packed

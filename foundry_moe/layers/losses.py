@@ -8,21 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def masked_sum(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
-    """The sum over real tokens along the first dimension."""
-    if mask_T is None:
-        return values_T.sum(0)
-    mask = mask_T.reshape(-1, *[1] * (values_T.dim() - 1))
-    return values_T.masked_fill(~mask, 0).sum(0)
-
-
-def masked_mean(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
-    """The mean over real tokens along the first dimension; zero where there is none."""
-    total = masked_sum(values_T, mask_T)
-    if mask_T is None:
-        return total / max(values_T.shape[0], 1)
-    return total / mask_T.sum().clamp(min=1)
+from foundry_moe.ops.masked import masked_mean, masked_sum
+from foundry_moe.ops.selection import balance
 
 
 def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = None) -> Tensor:
@@ -33,8 +20,7 @@ def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = Non
         counts_E: choices per expert of the real tokens, of this process or of many; carries no gradient. With the
             counts of many, the mean of this loss over them is the loss of all their tokens.
     """
-    share_E = counts_E.to(probs_TE.dtype) / counts_E.sum().clamp(min=1)
-    return probs_TE.shape[1] * (share_E * masked_mean(probs_TE, mask_T)).sum()
+    return balance(masked_mean(probs_TE, mask_T), counts_E)
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:

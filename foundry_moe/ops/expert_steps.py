@@ -29,7 +29,14 @@ def _weights(w1_EFD: Tensor, v1_EFD: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def up(
-    x_TD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, row_TK: Tensor, offsets_E: Tensor, rows: int, activation: str
+    x_TD: Tensor,
+    w1_EFD: Tensor,
+    v1_EFD: Tensor | None,
+    row_TK: Tensor,
+    offsets_E: Tensor,
+    packed: Tensor,
+    rows: int,
+    activation: str,
 ) -> tuple[Tensor, Tensor]:
     """(z_PRF, h_RF): pre-activations and act(z[0]) (times z[1])."""
     weights = _weights(w1_EFD, v1_EFD)
@@ -38,19 +45,22 @@ def up(
         return x_TD.new_empty(len(weights), 0, hidden), x_TD.new_empty(0, hidden)
     x_RD = permutation.permute(x_TD, row_TK, offsets_E, rows, zero_tail=False)
     if _fused(weights):
-        return expert_products.up(x_RD, w1_EFD, v1_EFD, expert_products.ragged_rows(offsets_E, rows), activation)
+        ragged = expert_products.ragged_rows(offsets_E, rows, packed)
+        return expert_products.up(x_RD, w1_EFD, v1_EFD, ragged, activation)
     topology = _topology(offsets_E, rows, hidden)
     z_PRF = torch.stack([products.sdd(x_RD, weight, topology, trans_b=True) for weight in weights])
     return z_PRF, reference.glu(z_PRF.float(), activation).to(z_PRF.dtype)
 
 
-def down(h_RF: Tensor, w2_EDF: Tensor, weights_TK: Tensor | None, row_TK: Tensor, offsets_E: Tensor) -> Tensor:
+def down(
+    h_RF: Tensor, w2_EDF: Tensor, weights_TK: Tensor | None, row_TK: Tensor, offsets_E: Tensor, packed: Tensor
+) -> Tensor:
     """y_TD: the weighted sum of each token's rows of h·W2ᵀ."""
     rows = h_RF.shape[0]
     if rows == 0:
         return h_RF.new_zeros(row_TK.shape[0], w2_EDF.shape[1])
     if _fused((w2_EDF,)):
-        ragged = expert_products.ragged_rows(offsets_E, rows)
+        ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         y_RD = expert_products.rows_product(h_RF[None], (w2_EDF,), ragged, transposed=True)
     else:
         y_RD = products.dsd(h_RF, w2_EDF, _topology(offsets_E, rows, w2_EDF.shape[2]), trans_b=True)
@@ -65,6 +75,7 @@ def down_backward_(
     source_R: Tensor,
     row_TK: Tensor,
     offsets_E: Tensor,
+    packed: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """Overwrites z_PRF by its gradient; (dw2_EDF, dweights_TK). Without weights the second is empty."""
@@ -73,7 +84,7 @@ def down_backward_(
         return torch.zeros_like(w2_EDF), _like_weights(weights_TK, row_TK, dy_TD).zero_()
     dy_RD = permutation.permute(dy_TD, row_TK, offsets_E, rows, zero_tail=False)
     if _fused((w2_EDF,)):
-        ragged = expert_products.ragged_rows(offsets_E, rows)
+        ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         h_RF, dots = expert_products.down_backward_(dy_RD, w2_EDF, z_PRF, ragged, activation, weights_TK, source_R)
         dw2_EDF = expert_products.weight_gradient(dy_RD[None], h_RF, ragged)[0]
     else:
@@ -109,6 +120,7 @@ def up_backward(
     v1_EFD: Tensor | None,
     row_TK: Tensor,
     offsets_E: Tensor,
+    packed: Tensor,
     needs_dx: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx_TD, dw_PEFD): gradients of x (empty unless `needs_dx`) and, plane by plane, of W1 and V1."""
@@ -119,7 +131,7 @@ def up_backward(
     if rows == 0:
         return dx_TD, w1_EFD.new_zeros(len(weights), experts, hidden, width)
     fused = _fused(weights)
-    ragged = expert_products.ragged_rows(offsets_E, rows) if fused else None
+    ragged = expert_products.ragged_rows(offsets_E, rows, packed) if fused else None
     topology = None if fused else _topology(offsets_E, rows, hidden)
     if needs_dx:
         if ragged is not None:

@@ -15,6 +15,8 @@ import torch
 from foundry_moe_kernels import noise as kernel
 from torch import Tensor
 
+from foundry_moe.ops.operators import operator
+
 # odd 32-bit constants of the finaliser of MurmurHash3 (Appleby, public domain), and the golden ratio for streams
 _MIX_1, _MIX_2, _GOLDEN = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
 
@@ -67,18 +69,14 @@ def bits(keys_T: Tensor, columns: int, stream: int) -> Tensor:
         keys_T: int32, from `token_keys`.
         stream: from `stream_of`; other streams give independent numbers.
     """
-    row_T, column_N = _row_and_column(keys_T, columns, stream)
-    return mix(row_T[:, None] ^ column_N)
-
-
-def _row_and_column(keys_T: Tensor, columns: int, stream: int) -> tuple[Tensor, Tensor]:
-    """int32 keys whose exclusive or is hashed once more for each number."""
     column_N = torch.arange(columns, dtype=torch.int32, device=keys_T.device)
-    return mix(keys_T + stream), mix(column_N * _signed(_GOLDEN) ^ stream)
+    return mix(mix(keys_T + stream)[:, None] ^ mix(column_N * _signed(_GOLDEN) ^ stream))
 
 
 def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     """fp32 [T, N], uniform in the open interval (0, 1): (m + 1/2) / 2^23 for whole m, all exact in fp32."""
+    if keys_T.is_cuda:
+        return _uniform_kernel(keys_T.contiguous(), columns, stream)
     return (_shifted(bits(keys_T, columns, stream), 9).float() + 0.5) * 2.0**-23
 
 
@@ -93,7 +91,7 @@ def gumbel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
 
 
 def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    """`x_TD` times U[1 - amount, 1 + amount], drawn for each element, in `x_TD`'s dtype. Differentiable in `x_TD`."""
+    """`x_TD` times U[1 - amount, 1 + amount), drawn for each element, in `x_TD`'s dtype. Differentiable in `x_TD`."""
     return _Jitter.apply(x_TD, keys_T, amount, stream)
 
 
@@ -113,17 +111,21 @@ class _Jitter(torch.autograd.Function):
 
 def _scale(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     if x_TD.is_cuda and x_TD.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return _jitter_kernel(x_TD, *_row_and_column(keys_T, x_TD.shape[1], stream), amount)
+        return _jitter_kernel(x_TD, keys_T.contiguous(), amount, stream)
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    factor_TD = uniform(keys_T, x_TD.shape[1], stream).to(dtype) * (2 * amount) + (1 - amount)
+    column_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device)
+    column_D = mix(column_D * _signed(_GOLDEN) ^ stream)
+    # multiplication by random odd numbers: a universal hash of the rows' keys, and cheaper than another `mix`
+    number_TD = mix(keys_T + stream)[:, None] * (column_D | 1) + column_D
+    factor_TD = _shifted(number_TD, 9).to(dtype) * (2.0**-22 * amount) + (1 - amount)
     return (x_TD * factor_TD).to(x_TD.dtype)
 
 
-@torch.library.custom_op("foundry_moe::jitter", mutates_args=())
-def _jitter_kernel(x_TD: Tensor, row_T: Tensor, column_D: Tensor, amount: float) -> Tensor:
-    return kernel.jitter(x_TD, row_T, column_D, amount)
+@operator("uniform", lambda keys_T, columns, stream: keys_T.new_empty(keys_T.shape[0], columns, dtype=torch.float32))
+def _uniform_kernel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
+    return kernel.uniform(keys_T, columns, stream)
 
 
-@_jitter_kernel.register_fake
-def _(x_TD, row_T, column_D, amount):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x_TD)
+@operator("jitter", lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format))
+def _jitter_kernel(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+    return kernel.jitter(x_TD, keys_T, amount, stream)

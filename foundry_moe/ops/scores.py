@@ -1,10 +1,10 @@
-"""A router's scores x W^T in fp32, on tensor cores where the input is bf16.
+"""A router's scores x W^T in fp32, on tensor cores where the input is bf16, with jitter of the input.
 
-A product of two bf16 numbers is exact in fp32, so a bf16 product with fp32 sums and fp32 output is the fp32 product. An
-fp32 factor is split into bf16 parts of 8 bits each, side by side as more columns. At OLMoE's shape (16,384 tokens, 2048
-wide, 64 experts) on an H200 casting and fp32 products were 0.49 of the gate's 0.61 ms.
+A product of two bf16 numbers is exact in fp32, so a bf16 product with fp32 sums and fp32 output is the fp32 product:
+see `foundry_moe_kernels.router`. At OLMoE's shape (16,384 tokens, 2048 wide, 64 experts) on an H200 casting and fp32
+products were 0.49 of the gate's 0.61 ms.
 
-Shapes: T tokens, D model width, E experts, P parts.
+Shapes: T tokens, D model width, E experts.
 """
 
 from __future__ import annotations
@@ -12,60 +12,71 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from foundry_moe_kernels import router
+from foundry_moe_kernels.router import Jitter
 from torch import Tensor
 from torch.nn import functional as F
 
+from foundry_moe.ops import noise
+from foundry_moe.ops.operators import differentiable, operator
 
-def _has_fp32_output() -> bool:
-    """Whether `torch.mm` can write fp32 from bf16 (torch 2.8 up)."""
-    return any("dtype" in name for name in torch.ops.aten.mm.overloads())
-
-
-_AVAILABLE = _has_fp32_output()
+__all__ = ["Jitter", "router_scores"]
 
 
-def _split(values: Tensor, parts: int) -> list[Tensor]:
-    """bf16 tensors whose sum is `values` but for 2^(-8 * parts) of it."""
-    split = []
-    for _ in range(parts):
-        split.append(values.bfloat16())
-        values = values.float() - split[-1].float()
-    return split
+def router_scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
+    """[T, E] in fp32, or fp64 for fp64 inputs, under autocast too (Fedus et al. 2021, section 2.4).
 
-
-def _parts(weight_ED: Tensor) -> int:
-    return 1 if weight_ED.dtype is torch.bfloat16 else 3
-
-
-class _Scores(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
-        experts, parts = weight_ED.shape[0], _parts(weight_ED)
-        columns_PED = torch.cat(_split(weight_ED, parts))
-        scores = torch.mm(x_TD, columns_PED.t(), out_dtype=torch.float32)
-        return scores.view(-1, parts, experts).sum(1) if parts > 1 else scores
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x_TD, weight_ED = ctx.saved_tensors
-        experts = weight_ED.shape[0]
-        high_TE, low_TE, rest_TE = _split(grads[0], 3)
-        by_part_PED = torch.mm(
-            torch.cat([high_TE, low_TE, rest_TE], dim=1).t(), x_TD, out_dtype=torch.float32
-        )  # fmt: skip
-        dweight_ED = by_part_PED.view(3, experts, -1).sum(0).to(weight_ED.dtype)
-        # rounded to bf16 in the end: 16 bits of each factor are enough
-        first_ED, *second = _split(weight_ED, min(_parts(weight_ED), 2))
-        left = [high_TE, low_TE, *[high_TE for _ in second]]
-        dx_TD = torch.mm(torch.cat(left, dim=1), torch.cat([first_ED, first_ED, *second]))
-        return dx_TD, dweight_ED
-
-
-def router_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """[T, E] in fp32, or fp64 for fp64 inputs, under autocast too (Fedus et al. 2021, section 2.4)."""
+    Args:
+        jitter: multiplies x by random factors first: `noise.jitter` without its tensor.
+    """
     with torch.autocast(x_TD.device.type, enabled=False):
-        if _AVAILABLE and x_TD.is_cuda and x_TD.dtype is torch.bfloat16 and weight_ED.dtype is not torch.float64:
-            return _Scores.apply(x_TD, weight_ED)
+        bf16 = x_TD.dtype is torch.bfloat16 and weight_ED.dtype in (torch.bfloat16, torch.float32)
+        if x_TD.is_cuda and bf16:
+            keys_T, amount, stream = (None, 0.0, 0)
+            if jitter is not None:
+                keys_T, amount, stream = jitter.keys_T.contiguous(), jitter.amount, jitter.stream
+            return _scores(x_TD.contiguous(), weight_ED.contiguous(), keys_T, amount, stream)
+        if jitter is not None:
+            x_TD = noise.jitter(x_TD, jitter.keys_T, jitter.amount, jitter.stream)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
+
+
+def _jitter(keys_T: Tensor | None, amount: float, stream: int) -> Jitter | None:
+    return None if keys_T is None else Jitter(keys_T=keys_T, amount=amount, stream=stream)
+
+
+@operator("router_scores", lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0], dtype=torch.float32))
+def _scores_operator(x_TD: Tensor, weight_ED: Tensor, keys_T: Tensor | None, amount: float, stream: int) -> Tensor:
+    """See `foundry_moe_kernels.router.scores`."""
+    return router.scores(x_TD, weight_ED, _jitter(keys_T, amount, stream))
+
+
+@operator("router_input_gradient", lambda x, w, d, *_: torch.empty_like(x))
+def _input_gradient(
+    x_TD: Tensor, weight_ED: Tensor, dscores_TE: Tensor, keys_T: Tensor | None, amount: float, stream: int
+) -> Tensor:
+    return router.input_gradient(dscores_TE.contiguous(), weight_ED, _jitter(keys_T, amount, stream), x_TD.dtype)
+
+
+@operator("router_weight_gradient", lambda x, w, d, *_: torch.empty_like(w))
+def _weight_gradient(
+    x_TD: Tensor, weight_ED: Tensor, dscores_TE: Tensor, keys_T: Tensor | None, amount: float, stream: int
+) -> Tensor:
+    return router.weight_gradient(dscores_TE.contiguous(), x_TD, _jitter(keys_T, amount, stream), weight_ED.dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.draw = inputs[3:]
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _backward(ctx: Any, dscores_TE: Tensor) -> tuple[Tensor | None, ...]:
+    x_TD, weight_ED, keys_T = ctx.saved_tensors
+    given = (x_TD, weight_ED, dscores_TE, keys_T, *ctx.draw)
+    dx_TD = _input_gradient(*given) if ctx.needs_input_grad[0] else None
+    dweight_ED = _weight_gradient(*given) if ctx.needs_input_grad[1] else None
+    return dx_TD, dweight_ED, None, None, None
+
+
+_scores = differentiable(_scores_operator, _save, _backward)

@@ -3,10 +3,24 @@
 Shapes: T tokens, E experts, K choices. Also counts choices per expert without reading the device.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
+from foundry_moe_kernels import routing
+from foundry_moe_kernels import topk as kernel
 from torch import Tensor
 
-from foundry_moe.ops import topk_kernels
+from foundry_moe.ops.operators import differentiable, operator
+
+MAX_EXPERTS = kernel.MAX_EXPERTS
+MAX_CHOICES = 32  # the choosing kernels take one maximum a choice: beyond, sorting all scores is the faster way
+
+
+def is_available(scores: Tensor) -> bool:
+    """Whether the kernels take these scores: fp32 on CUDA, and no more experts than a program holds."""
+    return scores.is_cuda and scores.dtype is torch.float32 and scores.shape[-1] <= MAX_EXPERTS
 
 
 def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -17,23 +31,100 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Args:
         scores_TE: [..., E].
     """
-    if topk_kernels.is_available(scores_TE, k):
+    if is_available(scores_TE):
         shape = scores_TE.shape[:-1]
-        values_TK, experts_TK = topk_kernels.topk_scores(scores_TE.reshape(-1, scores_TE.shape[-1]), k)
+        values_TK, experts_TK = _topk(scores_TE.reshape(-1, scores_TE.shape[-1]), k)
         return values_TK.view(*shape, k), experts_TK.view(*shape, k)
     sorted_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
     return sorted_TE[..., :k], experts_TE[..., :k]
 
 
+def pack(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Each token's choices by falling weight: weights [T, K], zero where a token has fewer, and experts, -1 there.
+
+    Differentiable in `probs_TE`.
+
+    Args:
+        probs_TE: weights of all experts.
+        ranked_TE: the same without gradient, below zero where an expert is not chosen.
+        columns: K, no less than the choices of any token.
+    """
+    if is_available(probs_TE):
+        return _pack(probs_TE, ranked_TE, columns)
+    values_TK, experts_TK = topk(ranked_TE, columns)
+    absent_TK = values_TK < 0
+    weights_TK = probs_TE.gather(1, experts_TK).masked_fill(absent_TK, 0)
+    return weights_TK, experts_TK.masked_fill(absent_TK, -1)
+
+
+def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
+    """The same scores with -1 for all but the `number` largest of each row; among equals the first columns stay.
+
+    Args:
+        scores_NC: without gradient; below zero = never kept.
+        number: for all rows; a tensor where the host does not know it.
+    """
+    if scores_NC.is_cuda and scores_NC.dtype is torch.float32:
+        return _keep_largest(scores_NC.contiguous(), *(None, number) if isinstance(number, int) else (number, 0))
+    order_NC = torch.sort(scores_NC, dim=-1, descending=True, stable=True)[1]
+    place_C = torch.arange(scores_NC.shape[1], device=scores_NC.device)
+    kept_NC = torch.zeros_like(scores_NC, dtype=torch.bool)
+    kept_NC.scatter_(1, order_NC, (place_C < number).expand_as(order_NC))
+    return torch.where(kept_NC & (scores_NC >= 0), scores_NC, -1)
+
+
 def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
     """Choices per expert, int64 [E]: those of -1, and of tokens that `mask_T` (True = real) leaves out, not counted."""
+    if experts_TK.is_cuda:
+        return _count(experts_TK.contiguous(), num_experts, mask_T)
     counted_TK = experts_TK >= 0
     if mask_T is not None:
         counted_TK = counted_TK & mask_T[:, None]
-    if experts_TK.is_cuda:
-        # a third of the time of scattered additions, and exact: fp32 counts up to 2^24 choices
-        present_A = torch.where(counted_TK, experts_TK, -1).reshape(-1).float()
-        return torch.histc(present_A, num_experts, 0, num_experts).long()
     bins_A = torch.where(counted_TK, experts_TK, num_experts).reshape(-1).long()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts_TK.device)
     return counts.scatter_add(0, bins_A, torch.ones_like(bins_A))[:num_experts]
+
+
+def _fake(scores_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    shape = (scores_TE.shape[0], columns)
+    return scores_TE.new_empty(shape), scores_TE.new_empty(shape, dtype=torch.int64)
+
+
+@operator("topk_scores", _fake)
+def _topk_operator(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return kernel.topk(scores_TE.contiguous(), k)
+
+
+@operator("pack", lambda probs_TE, ranked_TE, columns: _fake(probs_TE, columns))
+def _pack_operator(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    return kernel.ranked(ranked_TE, columns, absent_below_zero=True)
+
+
+@operator("spread", lambda values_TK, experts_TK, experts: values_TK.new_empty(values_TK.shape[0], experts))
+def _spread(values_TK: Tensor, experts_TK: Tensor, experts: int) -> Tensor:
+    return kernel.spread(values_TK, experts_TK, experts)
+
+
+@operator("keep_largest", lambda scores_NC, number_1, number: torch.empty_like(scores_NC))
+def _keep_largest(scores_NC: Tensor, number_1: Tensor | None, number: int) -> Tensor:
+    return kernel.keep_largest(scores_NC, number if number_1 is None else number_1)
+
+
+@operator("count", lambda experts_TK, experts, mask_T: experts_TK.new_empty(experts, dtype=torch.int64))
+def _count(experts_TK: Tensor, experts: int, mask_T: Tensor | None) -> Tensor:
+    return routing.count(experts_TK, experts, mask_T)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.num_experts, ctx.extra = inputs[0].shape[1], len(inputs) - 1
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _backward(ctx: Any, dvalues_TK: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    (experts_TK,) = ctx.saved_tensors
+    return _spread(dvalues_TK, experts_TK, ctx.num_experts), *[None] * ctx.extra
+
+
+_topk = differentiable(_topk_operator, _save, _backward)
+_pack = differentiable(_pack_operator, _save, _backward)

@@ -32,7 +32,7 @@ def test_plan_is_a_stable_sort_by_expert(kind, tokens, k, experts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens, k, width", [(37, 3, 40), (5, 1, 17), (0, 2, 8)])
+@pytest.mark.parametrize("tokens, k, width", [(37, 3, 40), (5, 1, 17), (0, 2, 8), (9, 20, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_permute_and_combine_and_their_gradients(kind, tokens, k, width, dtype):
     experts_TK = choices(kind, tokens, k, 4)

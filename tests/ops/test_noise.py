@@ -54,6 +54,18 @@ def test_normal_and_gumbel_have_their_moments():
     assert torch.isfinite(normal).all() and torch.isfinite(gumbel).all()
 
 
+def test_jitters_factors_are_uniform_and_uncorrelated():
+    factor_TD = noise.jitter(torch.ones(len(KEYS), 64, dtype=torch.float64), KEYS, 0.5, STREAM)
+    assert factor_TD.min() >= 0.5 and factor_TD.max() < 1.5
+    observed = torch.histc(factor_TD, 64, 0.5, 1.5).double()
+    expected = factor_TD.numel() / 64
+    assert ((observed - expected) ** 2 / expected).sum().item() < 63 + 5 * 11.3
+    for rows_N in (factor_TD.t(), factor_TD[:64]):  # columns of many tokens, tokens of all columns
+        correlation = torch.corrcoef(rows_N).fill_diagonal_(0)
+        # the largest of 2016 pairs, in standard errors
+        assert correlation.abs().max().item() * math.sqrt(rows_N.shape[1]) < 5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_jitter_on_a_gpu_equals_that_on_a_cpu(dtype):

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops.scores import _split, router_scores
-
-
-def test_parts_of_a_number_add_up():
-    values = torch.randn(1000) * torch.logspace(-6, 6, 1000)
-    for parts, bits in [(1, 8), (2, 16), (3, 24)]:
-        rest = (sum(p.double() for p in _split(values, parts)) - values.double()).abs()
-        assert (rest <= values.double().abs() * 2.0**-bits).all()
+from foundry_moe.ops.scores import router_scores
 
 
 def test_bf16_inputs_give_fp32_scores_under_autocast():

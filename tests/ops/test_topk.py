@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+from foundry_moe_kernels import routing
+from foundry_moe_kernels import topk as kernel
 
-from foundry_moe.ops.topk import count_choices, topk
+from foundry_moe.ops import topk as ops_topk
+from foundry_moe.ops.topk import count_choices, keep_largest, pack, topk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check(device, dtype):
@@ -36,3 +41,60 @@ def test_counts_leave_out_what_is_no_choice_and_padding():
     experts_TK = torch.tensor([[0, 2], [2, -1], [1, 2]])
     assert count_choices(experts_TK, 4).tolist() == [1, 1, 3, 0]
     assert count_choices(experts_TK, 4, torch.tensor([True, True, False])).tolist() == [1, 0, 2, 0]
+
+
+def ragged_case(dtype):
+    probs_TE = torch.rand(37, 9).softmax(-1).to(dtype)
+    chosen_TE = torch.rand(37, 9) < 0.4
+    chosen_TE[3] = False
+    chosen_TE[4] = True
+    return probs_TE, probs_TE.masked_fill(~chosen_TE, -1)
+
+
+def test_packing_sorts_each_tokens_choices_by_weight():
+    probs_TE, ranked_TE = ragged_case(torch.float64)
+    weights_TK, experts_TK = pack(probs_TE, ranked_TE, 9)
+    for t, row in enumerate(ranked_TE.tolist()):
+        truth = sorted((e for e in range(9) if row[e] >= 0), key=lambda e, row=row: (-row[e], e))
+        assert experts_TK[t].tolist() == truth + [-1] * (9 - len(truth))
+        assert weights_TK[t].tolist() == [row[e] for e in truth] + [0] * (9 - len(truth))
+
+
+@pytest.mark.parametrize("columns", [9, 4])
+def test_the_packing_kernel_is_its_twin(columns):
+    probs_TE, ranked_TE = ragged_case(torch.float32)
+    if columns < 9:
+        ranked_TE[:, 4:] = -1
+    leaf = probs_TE.clone().requires_grad_()
+    truth = pack(leaf, ranked_TE, columns)
+    ours_leaf = probs_TE.to(DEVICE).requires_grad_()
+    # a transposed layout, as `expert_choice` has it
+    ours = ops_topk._pack(ours_leaf, ranked_TE.t().contiguous().t().to(DEVICE), columns)
+    direction = torch.randn_like(truth[0])
+    assert torch.equal(ours[1].cpu(), truth[1]) and torch.equal(ours[0].cpu(), truth[0])
+    (grad,) = torch.autograd.grad(ours[0], ours_leaf, direction.to(DEVICE))
+    assert torch.equal(grad.cpu(), torch.autograd.grad(truth[0], leaf, direction)[0])
+
+
+@pytest.mark.parametrize("columns, number", [(50, 7), (50, 50), (50, 0), (1, 1), (20_000, 300)])
+@pytest.mark.parametrize("counted", [False, True])
+def test_keeping_the_largest_of_each_row(columns, number, counted):
+    scores = torch.rand(3, columns)
+    scores[1] = torch.randint(3, (columns,)).float() / 4  # ties, zeros among them
+    if number < columns // 2:
+        scores[2, ::2] = -1  # never kept
+    truth = keep_largest(scores.double(), number)
+    for row, kept in zip(scores.tolist(), truth.tolist(), strict=True):
+        best = sorted((c for c in range(columns) if row[c] >= 0), key=lambda c, row=row: (-row[c], c))[:number]
+        assert [c for c in range(columns) if kept[c] >= 0] == sorted(best)
+    ours = kernel.keep_largest(scores.to(DEVICE), torch.tensor([number], device=DEVICE) if counted else number)
+    assert torch.equal(ours.cpu().double(), truth)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_counting_kernel_is_its_twin(masked):
+    experts_TK = torch.randint(-1, 40, (200, 3))
+    mask_T = torch.rand(200) < 0.5 if masked else None
+    truth = count_choices(experts_TK, 40, mask_T)
+    ours = routing.count(experts_TK.to(DEVICE), 40, None if mask_T is None else mask_T.to(DEVICE))
+    assert torch.equal(ours.cpu(), truth) and ours.dtype is torch.int64

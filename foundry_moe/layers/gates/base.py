@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import balance_loss, z_loss
-from foundry_moe.layers.progress import Progress
-from foundry_moe.ops.scores import router_scores
+from foundry_moe.layers.progress import Progress, Schedule
+from foundry_moe.ops.scores import Jitter, router_scores
+from foundry_moe.ops.selection import Selection, balance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +149,28 @@ class LinearGate(Gate):
         device = self.weight_ED.device
         self.weight_ED.copy_(normal_matrix(shape, std, seed=seed, layer=layer, name="router", device=device))
 
-    def logits(self, x_TD: Tensor) -> Tensor:
+    def logits(self, x_TD: Tensor, jitter: Jitter | None = None) -> Tensor:
         """[T, E] in fp32, or fp64 for a model in fp64 (Fedus et al. 2021, section 2.4: selective precision)."""
-        return router_scores(x_TD, self.weight_ED)
+        return router_scores(x_TD, self.weight_ED, jitter)
+
+    def jitter_of(self, schedule: Schedule, context: GateContext, x_TD: Tensor, purpose: int) -> Jitter | None:
+        """The factors of this batch's input; None in evaluation, and where the schedule has come to zero."""
+        if not self.training:
+            return None
+        amount = schedule.start if schedule.is_constant else schedule.at(self.progress(context))
+        if not amount:
+            return None
+        keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
+        return Jitter(keys_T=keys_T, amount=amount, stream=context.stream(purpose))
+
+    def losses_of(self, selection: Selection, context: GateContext) -> dict[str, Tensor]:
+        """As `common_losses`, from what `select` has summed."""
+        losses = {}
+        if "balance" in context.losses:
+            losses["balance"] = balance(selection.mean_E, context.sum_counts(selection.counts_E))
+        if "z" in context.losses:
+            losses["z"] = selection.z
+        return losses
 
     def common_losses(
         self, logits_TE: Tensor, probs_TE: Tensor, counts_E: Tensor, context: GateContext

@@ -5,7 +5,7 @@ Shapes: T tokens, D model width, E experts, K choices a token at most in this ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,9 @@ from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
 from foundry_moe.layers.gates.ragged import pack_choices
 from foundry_moe.layers.progress import parse_duration, parse_schedule
 from foundry_moe.ops import noise
-from foundry_moe.ops.topk import count_choices, topk
+from foundry_moe.ops.masked import masked_sum
+from foundry_moe.ops.selection import select
+from foundry_moe.ops.topk import topk
 
 _GUMBEL = 3
 
@@ -76,34 +78,33 @@ class DenseToSparseGate(LinearGate):
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance` of the choices and softmax(x W), `z`."""
         logits_TE = self.logits(x_TD)
-        probs_TE = logits_TE.softmax(-1)
-        rows = None
         if self._is_hard(context):
-            weights_TK, experts_TK = topk(probs_TE, 1)
+            selection = select(logits_TE, 1, mask_T=context.mask_T, statistics=bool(context.losses))
+            experts_TK, weights_TK = selection.experts_TK, selection.weights_TK
+            losses, rows = self.losses_of(selection, context), None
         else:
-            weights_TK, experts_TK, rows = self._soft(logits_TE, context)
-        counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
-        return Choices(
-            experts_TK=experts_TK,
-            weights_TK=weights_TK,
-            losses=self.common_losses(logits_TE, probs_TE, counts_E, context),
-            logits_TE=logits_TE,
-            rows=rows,
-        )
+            soft_TE, ranked_TE = self._soft(logits_TE, context)
+            losses = {}
+            if context.losses:  # before the host waits: the device has something to do meanwhile
+                selection = select(logits_TE, 1, mask_T=context.mask_T)
+                counts_E = masked_sum((ranked_TE >= 0).long(), context.mask_T)
+                losses = self.losses_of(replace(selection, counts_E=counts_E), context)
+            experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
+        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, rows=rows)
 
     def _is_hard(self, context: GateContext) -> bool:
         if not self.training:
             return True
         return self.hard_after is not None and self.hard_after.share_of(self.progress(context)) >= 1
 
-    def _soft(self, logits_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor, int]:
-        """Weights, experts and the number of choices."""
+    def _soft(self, logits_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor]:
+        """g, and g without gradient with -1 where an expert is not chosen."""
         schedule = self.temperature
         temperature = schedule.start if schedule.is_constant else schedule.at(self.progress(context))
         keys_T = context.token_keys(logits_TE.shape[0], logits_TE.device)
         drawn_TE = noise.gumbel(keys_T, self.num_experts, context.stream(_GUMBEL)).to(logits_TE.dtype)
         soft_TE = ((logits_TE + drawn_TE) / temperature).softmax(-1)
-        best_T1 = topk(soft_TE, 1)[1]
-        chosen_TE = (soft_TE > self.config.threshold).scatter(1, best_T1, True)
-        experts_TK, weights_TK, rows = pack_choices(chosen_TE, soft_TE, context)
-        return weights_TK, experts_TK, rows
+        given_TE = soft_TE.detach()
+        best_T1 = topk(given_TE, 1)[1]
+        chosen_TE = (given_TE > self.config.threshold).scatter_(1, best_T1, True)
+        return soft_TE, given_TE.masked_fill(~chosen_TE, -1)

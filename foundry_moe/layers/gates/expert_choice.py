@@ -15,7 +15,7 @@ from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.base import Choices, LinearGate
 from foundry_moe.layers.gates.ragged import pack_choices
 from foundry_moe.layers.losses import z_loss
-from foundry_moe.ops.topk import topk
+from foundry_moe.ops.topk import keep_largest
 
 
 class ExpertChoiceGate(LinearGate):
@@ -48,17 +48,13 @@ class ExpertChoiceGate(LinearGate):
         probs_TE = logits_TE.softmax(-1)
         # at most all tokens, at least one so that a lone token finds an expert
         taken = min(max(tokens * self.top_k // self.num_experts, 1), tokens)
+        number: int | Tensor = taken
         scores_ET = probs_TE.detach().t()
         if context.mask_T is not None:
             scores_ET = scores_ET.masked_fill(~context.mask_T, -1)
-        token_EC = topk(scores_ET, taken)[1]
-        rank_C = torch.arange(taken, device=x_TD.device)
-        kept_C = torch.ones_like(rank_C, dtype=torch.bool)
-        if context.mask_T is not None:
             real = context.mask_T.sum()
-            kept_C = rank_C < torch.minimum((real * self.top_k // self.num_experts).clamp(min=1), real)
-        chosen_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
-        chosen_TE.t().scatter_(1, token_EC, kept_C.expand_as(token_EC))
-        experts_TK, weights_TK, rows = pack_choices(chosen_TE, probs_TE, context)
+            number = torch.minimum((real * self.top_k // self.num_experts).clamp(min=1), real)
+        ranked_TE = keep_largest(scores_ET, number).t()
+        experts_TK, weights_TK, rows = pack_choices(ranked_TE, probs_TE, context, taken * self.num_experts)
         losses = {"z": z_loss(logits_TE, context.mask_T)} if "z" in context.losses else {}
         return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, rows=rows)

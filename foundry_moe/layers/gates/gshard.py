@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
-from foundry_moe.ops import noise
-from foundry_moe.ops.topk import count_choices, topk
+from foundry_moe.ops.selection import Draw, select
 
 _SECOND = 2
 
@@ -47,20 +45,21 @@ class GShardGate(LinearGate):
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance` over first choices, as in the paper, and `z`."""
         logits_TE = self.logits(x_TD)
-        probs_TE = logits_TE.softmax(-1)
-        best_TK, experts_TK = topk(probs_TE, 2)
-        weights_TK = best_TK / best_TK.sum(-1, keepdim=True).clamp(min=torch.finfo(best_TK.dtype).tiny)
-        counts_E = count_choices(experts_TK[:, :1], self.num_experts, context.mask_T)
+        second = None
         if self.training and self.config.random_second:
-            keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
-            drawn_T1 = noise.uniform(keys_T, 1, context.stream(_SECOND))
-            dropped_T1 = 2 * weights_TK[:, 1:].detach() <= drawn_T1
-            dropped_TK = torch.cat([torch.zeros_like(dropped_T1), dropped_T1], dim=1)
-            experts_TK = experts_TK.masked_fill(dropped_TK, -1)
-            weights_TK = weights_TK.masked_fill(dropped_TK, 0)
+            second = Draw(keys_T=context.token_keys(x_TD.shape[0], x_TD.device), stream=context.stream(_SECOND))
+        selection = select(
+            logits_TE,
+            2,
+            normalize=True,
+            second_by_chance=second,
+            counted=1,
+            mask_T=context.mask_T,
+            statistics=bool(context.losses),
+        )
         return Choices(
-            experts_TK=experts_TK,
-            weights_TK=weights_TK,
-            losses=self.common_losses(logits_TE, probs_TE, counts_E, context),
+            experts_TK=selection.experts_TK,
+            weights_TK=selection.weights_TK,
+            losses=self.losses_of(selection, context),
             logits_TE=logits_TE,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.base import Choices, LinearGate
-from foundry_moe.layers.losses import balance_loss, z_loss
+from foundry_moe.ops.masked import masked_mean
 from foundry_moe.ops.topk import count_choices, topk
 
 
@@ -46,12 +46,9 @@ class KTop1Gate(LinearGate):
         losses = {}
         if "balance" in context.losses:
             counts_E = context.sum_counts(count_choices(experts_TK, self.num_experts, context.mask_T))
-            terms = [
-                balance_loss(probs_TKM[:, k], counts_E[k * size : (k + 1) * size], context.mask_T)
-                for k in range(self.top_k)
-            ]
-            losses["balance"] = torch.stack(terms).sum()
+            share_KM = counts_E.view(self.top_k, size).to(probs_TKM.dtype)
+            share_KM = share_KM / share_KM.sum(-1, keepdim=True).clamp(min=1)
+            losses["balance"] = size * (share_KM * masked_mean(probs_TKM, context.mask_T)).sum()
         if "z" in context.losses:
-            terms = [z_loss(logits_TKM[:, k], context.mask_T) for k in range(self.top_k)]
-            losses["z"] = torch.stack(terms).sum()
+            losses["z"] = masked_mean(logits_TKM.logsumexp(-1).square(), context.mask_T).sum()
         return Choices(experts_TK=experts_TK, weights_TK=weights_TK1.squeeze(-1), losses=losses, logits_TE=logits_TE)

@@ -8,28 +8,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.context import GateContext
-from foundry_moe.ops.topk import topk
+from foundry_moe.layers.context import GateContext, unchanged
+from foundry_moe.ops.topk import pack
 
 
-def pack_choices(chosen_TE: Tensor, weights_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor, int]:
+def pack_choices(
+    ranked_TE: Tensor, probs_TE: Tensor, context: GateContext, rows: int | None = None
+) -> tuple[Tensor, Tensor, int]:
     """Each token's experts, by falling weight, with -1 where it has fewer than others.
 
-    One host synchronisation. K is the largest over all processes that share the batch: they exchange these columns.
+    K is the largest over all processes that share the batch: they exchange these columns. One host synchronisation to
+    learn K and how many choices there are; none on a GPU where `rows` is given and nothing is exchanged: K is E then.
 
     Args:
-        chosen_TE: bool.
-        weights_TE: positive where chosen; keeps its gradient.
+        ranked_TE: without gradient; below zero where an expert is not chosen, `probs_TE` where it is.
+        probs_TE: combine weights; keeps its gradient.
+        rows: choices in all, or a few more, where the host knows.
 
     Returns:
         experts_TK int64, weights_TK, and how many choices there are in all.
     """
-    number_T = chosen_TE.sum(-1)
-    most = number_T.max() if number_T.shape[0] else number_T.new_zeros(())
-    columns, rows = torch.stack([context.largest(most), number_T.sum()]).tolist()
-    columns = max(columns, 1)
-    ranked_TE = weights_TE.detach().masked_fill(~chosen_TE, -1)
-    experts_TK = topk(ranked_TE, columns)[1]
-    absent_TK = ~chosen_TE.gather(1, experts_TK)
-    weights_TK = weights_TE.gather(1, experts_TK).masked_fill(absent_TK, 0)
-    return experts_TK.masked_fill(absent_TK, -1), weights_TK, rows
+    if rows is not None and ranked_TE.is_cuda and context.largest is unchanged:
+        columns = ranked_TE.shape[1]
+    else:
+        number_T = (ranked_TE >= 0).sum(-1)
+        most = number_T.max() if number_T.shape[0] else number_T.new_zeros(())
+        columns, rows = torch.stack([context.largest(most), number_T.sum()]).tolist()
+    weights_TK, experts_TK = pack(probs_TE, ranked_TE, max(columns, 1))
+    return experts_TK, weights_TK, rows

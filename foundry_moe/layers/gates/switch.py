@@ -13,8 +13,7 @@ from torch import Tensor
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
 from foundry_moe.layers.progress import parse_schedule
-from foundry_moe.ops import noise
-from foundry_moe.ops.topk import count_choices, topk
+from foundry_moe.ops.selection import select
 
 _JITTER = 0
 
@@ -55,18 +54,11 @@ class SwitchGate(LinearGate):
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance`, `z`."""
-        if self.training:
-            amount = self.jitter.start if self.jitter.is_constant else self.jitter.at(self.progress(context))
-            if amount:
-                keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
-                x_TD = noise.jitter(x_TD, keys_T, amount, context.stream(_JITTER))
-        logits_TE = self.logits(x_TD)
-        probs_TE = logits_TE.softmax(-1)
-        weights_TK, experts_TK = topk(probs_TE, 1)
-        counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+        logits_TE = self.logits(x_TD, self.jitter_of(self.jitter, context, x_TD, _JITTER))
+        selection = select(logits_TE, 1, mask_T=context.mask_T, statistics=bool(context.losses))
         return Choices(
-            experts_TK=experts_TK,
-            weights_TK=weights_TK,
-            losses=self.common_losses(logits_TE, probs_TE, counts_E, context),
+            experts_TK=selection.experts_TK,
+            weights_TK=selection.weights_TK,
+            losses=self.losses_of(selection, context),
             logits_TE=logits_TE,
         )

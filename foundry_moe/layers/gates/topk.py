@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from foundry_moe.config import one_of
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
-from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss
+from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss, z_loss
 from foundry_moe.layers.progress import Progress, parse_schedule
 from foundry_moe.ops import noise
-from foundry_moe.ops.scores import router_scores
+from foundry_moe.ops.scores import Jitter, router_scores
+from foundry_moe.ops.selection import select
 from foundry_moe.ops.topk import count_choices, topk
 
 _JITTER, _NOISE = 0, 1
@@ -127,59 +128,69 @@ class TopKGate(LinearGate):
         config = self.config
         if self.training and self.follows_time:
             self.progress(context)
-        x_TD = self._jittered(x_TD, context)
-        clean_TE = self.logits(x_TD)
-        logits_TE, deviation_TE = self._noisy(x_TD, clean_TE, context)
-        if config.score == "softmax":
-            scores_TE = probs_TE = logits_TE.softmax(-1)
-        else:
-            scores_TE = logits_TE.sigmoid()
-            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
-        weights_TK, experts_TK = self._choose(scores_TE)
-        if config.normalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
-        weights_TK = weights_TK * config.scale
+        jitter = self.jitter_of(self.jitter, context, x_TD, _JITTER)
+        clean_TE = self.logits(x_TD, jitter)
+        logits_TE, deviation_TE = self._noisy(x_TD, clean_TE, jitter, context)
         losses = {}
-        if context.losses:
-            counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
-            losses = self.common_losses(clean_TE, probs_TE, counts_E, context)
+        if config.score == "softmax" and self.bias_E is None and not self._is_limited:
+            selection = select(
+                logits_TE,
+                self.top_k,
+                normalize=config.normalize,
+                scale=config.scale,
+                mask_T=context.mask_T,
+                statistics=bool(context.losses),
+            )
+            weights_TK, experts_TK = selection.weights_TK, selection.experts_TK
+            losses = self.losses_of(selection, context)
+            if "z" in losses and logits_TE is not clean_TE:
+                losses["z"] = z_loss(clean_TE, context.mask_T)
+        else:
+            if config.score == "softmax":
+                scores_TE = probs_TE = logits_TE.softmax(-1)
+            else:
+                scores_TE = logits_TE.sigmoid()
+                probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
+            weights_TK, experts_TK = self._choose(scores_TE)
+            if config.normalize:
+                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
+            weights_TK = weights_TK * config.scale
+            if context.losses:
+                counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+                losses = self.common_losses(clean_TE, probs_TE, counts_E, context)
         if "importance" in context.losses:
-            gates_TE = torch.zeros_like(scores_TE).scatter(1, experts_TK, weights_TK)
+            gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK)
             losses["importance"] = importance_loss(gates_TE, context.mask_T)
         if "load" in context.losses:
             losses["load"] = self._load(clean_TE, logits_TE, deviation_TE, context)
         return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE)
 
-    def _jittered(self, x_TD: Tensor, context: GateContext) -> Tensor:
-        if not self.training:
-            return x_TD
-        jitter = self.jitter
-        amount = jitter.start if jitter.is_constant else jitter.at(self.progress(context))
-        if not amount:
-            return x_TD
-        return noise.jitter(x_TD, context.token_keys(x_TD.shape[0], x_TD.device), amount, context.stream(_JITTER))
-
-    def _noisy(self, x_TD: Tensor, clean_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor | None]:
+    def _noisy(
+        self, x_TD: Tensor, clean_TE: Tensor, jitter: Jitter | None, context: GateContext
+    ) -> tuple[Tensor, Tensor | None]:
         """The logits to choose by, and the deviation of their noise."""
         if self.weight_noise_ED is None or not self.training:
             return clean_TE, None
-        deviation_TE = F.softplus(router_scores(x_TD, self.weight_noise_ED))
+        deviation_TE = F.softplus(router_scores(x_TD, self.weight_noise_ED, jitter))
         keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
         drawn_TE = noise.normal(keys_T, self.num_experts, context.stream(_NOISE)).to(clean_TE.dtype)
         return clean_TE + drawn_TE * deviation_TE, deviation_TE
 
     def _choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and experts of each token's choices; the bias and the groups have a say in the choice alone."""
-        limited = 0 < self.config.group_limit < self.config.groups
-        if self.bias_E is None and not limited:
+        if self.bias_E is None and not self._is_limited:
             return topk(scores_TE, self.top_k)
         ranked_TE = scores_TE.detach()
         if self.bias_E is not None:
             ranked_TE = ranked_TE + self.bias_E.to(ranked_TE.dtype)
-        if limited:
+        if self._is_limited:
             ranked_TE = self._best_groups(ranked_TE)
         experts_TK = topk(ranked_TE, self.top_k)[1]
         return scores_TE.gather(1, experts_TK), experts_TK
+
+    @property
+    def _is_limited(self) -> bool:
+        return 0 < self.config.group_limit < self.config.groups
 
     def _best_groups(self, ranked_TE: Tensor) -> Tensor:
         """The same scores, with -inf outside each token's best groups."""

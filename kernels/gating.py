@@ -1,0 +1,257 @@
+"""Softmax, choice of the k best, combine weights and the balance and z-losses' statistics in one pass over logits.
+
+And all of their gradients in one more. No atomics: statistics are summed over programs in a second small launch.
+
+Shapes: T tokens, E experts (1024 at most), K choices, P programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from foundry_moe_kernels.noise import column_hash, row_hash, uniform_from
+from foundry_moe_kernels.topk import best_keys, expert_of, make_keys, score_of
+from torch import Tensor
+
+_ELEMENTS = 2048  # logits a program holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How choices become weights.
+
+    normalize: divide by their sum over a token's choices; then times `scale`.
+    stream: None, or: keep a token's second choice with probability 2 * its weight (GShard), drawn with this stream.
+    counted: choices of a token, the first ones, that count in the loads.
+    """
+
+    normalize: bool = False
+    scale: float = 1.0
+    stream: int | None = None
+    counted: int = 1
+
+
+@triton.jit
+def _softmax(logits_ptr, t, e, tokens, num_experts):
+    """Logits, their softmax and its logarithm's denominator; finite for tokens past the end."""
+    keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
+    raw = tl.load(logits_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], mask=keep, other=0.0)
+    raw = tl.where((e < num_experts)[None, :], raw, float("-inf"))
+    peak = tl.max(raw, axis=1)
+    exps = tl.exp(raw - peak[:, None])
+    total = tl.sum(exps, axis=1)
+    return raw, exps / total[:, None], peak + tl.log(total)
+
+
+@triton.jit
+def _real(mask_ptr, t, tokens, MASKED: tl.constexpr):
+    """1 for tokens that take part in losses."""
+    real = (t < tokens).to(tl.float32)
+    if MASKED:
+        real = tl.where(tl.load(mask_ptr + t, mask=t < tokens, other=0) != 0, real, 0.0)
+    return real
+
+
+@triton.jit(do_not_specialize=["stream"])
+def _choose_kernel(
+    logits_ptr, mask_ptr, key_ptr, weights_ptr, experts_ptr, wanted_ptr, sums_ptr, stream, tokens, num_experts, scale,
+    K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr,
+    MASKED: tl.constexpr, STATISTICS: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    e = tl.arange(0, EXPERTS)
+    k = tl.arange(0, KP)
+    raw, probs, lse = _softmax(logits_ptr, t, e, tokens, num_experts)
+    chosen = best_keys(make_keys(raw, e, num_experts, EXPERTS), K, KP, TOKENS)
+    wanted = expert_of(chosen, EXPERTS).to(tl.int32)
+    weights = tl.where(k[None, :] < K, tl.exp(score_of(chosen) - lse[:, None]), 0.0)
+    if NORMALIZE:
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    weights = weights * scale
+    experts = wanted
+    at = t.to(tl.int64)[:, None] * K + k[None, :]
+    write = (t < tokens)[:, None] & (k < K)[None, :]
+    if RANDOM:
+        key = tl.load(key_ptr + t, mask=t < tokens, other=0)
+        drawn = uniform_from(row_hash(key, stream) ^ column_hash(tl.zeros_like(t), stream))
+        dropped = (k[None, :] == 1) & (2.0 * weights <= drawn[:, None])
+        weights = tl.where(dropped, 0.0, weights)
+        experts = tl.where(dropped, -1, experts)
+        tl.store(wanted_ptr + at, wanted, mask=write)
+    tl.store(weights_ptr + at, weights, mask=write)
+    tl.store(experts_ptr + at, experts.to(tl.int64), mask=write)
+    if STATISTICS:
+        real = _real(mask_ptr, t, tokens, MASKED)
+        counts = tl.zeros((TOKENS, EXPERTS), tl.float32)
+        for choice in tl.static_range(COUNTED):
+            expert = tl.sum(tl.where(k[None, :] == choice, wanted, 0), axis=1)
+            counts += (expert[:, None] == e[None, :]).to(tl.float32)
+        sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * num_experts + 2)
+        tl.store(sums + e, tl.sum(probs * real[:, None], axis=0), mask=e < num_experts)
+        tl.store(sums + num_experts + e, tl.sum(counts * real[:, None], axis=0), mask=e < num_experts)
+        tl.store(sums + 2 * num_experts, tl.sum(lse * lse * real))
+        tl.store(sums + 2 * num_experts + 1, tl.sum(real))
+
+
+@triton.jit
+def _sum_kernel(
+    sums_ptr, mean_ptr, counts_ptr, z_ptr, number_ptr, programs, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Column sums; those of probabilities and of the z-loss over the number of tokens."""
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    width = 2 * num_experts + 2
+    total = tl.zeros((COLUMNS,), tl.float32)
+    number = tl.zeros((), tl.float32)
+    for first in range(0, programs, ROWS):
+        p = first + tl.arange(0, ROWS)
+        at = sums_ptr + p.to(tl.int64)[:, None] * width
+        total += tl.sum(
+            tl.load(at + c[None, :], mask=(p < programs)[:, None] & (c < width)[None, :], other=0.0), axis=0
+        )
+        number += tl.sum(tl.load(sums_ptr + p.to(tl.int64) * width + width - 1, mask=p < programs, other=0.0))
+    number = tl.maximum(number, 1.0)
+    tl.store(mean_ptr + c, total / number, mask=c < num_experts)
+    tl.store(counts_ptr + c - num_experts, total.to(tl.int64), mask=(c >= num_experts) & (c < 2 * num_experts))
+    tl.store(z_ptr + c - 2 * num_experts, total / number, mask=c == 2 * num_experts)
+    tl.store(number_ptr + c - width + 1, tl.maximum(total, 1.0), mask=c == width - 1)
+
+
+@triton.jit
+def _choose_backward_kernel(
+    logits_ptr, mask_ptr, experts_ptr, wanted_ptr, dweights_ptr, dmean_ptr, dz_ptr, number_ptr, out_ptr,
+    tokens, num_experts, scale,
+    K: tl.constexpr, KP: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr, MASKED: tl.constexpr,
+    STATISTICS: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    e = tl.arange(0, EXPERTS)
+    k = tl.arange(0, KP)
+    _, probs, lse = _softmax(logits_ptr, t, e, tokens, num_experts)
+    at = t.to(tl.int64)[:, None] * K + k[None, :]
+    live = (t < tokens)[:, None] & (k < K)[None, :]
+    dweights = tl.load(dweights_ptr + at, mask=live, other=0.0).to(tl.float32) * scale
+    if RANDOM:
+        wanted = tl.load(wanted_ptr + at, mask=live, other=0)
+        dweights = tl.where(tl.load(experts_ptr + at, mask=live, other=0) < 0, 0.0, dweights)
+    else:
+        wanted = tl.load(experts_ptr + at, mask=live, other=0).to(tl.int32)
+    if NORMALIZE:
+        logit = tl.load(logits_ptr + t.to(tl.int64)[:, None] * num_experts + wanted, mask=live, other=0.0)
+        score = tl.where(live, tl.exp(logit - lse[:, None]), 0.0)
+        total = tl.maximum(tl.sum(score, axis=1), 1e-30)[:, None]
+        dweights = (dweights - tl.sum(dweights * score / total, axis=1)[:, None]) / total
+    dprobs = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    for choice in tl.static_range(K):
+        here = k[None, :] == choice
+        expert = tl.sum(tl.where(here, wanted, 0), axis=1)
+        value = tl.sum(tl.where(here, dweights, 0.0), axis=1)
+        dprobs += tl.where(expert[:, None] == e[None, :], value[:, None], 0.0)
+    dlse = tl.zeros((TOKENS,), tl.float32)
+    if STATISTICS:
+        share = _real(mask_ptr, t, tokens, MASKED) / tl.load(number_ptr)
+        dmean = tl.load(dmean_ptr + e, mask=e < num_experts, other=0.0)
+        dprobs += share[:, None] * dmean[None, :]
+        dlse = tl.load(dz_ptr) * 2.0 * lse * share
+    dlogits = probs * (dprobs - tl.sum(probs * dprobs, axis=1)[:, None] + dlse[:, None])
+    keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
+    tl.store(out_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], dlogits, mask=keep)
+
+
+def _blocks(experts: int, k: int) -> tuple[int, int, int]:
+    """Tokens of a program, and E and K as powers of two."""
+    wide = triton.next_power_of_2(experts)
+    return max(1, min(_ELEMENTS // wide, 32)), wide, triton.next_power_of_2(k)
+
+
+def choose(
+    logits_TE: Tensor, k: int, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None, statistics: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Weights of the k most probable experts, ties towards the lower expert, and sums over the real tokens.
+
+    Args:
+        logits_TE: fp32, contiguous.
+        mask_T: bool, True for real tokens; None = all.
+        keys_T: int32 keys of the tokens, where `rule.stream` is given.
+
+    Returns:
+        weights_TK fp32; experts_TK int64, -1 where a choice was dropped; wanted_TK int32, the same without dropping
+        (empty unless `rule.stream`); and, empty unless `statistics`: mean_E, the mean softmax; counts_E int64; z, the
+        mean of logsumexp squared; number, of real tokens, 1 at least.
+    """
+    tokens, experts = logits_TE.shape
+    device = logits_TE.device
+    random = rule.stream is not None
+    block, wide, columns = _blocks(experts, k)
+    programs = triton.cdiv(tokens, block)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    weights_TK, experts_TK = new(tokens, k), new(tokens, k, dtype=torch.int64)
+    wanted_TK = new(tokens if random else 0, k, dtype=torch.int32)
+    size = experts if statistics else 0
+    mean_E, counts_E = new(size), new(size, dtype=torch.int64)
+    z, number = new(*([] if statistics else [0])), new(int(statistics))
+    if tokens == 0:
+        return weights_TK, experts_TK, wanted_TK, mean_E.zero_(), counts_E.zero_(), z.zero_(), number.fill_(1)
+    sums = new(programs, 2 * experts + 2) if statistics else weights_TK
+    mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
+    _choose_kernel[(programs,)](
+        logits_TE, mask, keys_T, weights_TK, experts_TK, wanted_TK, sums, rule.stream or 0, tokens, experts, rule.scale,
+        K=k, KP=columns, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=random,
+        MASKED=mask is not None, STATISTICS=statistics, TOKENS=block, EXPERTS=wide, num_warps=4,
+    )  # fmt: skip
+    if statistics:
+        _sum_kernel[(triton.cdiv(2 * experts + 2, 8),)](
+            sums, mean_E, counts_E, z, number, programs, experts, ROWS=128, COLUMNS=8
+        )
+    return weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number
+
+
+def choose_backward(
+    logits_TE: Tensor,
+    rule: Rule,
+    mask_T: Tensor | None,
+    experts_TK: Tensor,
+    wanted_TK: Tensor,
+    number: Tensor,
+    dweights_TK: Tensor,
+    dmean_E: Tensor | None,
+    dz: Tensor | None,
+) -> Tensor:
+    """dlogits_TE. `dmean_E` and `dz` are both given or both None."""
+    tokens, experts = logits_TE.shape
+    k = experts_TK.shape[1]
+    out_TE = torch.empty_like(logits_TE)
+    if tokens:
+        block, wide, columns = _blocks(experts, k)
+        mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
+        _choose_backward_kernel[(triton.cdiv(tokens, block),)](
+            logits_TE, mask, experts_TK, wanted_TK, dweights_TK.contiguous(), dmean_E, dz, number, out_TE,
+            tokens, experts, rule.scale,
+            K=k, KP=columns, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,
+            STATISTICS=dmean_E is not None, TOKENS=block, EXPERTS=wide, num_warps=4,
+        )  # fmt: skip
+    return out_TE
+
+
+@triton.jit
+def _balance_kernel(mean_ptr, counts_ptr, loss_ptr, slope_ptr, num_experts, EXPERTS: tl.constexpr):
+    e = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
+    total = tl.maximum(tl.sum(counts), 1).to(tl.float32)
+    slope = counts.to(tl.float32) / total * num_experts
+    mean = tl.load(mean_ptr + e, mask=e < num_experts, other=0.0)
+    tl.store(slope_ptr + e, slope, mask=e < num_experts)
+    tl.store(loss_ptr, tl.sum(slope * mean))
+
+
+def balance(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    """E * sum_e f_e P_e of mean probabilities and counts, and its slope in the former: a scalar and [E], fp32."""
+    loss, slope_E = mean_E.new_empty(()), torch.empty_like(mean_E)
+    experts = mean_E.shape[0]
+    _balance_kernel[(1,)](mean_E, counts_E, loss, slope_E, experts, EXPERTS=triton.next_power_of_2(experts))
+    return loss, slope_E

@@ -1,0 +1,239 @@
+"""A router's scores in fp32 on tensor cores, and their gradients, with the jitter of the input inside.
+
+A product of two bf16 numbers is exact in fp32, so bf16 products with fp32 sums are the fp32 product; an fp32 factor is
+split into bf16 parts of 8 bits each. Jitter multiplies x by hashed factors as it is loaded: nothing of the size of x is
+written. No atomics: the weights' gradient is summed over spans of tokens in a second launch.
+
+Shapes: T tokens, D model width, E experts, S spans of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from foundry_moe_kernels.noise import column_hash, jittered, row_hash
+from torch import Tensor
+
+_SPAN = 1024  # tokens that one program sums the weights' gradient over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """x times U[1 - amount, 1 + amount], drawn from int32 keys of the tokens and a stream: `noise.jitter`'s numbers."""
+
+    keys_T: Tensor
+    amount: float
+    stream: int
+
+
+@triton.jit
+def _tile(x_ptr, t, d, row, stream, low, span, keep, width, JITTER: tl.constexpr):
+    """x at tokens t and columns d, jittered and rounded as `noise.jitter` would; `row`: hashes of the tokens' keys."""
+    x = tl.load(x_ptr + t.to(tl.int64)[:, None] * width + d[None, :], mask=keep, other=0.0)
+    if JITTER:
+        column = column_hash(d, stream)
+        x = jittered(x.to(tl.float32), row[:, None], column[None, :], low, span).to(x_ptr.dtype.element_ty)
+    return x
+
+
+@triton.jit
+def _rows(key_ptr, t, tokens, stream, JITTER: tl.constexpr):
+    row = tl.zeros_like(t).to(tl.uint32)
+    if JITTER:
+        row = row_hash(tl.load(key_ptr + t, mask=t < tokens, other=0), stream)
+    return row
+
+
+@triton.jit
+def _dot_parts(a, b, acc, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """acc + a b for an fp32 `b` taken apart into PARTS numbers of DTYPE."""
+    for _ in tl.static_range(PARTS):
+        part = b.to(DTYPE)
+        acc = tl.dot(a, part, acc, input_precision="ieee")
+        b = b.to(tl.float32) - part.to(tl.float32)
+    return acc
+
+
+@triton.jit(do_not_specialize=["stream"])
+def _scores_kernel(
+    x_ptr, w_ptr, key_ptr, out_ptr, stream, tokens, experts, width, low, span,
+    JITTER: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    row = _rows(key_ptr, t, tokens, stream, JITTER)
+    acc = tl.zeros((BT, BE), tl.float32)
+    for first in range(0, width, BD):
+        d = first + tl.arange(0, BD)
+        x = _tile(
+            x_ptr, t, d, row, stream, low, span, (t < tokens)[:, None] & (d < width)[None, :], width, JITTER
+        )  # fmt: skip
+        w = tl.load(
+            w_ptr + e[None, :].to(tl.int64) * width + d[:, None],
+            mask=(e < experts)[None, :] & (d < width)[:, None],
+            other=0.0,
+        )
+        acc = _dot_parts(x, w, acc, PARTS, x_ptr.dtype.element_ty)
+    keep = (t < tokens)[:, None] & (e < experts)[None, :]
+    tl.store(out_ptr + t.to(tl.int64)[:, None] * experts + e[None, :], acc, mask=keep)
+
+
+@triton.jit
+def _load_split(ds_ptr, t, e, tokens, experts, DTYPE: tl.constexpr):
+    """Gradients of scores as two numbers of DTYPE: a result rounded to 8 bits needs 16 of its factors, not more."""
+    at = ds_ptr + t.to(tl.int64)[:, None] * experts + e[None, :]
+    ds = tl.load(at, mask=(t < tokens)[:, None] & (e < experts)[None, :], other=0.0)
+    high = ds.to(DTYPE)
+    return high, (ds - high.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    keep = (e < experts)[:, None] & (d < width)[None, :]
+    w = tl.load(w_ptr + e[:, None].to(tl.int64) * width + d[None, :], mask=keep, other=0.0)
+    acc = tl.dot(rest, w.to(DTYPE), acc, input_precision="ieee")
+    return _dot_parts(high, w, acc, PARTS, DTYPE)
+
+
+@triton.jit(do_not_specialize=["stream"])
+def _input_gradient_kernel(
+    ds_ptr, w_ptr, key_ptr, dx_ptr, stream, tokens, experts, width, low, span,
+    JITTER: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
+    e = tl.arange(0, BE)
+    first_column = tl.program_id(0) * SPAN
+    dtype: tl.constexpr = dx_ptr.dtype.element_ty
+    row = _rows(key_ptr, t, tokens, stream, JITTER)
+    high, rest = _load_split(ds_ptr, t, e, tokens, experts, dtype)
+    for first in range(0, SPAN, BD):
+        d = first_column + first + tl.arange(0, BD)
+        acc = tl.zeros((BT, BD), tl.float32)
+        if WHOLE:
+            acc = _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS, dtype)
+        else:
+            for some in range(0, experts, BE):
+                high, rest = _load_split(ds_ptr, t, some + e, tokens, experts, dtype)
+                acc = _split_dot(high, rest, w_ptr, some + e, d, acc, experts, width, PARTS, dtype)
+        if JITTER:
+            acc = jittered(acc, row[:, None], column_hash(d, stream)[None, :], low, span)
+        keep = (t < tokens)[:, None] & (d < width)[None, :]
+        tl.store(dx_ptr + t.to(tl.int64)[:, None] * width + d[None, :], acc.to(dtype), mask=keep)
+
+
+@triton.jit(do_not_specialize=["stream"])
+def _weight_gradient_kernel(
+    ds_ptr, x_ptr, key_ptr, out_ptr, stream, tokens, experts, width, low, span,
+    JITTER: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    first_token = tl.program_id(2) * SPAN
+    acc = tl.zeros((BD, BE), tl.float32)
+    for first in range(0, SPAN, BT):
+        t = first_token + first + tl.arange(0, BT)
+        row = _rows(key_ptr, t, tokens, stream, JITTER)
+        x = _tile(
+            x_ptr, t, d, row, stream, low, span, (t < tokens)[:, None] & (d < width)[None, :], width, JITTER
+        )  # fmt: skip
+        ds = tl.load(
+            ds_ptr + t.to(tl.int64)[:, None] * experts + e[None, :],
+            mask=(t < tokens)[:, None] & (e < experts)[None, :],
+            other=0.0,
+        )
+        acc = _dot_parts(tl.trans(x), ds, acc, PARTS, x_ptr.dtype.element_ty)
+    out = out_ptr + tl.program_id(2).to(tl.int64) * experts * width
+    keep = (d < width)[:, None] & (e < experts)[None, :]
+    tl.store(out + e[None, :].to(tl.int64) * width + d[:, None], acc, mask=keep)
+
+
+@triton.jit
+def _sum_spans_kernel(parts_ptr, out_ptr, spans, numbers, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    at = parts_ptr + i
+    for _ in range(spans):
+        total += tl.load(at, mask=i < numbers, other=0.0)
+        at += numbers
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numbers)
+
+
+def _draw(jitter: Jitter | None, like: Tensor) -> tuple[Tensor, int, float, float]:
+    """Keys, stream and the factors' least and range."""
+    if jitter is None:
+        return like, 0, 1.0, 0.0
+    return jitter.keys_T, jitter.stream, 1.0 - jitter.amount, 2.0 * jitter.amount
+
+
+def _parts(weight_ED: Tensor, x_dtype: torch.dtype, most: int) -> int:
+    return 1 if weight_ED.dtype is x_dtype else most
+
+
+def _expert_block(experts: int, most: int) -> int:
+    return min(max(triton.next_power_of_2(experts), 16), most)
+
+
+def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
+    """x Wᵀ, fp32 [T, E].
+
+    Args:
+        x_TD: contiguous bf16 (in Triton's interpreter fp32).
+        weight_ED: contiguous, of x's dtype or fp32.
+    """
+    tokens, width = x_TD.shape
+    experts = weight_ED.shape[0]
+    out_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
+    if out_TE.numel():
+        keys, stream, low, span = _draw(jitter, x_TD)
+        block = _expert_block(experts, 128)
+        _scores_kernel[(triton.cdiv(tokens, 64), triton.cdiv(experts, block))](
+            x_TD, weight_ED, keys, out_TE, stream, tokens, experts, width, low, span,
+            JITTER=jitter is not None, PARTS=_parts(weight_ED, x_TD.dtype, 3),
+            BT=64, BE=block, BD=64, num_warps=4, num_stages=4,
+        )  # fmt: skip
+    return out_TE
+
+
+def input_gradient(dscores_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
+    """dx_TD in x's dtype."""
+    tokens, experts = dscores_TE.shape
+    width = weight_ED.shape[1]
+    dx_TD = torch.empty(tokens, width, dtype=dtype, device=dscores_TE.device)
+    if dx_TD.numel():
+        keys, stream, low, span = _draw(jitter, dscores_TE)
+        block = _expert_block(experts, 128)
+        columns = 1024
+        _input_gradient_kernel[(triton.cdiv(width, columns), triton.cdiv(tokens, 64))](
+            dscores_TE, weight_ED, keys, dx_TD, stream, tokens, experts, width, low, span,
+            JITTER=jitter is not None, PARTS=_parts(weight_ED, dtype, 2), WHOLE=experts <= block, SPAN=columns,
+            BT=64, BE=block, BD=128, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return dx_TD
+
+
+def weight_gradient(
+    dscores_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """dW [E, D] in the weight's dtype."""
+    tokens, experts = dscores_TE.shape
+    width = x_TD.shape[1]
+    spans = triton.cdiv(tokens, _SPAN)
+    dweight_ED = torch.empty(experts, width, dtype=dtype, device=x_TD.device)
+    if tokens == 0 or dweight_ED.numel() == 0:
+        return dweight_ED.zero_()
+    parts_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
+    keys, stream, low, span = _draw(jitter, x_TD)
+    block = _expert_block(experts, 64)
+    _weight_gradient_kernel[(triton.cdiv(width, 128), triton.cdiv(experts, block), spans)](
+        dscores_TE, x_TD, keys, parts_SED, stream, tokens, experts, width, low, span,
+        JITTER=jitter is not None, PARTS=_parts(x_TD, torch.float32, 2 if dtype is x_TD.dtype else 3), SPAN=_SPAN,
+        BT=64, BE=block, BD=128, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    numbers = experts * width
+    _sum_spans_kernel[(triton.cdiv(numbers, 512),)](parts_SED, dweight_ED, spans, numbers, BLOCK=512)
+    return dweight_ED
