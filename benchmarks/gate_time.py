@@ -43,7 +43,7 @@ GATES: list[tuple[dict[str, Any], int]] = [
     ({"name": "switch", "jitter": 0.0}, 1),
     ({"name": "hash"}, 1),
     ({"name": "dense_to_sparse", "temperature": 0.87}, 1),
-    ({"name": "dense_to_sparse", "temperature": 0.87, "threshold": 0.1}, 1),
+    ({"name": "dense_to_sparse", "temperature": 0.87, "max_experts": 8}, 1),
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels.noise import column_hash, row_hash, uniform_from
+from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from foundry_moe_kernels.topk import best_keys, expert_of, make_keys, score_of
 from torch import Tensor
 
@@ -162,8 +163,8 @@ def _choose_backward_kernel(
 
 def _blocks(experts: int, k: int) -> tuple[int, int, int]:
     """Tokens of a program, and E and K as powers of two."""
-    wide = triton.next_power_of_2(experts)
-    return max(1, min(_ELEMENTS // wide, 32)), wide, triton.next_power_of_2(k)
+    wide = next_power_of_2(experts)
+    return max(1, min(_ELEMENTS // wide, 32)), wide, next_power_of_2(k)
 
 
 def choose(
@@ -185,7 +186,7 @@ def choose(
     device = logits_TE.device
     random = rule.stream is not None
     block, wide, columns = _blocks(experts, k)
-    programs = triton.cdiv(tokens, block)
+    programs = cdiv(tokens, block)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -205,7 +206,7 @@ def choose(
         MASKED=mask is not None, STATISTICS=statistics, TOKENS=block, EXPERTS=wide, num_warps=4,
     )  # fmt: skip
     if statistics:
-        _sum_kernel[(triton.cdiv(2 * experts + 2, 8),)](
+        _sum_kernel[(cdiv(2 * experts + 2, 8),)](
             sums, mean_E, counts_E, z, number, programs, experts, ROWS=128, COLUMNS=8
         )
     return weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number
@@ -229,7 +230,7 @@ def choose_backward(
     if tokens:
         block, wide, columns = _blocks(experts, k)
         mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
-        _choose_backward_kernel[(triton.cdiv(tokens, block),)](
+        _choose_backward_kernel[(cdiv(tokens, block),)](
             logits_TE, mask, experts_TK, wanted_TK, dweights_TK.contiguous(), dmean_E, dz, number, out_TE,
             tokens, experts, rule.scale,
             K=k, KP=columns, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,
@@ -253,5 +254,5 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
     """E * sum_e f_e P_e of mean probabilities and counts, and its slope in the former: a scalar and [E], fp32."""
     loss, slope_E = mean_E.new_empty(()), torch.empty_like(mean_E)
     experts = mean_E.shape[0]
-    _balance_kernel[(1,)](mean_E, counts_E, loss, slope_E, experts, EXPERTS=triton.next_power_of_2(experts))
+    _balance_kernel[(1,)](mean_E, counts_E, loss, slope_E, experts, EXPERTS=next_power_of_2(experts))
     return loss, slope_E

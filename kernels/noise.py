@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.sizes import cdiv
 from torch import Tensor
 
 _COLUMNS = 1024
@@ -78,7 +79,7 @@ def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     """
     out_TN = torch.empty(keys_T.shape[0], columns, dtype=torch.float32, device=keys_T.device)
     if out_TN.numel():
-        grid = (triton.cdiv(out_TN.numel(), _COLUMNS),)
+        grid = (cdiv(out_TN.numel(), _COLUMNS),)
         _uniform_kernel[grid](keys_T, out_TN, stream, out_TN.numel(), columns, BLOCK=_COLUMNS)
     return out_TN
 
@@ -93,6 +94,6 @@ def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     x_TD = x_TD.contiguous()
     out_TD = torch.empty_like(x_TD)
     if x_TD.numel():
-        grid = (tokens, triton.cdiv(width, _COLUMNS))
+        grid = (tokens, cdiv(width, _COLUMNS))
         _jitter_kernel[grid](x_TD, keys_T, out_TD, stream, width, 1.0 - amount, 2.0 * amount, COLUMNS=_COLUMNS)
     return out_TD

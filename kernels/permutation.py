@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
-
 
 # From so many choices on most are taken to be absent, the last ones of each token: programs stop at the last one there
 _SPARSE = 17
@@ -127,14 +127,14 @@ def _accumulator(dtype: torch.dtype) -> tl.dtype:
 
 def _blocks(width: int, element_size: int) -> tuple[int, int, int]:
     """(tokens, columns, warps) of one program: 16 bytes a thread and load, four tokens in flight."""
-    columns = min(triton.next_power_of_2(width), 2048)
+    columns = min(next_power_of_2(width), 2048)
     warps = max(1, min(8, columns * element_size // (32 * 16)))
     return (4 if columns <= 1024 else 2), columns, warps
 
 
 def _sparse(choices: int) -> int:
     """The power of two of `choices` that kernels take for many; 0 for few."""
-    return triton.next_power_of_2(choices) if choices >= _SPARSE else 0
+    return next_power_of_2(choices) if choices >= _SPARSE else 0
 
 
 def _check(matrix: Tensor, row_TK: Tensor) -> None:
@@ -169,7 +169,7 @@ def permute(
     if out.numel() == 0:
         return out
     block, columns, warps = _blocks(width, x_TD.element_size())
-    _permute_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
+    _permute_kernel[(cdiv(tokens, block), cdiv(width, columns))](
         x_TD, out, row_TK, offsets_E[-1:], tokens, rows, width, x_TD.stride(0), K=choices, ZERO_TAIL=zero_tail,
         TOKENS=block, WIDTH=columns, SPARSE=_sparse(choices), num_warps=warps,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     block, columns, warps = _blocks(width, y_RD.element_size())
-    _combine_kernel[(triton.cdiv(tokens, block), triton.cdiv(width, columns))](
+    _combine_kernel[(cdiv(tokens, block), cdiv(width, columns))](
         y_RD.contiguous(), out, row_TK, None if weights_TK is None else weights_TK.contiguous(), tokens, width,
         K=choices, WEIGHTED=weights_TK is not None, TOKENS=block, WIDTH=columns, ACC=_accumulator(y_RD.dtype),
         SPARSE=_sparse(choices), num_warps=warps,
@@ -208,7 +208,7 @@ def combine_backward(
     _combine_backward_kernel[(tokens,)](
         dy_TD.contiguous(), y_RD, out, row_TK, weights_TK.contiguous(), dweights, offsets_E[-1:],
         tokens, y_RD.shape[0], width,
-        K=choices, WIDTH=min(triton.next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,
+        K=choices, WIDTH=min(next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,
     )  # fmt: skip
     return out, dweights
 
@@ -218,7 +218,7 @@ def gather_dots(dots: Tensor, row_TK: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(row_TK.shape, dtype=dtype, device=dots.device)
     if out.numel():
         block = 256
-        _gather_dots_kernel[(triton.cdiv(out.numel(), block),)](
+        _gather_dots_kernel[(cdiv(out.numel(), block),)](
             dots, row_TK, out, dots.shape[0], dots.shape[1], out.numel(), BLOCK=block
         )
     return out

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 BLOCK = 128
@@ -89,7 +90,7 @@ def _count(experts_TK: Tensor, mask_T: Tensor | None, counts_EN: Tensor, totals_
 def count(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
     """Choices per expert, int64 [E]: -1, and tokens that `mask_T` (bool, True = real) leaves out, not counted."""
     totals_E = torch.empty(num_experts, dtype=torch.int64, device=experts_TK.device)
-    blocks = triton.cdiv(experts_TK.numel(), BLOCK)
+    blocks = cdiv(experts_TK.numel(), BLOCK)
     if blocks == 0:
         return totals_E.zero_()
     counts_EN = torch.empty(num_experts, blocks, dtype=torch.int32, device=experts_TK.device)
@@ -114,7 +115,7 @@ def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
         raise ValueError(f"num_experts ({num_experts}) must be 1 to {MAX_EXPERTS}")
     device = experts_TK.device
     assignments = experts_TK.numel()
-    blocks = triton.cdiv(assignments, BLOCK)
+    blocks = cdiv(assignments, BLOCK)
 
     def new(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=device)
@@ -127,6 +128,6 @@ def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     _count(experts_TK, None, counts_EN, totals_E)
     _place_kernel[(blocks,)](
         experts_TK, counts_EN, totals_E, experts_out, offsets_E, source_R, row_TK, assignments, num_experts, blocks,
-        BLOCK=BLOCK, EXPERTS=max(triton.next_power_of_2(num_experts), BLOCK), num_warps=4,
+        BLOCK=BLOCK, EXPERTS=max(next_power_of_2(num_experts), BLOCK), num_warps=4,
     )  # fmt: skip
     return experts_out, totals_E, offsets_E, source_R, row_TK

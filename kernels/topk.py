@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 MAX_EXPERTS = 1024
@@ -136,10 +137,10 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
     tokens, experts = scores_TE.shape
     values_TK, experts_TK = _results(scores_TE, k)
     if tokens:
-        wide = triton.next_power_of_2(experts)
+        wide = next_power_of_2(experts)
         block = max(1, min(_ELEMENTS // wide, 16))
-        _topk_kernel[(triton.cdiv(tokens, block),)](
-            scores_TE, values_TK, experts_TK, tokens, experts, K=k, KP=triton.next_power_of_2(k), SOFTMAX=softmax,
+        _topk_kernel[(cdiv(tokens, block),)](
+            scores_TE, values_TK, experts_TK, tokens, experts, K=k, KP=next_power_of_2(k), SOFTMAX=softmax,
             TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
     return values_TK, experts_TK
@@ -158,9 +159,9 @@ def ranked(scores_TE: Tensor, k: int, *, absent_below_zero: bool) -> tuple[Tenso
     tokens, experts = scores_TE.shape
     values_TK, experts_TK = _results(scores_TE, k)
     if tokens:
-        wide = max(triton.next_power_of_2(experts), 2)
+        wide = max(next_power_of_2(experts), 2)
         block = max(1, min(_ELEMENTS // wide, 32))
-        _sort_kernel[(triton.cdiv(tokens, block),)](
+        _sort_kernel[(cdiv(tokens, block),)](
             scores_TE, values_TK, experts_TK, tokens, experts, k, *scores_TE.stride(),
             ABSENT=absent_below_zero, TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
@@ -188,9 +189,9 @@ def spread(values_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Tensor:
     tokens, columns = experts_TK.shape
     out_TE = torch.empty(tokens, num_experts, dtype=torch.float32, device=values_TK.device)
     if out_TE.numel():
-        wide = triton.next_power_of_2(num_experts)
+        wide = next_power_of_2(num_experts)
         block = max(1, min(_ELEMENTS // wide, 16))
-        _spread_kernel[(triton.cdiv(tokens, block),)](
+        _spread_kernel[(cdiv(tokens, block),)](
             values_TK.contiguous(), experts_TK.contiguous(), out_TE, tokens, num_experts, columns,
             TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
@@ -247,7 +248,7 @@ def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
     out_NC = torch.empty_like(scores_NC)
     if out_NC.numel():
         counted = isinstance(number, Tensor)
-        block = min(triton.next_power_of_2(columns), 16384)
+        block = min(next_power_of_2(columns), 16384)
         _keep_kernel[(rows,)](
             scores_NC, out_NC, number if counted else None, 0 if counted else number, columns,
             COUNTED=counted, WHOLE=block >= columns, BLOCK=block, num_warps=max(1, min(16, block // 256)),

@@ -17,7 +17,7 @@ from foundry_moe.layers.progress import parse_duration, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.masked import masked_sum
 from foundry_moe.ops.selection import select
-from foundry_moe.ops.topk import topk
+from foundry_moe.ops.topk import count_choices, pack, topk
 
 _GUMBEL = 3
 
@@ -26,8 +26,8 @@ class DenseToSparseGate(LinearGate):
     """g = softmax((x W + Gumbel noise) / temperature); every expert with g above a threshold, weighted by g.
 
     The temperature falls, so g grows peaked and a token has fewer experts. After `hard_after`, and in evaluation,
-    it has the best one of softmax(x W), weighted by that probability. One host synchronisation a forward pass: how
-    many choices there are.
+    it has the best one of softmax(x W), weighted by that probability. One host synchronisation a forward pass, how
+    many choices there are; none with `max_experts`.
 
     YAML::
 
@@ -47,6 +47,7 @@ class DenseToSparseGate(LinearGate):
         temperature: a number or a schedule, above 0.
         threshold: of g, in [0, 1). A token's best expert is chosen in any case.
         hard_after: a time such as 2000ba; empty = never.
+        max_experts: of a token, its best ones above the threshold; 0 = all of them, as in the paper.
         """
 
         temperature: float | dict[str, Any] = field(
@@ -54,6 +55,7 @@ class DenseToSparseGate(LinearGate):
         )
         threshold: float = 1e-3
         hard_after: str = ""
+        max_experts: int = 0
 
         def __post_init__(self) -> None:
             if parse_schedule(self.temperature, "temperature").bounds[0] <= 0:
@@ -62,6 +64,8 @@ class DenseToSparseGate(LinearGate):
                 raise ValueError(f"threshold ({self.threshold}) must be at least 0 and below 1")
             if self.hard_after:
                 parse_duration(self.hard_after, "hard_after")
+            if self.max_experts < 0:
+                raise ValueError(f"max_experts ({self.max_experts}) must be 0 (no limit) or more")
 
     config: Config
 
@@ -84,12 +88,19 @@ class DenseToSparseGate(LinearGate):
             losses, rows = self.losses_of(selection, context), None
         else:
             soft_TE, ranked_TE = self._soft(logits_TE, context)
-            losses = {}
+            most = min(self.config.max_experts, self.num_experts)
+            losses, rows = {}, None
+            if most:
+                weights_TK, experts_TK = pack(soft_TE, ranked_TE, most)
             if context.losses:  # before the host waits: the device has something to do meanwhile
                 selection = select(logits_TE, 1, mask_T=context.mask_T)
-                counts_E = masked_sum((ranked_TE >= 0).long(), context.mask_T)
+                if most:
+                    counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+                else:
+                    counts_E = masked_sum((ranked_TE >= 0).long(), context.mask_T)
                 losses = self.losses_of(replace(selection, counts_E=counts_E), context)
-            experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
+            if not most:
+                experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
         return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, rows=rows)
 
     def _is_hard(self, context: GateContext) -> bool:

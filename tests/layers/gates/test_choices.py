@@ -139,6 +139,17 @@ def test_dense_to_sparse_weighs_by_the_gumbel_softmax():
     assert not torch.equal(choices.experts_TK, other.experts_TK), "noise must be new at each step"
 
 
+def test_dense_to_sparse_takes_the_best_of_those_above_the_threshold_where_their_number_is_bounded():
+    settings = {"name": "dense_to_sparse", "temperature": 2.0, "threshold": 0.1}
+    ids_BS, x_TD = batch(vocabulary=1000)
+    free = build(settings, 1).train()(x_TD, context_of(ids_BS))
+    bounded = build({**settings, "max_experts": 3}, 1).train()(x_TD, context_of(ids_BS))
+    assert free.experts_TK.shape[1] > 3 and bounded.rows is None
+    assert torch.equal(bounded.experts_TK, free.experts_TK[:, :3])
+    torch.testing.assert_close(bounded.weights_TK, free.weights_TK[:, :3])
+    assert (bounded.experts_TK < 0).any() and bounded.losses["balance"] != free.losses["balance"]
+
+
 def test_topk_adds_shazeers_noise_in_training_alone():
     gate = build({"name": "topk", "noise": True}, 2)
     ids_BS, _ = batch(sequences=500, positions=8, vocabulary=1000)
@@ -305,6 +316,7 @@ def test_ties_go_to_the_lower_expert():
         ({"name": "hash", "table": "balanced", "frequencies": "nowhere.json"}, 1, "nowhere.json"),
         ({"name": "dense_to_sparse", "temperature": 0.0}, 1, "must be above 0"),
         ({"name": "dense_to_sparse", "threshold": 1.0}, 1, "below 1"),
+        ({"name": "dense_to_sparse", "max_experts": -1}, 1, r"max_experts \(-1\) must be 0"),
         (
             {"name": "dense_to_sparse", "temperature": {"start": 1, "end": 0.5, "after": "20ba", "until": "10ba"}},
             1,
