@@ -43,6 +43,8 @@ MEMORY = ("save", "recompute")
 DROPS = ("position", "weight")
 BALANCE_OVER = ("rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
+REDUCE = ("microbatch", "batch")
+COMPILE = ("none", "blocks")
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
@@ -149,12 +151,17 @@ class MeshConfig:
     shard: over how many GPUs each parameter is sharded, as in ZeRO-3.
     replicate: how many copies of the sharded model there are, as in HSDP.
     all_to_all: flat | hierarchical | auto (hierarchical where `expert` spans nodes).
+    reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded
+        until then. Over `replicate` they are summed once a batch.
+    compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU).
     """
 
     expert: int | Literal["auto"] = 1
     shard: int | Literal["auto"] = AUTO
     replicate: int | Literal["auto"] = 1
     all_to_all: str = AUTO
+    reduce: str = "microbatch"
+    compile: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("expert", "shard", "replicate"):
@@ -162,6 +169,8 @@ class MeshConfig:
             if value != AUTO and value < 1:
                 raise ValueError(f"mesh.{name} ({value}) must be 1 or more, or auto")
         one_of("mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
+        one_of("mesh.reduce", self.reduce, REDUCE)
+        one_of("mesh.compile", self.compile, COMPILE)
 
 
 @dataclass(frozen=True, kw_only=True)

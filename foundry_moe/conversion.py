@@ -20,9 +20,14 @@ from foundry_moe.models.ffn import DenseFFN, SparseFFN, expert_weights, find_ffn
 log = logging.getLogger(__name__)
 
 
+def named_moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The model's MoE layers by name, in order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+
+
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The model's MoE layers, in order."""
-    return [module for module in model.modules() if isinstance(module, MoELayer)]
+    return list(named_moe_layers(model).values())
 
 
 def batch_context(model: nn.Module) -> BatchContext | None:

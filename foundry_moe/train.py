@@ -68,6 +68,8 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
     if model.get("init_device") == "meta" and config.mesh_config is None:
         raise ValueError(f"model.{META_NEEDS_MESH}")
     world_size = os.environ.get("WORLD_SIZE")
+    if config.mesh_config is not None:
+        check_compilation(run)
     if config.mesh_config is not None and world_size is not None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         plan_mesh(
@@ -90,6 +92,19 @@ def check_surroundings(run: Mapping[str, Any]) -> None:
     version = os.environ.get("FSDP_VERSION", "2")
     if run.get("fsdp_config") and version != "2":
         raise ValueError(f"FSDP_VERSION ({version}): dMoE layers need FSDP2; unset it, or set FSDP_VERSION=2")
+
+
+def check_compilation(run: Mapping[str, Any]) -> None:
+    """Refuses to compile a whole model that FSDP2 wraps.
+
+    Raises:
+        ValueError: several processes, and `compile_config`.
+    """
+    if run.get("compile_config") is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "compile_config compiles the whole model at once, which fails on one that FSDP2 has wrapped: remove it "
+            "and set mesh.compile: blocks"
+        )
 
 
 def train(arguments: list[str]) -> int:

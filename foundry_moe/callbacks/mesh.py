@@ -16,9 +16,12 @@ from composer.utils import FSDP2Config, dist
 from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.config import MeshConfig, from_mapping
+from foundry_moe.conversion import moe_layers
+from foundry_moe.parallel.blocks import compile_blocks, prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm, clip_value
 from foundry_moe.parallel.mesh import plan_mesh
-from foundry_moe.parallel.placement import Placement, moe_layers, parallelize
+from foundry_moe.parallel.placement import Placement, parallelize
+from foundry_moe.train import check_compilation
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +40,9 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         ValueError: no FSDP2 configuration, a mesh that does not fit the job or the model, adaptive clipping.
     """
     if dist.get_world_size() == 1:
-        for layer in moe_layers(state.model).values():
-            plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=int(layer.num_experts))  # type: ignore[arg-type]
+        for layer in moe_layers(state.model):
+            plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=layer.num_experts)
+        _compile(state, mesh_config)
         return None
     if not isinstance(state.fsdp_config, FSDP2Config):
         raise ValueError("mesh needs FSDP2: give the run `fsdp_config: {}` and set FSDP_VERSION=2 in the environment")
@@ -51,13 +55,19 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         device=state.device._device,  # type: ignore[arg-type]
         ranks_per_node=dist.get_local_world_size(),
     )
-    _take_over_gradients(state, placement)
+    _take_over_gradients(state, placement, mesh_config)
+    _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         log.warning("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
     return placement
 
 
-def _take_over_gradients(state: State, placement: Placement) -> None:
+def _compile(state: State, mesh_config: MeshConfig) -> None:
+    if mesh_config.compile == "blocks" and not compile_blocks(state.model):
+        raise ValueError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
+
+
+def _take_over_gradients(state: State, placement: Placement, mesh_config: MeshConfig) -> None:
     clipping: dict[str, Any] = {}
     kept = []
     for algorithm in state.algorithms:
@@ -80,7 +90,10 @@ def _take_over_gradients(state: State, placement: Placement) -> None:
                 )
         else:
             kept.append(algorithm)
-    state.algorithms[:] = [*kept, MeshGradients(all_reduce=placement.plan.replicate > 1, **clipping)]
+    gradients = MeshGradients(
+        replicated=placement.plan.replicate > 1, once_a_batch=mesh_config.reduce == "batch", **clipping
+    )
+    state.algorithms[:] = [*kept, gradients]
 
 
 def count_samples(batch: Any) -> int | None:
@@ -97,28 +110,40 @@ def count_samples(batch: Any) -> int | None:
 class MeshGradients(Algorithm):
     """Gradients of a model on a mesh: averaged over replicas once a batch, and clipped by one norm over all meshes.
 
-    Added by `place_on_mesh`; not for YAML.
+    Also sets, once FSDP2 has wrapped the model, in which order it gathers weights ahead. Added by `place_on_mesh`; not
+    for YAML.
 
     Args:
-        all_reduce: there are replicas. Their gradients are summed after the last microbatch alone.
+        replicated: there are replicas. Their gradients are summed after the last microbatch alone.
+        once_a_batch: gradients are summed over shards after the last microbatch alone, too.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
 
-    def __init__(self, *, all_reduce: bool, clipping_type: str | None = None, clipping_threshold: float = 0.0) -> None:
-        self.all_reduce = all_reduce
+    def __init__(
+        self,
+        *,
+        replicated: bool,
+        once_a_batch: bool,
+        clipping_type: str | None = None,
+        clipping_threshold: float = 0.0,
+    ) -> None:
+        self.replicated, self.once_a_batch = replicated, once_a_batch
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         self._expected: int | None = None
         self._seen = 0
 
     def match(self, event: Event, state: State) -> bool:
-        if event == Event.AFTER_TRAIN_BATCH:
+        if event in (Event.FIT_START, Event.AFTER_TRAIN_BATCH):
             return True
-        return self.all_reduce and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
+        waits = self.replicated or self.once_a_batch
+        return waits and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.BEFORE_TRAIN_BATCH:
+        if event == Event.FIT_START:
+            prefetch_in_order(state.model)
+        elif event == Event.BEFORE_TRAIN_BATCH:
             self._expected, self._seen = self._microbatches(state), 0
         elif event == Event.BEFORE_FORWARD:
             self._seen += 1
@@ -126,6 +151,8 @@ class MeshGradients(Algorithm):
             for module in state.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_requires_all_reduce(last, recurse=False)
+                    if self.once_a_batch:
+                        module.set_requires_gradient_sync(last, recurse=False)
         else:
             self._clip(state, logger)
 
@@ -136,10 +163,10 @@ class MeshGradients(Algorithm):
         return max(1, math.ceil(samples / size))
 
     def _clip(self, state: State, logger: Logger) -> None:
-        if self.all_reduce and self._expected is not None and self._seen != self._expected:
+        if (self.replicated or self.once_a_batch) and self._expected is not None and self._seen != self._expected:
             raise RuntimeError(
                 f"a batch had {self._seen} microbatches where {self._expected} were expected, so gradients were not "
-                "averaged over replicas; use mesh.replicate: 1 with this data loader"
+                "summed over all ranks; use mesh: {replicate: 1, reduce: microbatch} with this data loader"
             )
         if self.clipping_type == "norm":
             norm = clip_norm(state.model.parameters(), self.clipping_threshold)
@@ -178,10 +205,12 @@ def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
     """LLM Foundry config transform: `model.moe.mesh` becomes `algorithms.dmoe_mesh`, which runs at `Event.INIT`.
 
     Raises:
-        ValueError: both are given, and differ.
+        ValueError: both are given, and differ; or `compile_config` on a mesh of several processes.
     """
     model = config.get("model") or {}
     mesh = (model.get("moe") or model.get("ffn_config") or {}).get("mesh")
+    if mesh is not None or ((config.get("algorithms") or {}).get("dmoe") or {}).get("mesh") is not None:
+        check_compilation(config)
     if mesh is None or model.get("name") != "dmoe_causal_lm":
         return config
     algorithms = dict(config.get("algorithms") or {})

@@ -30,6 +30,7 @@ from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.conversion import apply_dmoe, batch_context, moe_layers
 from foundry_moe.layers.progress import Progress
 from foundry_moe.layers.steps import note_loads, step_gates
+from foundry_moe.parallel.blocks import prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm
 from foundry_moe.parallel.placement import parallelize
 
@@ -228,6 +229,7 @@ def run_case(
         swap = {parameter: new[name] for name, parameter in old.items()}
         for group in optimizer.param_groups:
             group["params"] = [swap[p] for p in group["params"]]
+        prefetch_in_order(model)
     else:
         assert compute_dtype is None, "mixed precision is FSDP2's: give a mesh of one rank"
 

@@ -1,7 +1,7 @@
 """Places a model's experts on a mesh and tells FSDP2 where the rest goes.
 
-Knows MoE layers by a protocol: `experts` (a module whose parameters have the experts first), `gate`,
-`shared_expert`, `dispatch`, `num_experts`, `context`, and how they draw weights. Must not know kernels or Composer.
+Knows MoE layers: `experts` (a module whose parameters have the experts first), `gate`, `shared_expert`, `dispatch`,
+`num_experts`, `context`, and how they draw weights. Must not know kernels or Composer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from foundry_moe.config import MeshConfig
+from foundry_moe.conversion import named_moe_layers
 from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import build_exchange
 from foundry_moe.parallel.gradients import LocalWeight
@@ -39,16 +40,6 @@ class Placement:
     @property
     def plan(self) -> MeshPlan:
         return self.meshes.plan
-
-
-def moe_layers(model: nn.Module) -> dict[str, Any]:
-    """The MoE layers of a model by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "experts", None), nn.Module)
-        and all(hasattr(module, attribute) for attribute in ("dispatch", "num_experts"))
-    }
 
 
 def parallelize(
@@ -77,7 +68,7 @@ def parallelize(
     Raises:
         ValueError: no MoE layer, or a mesh that fits neither the job nor the experts.
     """
-    layers = moe_layers(model)
+    layers = named_moe_layers(model)
     if not layers:
         raise ValueError("mesh is for models with MoE layers, and this one has none: check `layers`")
     world_size = dist.get_world_size()

@@ -69,6 +69,7 @@ def memory_of(
     run: Mapping[str, Any],
     tokens: int,
     microbatches: int,
+    reductions: int,
     backend: str,
     memory: str,
 ) -> dict[str, float]:
@@ -78,6 +79,8 @@ def memory_of(
 
     Args:
         tokens: T.
+        reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
+            unsharded until then.
         backend, memory: of `MoEConfig`.
     """
     fsdp = run.get("fsdp_config") or {}
@@ -93,7 +96,8 @@ def memory_of(
     # two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and
     # one layer's activations. Gradients of earlier microbatches are there at both.
     logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
-    at_loss = saved + logits + (4 * held if microbatches > 1 else 0.0)
+    kept = shape.dense + shape.experts / mesh.expert if reductions < microbatches else held
+    at_loss = saved + logits + (4 * kept if microbatches > 1 else 0.0)
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
     # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
     at_end = 4 * held + layer + (2 * width + width + 4) * unit
@@ -132,9 +136,9 @@ def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, tokens: int, width: int, 
 
 
 def messages_of(
-    shape: ModelShape, mesh: MeshPlan, run: Mapping[str, Any], tokens: int, microbatches: int
+    shape: ModelShape, mesh: MeshPlan, run: Mapping[str, Any], tokens: int, microbatches: int, reductions: int
 ) -> tuple[Message, ...]:
-    """What one GPU sends in a step."""
+    """What one GPU sends in a step. Arguments as in `memory_of`."""
     fsdp = run.get("fsdp_config") or {}
     width = 2 if "16" in str(run.get("precision", "amp_bf16")) else 4
     gathers = 2 if fsdp.get("reshard_after_forward", True) else 1
@@ -155,7 +159,7 @@ def messages_of(
                 across=across,
             ),
             Message(
-                name=f"reduce-scatter {kind}", count=count * microbatches, ranks=ranks, bytes=part * 4, across=across
+                name=f"reduce-scatter {kind}", count=count * reductions, ranks=ranks, bytes=part * 4, across=across
             ),
             Message(
                 name=f"all-reduce {kind}",
@@ -207,8 +211,9 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     """
     shape = read_shape(run)
     moe, mesh_keys = read_moe(run)
+    mesh_config = from_mapping(MeshConfig, mesh_keys, "mesh")
     mesh = plan_mesh(
-        from_mapping(MeshConfig, mesh_keys, "mesh"),
+        mesh_config,
         world_size=gpus,
         ranks_per_node=gpus_per_node,
         num_experts=moe.num_experts,
@@ -226,8 +231,9 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     microbatch = min(microbatch, batch // gpus)
     microbatches = math.ceil(batch // gpus / microbatch)
     tokens = microbatch * shape.sequence
-    memory = memory_of(shape, mesh, run, tokens, microbatches, moe.backend, moe.memory)
-    messages = messages_of(shape, mesh, run, tokens, microbatches)
+    reductions = 1 if mesh_config.reduce == "batch" else microbatches
+    memory = memory_of(shape, mesh, run, tokens, microbatches, reductions, moe.backend, moe.memory)
+    messages = messages_of(shape, mesh, run, tokens, microbatches, reductions)
     return RunPlan(
         mesh=mesh,
         shape=shape,

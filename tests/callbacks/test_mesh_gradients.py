@@ -11,28 +11,36 @@ from composer.core import Event
 
 from foundry_moe.callbacks import mesh as mesh_callback
 from foundry_moe.callbacks.mesh import MeshGradients, add_mesh_algorithm, count_samples
+from foundry_moe.train import check_run
 
 
 class _Recorder(torch.nn.Module):
-    """Stands for an FSDP2 module: notes when gradients would be all-reduced."""
+    """Stands for an FSDP2 module: notes when gradients would be summed over replicas, and over shards."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[bool] = []
+        self.shards: list[bool] = []
 
     def set_requires_all_reduce(self, flag: bool, *, recurse: bool) -> None:
         self.seen.append(flag)
 
+    def set_requires_gradient_sync(self, flag: bool, *, recurse: bool) -> None:
+        self.shards.append(flag)
 
-def _run(monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int) -> list[bool]:
+
+def _run(
+    monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int, once_a_batch: bool = False
+) -> list[bool]:
     monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
     model = _Recorder()
     state: Any = SimpleNamespace(batch=batch, device_train_microbatch_size=size, model=model)
-    algorithm = MeshGradients(all_reduce=True)
+    algorithm = MeshGradients(replicated=True, once_a_batch=once_a_batch)
     algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
     for _ in range(microbatches):
         algorithm.apply(Event.BEFORE_FORWARD, state, None)  # type: ignore[arg-type]
     algorithm.apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
+    assert model.shards == (model.seen if once_a_batch else [])
     return model.seen
 
 
@@ -40,6 +48,7 @@ def test_only_the_last_microbatch_is_reduced_over_replicas(monkeypatch: pytest.M
     batch = {"input_ids": torch.zeros(7, 3)}
     assert _run(monkeypatch, batch, 3, 3) == [False, False, True]
     assert _run(monkeypatch, batch, 7, 1) == [True]
+    assert _run(monkeypatch, batch, 3, 3, once_a_batch=True) == [False, False, True]
 
 
 def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +73,22 @@ def test_mesh_of_the_model_entry_becomes_an_algorithm() -> None:
     with pytest.raises(ValueError, match="differ: keep one"):
         add_mesh_algorithm(other)
     assert add_mesh_algorithm({"model": {"name": "mpt_causal_lm"}}) == {"model": {"name": "mpt_causal_lm"}}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"model": {"name": "dmoe_causal_lm", "moe": {"num_experts": 4, "mesh": {"expert": 2}}}},
+        {"model": {"name": "mpt_causal_lm"}, "algorithms": {"dmoe": {"num_experts": 4, "mesh": {"expert": 2}}}},
+    ],
+)
+def test_compiling_the_whole_model_on_a_mesh_is_refused_with_the_way_that_works(
+    monkeypatch: pytest.MonkeyPatch, run: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for check in (add_mesh_algorithm, check_run):
+        with pytest.raises(ValueError, match=r"compile_config compiles the whole model.* set mesh.compile: blocks"):
+            check({**run, "compile_config": {}})
+        check(dict(run))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_run({**run, "model": {**run["model"], "moe": {"num_experts": 4}}, "algorithms": {}, "compile_config": {}})

@@ -17,6 +17,8 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.routes import plan_routes
+from foundry_moe.parallel import parity
+from foundry_moe.parallel.blocks import compile_blocks
 from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import Exchange, FlatExchange, Flight, Splits, build_exchange
 from foundry_moe.parallel.gradients import LocalWeight
@@ -30,6 +32,24 @@ def without_gradient_scale() -> dict[str, Tensor]:
     """A case on (1, 1, 2) with experts' gradients left undivided."""
     LocalWeight.__call__ = lambda self, weight: weight.to_local()  # type: ignore[method-assign]
     return run_case(CASES[0], MeshConfig(expert=2, shard=1))
+
+
+def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """Two cases on meshes, each block compiled: {case: {mesh: what it left}}, and how many frames were compiled."""
+    build = parity.build_model
+
+    def build_compiled(*arguments: Any) -> Any:
+        model = build(*arguments)
+        assert compile_blocks(model, backend="aot_eager") == parity.LAYERS
+        return model
+
+    parity.build_model = build_compiled
+    results: dict[str, Any] = {
+        case.name: {(r, s, e): run_case(case, MeshConfig(replicate=r, shard=s, expert=e)) for r, s, e in meshes}
+        for case in CASES[:2]
+    }
+    frames = torch._dynamo.utils.counters["frames"]
+    return {**results, "frames": frames["ok"]}
 
 
 def _experts(dtype: torch.dtype, num_experts: int) -> Experts:

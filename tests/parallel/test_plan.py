@@ -119,6 +119,22 @@ def test_more_experts_ranks_mean_fewer_bytes_and_replicas_do_not() -> None:
     assert held(expert=8, shard=1, replicate=2) == pytest.approx(2 * held(expert=8, shard=2))
 
 
+def test_reducing_once_a_batch_trades_messages_for_memory() -> None:
+    def plan(**mesh: Any) -> Any:
+        sharded = {"expert": 1, "shard": 4, **mesh}
+        run = load("yamls/bench/olmoe_1b_7b.yaml", global_train_batch_size=64, model__moe__mesh=sharded)
+        return plan_run(run, gpus=4, gpus_per_node=4, gpu_bytes=141 * GIB)
+
+    each, once = plan(), plan(reduce="batch")
+    assert each.microbatches == once.microbatches == 4
+
+    def count(plan: Any) -> int:
+        return sum(m.count for m in plan.messages if "reduce-scatter" in m.name)
+
+    assert count(each) == 4 * count(once)
+    assert sum(once.memory.values()) > sum(each.memory.values()) + 10 * GIB
+
+
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [

@@ -1,0 +1,74 @@
+"""A model's blocks: their order, in which parameters are gathered before they are needed, and their compilation.
+
+Knows FSDP2 and MoE layers; must not know meshes or Composer.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from foundry_moe.conversion import moe_layers
+
+
+def block_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists whose members are the model's blocks: those with MoE layers below them, outermost ones alone."""
+    layers = set(moe_layers(model))
+    found: list[nn.ModuleList] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside and layers & set(module.modules()):
+            found.append(module)
+            inside |= set(module.modules())
+    return found
+
+
+def prefetch_in_order(model: nn.Module) -> None:
+    """Gathers weights one block ahead, forward and backward; call it when FSDP2 has wrapped everything.
+
+    By itself FSDP2 gathers, in the backward pass, what stood before in the forward pass. The experts of a block stand
+    inside it and come first in its backward pass: so they would be asked for when they are needed. Here a block's
+    experts ask for all of the block before. Forward, a block asks for its own experts at once, for the host waits in
+    a dispatch before it comes to them.
+    """
+    for blocks in block_lists(model):
+        units = [unit for unit in map(_wrapped, blocks) if unit]
+        for before, unit in pairwise(units):
+            before[0].set_modules_to_forward_prefetch([*before[1:], unit[0]])
+            unit[-1].set_modules_to_backward_prefetch(before)
+        if units:
+            units[-1][0].set_modules_to_forward_prefetch(units[-1][1:])
+            root = _wrapped(model)[0]
+            if root is not units[0][0]:
+                root.set_modules_to_backward_prefetch(units[-1])
+
+
+def _wrapped(module: nn.Module) -> list[FSDPModule]:
+    """What FSDP2 has wrapped of a module, outermost first."""
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> int:
+    """Compiles each block's forward pass in place, so that names, hooks and what FSDP2 does around it stay.
+
+    Where experts are divided over processes a block's graph breaks at the dispatch.
+
+    Args:
+        options: of `torch.compile`.
+
+    Returns:
+        How many blocks there are.
+    """
+    members = [block for blocks in block_lists(model) for block in blocks]
+    # blocks share their code, and each is compiled for its own layer index
+    needed = 4 * len(members)
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, needed)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed * 8)
+    for block in members:
+        block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+    return len(members)
