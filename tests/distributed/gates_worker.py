@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry_moe.config import MeshConfig
+from foundry_moe.conversion import batch_context, moe_layers
+from foundry_moe.layers.gates import Gate
 from foundry_moe.ops.assignment import assign
-from foundry_moe.parallel.parity import Case, run_case
+from foundry_moe.parallel.parity import Case, build_model, run_case
+from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.sharing import RankSums
 
 LOSS = {"balance": 0.1, "z": 0.01}
@@ -71,3 +75,84 @@ def shuffled_assignment() -> dict[str, Tensor]:
     }
     dist.all_gather_object(gathered, mine)
     return gathered  # type: ignore[return-value]
+
+
+def _of_all(mine: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
+
+
+def _noted(name: str, mesh: MeshConfig | None) -> tuple[dict[Any, list[Any]], dict[str, Tensor]]:
+    """What this process's gates chose in a training, by (layer, step, sequence), and their state after it."""
+    chosen: dict[Any, list[Any]] = {}
+    gates: dict[int, Gate] = {}
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        if not isinstance(module, Gate):
+            return
+        context = inputs[1]
+        gates[context.layer] = module
+        shape = context.token_ids_BS.shape
+        experts_BSK, weights_BSK = output.experts_TK.unflatten(0, shape), output.weights_TK.detach().unflatten(0, shape)
+        for ids_S, experts_SK, weights_SK in zip(context.token_ids_BS, experts_BSK, weights_BSK, strict=True):
+            key = (context.layer, context.progress.ba, tuple(ids_S.tolist()))
+            chosen[key] = [
+                {e: w for e, w in zip(experts, weights, strict=True) if e >= 0}
+                for experts, weights in zip(experts_SK.tolist(), weights_SK.tolist(), strict=True)
+            ]
+
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
+    try:
+        run_case(case_of(name), mesh)
+    finally:
+        hook.remove()
+    state = {f"{n}/{key}": b.clone() for n, gate in sorted(gates.items()) for key, b in gate.named_buffers()}
+    return chosen, state
+
+
+def choices_and_states(names: list[str], mesh: tuple[int, int, int] | None) -> dict[str, Any]:
+    """For each gate: the choices of all ranks together, and the state of each rank."""
+    results = {}
+    for name in names:
+        if mesh is None:
+            chosen, state = _noted(name, None)
+            results[name] = {"chosen": chosen, "states": [state]}
+            continue
+        replicate, shard, expert = mesh
+        ranks = _of_all(_noted(name, MeshConfig(replicate=replicate, shard=shard, expert=expert)))
+        together: dict[Any, list[Any]] = {}
+        for chosen, _ in ranks:
+            together.update(chosen)
+        results[name] = {"chosen": together, "states": [state for _, state in ranks]}
+    return results
+
+
+def balance_of_ranks(scopes: list[str], mesh: tuple[int, int, int]) -> dict[str, list[dict[str, Tensor]]]:
+    """For each scope, of each rank: inputs, weights and choices of the last router, its balance loss and gradient."""
+    replicate, shard, expert = mesh
+    results = {}
+    for scope in scopes:
+        moe = {"num_experts": 8, "top_k": 2, "loss": {"balance": 1.0}, "balance_over": scope}
+        model = build_model(Case(name=scope, moe=moe), torch.float64, torch.device("cpu"))
+        fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
+        config = MeshConfig(replicate=replicate, shard=shard, expert=expert)
+        parallelize(model, config, fsdp_config=fsdp, optimizers=[], device="cpu")
+        layer, context = moe_layers(model)[-1], batch_context(model)
+        seen: list[Any] = []
+        layer.gate.register_forward_hook(lambda gate, inputs, output, seen=seen: seen.extend((inputs[0], output)))
+        rank = dist.get_rank()
+        # ranks have different numbers of tokens of different texts
+        ids = torch.randint(40, (2 + rank, 6), generator=torch.Generator().manual_seed(rank))
+        loss = context.anchor((model(ids) * 0).sum())  # type: ignore[union-attr]
+        loss.backward()
+        results[scope] = _of_all(
+            {
+                "x": seen[0].detach(),
+                "weight": layer.gate.weight_ED.detach().clone(),
+                "experts": seen[1].experts_TK,
+                "loss": layer.statistics.losses_L.clone(),
+                "gradient": layer.gate.weight_ED.grad.clone(),
+            }
+        )
+    return results

@@ -53,3 +53,53 @@ def test_a_shuffle_is_undone_and_balances_over_uneven_ranks():
         assert min(origins) >= 6
     loads = torch.bincount(torch.cat([rank["experts"] for rank in ranks]), minlength=8)
     assert loads.max() - loads.min() <= 3  # one a rank at most
+
+
+DRAWING = ["switch", "gshard", "noisy, in groups, with bias", "dense_to_sparse"]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)], ids=["2 processes", "4 processes"])
+def test_draws_and_states_do_not_depend_on_the_mesh(mesh):
+    """Token by token: what noise, chance and jitter choose on each of the steps; and the bias on every rank."""
+    ours = run_processes(
+        gates_worker.choices_and_states, DRAWING, mesh, world_size=mesh[0] * mesh[1] * mesh[2], preload=PRELOAD
+    )
+    alone = gates_worker.choices_and_states(DRAWING, None)
+    for name in DRAWING:
+        assert ours[name]["chosen"].keys() == alone[name]["chosen"].keys() and len(alone[name]["chosen"]) > 100
+        for key, truth in alone[name]["chosen"].items():
+            for mine, wanted in zip(ours[name]["chosen"][key], truth, strict=True):
+                # fp64, but sums in another order, three steps of training apart
+                assert mine == pytest.approx(wanted, rel=1e-6), (name, key)
+        (wanted,) = alone[name]["states"]
+        assert len(ours[name]["states"]) == mesh[0] * mesh[1] * mesh[2]
+        for state in ours[name]["states"]:
+            assert state.keys() == wanted.keys()
+            for key, buffer in state.items():
+                assert torch.equal(buffer, wanted[key]), (name, key)
+    bias = alone["noisy, in groups, with bias"]["states"][0]
+    assert bias and all(b.any() for b in bias.values())
+
+
+def test_the_balance_loss_counts_the_ranks_that_it_says():
+    """E * sum_e f_e P_e in fp64, gradient included: f over a rank, over the ranks that share experts, over all."""
+    groups = {
+        "rank": [[0], [1], [2], [3]],
+        "group": [[0, 1], [0, 1], [2, 3], [2, 3]],
+        "microbatch": [[0, 1, 2, 3]] * 4,
+    }
+    results = run_processes(
+        gates_worker.balance_of_ranks, list(groups), (2, 1, 2), world_size=4, preload=PRELOAD
+    )  # fmt: skip
+    for scope, members in groups.items():
+        ranks = results[scope]
+        counts = [torch.bincount(rank["experts"].flatten(), minlength=8) for rank in ranks]
+        for rank, group in zip(ranks, members, strict=True):
+            counts_E = torch.stack([counts[other] for other in group]).sum(0).double()
+            weight_ED = rank["weight"].clone().requires_grad_()
+            mean_E = (rank["x"] @ weight_ED.T).softmax(-1).mean(0)
+            loss = 8 * (counts_E / counts_E.sum() * mean_E).sum()
+            assert rank["loss"].item() == pytest.approx(loss.item(), rel=1e-6)  # statistics are fp32
+            torch.testing.assert_close(rank["gradient"], torch.autograd.grad(loss, weight_ED)[0])
+    losses = [[rank["loss"].item() for rank in results[scope]] for scope in groups]
+    assert len({tuple(row) for row in losses}) == 3
