@@ -211,9 +211,11 @@ def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int, layer_
         name=model_settings.pop("name"), cfg={**model_settings, "moe": moe}, tokenizer=tokenizer
     )
     optimizer_settings = dict(run["optimizer"])
-    optimizer = build_optimizer(model, optimizer_settings.pop("name"), optimizer_settings)
-    late, memory = LateLoads(), InMemoryLogger()
     cuda = device_now().type == "cuda"
+    # the same steps; Composer's own synchronises with a GPU once for each parameter
+    name = optimizer_settings.pop("name") + ("_fused" if cuda else "")
+    optimizer = build_optimizer(model, name, optimizer_settings)
+    late, memory = LateLoads(), InMemoryLogger()
     trainer = Trainer(
         model=model,
         optimizers=optimizer,
