@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foundry_moe_kernels import expert_products as ep
-from timing import geometric_mean, header, loads, median_ms
+from timing import geometric_mean, header, in_turn_ms, loads
 
 CASES = {
     "XS": (65536, 512, 2048, 64),
@@ -72,10 +72,11 @@ def measure(case: str, load: str) -> dict[str, dict[str, float]]:
             "wgrad1": lambda: torch.bmm(dh3.mT, x3),
         }
     flops = 2.0 * rows * d * f
-    return {
-        product: {name: flops / median_ms(runs[product], 15) / 1e9 for name, runs in variants.items()}
-        for product in PRODUCTS
-    }
+    result = {}
+    for product in PRODUCTS:
+        times = in_turn_ms([runs[product] for runs in variants.values()], 15)
+        result[product] = {name: flops / ms / 1e9 for name, ms in zip(variants, times, strict=True)}
+    return result
 
 
 def main() -> None:

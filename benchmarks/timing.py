@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import triton
@@ -23,6 +23,24 @@ def median_ms(run: Callable[[], object], repeats: int = 11, warmup: int = 2) -> 
         end.record()
     torch.cuda.synchronize()
     return sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2]
+
+
+def in_turn_ms(runs: Sequence[Callable[[], object]], repeats: int = 11, warmup: int = 2) -> list[float]:
+    """As `median_ms` for each, but one call of each in turn: what the card's power allows is then the same for all."""
+    for run in runs:
+        for _ in range(warmup):
+            run()
+    events = []
+    for _ in range(repeats):
+        for run in runs:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            events.append((start, end))
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) for start, end in events]
+    return [sorted(times[i :: len(runs)])[repeats // 2] for i in range(len(runs))]
 
 
 def probabilities(experts: int, load: str) -> torch.Tensor:

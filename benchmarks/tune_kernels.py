@@ -2,7 +2,8 @@
 
     python benchmarks/tune_kernels.py --out kernels/hopper.json [--cases XS,OLMoE] [--products up2,inner]
 
-Compiles in parallel processes first, then times alone: medians of CUDA events over operands that exceed the L2.
+Compiles in parallel processes first, then times alone: one call of each candidate in turn, medians of CUDA events over
+operands that exceed the L2.
 
 Shapes: R rows, D model width, F expert width, E experts.
 """
@@ -11,17 +12,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foundry_moe_kernels import expert_products as ep
 from foundry_moe_kernels import tuning
 from foundry_moe_kernels.tuning import Tile
+from timing import in_turn_ms
 
 # rows (tokens x choices), model width, expert width, experts, gated
 CASES = {
@@ -35,32 +41,30 @@ CASES = {
     "Qwen3": (131072, 2048, 768, 128, True),
 }
 
-WIDE = [Tile(stages=s, flatten=f, group=g) for s, f, g in (
-    (3, 0, 4), (3, 0, 8), (3, 0, 16), (3, 1, 4), (3, 1, 8), (3, 1, 16), (4, 1, 4), (4, 1, 8), (4, 1, 16), (4, 0, 8),
-)]  # fmt: skip
-WHOLE = [Tile(stages=3, flatten=f, group=g, split=1) for f, g in ((0, 4), (0, 8), (1, 4))]  # one store a tile
-PAIRED = [  # two programs on an SM: one computes while the other stores
-    Tile(bn=128, stages=3, flatten=f, warps=4, per_sm=2, split=2, group=g) for f, g in ((1, 8), (1, 16), (0, 8))
+SPECIALISED = [
+    Tile(specialised=1, fused=0, stages=s, split=p, bk=k, group=g)
+    for s, p, k in ((4, 2, 64), (4, 4, 64), (3, 1, 64), (2, 2, 128))
+    for g in (1, 2, 4, 8, 16)
 ]
-DEEP = [Tile(bn=128, bk=128, stages=3, flatten=1, warps=w, split=2) for w in (4, 8)]
+WIDE = [Tile(stages=s, flatten=f, group=g) for s, f, g in ((3, 0, 8), (3, 0, 16), (3, 1, 8), (4, 1, 4), (4, 1, 8))]
+PAIRED = [  # two programs on an SM: one computes while the other stores
+    Tile(bn=128, stages=3, flatten=f, warps=4, per_sm=2, split=2, group=g) for f, g in ((1, 8), (0, 8))
+]
 SEPARATE = [dataclasses.replace(tile, fused=0) for tile in WIDE + PAIRED]
 FUSED = [Tile(bn=128, stages=3, warps=4, per_sm=2, split=4, group=16), Tile(stages=3, split=4, flatten=1)]
-CROWDED = [  # three or four programs on an SM, for products that write much and multiply little
+CROWDED = [  # three programs on an SM, for products that write much and multiply little
     Tile(bn=128, stages=2, flatten=f, warps=4, per_sm=3, split=4) for f in (0, 1)
-] + [Tile(bm=64, bn=b, stages=s, flatten=f, warps=4, per_sm=p, split=2)
-     for b, s, p in ((128, 2, 4), (128, 3, 3), (256, 2, 2)) for f in (0, 1)]  # fmt: skip
+]
 
 
 def candidates(product: str) -> list[Tile]:
     if product.startswith("down_backward"):
-        return FUSED + SEPARATE
+        return FUSED + SEPARATE + SPECIALISED
     if product == "up1":
-        return WIDE[6:9] + DEEP + SEPARATE
+        return WIDE[3:4] + SEPARATE + SPECIALISED
     if product == "up2":  # its epilogue always stores halves
-        return WIDE + PAIRED + DEEP
-    if product == "inner":
-        return WIDE + WHOLE + PAIRED + CROWDED
-    return WIDE + WHOLE + PAIRED + DEEP
+        return WIDE + PAIRED + [tile for tile in SPECIALISED if tile.split == 2]
+    return WIDE + PAIRED + SPECIALISED + (CROWDED if product == "inner" else [])
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -120,17 +124,6 @@ def products(case: str, device: str) -> Iterator[Product]:
     yield p("inner", d, f, planes, lambda t: ep.weight_gradient(z, x, rows, out=out, tile=t))
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
-    run()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in pairs:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(s.elapsed_time(e) for s, e in pairs)[repeats // 2]
-
-
 def _compile(share: tuple[int, int, list[str]]) -> None:
     index, of, names = share
     count = 0
@@ -148,6 +141,14 @@ def _compile(share: tuple[int, int, list[str]]) -> None:
                         print("compile", product.name, tile, repr(error)[:200])
 
 
+def compile_all(names: list[str]) -> None:
+    began = time.time()
+    workers = min(max(os.cpu_count() or 2, 2), 24)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(_compile, [(i, workers, names) for i in range(workers)], chunksize=1)
+    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -158,28 +159,27 @@ def main() -> None:
     args = parser.parse_args()
     names = [name for name in args.products.split(",") if name]
     torch.manual_seed(0)
-    began = time.time()
-    workers = min(max(os.cpu_count() or 2, 2), 24)
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(_compile, [(i, workers, names) for i in range(workers)], chunksize=1)
-    print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    compile_all(names)
     best: dict[str, dict[str, int]] = {}
     for case in args.cases.split(","):
         for product in products(case, "cuda"):
             if names and product.name not in names:
                 continue
-            times = []
+            tiles = []
             for tile in candidates(product.name):
                 try:
-                    times.append((median_ms(lambda: product.run(tile), args.repeats), tile))  # noqa: B023
+                    product.run(tile)
+                    tiles.append(tile)
                 except Exception as error:
                     print("failed", product.name, tile, repr(error)[:120])
-            times.sort(key=lambda pair: pair[0])
-            best[product.key] = dataclasses.asdict(times[0][1])
+            times = in_turn_ms([functools.partial(product.run, tile) for tile in tiles], args.repeats)
+            ranked = sorted(zip(times, tiles, strict=True), key=lambda pair: pair[0])
+            best[product.key] = dataclasses.asdict(ranked[0][1])
             shown = "  ".join(
-                f"{product.flops / ms / 1e9:.0f}: {t.bm}x{t.bn}x{t.bk} s{t.stages} w{t.warps} g{t.group} f{t.flatten}"
-                f" p{t.per_sm} /{t.split}{'' if t.fused else ' sep'}"
-                for ms, t in times[: args.top]
+                f"{product.flops / ms / 1e9:.0f}: {t.bm}x{t.bn}x{t.bk} s{t.stages} g{t.group} /{t.split}"
+                f"{' specialised' if t.specialised else f' w{t.warps} f{t.flatten} p{t.per_sm}'}"
+                f"{' fused' if t.fused else ''}"
+                for ms, t in ranked[: args.top]
             )
             print(f"{case:8s} {product.key:34s} {shown}", flush=True)
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Tensor-map (TMA) descriptors of the ragged operands, built on the host for one launch.
 
-Shapes: P planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts.
+Shapes: P planes (gate and up of a GLU: 2, else 1), R rows, C columns, E experts. `specialised` maps are for the kernels
+of `hopper_products`.
 
 Rows of one expert end where the next expert's begin, and a tensor map clips only at its own bounds. So the map of
 a ragged matrix gets two more dimensions whose strides undo each other modulo 2^64: reading at
@@ -10,6 +11,7 @@ from `row = size` on. The idea is `ragged_tma` of OpenAI's triton_kernels.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,18 +40,22 @@ def supported(*tensors: Tensor) -> bool:
     return True
 
 
-def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int], specialised: bool) -> Any:
+    if specialised:
+        from foundry_moe_kernels import hopper_products  # absent before Triton 3.6
+
+        return hopper_products.descriptor(base, shape, strides, block)
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
 
     return TensorDescriptor(base, shape, strides, block)
 
 
-def rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> Any:
+def rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:
     """[P, R, C] for loads that may run on into the next expert's rows: boxes [1, rows, columns]."""
-    return _descriptor(a_PRC, list(a_PRC.shape), list(a_PRC.stride()), [1, block_rows, block_columns])
+    return _descriptor(a_PRC, list(a_PRC.shape), list(a_PRC.stride()), [1, block_rows, block_columns], specialised)
 
 
-def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> Any:
+def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:
     """[P, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns], see `ragged_index`."""
     planes, rows_, columns = a_PRC.shape
     assert rows_ <= _WRAP, f"{rows_} rows: a ragged tensor map has room for {_WRAP}"
@@ -59,6 +65,7 @@ def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int) -> Any:
         [planes, _UNBOUNDED, _UNBOUNDED, _WRAP, columns],
         [a_PRC.stride(0), _WRAP_STRIDE - stride, stride, stride, 1],
         [1, 1, 1, block_rows, block_columns],
+        specialised,
     )
 
 
@@ -77,7 +84,7 @@ def planes_swapped(weights: tuple[Tensor, ...]) -> bool:
     return len(weights) == 2 and weights[1].data_ptr() < weights[0].data_ptr()
 
 
-def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int]) -> Any:
+def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int], *, specialised: bool = False) -> Any:
     """One or two [E, A, B] weights as planes [P, E, A, B] of one map: boxes [planes, 1, A, B] by box = (planes, A, B).
 
     The two need not share an allocation: the distance between them is the plane stride. Where `planes_swapped`, plane
@@ -91,12 +98,13 @@ def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int]) -> Any
         [len(weights), *base.shape],
         [stride, *base.stride()],
         [box[0], 1, box[1], box[2]],
+        specialised,
     )
 
 
-def boxes(tensor: Tensor, block: list[int]) -> Any:
+def boxes(tensor: Tensor, block: list[int], *, specialised: bool = False) -> Any:
     """A tensor as it lies in memory."""
-    return _descriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+    return _descriptor(tensor, list(tensor.shape), list(tensor.stride()), block, specialised)
 
 
 @triton.jit
@@ -111,12 +119,22 @@ def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
     return acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
 
 
+@functools.cache
 def device_supported(device: torch.device) -> bool:
     """Hopper with a Triton that has host tensor descriptors (3.4 up)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return version >= (3, 4)
+    return _triton_version() >= (3, 4)
+
+
+@functools.cache
+def specialised_supported(device: torch.device) -> bool:
+    """Whether `hopper_products` runs: Hopper with a Triton whose Gluon is the one it was written in (3.6 up)."""
+    return device_supported(device) and _triton_version() >= (3, 6)
+
+
+def _triton_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 __all__ = [
@@ -129,6 +147,7 @@ __all__ = [
     "ragged_index",
     "ragged_rows",
     "rows",
+    "specialised_supported",
     "supported",
     "weight_planes",
 ]

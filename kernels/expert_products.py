@@ -93,6 +93,13 @@ def _programs(device: torch.device, tile: Tile, tiles: int) -> int:
     return max(min(tuning.num_multiprocessors(device) * tile.per_sm, tiles), 1)
 
 
+def _runnable(tile: Tile, device: torch.device, epilogue: bool = True) -> Tile:
+    """The tile, or for a specialised one that Triton, the device or the epilogue rules out, its plain counterpart."""
+    if tile.specialised and not (epilogue and descriptors.specialised_supported(device)):
+        return Tile(bn=tile.bn, group=tile.group, split=4, fused=tile.fused)
+    return tile
+
+
 def _rows_product(
     epilogue: str,
     a_PRK: Tensor,
@@ -113,23 +120,55 @@ def _rows_product(
     _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
     up = epilogue == "up"
     glu = (z_PRN is not None and z_PRN.shape[0] == 2) or (up and len(weights) == 2)
+    tile = _runnable(tile, a_PRK.device, epilogue == "plain" or (up and glu))
+    special = bool(tile.specialised)
     side_by_side = 2 if up and glu else 1
     columns = tile.bn // side_by_side
     column_tiles = triton.cdiv(n, columns)
     box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
-    b_desc = descriptors.weight_planes(weights, box)
+    a_desc = descriptors.rows(a_PRK, tile.bm, tile.bk, specialised=special)
+    b_desc = descriptors.weight_planes(weights, box, specialised=special)
     # the `up` epilogue stores halves of a tile, the others SPLIT parts
     part = tile.bn // 2 if up else tile.bn // tile.split
+    height = tile.bm // 2 if special else tile.bm
 
     def out(tensor: Tensor | None) -> Any:
         if tensor is None:
             return None
-        return descriptors.ragged_rows(tensor if tensor.dim() == 3 else tensor[None], tile.bm, part)
+        return descriptors.ragged_rows(tensor if tensor.dim() == 3 else tensor[None], height, part, specialised=special)
 
-    inner = a_PRK.shape[2]
+    k_tiles = triton.cdiv(a_PRK.shape[2], tile.bk)
+    swapped = int(descriptors.planes_swapped(weights))
     programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)
+    if special:
+        from foundry_moe_kernels import hopper_products
+
+        hopper_products.rows_kernel[(programs,)](
+            a_desc,
+            b_desc,
+            out(z_PRN if up else c_PRN),
+            out(h_RN),
+            rows.entries_M4,
+            rows.count,
+            column_tiles,
+            k_tiles,
+            swapped,
+            tile.group,
+            PLANES=a_PRK.shape[0],
+            GATED=up,
+            ACT=activation,
+            TRANS_B=transposed,
+            BM=tile.bm,
+            BN=tile.bn,
+            BK=tile.bk,
+            STAGES=tile.stages,
+            SPLIT=2 if up else tile.split,
+            num_warps=hopper_products.WARPS,
+            maxnreg=hopper_products.REGISTERS,
+        )
+        return
     ragged_rows_kernel[(programs,)](
-        descriptors.rows(a_PRK, tile.bm, tile.bk),
+        a_desc,
         b_desc,
         out(c_PRN),
         out(z_PRN),
@@ -141,8 +180,8 @@ def _rows_product(
         dots,
         rows.num_rows,
         column_tiles,
-        triton.cdiv(inner, tile.bk),
-        int(descriptors.planes_swapped(weights)),
+        k_tiles,
+        swapped,
         PLANES=a_PRK.shape[0],
         EPILOGUE=epilogue,
         ACT=activation,
@@ -267,15 +306,42 @@ def weight_gradient(
         )
     experts = rows.offsets_E.shape[0]
     tile = tile or tuning.pick("inner", rows=rows.num_rows, experts=experts, n=n, k=m)
+    tile = _runnable(tile, a_PRM.device)
+    special = bool(tile.specialised)
     if out is None:
         out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)
     m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
     programs = _programs(a_PRM.device, tile, experts * planes * m_tiles * n_tiles)
-    box = [1, 1, tile.bm, tile.bn // tile.split]
+    a_desc = descriptors.ragged_rows(a_PRM, tile.bk, tile.bm, specialised=special)
+    b_desc = descriptors.ragged_rows(b_RN[None], tile.bk, tile.bn, specialised=special)
+    part = tile.bn // tile.split
+    if special:
+        from foundry_moe_kernels import hopper_products
+
+        hopper_products.inner_kernel[(programs,)](
+            a_desc,
+            b_desc,
+            descriptors.boxes(out[None], [1, 1, 1, tile.bm // 2, part], specialised=True),
+            rows.offsets_E,
+            rows.order_E,
+            experts,
+            planes,
+            m_tiles,
+            n_tiles,
+            tile.group,
+            BM=tile.bm,
+            BN=tile.bn,
+            BK=tile.bk,
+            STAGES=tile.stages,
+            SPLIT=tile.split,
+            num_warps=hopper_products.WARPS,
+            maxnreg=hopper_products.REGISTERS,
+        )
+        return out
     ragged_inner_kernel[(programs,)](
-        descriptors.ragged_rows(a_PRM, tile.bk, tile.bm),
-        descriptors.ragged_rows(b_RN[None], tile.bk, tile.bn),
-        descriptors.boxes(out, box),
+        a_desc,
+        b_desc,
+        descriptors.boxes(out, [1, 1, tile.bm, part]),
         rows.offsets_E,
         rows.order_E,
         experts,

@@ -18,7 +18,10 @@ TABLE = Path(__file__).with_name("hopper.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue."""
+    """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue.
+
+    `specialised` tiles run in `hopper_products`, where `warps`, `flatten` and `per_sm` have no say.
+    """
 
     bm: int = 128
     bn: int = 256
@@ -30,6 +33,7 @@ class Tile:
     flatten: int = 1
     per_sm: int = 1
     fused: int = 1  # the activation's backward in the epilogue of the product before it
+    specialised: int = 0
 
 
 @functools.cache
@@ -53,19 +57,28 @@ def _half(value: int) -> float:
     return round(2 * math.log2(max(value, 1))) / 2
 
 
+def is_committed(key: str) -> bool:
+    """Whether the committed table has this class itself."""
+    return key in _table()
+
+
 @functools.cache
-def _nearest(product: str, rows_per_expert: int, n: int, k: int) -> Tile:
-    """The class itself, or the one of this product that is nearest in the sum of logarithms' distances."""
-    wanted = (_half(rows_per_expert), _half(n), _half(k))
-    best, entry = math.inf, {}
-    for key, candidate in _table().items():
-        name, *sizes = key.split()
-        distance = sum(abs(float(size) - want) for size, want in zip(sizes, wanted, strict=True))
-        if name == product and distance < best:
-            best, entry = distance, candidate
-    return Tile(**entry)
+def nearest(key: str) -> tuple[Tile, ...]:
+    """The product's tiles, that of the class itself or the nearest in the sum of logarithms' distances first."""
+    product, *wanted = key.split()
+
+    def distance(other: str) -> float:
+        return sum(abs(float(size) - float(want)) for size, want in zip(other.split()[1:], wanted, strict=True))
+
+    keys = sorted((other for other in _table() if other.split()[0] == product), key=distance)
+    return tuple(dict.fromkeys(Tile(**_table()[other]) for other in keys)) or (Tile(),)
+
+
+@functools.cache
+def _pick(product: str, rows_per_expert: int, n: int, k: int) -> Tile:
+    return nearest(shape_class(product, rows_per_expert=rows_per_expert, n=n, k=k))[0]
 
 
 def pick(product: str, *, rows: int, experts: int, n: int, k: int) -> Tile:
     """The committed tile of this shape class or of the nearest; the defaults where the table has no such product."""
-    return _nearest(product, rows // max(experts, 1), n, k)
+    return _pick(product, rows // max(experts, 1), n, k)

@@ -1,7 +1,7 @@
 """The Hopper kernels of the six products against plain torch: ragged loads, rows past the end poisoned with NaN.
 
 Shapes: R rows, D model width, F expert width, E experts. On a CPU the interpreter runs them in fp32 with small tiles;
-on Hopper they run in bf16 with the tiles that training uses.
+on Hopper they run in bf16 with tiles of every kind that training uses.
 """
 
 import dataclasses
@@ -27,12 +27,29 @@ else:
 pytestmark = pytest.mark.skipif(CUDA and not ep.descriptors.device_supported(torch.device("cuda")), reason="not Hopper")
 
 
+SMALL = Tile(bm=32, bn=64, bk=16)
+TILES = {"small": SMALL}
+if CUDA:
+    TILES = {
+        "plain": Tile(),
+        "two programs": Tile(bn=128, warps=4, per_sm=2),
+        "specialised": Tile(specialised=1, stages=4),
+        "specialised, quarters": Tile(specialised=1, stages=4, split=4),
+        "specialised, whole": Tile(specialised=1, stages=3, split=1, group=3),
+        "specialised, long steps": Tile(specialised=1, stages=2, bk=128),
+    }
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(ep, "BLOCK", 32)
-        small = Tile(bm=32, bn=64, bk=16)
-        monkeypatch.setattr(ep.tuning, "pick", lambda *a, **k: small)
+        monkeypatch.setattr(ep.tuning, "pick", lambda *a, **k: SMALL)
+
+
+@pytest.fixture(params=TILES)
+def tile(request):
+    return TILES[request.param]
 
 
 @pytest.fixture(params=LOADS)
@@ -69,12 +86,12 @@ def close(actual, expected, used=None, dim=0):
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_up_writes_pre_activations_and_gated_product(loads, activation, swap):
+def test_up_writes_pre_activations_and_gated_product(loads, activation, swap, tile):
     rows, offsets_E, used, (w1, v1, _) = setup(loads)
     if swap:
         w1, v1 = v1, w1
     x = poison(new(ROWS, D), used)
-    z, h = ep.up(x, w1, v1, rows, activation)
+    z, h = ep.up(x, w1, v1, rows, activation, tile=tile)
     z_true, h_true = reference.up(x.double(), w1.double(), v1.double(), offsets_E, activation)
     close(z, z_true, used, 1)
     close(h, h_true, used)
@@ -90,12 +107,12 @@ def test_up_without_gate(loads, activation):
     close(h, h_true, used)
 
 
-def test_rows_product_of_both_orientations_and_planes(loads):
+def test_rows_product_of_both_orientations_and_planes(loads, tile):
     rows, offsets_E, used, (w1, v1, w2) = setup(loads)
     z = poison(new(2, ROWS, F), used, 1)
-    plain = ep.rows_product(z[:1], (w2,), rows, transposed=True)
+    plain = ep.rows_product(z[:1], (w2,), rows, transposed=True, tile=tile)
     close(plain, reference.rows_product(z[:1].double(), (w2.double(),), offsets_E, transposed=True), used)
-    both = ep.rows_product(z, (w1, v1), rows, transposed=False)
+    both = ep.rows_product(z, (w1, v1), rows, transposed=False, tile=tile)
     truth = reference.rows_product(z.double(), (w1.double(), v1.double()), offsets_E, transposed=False)
     close(both, truth, used)
 
@@ -122,11 +139,11 @@ def test_down_backward_gives_every_gradient_of_the_second_product(loads, activat
         close(dots.sum(0), dots_true, used)
 
 
-def test_weight_gradient_is_zero_without_rows_and_reads_no_other_experts_rows(loads):
+def test_weight_gradient_is_zero_without_rows_and_reads_no_other_experts_rows(loads, tile):
     rows, offsets_E, used, _ = setup(loads)
     a, b = poison(new(2, ROWS, F), used, 1), poison(new(ROWS, D), used)
     out = torch.full((2, len(loads), F, D), float("nan"), dtype=DTYPE, device=DEVICE)
-    ep.weight_gradient(a, b, rows, out=out)
+    ep.weight_gradient(a, b, rows, out=out, tile=tile)
     truth = reference.weight_gradient(a.double(), b.double(), offsets_E)
     close(out, truth)
     for expert, load in enumerate(loads):
@@ -134,13 +151,21 @@ def test_weight_gradient_is_zero_without_rows_and_reads_no_other_experts_rows(lo
             assert (out[:, expert] == 0).all()
 
 
-def test_no_write_past_the_end(loads):
+def test_no_write_past_the_end(loads, tile):
     rows, _, used, (w1, _, _) = setup(loads)
     x = new(ROWS, D)
     c = torch.full((ROWS, F), 7.0, dtype=DTYPE, device=DEVICE)
-    tile = ep.tuning.pick("nt", rows=ROWS, experts=len(loads), n=F, k=D)
     ep._rows_product("plain", x[None], (w1,), rows, F, transposed=True, tile=tile, c_PRN=c)
     assert (c[used:] == 7.0).all()
+
+
+def test_products_of_the_same_input_have_the_same_bits(loads, tile):
+    rows, _, used, (w1, _, _) = setup(loads)
+    x, dz = new(ROWS, D), new(1, ROWS, F)
+    first, second = (ep.rows_product(x[None], (w1,), rows, transposed=True, tile=tile)[:used] for _ in range(2))
+    assert torch.equal(first, second)
+    first, second = (ep.weight_gradient(dz, x, rows, tile=tile) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_same_input_gives_the_same_bits(loads):

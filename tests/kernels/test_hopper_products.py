@@ -1,0 +1,73 @@
+"""The warp-specialised kernels compile for Hopper, without one; `test_expert_products` runs them where there is one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+
+COMPILE = """
+import re, subprocess, tempfile
+import torch, triton
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+
+
+class Hopper:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+triton.runtime.driver.set_active(Hopper())
+from foundry_moe_kernels import descriptors, expert_products as ep, hopper_products
+from foundry_moe_kernels.tuning import Tile
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: report(self.kernel.warmup(*args, grid=grid, **options))
+
+
+def report(kernel):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    stack, local = re.search(r"STACK:(\\d+) .*LOCAL:(\\d+)", usage.stdout + usage.stderr).groups()
+    print(kernel.asm["ptx"].count("wgmma.mma_async"), stack, local, kernel.metadata.shared)
+
+
+descriptors.specialised_supported = lambda device: True
+hopper_products.rows_kernel = Compiled(hopper_products.rows_kernel)
+hopper_products.inner_kernel = Compiled(hopper_products.inner_kernel)
+x, h, w = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 512), (256, 1024), (2, 1024, 512)))
+rows = ep.RaggedRows(
+    offsets_E=torch.tensor([128, 256], dtype=torch.int32), entries_M4=torch.zeros(4, 4, dtype=torch.int32),
+    count=torch.zeros(1, dtype=torch.int32), order_E=torch.zeros(2, dtype=torch.int32), num_rows=256,
+)
+tile = Tile(specialised=1, stages=4)
+ep.rows_product(x[None], (w,), rows, transposed=True, tile=tile)
+ep.up(x, w, w.clone(), rows, "silu", tile=tile)
+ep.weight_gradient(h[None], x, rows, tile=tile)
+"""
+
+
+@pytest.mark.skipif(
+    tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6),
+    reason="Triton before 3.6 has another Gluon",
+)
+def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    kernels = [[int(word) for word in line.split()] for line in result.stdout.splitlines()]
+    assert len(kernels) == 3
+    for products, stack, local, shared in kernels:
+        assert products == 8  # four instructions a step of 64 in each of two halves
+        assert stack == local == 0
+        assert shared <= 227 * 1024
