@@ -110,6 +110,24 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     for name, experts in (("between ranks", _between_ranks), ("to experts' rows", _to_rows)):
         found[f"{name}, forward"] = _milliseconds(lambda e=experts: forward(e))  # type: ignore[misc]
         found[f"{name}, forward and backward"] = _milliseconds(lambda e=experts: forward(e).backward(gradient))  # type: ignore[misc]
+    w1_DF, w2_FD = (
+        (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_()
+        for shape in ((width, 2 * width), (2 * width, width))
+    )
+
+    def shared() -> Tensor:
+        return torch.relu(x_TD @ w1_DF) @ w2_FD
+
+    def with_shared(meanwhile: bool) -> None:
+        if meanwhile:
+            y_TD = dispatch(x_TD, weights_TK, experts_TK, num_experts, _to_rows, meanwhile=shared)
+        else:
+            y_TD = forward(_to_rows) + shared()
+        y_TD.backward(gradient)
+
+    found["shared expert alone"] = _milliseconds(lambda: shared().backward(gradient))
+    found["shared expert after"] = _milliseconds(lambda: with_shared(False))
+    found["shared expert meanwhile"] = _milliseconds(lambda: with_shared(True))
     return found
 
 
@@ -131,6 +149,7 @@ def main() -> None:
 def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) -> str:
     """One size as text."""
     rows, leaving, one_way, plain = (found.pop(name) for name in ("rows sent", "MB leaving", "NCCL", "NCCL plain"))
+    alone, after, meanwhile = (found.pop(f"shared expert {when}") for when in ("alone", "after", "meanwhile"))
     lines = [
         f"{gpus} GPUs, {tokens} tokens each, top {top_k}: {rows / tokens:.2f} rows a token are sent, {leaving:.0f} MB "
         "leave a GPU, one way",
@@ -143,6 +162,10 @@ def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) ->
         lines.append(
             f"{name:44}{ms:8.3f}{ways * leaving / ms:7.0f}{ways * one_way / ms:16.0%}{ways * plain / ms:15.0%}"
         )
+    lines.append(
+        f"to experts' rows, forward and backward, with a shared expert of {alone:.3f} ms: {after:.3f} ms one after the "
+        f"other, {meanwhile:.3f} ms with it computed while results travel"
+    )
     return "\n".join(lines)
 
 
