@@ -12,6 +12,7 @@ from `row = size` on. The idea is `ragged_tma` of OpenAI's triton_kernels.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,14 +41,19 @@ def supported(*tensors: Tensor) -> bool:
     return True
 
 
-def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int], specialised: bool) -> Any:
+@functools.cache
+def _maker(specialised: bool) -> Callable[..., Any]:
     if specialised:
         from foundry_moe_kernels import hopper_products  # absent before Triton 3.6
 
-        return hopper_products.descriptor(base, shape, strides, block)
+        return hopper_products.descriptor
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
 
-    return TensorDescriptor(base, shape, strides, block)
+    return TensorDescriptor
+
+
+def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int], specialised: bool) -> Any:
+    return _maker(specialised)(base, shape, strides, block)
 
 
 def rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:

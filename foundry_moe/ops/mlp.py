@@ -88,11 +88,26 @@ def routed_mlp(
         dtype = torch.get_autocast_dtype(device_type)
         x_TD, w1_EFD, w2_EDF = x_TD.to(dtype), w1_EFD.to(dtype), w2_EDF.to(dtype)
         v1_EFD = v1_EFD.to(dtype) if v1_EFD is not None else None
-    with torch.autocast(device_type, enabled=False):
-        if routes.places is not None:
-            return padded.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation)
-        chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
-        if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
-            return blocksparse.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory)
-        y_RD = _EXPERT_MLPS[chosen](permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
-        return combine(y_RD, weights_TK, routes)
+        with torch.autocast(device_type, enabled=False):
+            return _compute(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
+    return _compute(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
+
+
+def _compute(
+    x_TD: Tensor,
+    weights_TK: Tensor | None,
+    routes: Routes,
+    w1_EFD: Tensor,
+    v1_EFD: Tensor | None,
+    w2_EDF: Tensor,
+    activation: str,
+    backend: str,
+    memory: str,
+) -> Tensor:
+    if routes.places is not None:
+        return padded.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation)
+    chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
+    if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
+        return blocksparse.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory)
+    y_RD = _EXPERT_MLPS[chosen](permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
+    return combine(y_RD, weights_TK, routes)
