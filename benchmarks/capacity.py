@@ -45,7 +45,6 @@ PAPER = {"MoE-XS": 1.38, "MoE-Small": 2.0, "MoE-Medium": 4.35}
 SEQUENCE = 1024
 EXPERTS = 64
 DEPTHS = {"MoE-XS": 6, "MoE-Small": 12, "MoE-Medium": 24}
-STEPS = 500
 CAPACITIES: tuple[Any, ...] = (None, 1.0, 1.5, 2.0, "dynamic")
 TRAININGS: dict[str, dict[str, Any]] = {
     "dropless": {},
@@ -199,20 +198,22 @@ def long_sequences(tokens_NS: Tensor, length: int, device: torch.device) -> Tens
     return tokens_NS.flatten().unfold(0, length + 1, length).contiguous().to(device)
 
 
-def train_equal(tokens: dict[str, Tensor], device: torch.device, scale: int) -> tuple[list[dict[str, Any]], Tensor]:
+def train_equal(
+    tokens: dict[str, Tensor], layouts: list[str], steps: int, device: torch.device, scale: int
+) -> tuple[list[dict[str, Any]], Tensor]:
     """MoE-XS itself, trained on the same tokens with each way to lay out its experts.
 
     Returns:
         A row for each; and the choices of the dropless model's layers after its training, [layers, T].
     """
     width, layers = SHAPES["MoE-XS"][0] // min(scale, 8), DEPTHS["MoE-XS"] // min(scale, 3)
-    steps, batch, length = max(STEPS // scale, 6), 8, SEQUENCE // scale
+    batch, length = 8, SEQUENCE // scale
     train_NS = long_sequences(tokens["train"], length, device)
     valid_NS = long_sequences(tokens["val"], length, device)[:64]
     vocabulary = int(tokens["train"].max()) + 1
     rows, choices_LT = [], torch.empty(0)
-    for name, moe in TRAININGS.items():
-        run = Transformer(width, layers, vocabulary, device, **moe)
+    for name in layouts:
+        run = Transformer(width, layers, vocabulary, device, **TRAININGS[name])
         schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 1e-3, total_steps=steps, pct_start=0.1)
         generator = torch.Generator().manual_seed(0)
         epochs = steps * batch // len(train_NS) + 1
@@ -403,6 +404,9 @@ def main() -> None:
     parser.add_argument("--save-tokens", type=Path, help="the demo's data, to make that file from; does nothing else")
     parser.add_argument("--out", type=Path, default=Path("capacity.json"))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=500, help="of each training")
+    layouts = list(TRAININGS)
+    parser.add_argument("--layouts", nargs="*", default=layouts, choices=layouts, help="to train; dropless is needed")
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS, help="the last two need training")
     parser.add_argument("--scale", type=int, default=1, help="divide sizes, to try this on a CPU")
     arguments = parser.parse_args()
@@ -417,7 +421,10 @@ def main() -> None:
     if "gates" in only:
         results["gates"] = time_gates(*sizes)
     if "training" in only:
-        results["training"], choices_LT = train_equal(torch.load(arguments.tokens), device, arguments.scale)
+        results["training"], choices_LT = train_equal(
+            torch.load(arguments.tokens), arguments.layouts, max(arguments.steps // arguments.scale, 6), device,
+            arguments.scale,
+        )  # fmt: skip
         if "layers" in only:
             results["layers"] = compare_layers(choices_LT, *sizes)
         if "microbatches" in only:
