@@ -1,4 +1,4 @@
-"""On a GPU: dropless against token dropping, and the time of each gate.
+"""On a GPU: dropless against token dropping.
 
     python benchmarks/capacity.py data/demo/tokens.pt
 
@@ -37,7 +37,6 @@ from foundry_moe.layers.context import BatchContext, GateContext
 from foundry_moe.layers.gates.base import Choices, LinearGate
 from foundry_moe.layers.moe import DROPPED, MoELayer
 from foundry_moe.layers.progress import Progress
-from foundry_moe.ops import plan_routes
 
 # name -> width, microbatch of the paper's MegaBlocks runs; experts are MLPs of 4 D with GELU
 SHAPES = {"MoE-XS": (512, 64), "MoE-Small": (768, 32), "MoE-Medium": (1024, 8)}
@@ -54,22 +53,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "capacity 2": {"capacity": 2.0},
     "dynamic": {"capacity": "dynamic"},
 }
-PARTS = ("gates", "training", "layers", "microbatches")
-# OLMoE-1B-7B (Muennighoff et al. 2024): width, expert width, and four sequences of 4096
-OLMOE = {"width": 2048, "hidden": 1024, "tokens": 16_384}
-GATES: list[tuple[dict[str, Any], int]] = [
-    ({"name": "topk", "normalize": False}, 8),
-    ({"name": "topk", "score": "sigmoid", "bias_balance": True, "groups": 8, "group_limit": 4}, 8),
-    ({"name": "topk", "noise": True}, 8),
-    ({"name": "ktop1"}, 8),
-    ({"name": "hierarchical", "groups": 4}, 8),
-    ({"name": "expert_choice"}, 8),
-    ({"name": "gshard"}, 2),
-    ({"name": "switch"}, 1),
-    ({"name": "switch", "jitter": 0.0}, 1),
-    ({"name": "hash"}, 1),
-    ({"name": "base"}, 1),
-]
+PARTS = ("training", "layers", "microbatches")
 
 
 class RecordedGate(LinearGate):
@@ -359,35 +343,6 @@ def compare_microbatches(choices_LT: Tensor, device: torch.device, rounds: int, 
     return rows
 
 
-def time_gates(device: torch.device, rounds: int, scale: int) -> list[dict[str, Any]]:
-    tokens, width = OLMOE["tokens"] // scale, OLMOE["width"] // scale
-    rows = []
-    for settings, top_k in GATES:
-        config = MoEConfig(
-            num_experts=EXPERTS, top_k=top_k, expert_hidden_size=OLMOE["hidden"] // scale, activation="swiglu",
-            gate=settings,
-        )  # fmt: skip
-        layer = build(config, width, device, tokens)
-        dtype = next(layer.experts.parameters()).dtype
-        x_TD = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
-        context = layer.context.for_tokens(tokens, losses=layer.wanted_losses, training=True)
-
-        def gate_and_routing(layer: MoELayer = layer, x_TD: Tensor = x_TD, context: GateContext = context) -> None:
-            choices = layer.gate(x_TD, context)
-            plan_routes(choices.experts_TK, EXPERTS, choices.rows)
-            total = choices.weights_TK.sum() + sum(choices.losses.values())  # type: ignore[operator]
-            if total.requires_grad:
-                total.backward()
-                x_TD.grad = None
-                layer.gate.zero_grad()
-
-        gate_ms = milliseconds(gate_and_routing, device, rounds)
-        layer_ms = milliseconds(step(layer, x_TD, torch.randn_like(x_TD)), device, rounds)
-        rows.append({"gate": settings, "top_k": top_k, "gate_ms": gate_ms, "layer_ms": layer_ms})
-        print(json.dumps({**rows[-1], "share": gate_ms / layer_ms}), flush=True)
-    return rows
-
-
 def save_tokens(folder: Path, out: Path) -> None:
     from streaming import StreamingDataset
 
@@ -418,8 +373,6 @@ def main() -> None:
     sizes = (device, arguments.rounds, arguments.scale)
     results: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
     only = set(arguments.only)
-    if "gates" in only:
-        results["gates"] = time_gates(*sizes)
     if "training" in only:
         results["training"], choices_LT = train_equal(
             torch.load(arguments.tokens), arguments.layouts, max(arguments.steps // arguments.scale, 6), device,

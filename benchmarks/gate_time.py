@@ -89,7 +89,7 @@ def build(settings: dict[str, Any], top_k: int, device: torch.device, scale: int
 def gate_and_routing(layer: MoELayer, x_TD: Tensor, context: GateContext) -> None:
     """Choices, losses and routes, and the gradients of weights and losses."""
     choices = layer.gate(x_TD, context)
-    plan_routes(choices.experts_TK, EXPERTS, choices.rows)
+    plan_routes(choices.experts_TK, layer.num_experts, choices.rows)
     outputs = [choices.weights_TK, *choices.losses.values()]
     outputs = [o for o in outputs if o.requires_grad]
     if outputs:

@@ -30,6 +30,7 @@ from composer import Callback, Trainer
 from composer.core import State
 from composer.loggers import InMemoryLogger, Logger
 from composer.optim import CosineAnnealingWithWarmupScheduler
+from gate_time import gate_and_routing
 from llmfoundry.utils.builders import build_composer_model, build_optimizer, build_tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -38,7 +39,6 @@ from foundry_moe.callbacks.steps import RouterSteps
 from foundry_moe.conversion import moe_layers
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import DROPPED, MoELayer
-from foundry_moe.ops import plan_routes
 
 ROOT = Path(__file__).parents[1]
 # name of the run -> what differs in `model.moe`
@@ -180,17 +180,10 @@ def time_gate(file: Path, rounds: int = 15) -> tuple[float, float]:
     x_TD = x.requires_grad_()
     for_gate = context.for_tokens(len(x_TD), layer=1, losses=layer.wanted_losses, training=True)
 
-    def gate_and_routing() -> None:
-        choices = layer.gate(x_TD, for_gate)
-        plan_routes(choices.experts_TK, layer.num_experts, choices.rows)
-        total = choices.weights_TK.sum() + sum(choices.losses.values())  # type: ignore[operator]
-        if total.requires_grad:
-            total.backward()
-            x_TD.grad = None
-            layer.gate.zero_grad()
-
     whole = step(layer, x_TD, torch.randn_like(x_TD))
-    return milliseconds(gate_and_routing, device, rounds), milliseconds(whole, device, rounds)
+    return milliseconds(lambda: gate_and_routing(layer, x_TD, for_gate), device, rounds), milliseconds(
+        whole, device, rounds
+    )
 
 
 def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int, layer_file: Path) -> dict[str, Any]:
