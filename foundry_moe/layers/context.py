@@ -191,6 +191,8 @@ class BatchContext:
         self.token_ids_BS = token_ids_BS
         self.mask_BS = mask_BS.bool() if mask_BS is not None and mask_BS.dim() == 2 else None
         self._keys_T = None
+        if token_ids_BS is not None:
+            self.loss_scale(token_ids_BS.device)  # before any layer: one made in a compiled graph is a constant
 
     def anchor(self, loss: Any) -> Any:
         """The loss itself; in the backward pass it tells the layers how much the trainer makes of it.
