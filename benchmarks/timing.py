@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import random
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -26,21 +27,25 @@ def median_ms(run: Callable[[], object], repeats: int = 11, warmup: int = 2) -> 
 
 
 def in_turn_ms(runs: Sequence[Callable[[], object]], repeats: int = 11, warmup: int = 2) -> list[float]:
-    """As `median_ms` for each, but one call of each in turn: what the card's power allows is then the same for all."""
+    """As `median_ms` for each, but one call of each in turn, in a new order every time.
+
+    What the card's power allows is then the same for all, and nobody always follows one that draws little.
+    """
     for run in runs:
         for _ in range(warmup):
             run()
-    events = []
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
+    order, shuffle = list(range(len(runs))), random.Random(0).shuffle
     for _ in range(repeats):
-        for run in runs:
+        shuffle(order)
+        for i in order:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            run()
+            runs[i]()
             end.record()
-            events.append((start, end))
+            events[i].append((start, end))
     torch.cuda.synchronize()
-    times = [start.elapsed_time(end) for start, end in events]
-    return [sorted(times[i :: len(runs)])[repeats // 2] for i in range(len(runs))]
+    return [sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2] for pairs in events]
 
 
 def probabilities(experts: int, load: str) -> torch.Tensor:

@@ -42,29 +42,26 @@ CASES = {
 }
 
 SPECIALISED = [
-    Tile(specialised=1, fused=0, stages=s, split=p, bk=k, group=g)
-    for s, p, k in ((4, 2, 64), (4, 4, 64), (3, 1, 64), (2, 2, 128))
+    Tile(specialised=1, fused=0, stages=s, split=p, group=g)
+    for s, p in ((4, 2), (4, 4), (3, 1))
     for g in (1, 2, 4, 8, 16)
 ]
+SPECIALISED_UP = [  # this epilogue stores halves always; with three stages there is room for a second buffer
+    Tile(specialised=1, stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)
+]
 WIDE = [Tile(stages=s, flatten=f, group=g) for s, f, g in ((3, 0, 8), (3, 0, 16), (3, 1, 8), (4, 1, 4), (4, 1, 8))]
-PAIRED = [  # two programs on an SM: one computes while the other stores
-    Tile(bn=128, stages=3, flatten=f, warps=4, per_sm=2, split=2, group=g) for f, g in ((1, 8), (0, 8))
-]
-SEPARATE = [dataclasses.replace(tile, fused=0) for tile in WIDE + PAIRED]
+SEPARATE = [dataclasses.replace(tile, fused=0) for tile in WIDE]
 FUSED = [Tile(bn=128, stages=3, warps=4, per_sm=2, split=4, group=16), Tile(stages=3, split=4, flatten=1)]
-CROWDED = [  # three programs on an SM, for products that write much and multiply little
-    Tile(bn=128, stages=2, flatten=f, warps=4, per_sm=3, split=4) for f in (0, 1)
-]
 
 
 def candidates(product: str) -> list[Tile]:
     if product.startswith("down_backward"):
         return FUSED + SEPARATE + SPECIALISED
     if product == "up1":
-        return WIDE[3:4] + SEPARATE + SPECIALISED
-    if product == "up2":  # its epilogue always stores halves
-        return WIDE + PAIRED + [tile for tile in SPECIALISED if tile.split == 2]
-    return WIDE + PAIRED + SPECIALISED + (CROWDED if product == "inner" else [])
+        return SEPARATE + SPECIALISED
+    if product == "up2":
+        return WIDE + SPECIALISED_UP
+    return WIDE + SPECIALISED
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -8,15 +8,16 @@ Shapes: R rows sorted by expert, E experts, D model width, F expert width, P pla
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-from foundry_moe_kernels import descriptors, tuning
+from foundry_moe_kernels import autotune, descriptors, tuning
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
 from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
+from foundry_moe_kernels.sizes import cdiv
 from foundry_moe_kernels.topology import block_row_table, packed_block_rows, split_block_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
@@ -93,6 +94,20 @@ def _programs(device: torch.device, tile: Tile, tiles: int) -> int:
     return max(min(tuning.num_multiprocessors(device) * tile.per_sm, tiles), 1)
 
 
+def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], object], *, fused: bool = True) -> Tile:
+    offsets_E = rows.offsets_E
+    return autotune.pick(
+        product,
+        rows=rows.num_rows,
+        experts=offsets_E.shape[0],
+        n=n,
+        k=k,
+        device=offsets_E.device,
+        run=run,
+        fused=fused,
+    )
+
+
 def _runnable(tile: Tile, device: torch.device, epilogue: bool = True) -> Tile:
     """The tile, or for a specialised one that Triton, the device or the epilogue rules out, its plain counterpart."""
     if tile.specialised and not (epilogue and descriptors.specialised_supported(device)):
@@ -124,12 +139,12 @@ def _rows_product(
     special = bool(tile.specialised)
     side_by_side = 2 if up and glu else 1
     columns = tile.bn // side_by_side
-    column_tiles = triton.cdiv(n, columns)
+    column_tiles = cdiv(n, columns)
     box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
     a_desc = descriptors.rows(a_PRK, tile.bm, tile.bk, specialised=special)
     b_desc = descriptors.weight_planes(weights, box, specialised=special)
-    # the `up` epilogue stores halves of a tile, the others SPLIT parts
-    part = tile.bn // 2 if up else tile.bn // tile.split
+    split = 2 if up else tile.split  # parts that a tile is stored in
+    part = tile.bn // split
     height = tile.bm // 2 if special else tile.bm
 
     def out(tensor: Tensor | None) -> Any:
@@ -137,7 +152,7 @@ def _rows_product(
             return None
         return descriptors.ragged_rows(tensor if tensor.dim() == 3 else tensor[None], height, part, specialised=special)
 
-    k_tiles = triton.cdiv(a_PRK.shape[2], tile.bk)
+    k_tiles = cdiv(a_PRK.shape[2], tile.bk)
     swapped = int(descriptors.planes_swapped(weights))
     programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)
     if special:
@@ -162,7 +177,8 @@ def _rows_product(
             BN=tile.bn,
             BK=tile.bk,
             STAGES=tile.stages,
-            SPLIT=2 if up else tile.split,
+            SPLIT=tile.split,
+            BUFFERS=hopper_products.buffers(tile, split),
             num_warps=hopper_products.WARPS,
             maxnreg=hopper_products.REGISTERS,
         )
@@ -211,9 +227,12 @@ def rows_product(
     """
     n = weights[0].shape[1 if transposed else 2]
     product = ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")
-    tile = tile or tuning.pick(product, rows=rows.num_rows, experts=weights[0].shape[0], n=n, k=a_PRK.shape[2])
     c_RN = torch.empty(a_PRK.shape[1], n, dtype=a_PRK.dtype, device=a_PRK.device)
-    _rows_product("plain", a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN)
+
+    def run(tile: Tile) -> None:
+        _rows_product("plain", a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN)
+
+    run(tile or _pick(product, rows, n, a_PRK.shape[2], run))
     return c_RN
 
 
@@ -225,8 +244,10 @@ def up(
     One launch, but for an MLP without gate whose `tile.fused` is 0: there the activation is a launch of its own.
     """
     weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
-    experts, n, k = w1_EFD.shape
-    tile = tile or tuning.pick("up" + str(len(weights)), rows=rows.num_rows, experts=experts, n=n, k=k)
+    _, n, k = w1_EFD.shape
+    tile = tile or _pick(
+        "up" + str(len(weights)), rows, n, k, lambda other: up(x_RD, w1_EFD, v1_EFD, rows, activation, tile=other)
+    )
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
     if not tile.fused and v1_EFD is None:
         _rows_product("plain", x_RD[None], weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
@@ -261,16 +282,20 @@ def down_backward_(
         h_RF weighted (what the gradient of W2 needs) and, given weights, partial dot products of dy and y, fp32
         [tiles or 1, R]: their sum over tiles is the gradient of each row's weight.
     """
-    experts, k, n = w2_EDF.shape
-    tile = tile or tuning.pick(f"down_backward{z_PRF.shape[0]}", rows=rows.num_rows, experts=experts, n=n, k=k)
-    if not tile.fused:
-        h_RF = torch.empty_like(z_PRF[0])  # first dh, then h in its place
+    _, k, n = w2_EDF.shape
+    h_RF = torch.empty_like(z_PRF[0])  # unless fused first dh, then h in its place
+
+    def product(tile: Tile) -> None:
         _rows_product("plain", dy_RD[None], (w2_EDF,), rows, n, transposed=False, tile=tile, c_PRN=h_RF)
+
+    # a fused tile would overwrite z on the first try: the plain product is what is timed
+    tile = tile or _pick(f"down_backward{z_PRF.shape[0]}", rows, n, k, product, fused=False)
+    if not tile.fused:
+        product(tile)
         return h_RF, activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
-    h_RF = torch.empty_like(z_PRF[0])
     dots = None
     if weights_TK is not None:
-        dots = torch.empty(triton.cdiv(n, tile.bn), rows.num_rows, dtype=torch.float32, device=dy_RD.device)
+        dots = torch.empty(cdiv(n, tile.bn), rows.num_rows, dtype=torch.float32, device=dy_RD.device)
     _rows_product(
         "down_backward",
         dy_RD[None],
@@ -305,12 +330,13 @@ def weight_gradient(
             f"{rows.num_rows} rows and a dtype"
         )
     experts = rows.offsets_E.shape[0]
-    tile = tile or tuning.pick("inner", rows=rows.num_rows, experts=experts, n=n, k=m)
+    result = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device) if out is None else out
+    if tile is None:
+        tile = _pick("inner", rows, n, m, lambda other: weight_gradient(a_PRM, b_RN, rows, out=result, tile=other))
+    out = result
     tile = _runnable(tile, a_PRM.device)
     special = bool(tile.specialised)
-    if out is None:
-        out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)
-    m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, tile.bn)
+    m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
     programs = _programs(a_PRM.device, tile, experts * planes * m_tiles * n_tiles)
     a_desc = descriptors.ragged_rows(a_PRM, tile.bk, tile.bm, specialised=special)
     b_desc = descriptors.ragged_rows(b_RN[None], tile.bk, tile.bn, specialised=special)
@@ -334,6 +360,7 @@ def weight_gradient(
             BK=tile.bk,
             STAGES=tile.stages,
             SPLIT=tile.split,
+            BUFFERS=hopper_products.buffers(tile, tile.split),
             num_warps=hopper_products.WARPS,
             maxnreg=hopper_products.REGISTERS,
         )

@@ -1,7 +1,7 @@
 """The expert products as warp-specialised kernels, in Gluon, Triton's lower-level dialect (Triton 3.6 up, Hopper).
 
-They do what `ragged_rows` (plain and gated `up`) and `ragged_inner` do, tile for tile. A program is of three kinds of
-warps:
+They do what `ragged_rows` (but for `down_backward`) and `ragged_inner` do, tile for tile. A program has three groups
+of warps:
 
     loader        one warp: fills a ring of shared-memory stages by tensor maps, on into the next tiles
     multipliers   two groups of four warps, each with its half of a tile's rows: an asynchronous product a stage, then
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from foundry_moe_kernels.activations import activate
+from foundry_moe_kernels.tuning import Tile
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 WRAP = gl.constexpr(2**28)  # see `descriptors`
 WARPS = 4  # of the first multiplier; the second has as many, the loader one
+SHARED_BYTES = 226 * 2**10  # of a multiprocessor, less what barriers take
 REGISTERS = 168  # a thread at launch, of which the loader gives up all but 24 to the multipliers
 
 
@@ -157,8 +159,7 @@ def _rings(a_desc, b_desc, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _buffers(desc, SPLIT: gl.constexpr):
-    COUNT: gl.constexpr = SPLIT // 2 if SPLIT > 2 else 1
+def _buffers(desc, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
 
 
@@ -229,10 +230,11 @@ def _rows_multiply(
                 ring, stage, phase, k_tiles * PLANES, HALF, False, TRANS_B, BM, BN, BK, STAGES
             )
             place = (0, WRAP, start + size, WRAP - size + row)
+            column = column_tile * COLUMNS
             if GATED:
-                _write_gated(acc, c_desc, h_desc, place, column_tile * COLUMNS, buffers, swapped, ACT)
+                _write_gated(acc, c_desc, h_desc, place, column, buffers, swapped, ACT)
             else:
-                _write(acc, c_desc, place, column_tile * COLUMNS, buffers, SPLIT)
+                _write(acc, c_desc, place, column, buffers, SPLIT)
         else:
             stage, phase = _skip(ring, stage, phase, k_tiles * PLANES, STAGES)
     tma.store_wait(0)
@@ -243,6 +245,7 @@ def rows_kernel(
     a_desc, b_desc, c_desc, h_desc, block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """block_rows_ptr: int32 [M, 4] of (expert, first row of the expert, rows of the expert, row within it).
 
@@ -250,8 +253,8 @@ def rows_kernel(
     GATED   c = gate and up, whose columns lie side by side in the tile; h = act(gate) * up
     """
     ring = _rings(a_desc, b_desc, STAGES)
-    first = _buffers(c_desc, SPLIT)
-    second = _buffers(c_desc, SPLIT)
+    first = _buffers(c_desc, BUFFERS)
+    second = _buffers(c_desc, BUFFERS)
     work = (block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped)
     gl.warp_specialize([
         (_rows_multiply, (c_desc, h_desc, ring, work, first, 0, PLANES, GATED, ACT, TRANS_B,
@@ -269,6 +272,9 @@ def rows_kernel(
 def _inner_place(tile, work, BK: gl.constexpr):
     """(expert, its first row, rows, steps, plane, m, n tile): expert after expert, `grouped` tiles of m at a time."""
     offsets_ptr, order_ptr, _, planes, m_tiles, n_tiles, grouped = work
+    # Tiles get shorter and programs take them in turn: whoever is ahead in every later turn comes last in the first.
+    programs = gl.num_programs(0)
+    tile = gl.where(tile < programs, programs - 1 - tile, tile)
     per_expert = planes * m_tiles * n_tiles
     turn = tile // per_expert
     inner = tile - turn * per_expert
@@ -326,17 +332,25 @@ def _inner_multiply(
 def inner_kernel(
     a_desc, b_desc, c_desc, offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """offsets_ptr: int32 [E], the row after the last one of each expert; order_ptr: int32 [E], most rows first."""
     ring = _rings(a_desc, b_desc, STAGES)
-    first = _buffers(c_desc, SPLIT)
-    second = _buffers(c_desc, SPLIT)
+    first = _buffers(c_desc, BUFFERS)
+    second = _buffers(c_desc, BUFFERS)
     work = (offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped)
     gl.warp_specialize([
         (_inner_multiply, (c_desc, ring, work, first, 0, BM, BN, BK, STAGES, SPLIT)),
         (_inner_multiply, (c_desc, ring, work, second, 1, BM, BN, BK, STAGES, SPLIT)),
         (_inner_load, (a_desc, b_desc, ring, work, BM, BN, BK, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
+
+
+def buffers(tile: Tile, split: int) -> int:
+    """How many of its `split` parts each half of a tile may have on the way out: two if they fit beside the ring."""
+    ring_bytes = 2 * tile.stages * (tile.bm + tile.bn) * tile.bk
+    part_bytes = 2 * tile.bm * tile.bn // split  # of both halves
+    return max(min((SHARED_BYTES - ring_bytes) // part_bytes, split, 2), 1)
 
 
 @functools.cache
