@@ -163,3 +163,14 @@ def test_a_way_to_drop_that_cannot_be_is_refused(keys, sentence):
 
     with pytest.raises(ValueError, match=sentence):
         from_mapping(MoEConfig, {"num_experts": 4, **keys}, "algorithms.dmoe")
+
+
+@pytest.mark.parametrize("capacity", [0.6, "dynamic"])
+def test_a_compiled_layer_drops_what_the_eager_one_drops(capacity):
+    x_TD, direction = torch.randn(16, 6, dtype=torch.float64), torch.randn(16, 6, dtype=torch.float64)
+    layers = [build(replace(CONFIG, capacity=capacity)) for _ in range(2)]
+    layers[0](x_TD).backward(direction)
+    torch.compile(layers[1], backend="aot_eager")(x_TD).backward(direction)
+    for eager, compiled in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        torch.testing.assert_close(compiled.grad, eager.grad)
+    torch.testing.assert_close(layers[1].statistics.losses_L, layers[0].statistics.losses_L)
