@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from foundry_moe_kernels import autotune, descriptors, tuning
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
 from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
@@ -158,7 +159,9 @@ def _rows_product(
     if special:
         from foundry_moe_kernels import hopper_products
 
-        hopper_products.rows_kernel[(programs,)](
+        launch(
+            hopper_products.rows_kernel,
+            (programs,),
             a_desc,
             b_desc,
             out(z_PRN if up else c_PRN),
@@ -183,7 +186,9 @@ def _rows_product(
             maxnreg=hopper_products.REGISTERS,
         )
         return
-    ragged_rows_kernel[(programs,)](
+    launch(
+        ragged_rows_kernel,
+        (programs,),
         a_desc,
         b_desc,
         out(c_PRN),
@@ -344,7 +349,9 @@ def weight_gradient(
     if special:
         from foundry_moe_kernels import hopper_products
 
-        hopper_products.inner_kernel[(programs,)](
+        launch(
+            hopper_products.inner_kernel,
+            (programs,),
             a_desc,
             b_desc,
             descriptors.boxes(out[None], [1, 1, 1, tile.bm // 2, part], specialised=True),
@@ -365,7 +372,9 @@ def weight_gradient(
             maxnreg=hopper_products.REGISTERS,
         )
         return out
-    ragged_inner_kernel[(programs,)](
+    launch(
+        ragged_inner_kernel,
+        (programs,),
         a_desc,
         b_desc,
         descriptors.boxes(out, [1, 1, tile.bm, part]),

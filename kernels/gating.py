@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.noise import column_hash, row_hash, uniform_from
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from foundry_moe_kernels.topk import best_keys, expert_of, make_keys, score_of
@@ -125,7 +126,7 @@ def _choose_backward_kernel(
     logits_ptr, mask_ptr, experts_ptr, wanted_ptr, dweights_ptr, dmean_ptr, dz_ptr, number_ptr, out_ptr,
     tokens, num_experts, scale,
     K: tl.constexpr, KP: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr, MASKED: tl.constexpr,
-    STATISTICS: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    MEAN: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
@@ -151,10 +152,12 @@ def _choose_backward_kernel(
         value = tl.sum(tl.where(here, dweights, 0.0), axis=1)
         dprobs += tl.where(expert[:, None] == e[None, :], value[:, None], 0.0)
     dlse = tl.zeros((TOKENS,), tl.float32)
-    if STATISTICS:
+    if MEAN or Z:
         share = _real(mask_ptr, t, tokens, MASKED) / tl.load(number_ptr)
+    if MEAN:
         dmean = tl.load(dmean_ptr + e, mask=e < num_experts, other=0.0)
         dprobs += share[:, None] * dmean[None, :]
+    if Z:
         dlse = tl.load(dz_ptr) * 2.0 * lse * share
     dlogits = probs * (dprobs - tl.sum(probs * dprobs, axis=1)[:, None] + dlse[:, None])
     keep = (t < tokens)[:, None] & (e < num_experts)[None, :]
@@ -200,14 +203,25 @@ def choose(
         return weights_TK, experts_TK, wanted_TK, mean_E.zero_(), counts_E.zero_(), z.zero_(), number.fill_(1)
     sums = new(programs, 2 * experts + 2) if statistics else weights_TK
     mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
-    _choose_kernel[(programs,)](
+    launch(
+        _choose_kernel, (programs,),
         logits_TE, mask, keys_T, weights_TK, experts_TK, wanted_TK, sums, rule.stream or 0, tokens, experts, rule.scale,
         K=k, KP=columns, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=random,
         MASKED=mask is not None, STATISTICS=statistics, TOKENS=block, EXPERTS=wide, num_warps=4,
     )  # fmt: skip
     if statistics:
-        _sum_kernel[(cdiv(2 * experts + 2, 8),)](
-            sums, mean_E, counts_E, z, number, programs, experts, ROWS=128, COLUMNS=8
+        launch(
+            _sum_kernel,
+            (cdiv(2 * experts + 2, 8),),
+            sums,
+            mean_E,
+            counts_E,
+            z,
+            number,
+            programs,
+            experts,
+            ROWS=128,
+            COLUMNS=8,
         )
     return weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number
 
@@ -223,18 +237,19 @@ def choose_backward(
     dmean_E: Tensor | None,
     dz: Tensor | None,
 ) -> Tensor:
-    """dlogits_TE. `dmean_E` and `dz` are both given or both None."""
+    """dlogits_TE from the gradients of weights, mean softmax and z-loss, of which the latter two may be None."""
     tokens, experts = logits_TE.shape
     k = experts_TK.shape[1]
     out_TE = torch.empty_like(logits_TE)
     if tokens:
         block, wide, columns = _blocks(experts, k)
         mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
-        _choose_backward_kernel[(cdiv(tokens, block),)](
+        launch(
+            _choose_backward_kernel, (cdiv(tokens, block),),
             logits_TE, mask, experts_TK, wanted_TK, dweights_TK.contiguous(), dmean_E, dz, number, out_TE,
             tokens, experts, rule.scale,
             K=k, KP=columns, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,
-            STATISTICS=dmean_E is not None, TOKENS=block, EXPERTS=wide, num_warps=4,
+            MEAN=dmean_E is not None, Z=dz is not None, TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
     return out_TE
 
@@ -254,5 +269,5 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
     """E * sum_e f_e P_e of mean probabilities and counts, and its slope in the former: a scalar and [E], fp32."""
     loss, slope_E = mean_E.new_empty(()), torch.empty_like(mean_E)
     experts = mean_E.shape[0]
-    _balance_kernel[(1,)](mean_E, counts_E, loss, slope_E, experts, EXPERTS=next_power_of_2(experts))
+    launch(_balance_kernel, (1,), mean_E, counts_E, loss, slope_E, experts, EXPERTS=next_power_of_2(experts))
     return loss, slope_E

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
@@ -169,7 +170,8 @@ def permute(
     if out.numel() == 0:
         return out
     block, columns, warps = _blocks(width, x_TD.element_size())
-    _permute_kernel[(cdiv(tokens, block), cdiv(width, columns))](
+    launch(
+        _permute_kernel, (cdiv(tokens, block), cdiv(width, columns)),
         x_TD, out, row_TK, offsets_E[-1:], tokens, rows, width, x_TD.stride(0), K=choices, ZERO_TAIL=zero_tail,
         TOKENS=block, WIDTH=columns, SPARSE=_sparse(choices), num_warps=warps,
     )  # fmt: skip
@@ -185,7 +187,8 @@ def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     block, columns, warps = _blocks(width, y_RD.element_size())
-    _combine_kernel[(cdiv(tokens, block), cdiv(width, columns))](
+    launch(
+        _combine_kernel, (cdiv(tokens, block), cdiv(width, columns)),
         y_RD.contiguous(), out, row_TK, None if weights_TK is None else weights_TK.contiguous(), tokens, width,
         K=choices, WEIGHTED=weights_TK is not None, TOKENS=block, WIDTH=columns, ACC=_accumulator(y_RD.dtype),
         SPARSE=_sparse(choices), num_warps=warps,
@@ -205,7 +208,8 @@ def combine_backward(
     dweights = torch.empty(tokens, choices, dtype=weights_TK.dtype, device=weights_TK.device)
     if dweights.numel() == 0 or width == 0:
         return out, dweights.zero_()
-    _combine_backward_kernel[(tokens,)](
+    launch(
+        _combine_backward_kernel, (tokens,),
         dy_TD.contiguous(), y_RD, out, row_TK, weights_TK.contiguous(), dweights, offsets_E[-1:],
         tokens, y_RD.shape[0], width,
         K=choices, WIDTH=min(next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,
@@ -218,7 +222,15 @@ def gather_dots(dots: Tensor, row_TK: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(row_TK.shape, dtype=dtype, device=dots.device)
     if out.numel():
         block = 256
-        _gather_dots_kernel[(cdiv(out.numel(), block),)](
-            dots, row_TK, out, dots.shape[0], dots.shape[1], out.numel(), BLOCK=block
+        launch(
+            _gather_dots_kernel,
+            (cdiv(out.numel(), block),),
+            dots,
+            row_TK,
+            out,
+            dots.shape[0],
+            dots.shape[1],
+            out.numel(),
+            BLOCK=block,
         )
     return out

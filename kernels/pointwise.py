@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from foundry_moe_kernels.activations import activate as _activate
 from foundry_moe_kernels.activations import activate_with_grad
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
@@ -34,7 +35,8 @@ def activate(z_PRF: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
     h_RF = torch.empty(rows, width, dtype=z_PRF.dtype, device=z_PRF.device)
     if rows and width:
         wide = min(next_power_of_2(width), 2048)
-        _activate_kernel[(rows, cdiv(width, wide))](
+        launch(
+            _activate_kernel, (rows, cdiv(width, wide)),
             z_PRF, h_RF, offsets_E[-1:], rows, width,
             ACT=activation, GLU=planes == 2, WIDTH=wide, num_warps=max(1, min(8, wide // 256)),
         )  # fmt: skip
@@ -100,7 +102,8 @@ def activation_backward_(
         wide = min(width & -width, 1024)
         wide = wide if wide >= 128 else min(next_power_of_2(width), 1024)
         block = max(1, 2048 // wide)
-        _activation_backward_kernel[(cdiv(rows, block),)](
+        launch(
+            _activation_backward_kernel, (cdiv(rows, block),),
             dh_RF, z_PRF, weights_TK, source_R, dots, offsets_E[-1:], rows, width,
             ACT=activation, GLU=planes == 2, WEIGHTED=weights_TK is not None, ROWS=block, WIDTH=wide, num_warps=4,
         )  # fmt: skip

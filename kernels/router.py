@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.noise import column_hash, jittered, row_hash
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
@@ -192,7 +193,8 @@ def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Ten
     if out_TE.numel():
         keys, stream, low, span = _draw(jitter, x_TD)
         block = _expert_block(experts, 128)
-        _scores_kernel[(cdiv(tokens, 64), cdiv(experts, block))](
+        launch(
+            _scores_kernel, (cdiv(tokens, 64), cdiv(experts, block)),
             x_TD, weight_ED, keys, out_TE, stream, tokens, experts, width, low, span,
             JITTER=jitter is not None, PARTS=_parts(weight_ED, x_TD.dtype, 3),
             BT=64, BE=block, BD=64, num_warps=4, num_stages=4,
@@ -209,10 +211,11 @@ def input_gradient(dscores_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None,
         keys, stream, low, span = _draw(jitter, dscores_TE)
         block = _expert_block(experts, 128)
         columns = 1024
-        _input_gradient_kernel[(cdiv(width, columns), cdiv(tokens, 64))](
+        launch(
+            _input_gradient_kernel, (cdiv(width, columns), cdiv(tokens, 64)),
             dscores_TE, weight_ED, keys, dx_TD, stream, tokens, experts, width, low, span,
             JITTER=jitter is not None, PARTS=_parts(weight_ED, dtype, 2), WHOLE=experts <= block, SPAN=columns,
-            BT=64, BE=block, BD=128, num_warps=4, num_stages=3,
+            BT=64, BE=block, BD=64, num_warps=4, num_stages=3,
         )  # fmt: skip
     return dx_TD
 
@@ -230,11 +233,12 @@ def weight_gradient(
     parts_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
     keys, stream, low, span = _draw(jitter, x_TD)
     block = _expert_block(experts, 64)
-    _weight_gradient_kernel[(cdiv(width, 128), cdiv(experts, block), spans)](
+    launch(
+        _weight_gradient_kernel, (cdiv(width, 128), cdiv(experts, block), spans),
         dscores_TE, x_TD, keys, parts_SED, stream, tokens, experts, width, low, span,
         JITTER=jitter is not None, PARTS=_parts(x_TD, torch.float32, 2 if dtype is x_TD.dtype else 3), SPAN=_SPAN,
         BT=64, BE=block, BD=128, num_warps=4, num_stages=3,
     )  # fmt: skip
     numbers = experts * width
-    _sum_spans_kernel[(cdiv(numbers, 512),)](parts_SED, dweight_ED, spans, numbers, BLOCK=512)
+    launch(_sum_spans_kernel, (cdiv(numbers, 512),), parts_SED, dweight_ED, spans, numbers, BLOCK=512)
     return dweight_ED

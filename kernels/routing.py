@@ -1,6 +1,7 @@
 """Plans the ragged permutation on the device: a stable counting sort of choices by expert, without atomics.
 
-Three launches: counts of each block of choices, their running sums, and each choice's row.
+Three launches: counts of each block of choices, their running sums (for few choices part of the next), and each
+choice's row.
 
 Shapes: T tokens, K choices, A = T * K assignments, E experts, N blocks of assignments.
 """
@@ -10,11 +11,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 BLOCK = 128
 _EXPERTS_AT_ONCE = 32
+_SUMMED_FROM = 16384  # counts, below which each program sums for itself: one launch less
 MAX_EXPERTS = 4096
 
 
@@ -51,11 +54,24 @@ def _sum_kernel(counts_ptr, totals_ptr, blocks, CHUNK: tl.constexpr):
 @triton.jit
 def _place_kernel(
     experts_ptr, counts_ptr, totals_ptr, experts_out, offsets_ptr, source_ptr, row_ptr,
-    assignments, num_experts, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    assignments, num_experts, blocks, SUMMED: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
-    totals = tl.load(totals_ptr + e, mask=e < num_experts, other=0)
+    if SUMMED:
+        totals = tl.load(totals_ptr + e, mask=e < num_experts, other=0)
+    else:
+        totals = tl.zeros((EXPERTS,), tl.int32)
+        before_E = tl.zeros((EXPERTS,), tl.int32)
+        for begin in range(0, blocks, CHUNK):
+            n = begin + tl.arange(0, CHUNK)
+            keep = (e < num_experts)[:, None] & (n < blocks)[None, :]
+            counts = tl.load(counts_ptr + e[:, None] * blocks + n[None, :], mask=keep, other=0)
+            totals += tl.sum(counts, axis=1)
+            before_E += tl.sum(tl.where((n < block)[None, :], counts, 0), axis=1)
+        if block == 0:
+            tl.store(totals_ptr + e, totals, mask=e < num_experts)
     ends = tl.cumsum(totals, axis=0)
     starts = ends - totals
     if block == 0:
@@ -70,21 +86,26 @@ def _place_kernel(
     earlier = (expert[:, None] == other[None, :]) & (j[:, None] > j[None, :])
     rank = tl.sum(earlier.to(tl.int32), axis=1)
     first = tl.gather(starts, tl.maximum(expert, 0), axis=0)
-    before = tl.load(counts_ptr + expert * blocks + block, mask=present, other=0)
+    if SUMMED:
+        before = tl.load(counts_ptr + expert * blocks + block, mask=present, other=0)
+    else:
+        before = tl.gather(before_E, tl.maximum(expert, 0), axis=0)
     row = first + before + rank
     tl.store(row_ptr + i, tl.where(present, row, -1), mask=i < assignments)
     tl.store(source_ptr + row, i, mask=present)
     tl.store(source_ptr + i, tl.full((BLOCK,), -1, tl.int32), mask=(i >= used) & (i < assignments))
 
 
-def _count(experts_TK: Tensor, mask_T: Tensor | None, counts_EN: Tensor, totals_E: Tensor) -> None:
-    """Choices of each expert in the blocks before each block, and in all."""
+def _count(experts_TK: Tensor, mask_T: Tensor | None, counts_EN: Tensor, totals_E: Tensor | None) -> None:
+    """Choices of each expert in the blocks before each block, and in all; without `totals_E`, in each block."""
     experts, blocks = counts_EN.shape
-    _count_kernel[(blocks,)](
+    launch(
+        _count_kernel, (blocks,),
         experts_TK, mask_T, counts_EN, experts_TK.numel(), experts, blocks, experts_TK.shape[-1],
         MASKED=mask_T is not None, BLOCK=BLOCK, CHUNK=_EXPERTS_AT_ONCE,
     )  # fmt: skip
-    _sum_kernel[(experts,)](counts_EN, totals_E, blocks, CHUNK=1024)
+    if totals_E is not None:
+        launch(_sum_kernel, (experts,), counts_EN, totals_E, blocks, CHUNK=1024)
 
 
 def count(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
@@ -125,9 +146,11 @@ def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     if assignments == 0:
         return experts_out, totals_E.zero_(), offsets_E.zero_(), source_R, row_TK
     counts_EN = new(num_experts, blocks)
-    _count(experts_TK, None, counts_EN, totals_E)
-    _place_kernel[(blocks,)](
+    summed = counts_EN.numel() > _SUMMED_FROM
+    _count(experts_TK, None, counts_EN, totals_E if summed else None)
+    launch(
+        _place_kernel, (blocks,),
         experts_TK, counts_EN, totals_E, experts_out, offsets_E, source_R, row_TK, assignments, num_experts, blocks,
-        BLOCK=BLOCK, EXPERTS=max(next_power_of_2(num_experts), BLOCK), num_warps=4,
+        SUMMED=summed, BLOCK=BLOCK, EXPERTS=max(next_power_of_2(num_experts), BLOCK), CHUNK=32, num_warps=4,
     )  # fmt: skip
     return experts_out, totals_E, offsets_E, source_R, row_TK

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
@@ -139,7 +140,8 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
     if tokens:
         wide = next_power_of_2(experts)
         block = max(1, min(_ELEMENTS // wide, 16))
-        _topk_kernel[(cdiv(tokens, block),)](
+        launch(
+            _topk_kernel, (cdiv(tokens, block),),
             scores_TE, values_TK, experts_TK, tokens, experts, K=k, KP=next_power_of_2(k), SOFTMAX=softmax,
             TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
@@ -161,7 +163,8 @@ def ranked(scores_TE: Tensor, k: int, *, absent_below_zero: bool) -> tuple[Tenso
     if tokens:
         wide = max(next_power_of_2(experts), 2)
         block = max(1, min(_ELEMENTS // wide, 32))
-        _sort_kernel[(cdiv(tokens, block),)](
+        launch(
+            _sort_kernel, (cdiv(tokens, block),),
             scores_TE, values_TK, experts_TK, tokens, experts, k, *scores_TE.stride(),
             ABSENT=absent_below_zero, TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
@@ -191,7 +194,8 @@ def spread(values_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Tensor:
     if out_TE.numel():
         wide = next_power_of_2(num_experts)
         block = max(1, min(_ELEMENTS // wide, 16))
-        _spread_kernel[(cdiv(tokens, block),)](
+        launch(
+            _spread_kernel, (cdiv(tokens, block),),
             values_TK.contiguous(), experts_TK.contiguous(), out_TE, tokens, num_experts, columns,
             TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
@@ -249,7 +253,8 @@ def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
     if out_NC.numel():
         counted = isinstance(number, Tensor)
         block = min(next_power_of_2(columns), 16384)
-        _keep_kernel[(rows,)](
+        launch(
+            _keep_kernel, (rows,),
             scores_NC, out_NC, number if counted else None, 0 if counted else number, columns,
             COUNTED=counted, WHOLE=block >= columns, BLOCK=block, num_warps=max(1, min(16, block // 256)),
         )  # fmt: skip

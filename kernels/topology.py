@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
@@ -224,7 +225,8 @@ def block_row_table(offsets_E: Tensor, num_rows: int, block: int) -> Tensor:
     packed = torch.empty(size, dtype=torch.int32, device=offsets_E.device)
     entries_M4, count, order_E = split_block_rows(packed, experts)
     chunk = 32
-    _block_rows_kernel[(cdiv(max(most, experts, 1), chunk),)](
+    launch(
+        _block_rows_kernel, (cdiv(max(most, experts, 1), chunk),),
         offsets_E, entries_M4, count, order_E, experts, most,
         EXPERTS=next_power_of_2(experts), BLOCK=block, CHUNK=chunk,
     )  # fmt: skip

@@ -16,8 +16,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _traced(args: Sequence[Any]) -> bool:
-    """Whether a compiler looks on, or works with stand-ins for tensors."""
-    return torch.compiler.is_compiling() or any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+    """Whether a compiler looks on, or works with stand-ins for tensors, of which the first argument is one."""
+    return torch.compiler.is_compiling() or type(args[0]) not in _PLAIN
 
 
 def operator(

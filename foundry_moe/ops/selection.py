@@ -163,20 +163,21 @@ def _choose_backward(
 
 
 def _save_choose(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits_TE, _, normalize, scale, stream, _, mask_T, _, statistics = inputs
+    logits_TE, _, normalize, scale, stream, _, mask_T, _, _ = inputs
     _, experts_TK, wanted_TK, _, counts_E, _, number = output
     ctx.rule = (normalize, scale, stream is not None)
-    ctx.statistics = statistics
+    ctx.set_materialize_grads(False)  # zeros for each unused output would be a launch each
     ctx.mark_non_differentiable(experts_TK, wanted_TK, counts_E, number)
     ctx.save_for_backward(logits_TE, mask_T, experts_TK, wanted_TK, number)
 
 
-def _choose_gradient(ctx: Any, dweights_TK: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _choose_gradient(ctx: Any, dweights_TK: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_TE, mask_T, experts_TK, wanted_TK, number = ctx.saved_tensors
-    dmean_E, dz = (grads[2], grads[4]) if ctx.statistics else (None, None)
+    if dweights_TK is None:
+        dweights_TK = torch.zeros_like(experts_TK, dtype=logits_TE.dtype)
     dlogits_TE = _choose_backward(
-        logits_TE, *ctx.rule, mask_T, experts_TK, wanted_TK, number, dweights_TK, dmean_E, dz
-    )  # fmt: skip
+        logits_TE, *ctx.rule, mask_T, experts_TK, wanted_TK, number, dweights_TK, grads[2], grads[4]
+    )
     return dlogits_TE, *[None] * 8
 
 
@@ -190,10 +191,13 @@ def _balance_operator(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _save_balance(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1])
 
 
 _balance = differentiable(
-    _balance_operator, _save_balance, lambda ctx, dloss, _: (dloss * ctx.saved_tensors[0], None)
+    _balance_operator,
+    _save_balance,
+    lambda ctx, dloss, _: (None if dloss is None else dloss * ctx.saved_tensors[0], None),
 )  # fmt: skip

@@ -117,11 +117,14 @@ def _count(experts_TK: Tensor, experts: int, mask_T: Tensor | None) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.num_experts, ctx.extra = inputs[0].shape[1], len(inputs) - 1
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1])
 
 
-def _backward(ctx: Any, dvalues_TK: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dvalues_TK: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dvalues_TK is None:
+        return (None,) * (1 + ctx.extra)
     (experts_TK,) = ctx.saved_tensors
     return _spread(dvalues_TK, experts_TK, ctx.num_experts), *[None] * ctx.extra
 

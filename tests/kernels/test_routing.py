@@ -23,9 +23,11 @@ def choices(kind, tokens, k, experts):
 KINDS = ["random", "some absent", "one takes all", "none chosen"]
 
 
+@pytest.mark.parametrize("summed_from", [0, 16384])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens, k, experts", [(1, 1, 1), (300, 2, 5), (129, 3, 40), (0, 2, 4)])
-def test_plan_is_a_stable_sort_by_expert(kind, tokens, k, experts):
+@pytest.mark.parametrize("tokens, k, experts", [(1, 1, 1), (300, 2, 5), (129, 3, 40), (5000, 1, 3), (0, 2, 4)])
+def test_plan_is_a_stable_sort_by_expert(kind, tokens, k, experts, summed_from, monkeypatch):
+    monkeypatch.setattr(routing, "_SUMMED_FROM", summed_from)
     experts_TK = choices(kind, tokens, k, experts)
     for ours, truth in zip(routing.plan(experts_TK, experts), reference.plan(experts_TK, experts), strict=True):
         assert torch.equal(ours, truth)

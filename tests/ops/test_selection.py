@@ -70,6 +70,16 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case):
         results.append((grad.cpu().double(), alone.cpu().double()))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    # losses alone, one at a time
+    for name in ("mean_E", "z"):
+        grads = [
+            torch.autograd.grad(getattr(got, name).square().sum(), leaf)[0].cpu().double()
+            for got, leaf in (
+                (by_kernel(logits_TE, k, rest["normalize"], rest["scale"], draw, rest["counted"], mask), logits_TE),
+                (select(true_TE, k, second_by_chance=second, mask_T=mask_T, **rest), true_TE),
+            )
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
 
 
 def test_no_tokens_give_no_choices_and_even_statistics():

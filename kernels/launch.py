@@ -1,0 +1,65 @@
+"""Launches a Triton kernel again with less work for the host than Triton's own launch.
+
+Triton looks every argument over to find the kernel compiled for its kind, and tells launch hooks; a layer of small
+experts then waits for its host. Here a kernel that has run once with arguments of a kind is called at once: the key
+tells arguments apart at least as finely as Triton 3.6 does. Other versions, the interpreter and set hooks (profilers)
+take Triton's way. Only with FOUNDRY_MOE_DIRECT_LAUNCH=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_DIRECT = (
+    triton.__version__.startswith("3.6.")
+    and os.environ.get("TRITON_INTERPRET") != "1"
+    and os.environ.get("FOUNDRY_MOE_DIRECT_LAUNCH") == "1"
+)
+if _DIRECT:
+    from triton import knobs
+_known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _kind(argument: Any) -> Any:
+    """What Triton compiles for: dtype and alignment, whether a number is 1 or divisible by 16, a descriptor's box."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    kind = type(argument)
+    if kind is int:
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    if argument is None or kind is float:
+        return kind
+    return kind, argument.base.dtype, tuple(argument.block_shape), argument.padding
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](*arguments, **constants)`.
+
+    Args:
+        arguments: all that are no constants, in the kernel's order: tensors, numbers, None, tensor descriptors. A
+            descriptor's layout must follow from its dtype and box.
+        constants: the kernel's constants and options of the launch.
+    """
+    if not _DIRECT or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        kernel[grid](*arguments, **constants)
+        return
+    device = torch.cuda.current_device()
+    key = (id(kernel), device, *constants.items(), *map(_kind, arguments))
+    found = _known.get(key)
+    if found is None:
+        compiled = kernel[grid](*arguments, **constants)
+        names = kernel.arg_names[len(arguments) :]
+        if hasattr(compiled, "function") and all(name in constants for name in names):
+            _known[key] = compiled, tuple(constants[name] for name in names)
+        return
+    compiled, values = found
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(
+        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *values
+    )  # fmt: skip

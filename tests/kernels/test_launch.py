@@ -1,0 +1,91 @@
+"""Direct launches: what tells kinds of arguments apart, and that nothing else changes."""
+
+import types
+
+import pytest
+import torch
+from foundry_moe_kernels import launch as module
+from foundry_moe_kernels import permutation, reference, routing
+
+CUDA = torch.cuda.is_available()
+
+
+class Kernel:
+    """Stands for a jitted kernel: notes how it was launched."""
+
+    arg_names = ("x", "n", "A", "B")
+
+    def __init__(self):
+        self.slow, self.fast = [], []
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.slow.append((grid, args, constants))
+            return types.SimpleNamespace(function="f", packed_metadata="m", run=lambda *a: self.fast.append(a))
+
+        return run
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    monkeypatch.setattr(module, "_DIRECT", True)
+    none = types.SimpleNamespace(calls=[])
+    hooks = types.SimpleNamespace(runtime=types.SimpleNamespace(launch_enter_hook=none, launch_exit_hook=none))
+    monkeypatch.setattr(module, "knobs", hooks, raising=False)
+    monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    return hooks
+
+
+def test_the_second_launch_of_a_kind_is_direct_and_has_every_argument(direct):
+    kernel, x = Kernel(), torch.zeros(64)
+    for n in (32, 48):  # one kind: divisible by 16
+        module.launch(kernel, (7, 2), x, n, B=5, A=4, num_warps=8)
+    assert kernel.slow == [((7, 2), (x, 32), {"B": 5, "A": 4, "num_warps": 8})]
+    assert kernel.fast == [(7, 2, 1, "stream", "f", "m", None, None, None, x, 48, 4, 5)]
+
+
+def test_arguments_that_triton_compiles_for_are_kinds_of_their_own(direct):
+    kernel, x = Kernel(), torch.zeros(64)
+    kinds = [
+        (x, 32, 4, 8),
+        (x, 1, 4, 8),
+        (x, 33, 4, 8),
+        (x, 2**31, 4, 8),
+        (x.half(), 32, 4, 8),
+        (x[1:], 32, 4, 8),
+        (None, 32, 4, 8),
+        (x, 0.5, 4, 8),
+        (x, 32, 5, 8),
+        (x, 32, 4, 4),
+    ]
+    for x_, n, a, warps in kinds:
+        module.launch(kernel, (1,), x_, n, A=a, B=0, num_warps=warps)
+    assert len(kernel.slow) == len(kinds) and not kernel.fast
+
+
+def test_hooks_and_other_versions_take_tritons_way(direct, monkeypatch):
+    kernel, x = Kernel(), torch.zeros(64)
+    for _ in range(2):
+        module.launch(kernel, (1,), x, 32, A=1, B=0)
+    direct.runtime.launch_enter_hook.calls.append(print)
+    module.launch(kernel, (1,), x, 32, A=1, B=0)
+    direct.runtime.launch_enter_hook.calls.clear()
+    monkeypatch.setattr(module, "_DIRECT", False)
+    module.launch(kernel, (1,), x, 32, A=1, B=0)
+    assert len(kernel.slow) == 3 and len(kernel.fast) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_direct_launches_change_no_bit(monkeypatch):
+    monkeypatch.setattr(module, "_known", {})
+    for width, offset in [(64, 0), (64, 1), (1, 0), (64, 0), (80, 0), (1, 0), (64, 1), (48, 0)]:
+        experts_TK = torch.randint(4, (33, 2), device="cuda")
+        row_TK, offsets_E = routing.plan(experts_TK, 4)[4], routing.plan(experts_TK, 4)[2]
+        x = torch.randn(33, width + offset, device="cuda")[:, offset:]
+        assert torch.equal(permutation.permute(x, row_TK, offsets_E), reference.permute(x, row_TK))
+    assert module._DIRECT and module._known
+    entered = len(module._known)
+    permutation.permute(x, row_TK, offsets_E)
+    assert len(module._known) == entered
