@@ -53,7 +53,13 @@ def _maker(specialised: bool) -> Callable[..., Any]:
 
 
 def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int], specialised: bool) -> Any:
-    return _maker(specialised)(base, shape, strides, block)
+    if specialised:
+        from foundry_moe_kernels import hopper_products  # needs Triton 3.6
+
+        return hopper_products.descriptor(base, shape, strides, block)
+    from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
+
+    return TensorDescriptor(base, shape, strides, block)
 
 
 def rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:
@@ -135,8 +141,8 @@ def device_supported(device: torch.device) -> bool:
 
 @functools.cache
 def specialised_supported(device: torch.device) -> bool:
-    """Whether `hopper_products` runs: Hopper with a Triton whose Gluon is the one it was written in (3.6 up)."""
-    return device_supported(device) and _triton_version() >= (3, 6)
+    """Whether `hopper_products` runs: Hopper with the Triton whose Gluon, still an experiment, it was written in."""
+    return device_supported(device) and _triton_version() == (3, 6)
 
 
 def _triton_version() -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The expert products as warp-specialised kernels, in Gluon, Triton's lower-level dialect (Triton 3.6 up, Hopper).
+"""The expert products as warp-specialised kernels, in Gluon, Triton's lower-level dialect (Triton 3.6, Hopper).
 
-They do what `ragged_rows` (but for `down_backward`) and `ragged_inner` do, tile for tile. A program has three groups
-of warps:
+They do what `ragged_rows` (plain, and `up` with a gate) and `ragged_inner` do, tile for tile. A program has three
+groups of warps:
 
     loader        one warp: fills a ring of shared-memory stages by tensor maps, on into the next tiles
     multipliers   two groups of four warps, each with its half of a tile's rows: an asynchronous product a stage, then
@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from foundry_moe_kernels.activations import activate
 from foundry_moe_kernels.tuning import Tile
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -48,6 +48,7 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _before(stage, STAGES: gl.constexpr):
+    """Reckoned, since `last = stage` in a loop keeps what `last` was before the loop (Triton 3.6)."""
     return gl.where(stage == 0, STAGES, stage) - 1
 
 
@@ -358,6 +359,6 @@ def _layout(block: tuple[int, ...]) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16)  # bf16 lies alike
 
 
-def descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A tensor map for these kernels, which name the layout in shared memory."""
+def descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """A tensor map for these kernels: it says how a box lies in shared memory."""
     return TensorDescriptor(base, shape, strides, block, _layout(tuple(block)))
