@@ -1,7 +1,7 @@
 """Launches a Triton kernel again with less work for the host than Triton's own launch.
 
 Triton looks every argument over to find the kernel compiled for its kind, and tells launch hooks; a layer of small
-experts then waits for its host (MoE-Medium on an H200: 2.97 ms a step, 1.86 of them the device's; 1.91 this way). Here a kernel that has run once with arguments of a kind is called at once: the key
+experts then waits for its host. Here a kernel that has run once with arguments of a kind is called at once: the key
 tells arguments apart at least as finely as Triton 3.6 does. Other versions, the interpreter and set hooks (profilers)
 take Triton's way; FOUNDRY_MOE_DIRECT_LAUNCH=0 does so always.
 """
