@@ -1,10 +1,11 @@
 """Time, memory and bytes of saving and resuming, against Composer's own checkpoints and plain DCP in the same run.
 
-    python benchmarks/checkpoint.py [--processes 4] [--width 512] [--repeats 3] [--store files|moto|both]
+    python benchmarks/checkpoint.py [--processes 4] [--width 512] [--repeats 3] [--store files|moto|both|s3]
 
 One training state is saved and loaded by all three. "Plain DCP" is `torch.distributed.checkpoint.save` to files; for
 S3, where PyTorch has no writer, each rank then uploads its file with boto3 before training goes on. Composer saves and
-loads as its Trainer does, with its own object store. Prints a table in Markdown.
+loads as its Trainer does, with its own object store. `--store s3` is the server that AWS_ENDPOINT_URL names, with a new
+bucket: `scripts/ceph_rgw.sh start FOLDER; . FOLDER/env.sh`. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--width", type=int, default=512, help="512: about 1 GB of parameters and AdamW state")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--store", choices=("files", "moto", "both"), default="both")
+    parser.add_argument("--store", choices=("files", "moto", "both", "s3"), default="both")
     arguments = parser.parse_args()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):  # before the fork server starts: it keeps what it saw
         os.environ.setdefault(name, "testing")
@@ -280,6 +281,12 @@ def main() -> int:
     if arguments.store in ("moto", "both"):
         with Moto() as moto:
             print("\n" + table("S3 (moto)", run(moto.url)), flush=True)
+    if arguments.store == "s3":
+        import boto3
+
+        endpoint = os.environ["AWS_ENDPOINT_URL"]
+        boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
+        print("\n" + table(f"S3 ({endpoint})", run(endpoint)), flush=True)
     return 0
 
 

@@ -1,9 +1,10 @@
-"""Ranks give each other what they fetched, in rounds of one range each: tensors over a CPU group, or shared memory.
+"""Ranks give each other what they fetched, in rounds of one range each: in memory that they share, or over a CPU group.
 
 Every rank first tells the others which pieces it will give in which round; after that each round is point-to-point
 between ranks that share something, so that a large job's replica groups do not wait for each other. A rank on the same
-host gets a word and reads the giver's memory; another gets the bytes. A rank whose fetch failed goes on giving, so that
-no rank waits for ever; the failure is raised when all rounds are done.
+host gets a word, and then reads the giver's memory; or, of a file, what the giver's reading left in the host's memory.
+Another gets the bytes. A rank whose fetch failed goes on giving, so that no rank waits for ever; the failure is raised
+when all rounds are done.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from foundry_moe.checkpoint.sharing import SharedSlots
 
 Cut = Callable[[Block, Tensor, int], Tensor]  # (block, its bytes, rank): the contiguous piece that the rank needs
 Place = Callable[[int, int, Tensor], None]  # (item, index of the block, this rank's piece of it as uint8)
-Stream = Callable[[Callable[[int, int], Tensor]], Iterator[Tensor | CheckpointError]]
+Memory = Callable[[int, int], Sequence[Tensor]]  # (number of the range, bytes): see `ranges.Fetcher.fetch`
+Stream = Callable[[Memory], Iterator[Sequence[Tensor] | CheckpointError]]
 Given = dict[int, list[tuple[int, int, int]]]  # by round: (item, index, where the block begins in the range)
 
 AHEAD = 3  # rounds that a giver may be ahead of who reads its memory: waiting in every round cost half the speed
@@ -45,14 +47,20 @@ class Traffic:
 class Needs:
     """What the exchange asks of the plan.
 
-    receivers: for a fetched block, all ranks that need some of it, this one perhaps among them.
-    piece_bytes: (item, index) to the bytes of this rank's piece.
+    receivers: for a fetched block, all ranks that need some of it, this one among them.
+    piece_bytes: (block, rank) to the bytes of the rank's piece.
     block: (item, index) to the block, for those that this rank needs.
+    neighbours: ranks that can read again, from the memory of their host, what this one has read, and the other way.
+    read_again: does that for a block that a neighbour has read, and puts this rank's piece in its place.
+    targets: the final memory of each of a range's blocks, if this rank needs all of them whole and can be read to.
     """
 
     receivers: Callable[[Block], Sequence[int]]
-    piece_bytes: Callable[[int, int], int]
+    piece_bytes: Callable[[Block, int], int]
     block: Callable[[int, int], Block]
+    neighbours: frozenset[int]
+    read_again: Callable[[Block], None]
+    targets: Callable[[Range], Sequence[Tensor] | None]
 
 
 def exchange(
@@ -83,48 +91,77 @@ def exchange(
         }
         for part in ranges
     ]
-    slots = SharedSlots(SLOTS, max((part.size_bytes for part in ranges), default=0), group)
+    alone = len(needs.neighbours) == world - 1  # then it is so on all ranks: nothing else needs to be shared
+    slots = SharedSlots(SLOTS, max((part.size_bytes for part in ranges), default=0), None if alone else group)
     incoming = _tell(outgoing, world, group) if group is not None and world > 1 else {}
     rounds = max([len(ranges), *(max(given, default=-1) + 1 for given in incoming.values())])
-    reading = stream(slots.own)
+    in_place: dict[int, bool] = {}
+
+    def memory(number: int, size_bytes: int) -> Sequence[Tensor]:
+        targets = needs.targets(ranges[number]) if needs.neighbours.issuperset(outgoing[number]) else None
+        in_place[number] = targets is not None
+        return [slots.own(number, size_bytes)] if targets is None else targets
+
+    reading = stream(memory)
     error: CheckpointError | None = None
     given_away: collections.deque[list[tuple[dist.Work | None, Tensor]]] = collections.deque()
+    announced: collections.deque[list[tuple[dist.Work | None, list[Block]]]] = collections.deque()
+
+    def read_again() -> None:
+        nonlocal error
+        for word, blocks in announced.popleft():
+            _wait(word)
+            for block in blocks:
+                try:
+                    needs.read_again(block)
+                except CheckpointError as failed:
+                    error = error or failed
+
     for number in range(rounds):
         while len(given_away) > AHEAD:  # then the slot that is read into next has been read by all
             _finish(given_away.popleft())
         arriving = []
+        announced.append([])
         for source, given in incoming.items():
             if pieces := given.get(number):
-                size_bytes = sum(needs.piece_bytes(item, index) for item, index, _ in pieces)
-                shared = slots.reads(source)
+                sizes = [needs.piece_bytes(needs.block(item, index), rank) for item, index, _ in pieces]
+                size_bytes = sum(sizes)
+                traffic.bytes_received += size_bytes
+                shared = source in needs.neighbours or slots.reads(source)
                 buffer = torch.empty(1 if shared else size_bytes, dtype=torch.uint8)
                 tag = WORDS + number if shared else number
-                arriving.append((dist.irecv(buffer, source, group=group, tag=tag), source, pieces, buffer, shared))
-                traffic.bytes_received += size_bytes
+                work = dist.irecv(buffer, source, group=group, tag=tag)
+                if source in needs.neighbours:
+                    announced[-1].append((work, [needs.block(item, index) for item, index, _ in pieces]))
+                else:
+                    arriving.append((work, source, pieces, buffer, shared))
         leaving: list[tuple[dist.Work | None, Tensor]] = []
         if number < len(ranges):
-            data = next(reading)
-            if isinstance(data, CheckpointError):
-                error = error or data
-                data = slots.own(number, ranges[number].size_bytes).zero_()
+            fetched = next(reading)
+            if isinstance(fetched, CheckpointError):
+                error = error or fetched
+            data = slots.own(number, ranges[number].size_bytes) if not in_place[number] else torch.empty(0)
+            if isinstance(fetched, CheckpointError):
+                data.zero_()
             ready: dict[tuple[tuple[int, int], ...], Tensor] = {}
             for to, wanted in outgoing[number].items():
-                parts = [cut(block, data[at : at + block.size_bytes], to) for block, at in wanted]
-                traffic.bytes_sent += sum(part.numel() for part in parts)
-                if to in slots.readers:
+                if to in needs.neighbours or to in slots.readers:
                     word = torch.zeros(1, dtype=torch.uint8)
                     leaving.append((dist.isend(word, to, group=group, tag=WORDS + number), word))
-                    heard = torch.empty(1, dtype=torch.uint8)
-                    leaving.append((dist.irecv(heard, to, group=group, tag=2 * WORDS + number), heard))
+                    traffic.bytes_sent += sum(needs.piece_bytes(block, to) for block, _ in wanted)
+                    if to not in needs.neighbours:
+                        heard = torch.empty(1, dtype=torch.uint8)
+                        leaving.append((dist.irecv(heard, to, group=group, tag=2 * WORDS + number), heard))
                     continue
+                parts = [cut(block, data[at : at + block.size_bytes], to) for block, at in wanted]
+                traffic.bytes_sent += sum(part.numel() for part in parts)
                 key = tuple((part.data_ptr(), part.numel()) for part in parts)
                 if key not in ready:  # replicas that need the same bytes share one buffer
                     ready[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
                 leaving.append((dist.isend(ready[key], to, group=group, tag=number), ready[key]))
-            if error is None:
+            if error is None and not in_place[number]:
                 for block, at in ranges[number].blocks:
-                    if rank in needs.receivers(block):
-                        place(block.item, block.index, cut(block, data[at : at + block.size_bytes], rank))
+                    place(block.item, block.index, cut(block, data[at : at + block.size_bytes], rank))
         for receiving, source, pieces, buffer, shared in arriving:
             _wait(receiving)
             if shared:
@@ -133,10 +170,14 @@ def exchange(
                     place(item, index, cut(block, slots.of_peer(source, number, start, block.size_bytes), rank))
                 leaving.append((dist.isend(buffer, source, group=group, tag=2 * WORDS + number), buffer))
             else:
-                sizes = [needs.piece_bytes(item, index) for item, index, _ in pieces]
+                sizes = [needs.piece_bytes(needs.block(item, index), rank) for item, index, _ in pieces]
                 for (item, index, _), piece in zip(pieces, buffer.split(sizes), strict=True):
                     place(item, index, piece)
         given_away.append(leaving)
+        if len(announced) > AHEAD:
+            read_again()
+    while announced:
+        read_again()
     for leaving in given_away:
         _finish(leaving)
     if error is not None:

@@ -26,12 +26,15 @@ ALIGN_BYTES = 64  # blocks start at multiples of this, so that they can be viewe
 Buffer = bytes | bytearray | memoryview
 
 
+BlockHash = xxhash.xxh3_64  # for a block that comes in pieces: `update(piece)`, `intdigest()`
+
+
 def block_hash(data: Buffer) -> int:
     """The 64-bit xxh3 of a block: 30 GB/s where sha256 does 1.7. It finds damage, not forgery.
 
     Not xxhash's function of one call: that holds the interpreter's lock throughout, which an object's `update` frees.
     """
-    hasher = xxhash.xxh3_64()
+    hasher = BlockHash()
     hasher.update(data)
     return hasher.intdigest()
 

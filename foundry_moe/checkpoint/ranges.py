@@ -20,7 +20,7 @@ from torch import Tensor
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
 from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Box, Layout, deal
-from foundry_moe.checkpoint.manifest import Manifest, TensorEntry, block_hash
+from foundry_moe.checkpoint.manifest import BlockHash, Manifest, TensorEntry, block_hash
 from foundry_moe.checkpoint.store import Store
 
 RANGE_BYTES = BLOCK_BYTES  # what one request reads, and one round of the exchange sends
@@ -134,58 +134,81 @@ class Fetcher:
         self._entries = list(manifest.tensors.items())
         self._lock = threading.Lock()
 
-    def fetch(self, part: Range, out: Tensor) -> Tensor:
-        """Fills `out`, uint8, with one range, and returns it.
+    def fetch(self, part: Range, out: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Fills `out` with one range and returns it: one uint8 tensor for the range, or one for each of its blocks.
 
         Raises:
             DamagedError: an object is missing or short, or a block's hash is still wrong when read again.
             StoreError: the store does not answer.
         """
-        key, size_bytes = self.manifest.objects[part.object_index]
-        name = f"{self.attempt}/{key}"
-        view = out.numpy().data
-        self._read(name, part.start, view, size_bytes)
-        for block, start in part.blocks:
-            tensor_name, entry = self._entries[block.item]
-            piece = view[start : start + block.size_bytes]
-            expected = int(entry.hash_B[block.index])
-            for _ in range(HASH_TRIES - 1):
-                if block_hash(piece) == expected:
-                    break
-                self._read(name, part.start + start, piece, size_bytes)
-            if block_hash(piece) != expected:
-                raise DamagedError(
-                    f"{name}: {block.size_bytes} bytes from {part.start + start} on, a block of {tensor_name}, do not "
-                    f"have the recorded hash in {HASH_TRIES} reads"
-                )
+        if len(out) == len(part.blocks):
+            for (block, start), memory in zip(part.blocks, out, strict=True):
+                self._read_block(part, block, start, memory.numpy().data)
+        else:
+            view = out[0].numpy().data
+            self._read(part, 0, view, lambda piece: None)
+            for block, start in part.blocks:
+                piece = view[start : start + block.size_bytes]
+                if block_hash(piece) != self._expected(block):
+                    self._read_block(part, block, start, piece)
         faults.point("load.range_read")
         return out
 
-    def _read(self, name: str, start: int, out: memoryview, size_bytes: int) -> None:
+    def read_again(self, block: Block, out: memoryview) -> None:
+        """Reads a block that another rank has fetched and checked, where that costs a copy from memory."""
+        entry = self._entries[block.item][1]
+        start = int(entry.start_B[block.index])
+        part = Range(
+            object_index=int(entry.object_B[block.index]), start=start, size_bytes=block.size_bytes, blocks=[(block, 0)]
+        )
+        self._read(part, 0, out, lambda piece: None, again=True)
+
+    def _expected(self, block: Block) -> int:
+        return int(self._entries[block.item][1].hash_B[block.index])
+
+    def _read_block(self, part: Range, block: Block, start: int, out: memoryview) -> None:
+        for _ in range(HASH_TRIES):
+            hasher = BlockHash()
+            self._read(part, start, out, hasher.update)
+            if hasher.intdigest() == self._expected(block):
+                return
+        raise DamagedError(
+            f"{self._name(part)}: {block.size_bytes} bytes from {part.start + start} on, a block of "
+            f"{self._entries[block.item][0]}, do not have the recorded hash in {HASH_TRIES} reads"
+        )
+
+    def _name(self, part: Range) -> str:
+        return f"{self.attempt}/{self.manifest.objects[part.object_index][0]}"
+
+    def _read(
+        self, part: Range, start: int, out: memoryview, see: Callable[[memoryview], None], *, again: bool = False
+    ) -> None:
+        name = self._name(part)
         try:
-            self.store.read_into(name, start, out)
+            self.store.read_seen(name, part.start + start, out, see)
         except NotFoundError as error:
             raise DamagedError(f"{name} is missing") from error
         except StoreError as error:
-            found = self.store.size_bytes(name)
-            if found != size_bytes:
-                raise DamagedError(f"{name} has {found} bytes, not {size_bytes}") from error
+            found, expected = self.store.size_bytes(name), self.manifest.objects[part.object_index][1]
+            if found != expected:
+                raise DamagedError(f"{name} has {found} bytes, not {expected}") from error
             raise
-        with self._lock:
-            self.bytes_read += len(out)
+        if not again:
+            with self._lock:
+                self.bytes_read += len(out)
 
     def stream(
-        self, ranges: Sequence[Range], memory: Callable[[int, int], Tensor] | None = None
-    ) -> Iterator[Tensor | CheckpointError]:
+        self, ranges: Sequence[Range], memory: Callable[[int, int], Sequence[Tensor]] | None = None
+    ) -> Iterator[Sequence[Tensor] | CheckpointError]:
         """The ranges' bytes in order, read ahead; a range that could not be read comes as its error.
 
         Args:
-            memory: (number of the range, bytes) to where it goes; asked for `READS_IN_FLIGHT` ranges ahead of the one
-                that is being used. By default each range gets memory of its own.
+            memory: (number of the range, bytes) to where it goes, see `fetch`; asked for `READS_IN_FLIGHT` ranges
+                ahead of the one that is being used. By default each range gets memory of its own.
         """
-        make = memory or (lambda number, size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        make = memory or (lambda number, size_bytes: [torch.empty(size_bytes, dtype=torch.uint8)])
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
-            waiting: collections.deque[Future[Tensor]] = collections.deque()
+            waiting: collections.deque[Future[Sequence[Tensor]]] = collections.deque()
             todo = iter(enumerate(ranges))
 
             def read_ahead(count: int) -> None:
@@ -196,7 +219,7 @@ class Fetcher:
             while waiting:
                 future = waiting.popleft()
                 try:
-                    result: Tensor | CheckpointError = future.result()
+                    result: Sequence[Tensor] | CheckpointError = future.result()
                 except CheckpointError as error:
                     result = error
                 read_ahead(1)

@@ -32,12 +32,13 @@ from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.exchange import Needs, Traffic, exchange
 from foundry_moe.checkpoint.layout import Block, Layout
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.ranges import Fetcher, coalesce, intersect, narrow_to, plan_reads
+from foundry_moe.checkpoint.ranges import Fetcher, Range, coalesce, intersect, narrow_to, plan_reads
 from foundry_moe.checkpoint.snapshot import flatten, local_part
 from foundry_moe.checkpoint.store import Store
 
 STRICT = ("model", "optim")  # sections whose tensors must be there, no more and no fewer
 NAMES_SHOWN = 5
+DIRECT_BYTES = 2**18  # blocks below this on average are read together and copied to their places
 
 
 class ElasticLoadPlanner(LoadPlanner):
@@ -45,7 +46,7 @@ class ElasticLoadPlanner(LoadPlanner):
 
     def __init__(self, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
         self.manifest = manifest
-        self._rank, self._world_size = rank, world_size
+        self.rank, self._world_size = rank, world_size
         self.tensors: dict[str, Tensor] = {}
         self.layouts: dict[str, Layout] = {}
 
@@ -94,8 +95,8 @@ class ElasticLoadPlanner(LoadPlanner):
 
     def _fill(self, name: str, value: Tensor) -> None:
         layout = self.layouts[name]
-        if self._rank in layout.chunk_of_rank:
-            box, _ = layout.chunks[layout.chunk_of_rank[self._rank]]
+        if self.rank in layout.chunk_of_rank:
+            box, _ = layout.chunks[layout.chunk_of_rank[self.rank]]
             local_part(self.tensors[name]).copy_(narrow_to(value, (0,) * value.ndim, box))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -103,11 +104,11 @@ class ElasticLoadPlanner(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """One ReadItem for each stored block that this rank needs any of."""
-        self.read_plan = plan_reads(self.manifest, self.layouts, self._rank)
+        self.read_plan = plan_reads(self.manifest, self.layouts, self.rank)
         names = list(self.manifest.tensors)
         items = []
         for block in self.read_plan.needed:
-            box, mine = self.piece(block, self._rank), self.box(names[block.item], self._rank)
+            box, mine = self.piece(block, self.rank), self.box(names[block.item], self.rank)
             items.append(
                 ReadItem(
                     type=LoadItemType.TENSOR,
@@ -230,8 +231,8 @@ class ElasticReader(StorageReader):
             whole = raw.view(DTYPES[entries[block.item][1].dtype]).view(block.box[1])
             return narrow_to(whole, block.box[0], box).contiguous().view(-1).view(torch.uint8)
 
-        def piece_bytes(item: int, index: int) -> int:
-            return math.prod(items[item, index].lengths) * entries[item][1].itemsize
+        def piece_bytes(block: Block, rank: int) -> int:
+            return math.prod(planner.piece(block, rank)[1]) * entries[block.item][1].itemsize
 
         def place(item: int, index: int, piece: Tensor) -> None:
             dtype = DTYPES[entries[item][1].dtype]
@@ -242,6 +243,29 @@ class ElasticReader(StorageReader):
 
         fetcher = Fetcher(self.store, self.found.commit.attempt, manifest)
         ranges = coalesce(manifest, reads.fetched, self.store.range_bytes)
+
+        def target(block: Block) -> Tensor | None:
+            """Where a block belongs that this rank needs whole, as uint8, if it can be read to."""
+            memory = planner.resolve_tensor(items[block.item, block.index])
+            whole = planner.piece(block, planner.rank) == block.box
+            readable = whole and memory.device.type == "cpu" and memory.is_contiguous()
+            return memory.view(-1).view(torch.uint8) if readable else None
+
+        def targets(part: Range) -> list[Tensor] | None:
+            if part.size_bytes < DIRECT_BYTES * len(part.blocks):
+                return None  # small blocks: one request, and then copies
+            found = [target(block) for block, _ in part.blocks]
+            return None if any(memory is None for memory in found) else [m for m in found if m is not None]
+
+        def read_again(block: Block) -> None:
+            memory = target(block)
+            if memory is not None:
+                fetcher.read_again(block, memory.numpy().data)
+                return
+            raw = torch.empty(block.size_bytes, dtype=torch.uint8)
+            fetcher.read_again(block, raw.numpy().data)
+            place(block.item, block.index, cut(block, raw, planner.rank))
+
         try:
             exchange(
                 ranges,
@@ -250,6 +274,9 @@ class ElasticReader(StorageReader):
                     receivers=lambda block: reads.needers[block.item, block.index],
                     piece_bytes=piece_bytes,
                     block=lambda item, index: blocks[item, index],
+                    neighbours=self._neighbours(),
+                    read_again=read_again,
+                    targets=targets,
                 ),
                 cut,
                 place,
@@ -263,6 +290,17 @@ class ElasticReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _neighbours(self) -> frozenset[int]:
+        """Ranks that see this one's files through the memory of the same host."""
+        objects = self.found.manifest.objects
+        if self.group is None or dist.get_world_size(self.group) == 1 or not objects:
+            return frozenset()
+        mine = self.store.identity(f"{self.found.commit.attempt}/{objects[0][0]}")
+        everyone: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, mine, group=self.group)
+        here = dist.get_rank(self.group)
+        return frozenset(rank for rank, other in enumerate(everyone) if other is not None and other == mine) - {here}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

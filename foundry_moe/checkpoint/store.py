@@ -76,6 +76,16 @@ class Store(abc.ABC):
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes from `start` on. A shorter object is a StoreError."""
 
+    def read_seen(self, key: str, start: int, out: memoryview, see: Callable[[memoryview], None]) -> None:
+        """`read_into`, and `see` is given the bytes in order: where that is cheap, as they come."""
+        self.read_into(key, start, out)
+        see(out)
+
+    def identity(self, key: str) -> str | None:
+        """Equal in two processes if what one has read of this object the other reads from the memory of their host;
+        None if that is not to be had."""
+        return None
+
     @abc.abstractmethod
     def size_bytes(self, key: str) -> int | None:
         """An object's size; None if there is none."""
