@@ -15,13 +15,13 @@ import torch.distributed as torch_dist
 from composer.callbacks import CheckpointSaver
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist
+from composer.utils import dist, format_name_with_dist
 
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, optimizer_tensors, reseed, restore
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
-from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.store import is_remote, open_store
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class ElasticCheckpoint(Callback):
         elastic_checkpoint: {folder: s3://bucket/run, interval: 30m, keep: 3}
 
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
-    max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null, timeout 60s. See
-    docs/checkpoints.md.
+    overlap false, max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
+    timeout 60s. See docs/checkpoints.md.
 
     With `save_folder`, Composer goes on writing its own checkpoints too; both to one folder is an error. With
     `load_path`, that is a starting point: it counts only when the folder holds no commit. `autoresume` and `resume:
@@ -64,7 +64,7 @@ class ElasticCheckpoint(Callback):
             raise ValueError(f"{WHERE} is there twice: one run has one folder")
         for callback in state.callbacks:
             if isinstance(callback, CheckpointSaver):
-                _check_saver(callback, self.config)
+                _check_saver(callback, self.config, state.run_name)
         faults.hook = faults.hook_from_environment(_fault_of_first_life(), dist.get_global_rank()) or faults.hook
         store = open_store(self.config.folder, self.config.store_options)
         if dist.get_global_rank() == 0:
@@ -81,8 +81,10 @@ class ElasticCheckpoint(Callback):
         if loaded is None:
             return
         autoresumed = any(
-            isinstance(callback, CheckpointSaver) and str(state.load_path or "").startswith(str(callback.folder))
+            str(state.load_path or "").startswith(place)
             for callback in state.callbacks
+            if isinstance(callback, CheckpointSaver)
+            for place in _places(callback, state.run_name)
         )
         if state.load_path is not None and (autoresumed or isinstance(self.config.resume, int)):
             raise ValueError(
@@ -198,7 +200,7 @@ class ElasticCheckpoint(Callback):
         }
         self._prepared = True
         self._saved_step = timestamp.batch.value
-        steady = optimizer_tensors(state)
+        steady = optimizer_tensors(state) if self.config.overlap else []
         return self._engine.save(collect(state), timestamp.batch.value, summary, steady=steady)
 
     def _release(self, state: State, logger: Logger) -> None:
@@ -258,14 +260,23 @@ def _counts(state: State) -> dict[str, float]:
     }
 
 
-def _check_saver(saver: CheckpointSaver, config: CheckpointConfig) -> None:
+def _places(saver: CheckpointSaver, run_name: str) -> list[str]:
+    """Where Composer's own callback writes, and what its names begin with when it resumes by itself."""
+    if saver.remote_uploader is not None:
+        return [format_name_with_dist(str(saver.remote_uploader.remote_folder), run_name).rstrip("/")]
+    return [format_name_with_dist(str(saver.folder), run_name).rstrip("/")]
+
+
+def _check_saver(saver: CheckpointSaver, config: CheckpointConfig, run_name: str) -> None:
     """Both write: allowed, at twice the cost, but not to one place."""
-    places = [str(saver.folder)]
-    if saver.remote_file_name is not None:
-        places.append(str(saver.remote_file_name.filename).rpartition("/")[0])
     ours = config.folder.removeprefix("file://").rstrip("/")
-    if any(place.rstrip("/") in (ours, os.path.relpath(ours)) for place in places if place and "://" not in ours):
-        raise ValueError(f"save_folder and {WHERE}.folder are both {config.folder}: give each a folder of its own")
+    for place in _places(saver, run_name):
+        if is_remote(ours) or is_remote(place):
+            same = place == ours
+        else:
+            same = os.path.realpath(place) == os.path.realpath(os.path.expanduser(ours))
+        if same:
+            raise ValueError(f"save_folder and {WHERE}.folder are both {config.folder}: give each a folder of its own")
     if dist.get_global_rank() == 0:
         log.warning(
             "save_folder and elastic_checkpoint both write checkpoints: remove save_folder unless you want Composer's"

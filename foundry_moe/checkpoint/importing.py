@@ -8,6 +8,7 @@ only what you trust. The weights are held in memory once.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,22 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.store import Store
 
 COMPOSER_MODEL = "state.model."
+_TENSOR_PARTS = {
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch.storage", "UntypedStorage"),
+    ("torch", "Size"),
+}
+_TORCH_NAMES = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 
 
 def import_weights(source: str, store: Store, *, prefix: str = "") -> tuple[int, int]:
@@ -81,7 +92,7 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 def _read_torch(file: Path) -> dict[str, Tensor]:
     """A state dict, alone or as `state.model`, `model` or `state_dict` of a larger one."""
     try:
-        content: Any = torch.load(file, map_location="cpu", weights_only=True)
+        content: Any = torch.load(file, map_location="cpu", weights_only=False, pickle_module=_TensorsAlone)
     except Exception as error:
         raise CheckpointError(
             f"{file} cannot be read as tensors alone ({str(error).splitlines()[0]}); save its state dict by itself"
@@ -93,6 +104,37 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
         if isinstance(inner, Mapping) and inner and all(isinstance(value, Tensor) for value in inner.values()):
             return dict(inner)
     raise CheckpointError(f"{file} holds no state dict: it is a {type(content).__name__} of other things")
+
+
+class _Ignored:
+    """Stands for any object of a pickle that is no tensor; takes whatever the pickle does to it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Ignored:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None: ...
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def append(self, value: Any) -> None: ...
+    def extend(self, values: Any) -> None: ...
+    def add(self, value: Any) -> None: ...
+
+
+class _TensorsAlone:
+    """A pickle module for `torch.load` that makes tensors and runs nothing else: Composer's checkpoints hold timestamps
+    and random states, and are refused by `weights_only`."""
+
+    __name__ = "pickle"
+
+    class Unpickler(pickle.Unpickler):
+        """Knows what tensors are made of by name."""
+
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) in _TENSOR_PARTS or (module == "torch" and name in _TORCH_NAMES):
+                return super().find_class(module, name)
+            return _Ignored
+
+    load, loads = pickle.load, pickle.loads
 
 
 def _read_distributed(folder: Path) -> dict[str, Tensor]:

@@ -31,12 +31,16 @@ class Witness(Callback):
         self.samples: dict[int, list[str]] = {}
         self.began: dict[str, str] = {}
         self.began_at = -1
+        self.ranks_agree = True
         Witness.last = self
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.began_at = state.timestamp.batch.value
         if self.began_at:
             self.began = digests(state)
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, self.began)
+            self.ranks_agree = all(other == self.began for other in everyone)
 
     def before_forward(self, state: State, logger: Logger) -> None:
         mine = [xxhash.xxh3_64_hexdigest(tensor_bytes(row)) for row in state.batch["input_ids"]]
@@ -69,6 +73,7 @@ def digests(state: State) -> dict[str, str]:
 def run_one(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Trains from a YAML until its end, or until after batch `break_at`."""
     os.environ["FSDP_VERSION"] = "2"
+    os.environ.setdefault("NODE_RANK", "0")  # Composer's own loading asks for it
     from llmfoundry import registry
     from llmfoundry.command_utils import train
 
@@ -79,7 +84,7 @@ def run_one(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     config = OmegaConf.load(path)
     overrides["callbacks.witness"] = {"break_at": overrides.pop("break_at", None)}
     for key, value in overrides.items():
-        OmegaConf.update(config, key, value, force_add=True)
+        OmegaConf.update(config, key, value, merge=False, force_add=True)
     ended: dict[str, str] = {}
     metrics: dict[str, Any] = {}
     error = None
@@ -100,6 +105,7 @@ def run_one(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
         "samples": witness.samples,
         "began": witness.began,
         "began_at": witness.began_at,
+        "ranks_agree": witness.ranks_agree,
         "ended": ended,
         "metrics": metrics,
         "error": error,

@@ -1,0 +1,101 @@
+"""`elastic_checkpoint` beside Composer's own checkpoints: which of them a run goes on from, and weights taken over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoint.test_tools import tool
+from tests.distributed.test_elastic_trainer import launch, run
+
+ONE = (1, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Any]:
+    """One launch: a run that both saved until batch 2 and that then broke off; and runs that find what it left."""
+    root = tmp_path_factory.mktemp("beside")
+    keys, saver = {"interval": "1ba"}, {"save_interval": "1ba", "max_duration": "3ba"}
+    theirs, first = str(root / "composer"), str(root / "composer" / "ep0-ba1-rank0.pt")
+    again = {"autoresume": True, "max_duration": "4ba", "save_interval": "100ba"}
+    wanted = {
+        "broken": run(root / "ours", ONE, keys=keys, save_folder=theirs, break_at=2, **saver),
+        "load_path, no commit": run(root / "a", ONE, load_path=first, max_duration="2ba"),
+        "load_path, commits": run(root / "ours", ONE, load_path=first, max_duration="3ba", may_fail=True),
+        "load_path, step": run(root / "ours", ONE, keys={"resume": 2}, load_path=first, may_fail=True),
+        "autoresume, both": run(root / "ours", ONE, save_folder=theirs, may_fail=True, **again),
+        "autoresume, ours": run(root / "ours", ONE, save_folder=str(root / "new"), **again),
+        "autoresume, theirs": run(root / "b", ONE, save_folder=theirs, **again),
+        "one place on S3": run(Path("unused"), ONE, keys={"folder": "s3://b/run"}, save_folder="s3://b/run/", **saver)
+        | {"may_fail": True},
+        "weights by load_path": run(
+            root / "c", ONE, load_path=f"{theirs}/ep0-ba2-rank0.pt", load_weights_only=True, max_duration="1ba"
+        ),
+    }
+    return {"root": root, **dict(zip(wanted, launch(1, *wanted.values()), strict=True))}
+
+
+def test_load_path_counts_only_where_there_is_no_commit(runs) -> None:
+    assert runs["load_path, no commit"]["began_at"] == 1
+    assert runs["load_path, commits"]["error"] is None and runs["load_path, commits"]["began_at"] == 2
+
+
+def test_a_step_beside_load_path_is_an_error(runs) -> None:
+    assert "both name a checkpoint to go on from: remove one of them" in runs["load_path, step"]["error"]
+
+
+def test_autoresume_goes_on_from_what_alone_was_found(runs) -> None:
+    assert runs["autoresume, ours"]["began_at"] == 3, "where the run before ended"
+    assert runs["autoresume, theirs"]["began_at"] == 2
+
+
+def test_autoresume_and_commits_are_an_error(runs) -> None:
+    assert "both name a checkpoint to go on from: remove one of them" in runs["autoresume, both"]["error"]
+
+
+def test_one_place_for_both_is_an_error_on_s3_too(runs) -> None:
+    assert "save_folder and callbacks.elastic_checkpoint.folder are both s3://b/run" in runs["one place on S3"]["error"]
+
+
+def model_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The model of a commit, as one process holds it."""
+    out = folder.with_name(f"{folder.name}-exported-{step}")
+    if not out.exists():
+        assert tool("export", folder, out, "--step", step) == 0
+    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def check_imported(source: Path, root: Path, ours: Path, step: int) -> Path:
+    """Imports what Composer saved, and compares with what `elastic_checkpoint` saved at the same step."""
+    folder = root / f"imported-{source.name}"
+    assert tool("import", folder, source) == 0
+    imported, expected = model_of(folder, 0), model_of(ours, step)
+    assert imported.keys() == expected.keys() and len(expected) > 10
+    for name, tensor in expected.items():
+        assert torch.equal(imported[name], tensor), name
+    return folder
+
+
+def test_a_checkpoint_that_composer_wrote_is_a_starting_point(runs) -> None:
+    root = runs["root"]
+    folder = check_imported(root / "composer" / "ep0-ba2-rank0.pt", root, root / "ours", 2)
+    (begun,) = launch(1, run(folder, ONE, max_duration="1ba"))
+    assert begun["began_at"] == 0
+    assert begun["losses"] == runs["weights by load_path"]["losses"] != runs["broken"]["losses"]
+
+
+def test_a_sharded_checkpoint_that_composer_wrote_is_a_starting_point(tmp_path) -> None:
+    mesh = (1, 1, 2)
+    saver = {
+        "save_folder": str(tmp_path / "composer"),
+        "save_interval": "2ba",
+        "fsdp_config.state_dict_type": "sharded",
+    }
+    launch(2, run(tmp_path / "ours", mesh, max_duration="2ba", **saver))
+    folder = check_imported(tmp_path / "composer" / "ep0-ba2", tmp_path, tmp_path / "ours", 2)
+    (begun,) = launch(2, run(folder, mesh, max_duration="1ba"))
+    assert begun["began_at"] == 0 and begun["error"] is None
