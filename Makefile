@@ -5,12 +5,15 @@
 #   make test [TESTS=...]           the test suite
 #   make lint                       ruff and mypy
 #   make chaos                      1,000 kills of the checkpoint engine, and 24 of the demo's run: an hour
+#   make chaos-ceph                 the same on Ceph RGW, started here (Debian: scripts/ceph_rgw.sh says what it needs), or
+#                                   on any S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
 #   make verify                     trains on meshes of 1 to 8 processes, and compares with one
 STACK ?= modern
 VENV := $(if $(filter stock,$(STACK)),.venv-stock,.venv)
 BIN := $(VENV)/bin
 TESTS ?= tests
 DEMO ?=
+export FOLDER ?= s3://chaos/run
 
 # One thread a process and no hub: what a small CPU run wants, and what makes it repeatable.
 export OMP_NUM_THREADS ?= 1
@@ -18,7 +21,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
-.PHONY: env demo test lint verify chaos clean
+.PHONY: env demo test lint verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -43,6 +46,9 @@ verify: env
 chaos: env data/demo/facts.json
 	$(BIN)/python -m tests.chaos.engine_kills --kills 1000
 	$(BIN)/python -m tests.chaos.run_kills --data data/demo --kills 24
+
+chaos-ceph: env data/demo/facts.json
+	scripts/chaos_ceph.sh $(BIN)/python data/demo
 
 clean:
 	rm -rf runs data .venv .venv-stock build *.egg-info
