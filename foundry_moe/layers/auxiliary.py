@@ -57,6 +57,19 @@ def _(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: T
     return None
 
 
+@torch.library.custom_op("foundry_moe::read_scale", mutates_args=())
+def _read_scale(scale: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
+    """The scale now, in `like`'s dtype. Takes a gradient that it has no use for: a compiled graph is free to compute in
+    its forward pass what does not depend on one, and there the scale is that of the microbatch before.
+    """
+    return scale.to(like.dtype, copy=True)
+
+
+@_read_scale.register_fake
+def _(scale: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(scale, dtype=like.dtype)
+
+
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -70,17 +83,16 @@ class _AttachLoss(torch.autograd.Function):
         sum_L: Tensor,
         sum_1: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(losses_L, counts_E)
+        ctx.save_for_backward(losses_L, counts_E, loss.detach())
         ctx.scale, ctx.sums = scale, (sum_E, sum_L, sum_1)
-        ctx.loss_dtype = loss.dtype
         # A compiled graph that returns an alias of its input rebuilds it outside, and this backward pass would be lost
         return y_TD.clone() if torch.compiler.is_compiling() else y_TD.view_as(y_TD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        losses_L, counts_E = ctx.saved_tensors
+        losses_L, counts_E, loss = ctx.saved_tensors
         _note_load(*ctx.sums, counts_E, losses_L)
-        return grads[0], ctx.scale.to(ctx.loss_dtype), None, None, None, None, None, None
+        return grads[0], _read_scale(ctx.scale, grads[0], loss), None, None, None, None, None, None
 
 
 def attach(
