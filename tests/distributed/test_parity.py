@@ -7,7 +7,7 @@ import torch
 
 from foundry_moe.parallel.launch import run_processes
 from foundry_moe.parallel.parity import CASES, run_case
-from foundry_moe.parallel.verify import TOLERANCE, certify, compare, format_table, worst
+from foundry_moe.parallel.verify import TOLERANCE, certify, compare, distance, format_table, run_alone, worst
 from tests.distributed import parity_worker
 from tests.distributed.launching import PRELOAD
 
@@ -68,6 +68,18 @@ def test_experts_drawn_shard_by_shard_equal_those_drawn_whole(
 ) -> None:
     arguments = (mesh, num_experts, hidden_size)
     assert run_processes(parity_worker.draw_on_meta, *arguments, world_size=4, preload=PRELOAD) == 0.0
+
+
+@pytest.mark.slow
+def test_bf16_is_as_far_from_fp32_on_a_mesh_as_alone_and_a_doubled_gradient_would_show() -> None:
+    cases = CASES[:1]
+    table = certify([(1, 1, 2)], cases=cases, precision="bf16", preload=PRELOAD)
+    assert worst(table) < TOLERANCE["bf16"], format_table(table, TOLERANCE["bf16"])
+    alone = run_processes(run_alone, cases, "bf16", "cpu", None, "auto", world_size=1, preload=PRELOAD)
+    base, own = (alone[name][(1, 1, 1), cases[0].name] for name in ("base", "own"))
+    doubled = {key: 2 * value if "/w1_EFD/" in key and key.startswith("grad") else value for key, value in base.items()}
+    row = "gradient w1_EFD"
+    assert compare(doubled, base, distance)[row] > 2 * TOLERANCE["bf16"] * compare(own, base, distance)[row]
 
 
 @pytest.mark.gpu
