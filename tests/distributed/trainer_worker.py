@@ -46,3 +46,30 @@ def train_runs(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several runs, one after another, in one launch."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     return [train_run(path, overrides) for overrides in runs]
+
+
+def train_through_the_door(runs: list[list[str]]) -> list[dict[str, Any]]:
+    """Each run's arguments through `foundry_moe/train.py`: losses, and placements of experts by layer."""
+    import llmfoundry.command_utils as foundry
+
+    from foundry_moe.conversion import named_moe_layers
+    from foundry_moe.train import train
+
+    os.environ["NODE_RANK"] = "0"  # Composer asks for it where a tokenizer is built
+    trainers: list[Any] = []
+    original = foundry.train
+    foundry.train = lambda config: trainers.append(original(config))
+    results = []
+    for arguments in runs:
+        assert train(arguments) == 0
+        trainer = trainers.pop()
+        layers = named_moe_layers(trainer.state.model)
+        results.append(
+            {
+                "losses": [float(value) for _, value in trainer.logger.destinations[0].data["loss/train/total"]],
+                "placements": [str(getattr(layer.experts.w1_EFD, "placements", None)) for layer in layers.values()],
+            }
+        )
+        trainer.close()
+    foundry.train = original
+    return results
