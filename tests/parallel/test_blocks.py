@@ -1,0 +1,51 @@
+"""In which order weights are asked for ahead of their use; on a fake process group, whose messages carry nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from foundry_moe.config import MeshConfig
+from foundry_moe.parallel.blocks import block_lists, prefetch_in_order
+from foundry_moe.parallel.parity import CASES, build_model, shard_rest
+from foundry_moe.parallel.placement import parallelize
+
+
+def test_a_block_is_asked_for_whole_while_its_neighbour_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    prefetch = FSDPParamGroup._prefetch_unshard
+
+    def note(group: FSDPParamGroup, way: str) -> None:
+        asked.append((way, str(group._module_fqn)))
+        prefetch(group, way)
+
+    monkeypatch.setattr(FSDPParamGroup, "_prefetch_unshard", staticmethod(note))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = build_model(CASES[0], torch.float32, torch.device("cpu"))
+        assert [len(blocks) for blocks in block_lists(model)] == [2]
+        fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
+        parallelize(model, MeshConfig(expert=1, shard=2), fsdp_config=fsdp)
+        shard_rest(model, fsdp.device_mesh, MixedPrecisionPolicy())
+        prefetch_in_order(model)
+        model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    experts = [f"blocks.{i}.ffn.experts" for i in range(2)]
+    assert asked == [
+        ("forward", experts[0]),
+        ("forward", "blocks.1"),
+        ("forward", experts[1]),
+        ("backward", "blocks.1"),  # by the head
+        ("backward", experts[1]),
+        ("backward", experts[1]),  # by the block, as FSDP2 does: there already
+        ("backward", "blocks.0"),  # by the experts of the block behind
+        ("backward", experts[0]),
+        ("backward", experts[0]),
+    ]
