@@ -84,6 +84,9 @@ restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 
 export NODE_RANK="$rank" # Composer reads it, and torchrun does not set it
+# After a restart PyTorch would use the store of the life before, and a rank that is quick finds addresses of dead peers
+# there: seen on torch 2.11 with gloo. A store for each life instead; on several nodes its port is any free one of node 0.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 script=${TRAIN_SCRIPT:-foundry_moe/train.py}
 case ${LAUNCHER:-torchrun} in
     torchrun)

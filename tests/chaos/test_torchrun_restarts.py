@@ -1,0 +1,49 @@
+"""Real training under `torchrun --max-restarts`, as the image's entrypoint starts it: a rank dies, the run goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.inspecting import verify
+from foundry_moe.checkpoint.store import open_store
+from tests.chaos.run_kills import ROOT, Outcome, check, clean, command, read_log
+
+BATCHES = 8
+
+
+def torchrun(data: Path, folder: Path, log: Path, fault: str | None) -> subprocess.CompletedProcess[str]:
+    """The demo's tiny run on two processes through the entrypoint; `fault` strikes the first life alone."""
+    words = clean(command(str(data), str(folder), None, log, 2, BATCHES))
+    arguments = words[words.index("foundry_moe/train.py") + 1 :]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "2", "MAX_RESTARTS": "2"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRAIN_SCRIPT": "foundry_moe/train.py", "FSDP_VERSION": "2"}
+    environment.pop("FOUNDRY_MOE_FAULT", None)
+    if fault:
+        environment["FOUNDRY_MOE_FAULT"] = fault
+    return subprocess.run(
+        ["/bin/sh", "docker/entrypoint.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_run_goes_on_after_a_rank_died_between_data_and_commit(tiny_text, tmp_path) -> None:
+    calm = torchrun(tiny_text, tmp_path / "calm", tmp_path / "calm.jsonl", None)
+    assert calm.returncode == 0, calm.stderr[-5000:]
+    done = torchrun(tiny_text, tmp_path / "run", tmp_path / "chaos.jsonl", "commit.manifest_written:0:2")
+    assert done.returncode == 0, done.stderr[-5000:]
+    lines = read_log(tmp_path / "chaos.jsonl")
+    batches = [line["batch"] for line in lines]
+    again = [at for at in range(1, len(batches)) if batches[at] <= batches[at - 1]]
+    # the save of batch 4 died before its commit: the run goes back to batch 2, once
+    assert len(again) == 1 and batches[again[0]] == 3 and batches[again[0] - 1] >= 4, batches
+    check(Outcome(), lines, read_log(tmp_path / "calm.jsonl"), BATCHES)
+    store = open_store(str(tmp_path / "run"))
+    ledger = Ledger(store)
+    keys = ledger.newest_first()
+    assert keys[0].step == BATCHES and all(verify(store, ledger.open(key)) == [] for key in keys)
