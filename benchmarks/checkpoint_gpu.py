@@ -1,6 +1,6 @@
 """Tokens/s of training during a background save and between saves, on the GPUs of one host.
 
-    torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py [--folder /tmp/run] [--layers 16] [--kinds overlapped waiting]
+    torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py [--folder /tmp/run] [--layers 16] [--kinds waiting]
 
 An OLMoE-shaped model (16 layers, width 2048, 64 experts of 1024, 8 a token) with FSDP2 and AdamW in fp32, computing in
 bf16; experts by `torch._grouped_mm`. The checkpoint engine alone saves it: no trainer is needed. Prints one line of
