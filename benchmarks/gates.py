@@ -297,10 +297,10 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5))
-    for name, row in rows.items():
+    for index, (name, row) in enumerate(rows.items()):
         window = max(len(row["loss"]) // 12, 1)
         smooth = torch.tensor(row["loss"]).unfold(0, window, 1).mean(1)
-        left.plot(range(window, len(row["loss"]) + 1), smooth, label=name, linewidth=1)
+        left.plot(range(window, len(row["loss"]) + 1), smooth, label=name, linewidth=1, color=plt.cm.tab20(index))
     left.set_xlabel("batch")
     left.set_ylabel("training loss (moving mean)")
     left.legend(fontsize=7)
@@ -333,6 +333,7 @@ def main() -> None:
         for name, row in trained(files, arguments):
             rows[name] = row
             arguments.out.with_suffix(".json").write_text(json.dumps(rows))
+        rows = {name: rows[name] for name in arguments.only}
         for name, row in rows.items():
             row["gate_ms"], row["layer_ms"] = time_gate(files[name])
     arguments.out.with_suffix(".json").write_text(json.dumps(rows))
