@@ -44,7 +44,7 @@ def supported(*tensors: Tensor) -> bool:
 @functools.cache
 def _maker(specialised: bool) -> Callable[..., Any]:
     if specialised:
-        from foundry_moe_kernels import hopper_products  # absent before Triton 3.6
+        from foundry_moe_kernels import hopper_products  # needs Triton 3.6
 
         return hopper_products.descriptor
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
@@ -53,13 +53,7 @@ def _maker(specialised: bool) -> Callable[..., Any]:
 
 
 def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int], specialised: bool) -> Any:
-    if specialised:
-        from foundry_moe_kernels import hopper_products  # needs Triton 3.6
-
-        return hopper_products.descriptor(base, shape, strides, block)
-    from triton.tools.tensor_descriptor import TensorDescriptor  # absent from Triton 3.3
-
-    return TensorDescriptor(base, shape, strides, block)
+    return _maker(specialised)(base, shape, strides, block)
 
 
 def rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:
