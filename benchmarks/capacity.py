@@ -24,10 +24,13 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from gate_time import step
+from timing import queued_ms
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,30 +70,6 @@ class RecordedGate(LinearGate):
         return Choices(experts_TK=experts_TK, weights_TK=probs_TE.gather(1, experts_TK))
 
 
-def milliseconds(run: Callable[[], None], device: torch.device, rounds: int) -> float:
-    """The median of a call's time on the device.
-
-    On a GPU the call is queued behind a wait of some 8 ms, so that launches are hidden as they are in a training step
-    whose device is busy; what waits for the device in the call itself shows.
-    """
-    times = []
-    for _ in range(rounds + 3):
-        synchronize(device)
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(15_000_000)
-            start.record()
-            run()
-            end.record()
-            synchronize(device)
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[3:])
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -104,15 +83,6 @@ def build(config: MoEConfig, width: int, device: torch.device, tokens: int) -> M
     layer.reset_parameters()
     context.note(torch.randint(50_000, (max(tokens // SEQUENCE, 1), min(SEQUENCE, tokens)), device=device))
     return layer
-
-
-def step(layer: MoELayer, x_TD: Tensor, direction_TD: Tensor) -> Callable[[], None]:
-    def run() -> None:
-        layer(x_TD).backward(direction_TD)
-        for parameter in [*layer.parameters(), x_TD]:
-            parameter.grad = None
-
-    return run
 
 
 class Block(nn.Module):
@@ -290,10 +260,10 @@ def compare_layers(choices_LT: Tensor, device: torch.device, rounds: int, scale:
             for experts_T in choices_LT:
                 gate.experts_T = experts_T[:tokens]
                 layer.statistics.reset()
-                run = step(layer, x_TD, direction_TD)
+                run = partial(step, layer, x_TD, direction_TD)
                 run()
                 dropped.append(float(layer.statistics.losses_L.sum()) if capacity is not None else 0.0)
-                times.append(milliseconds(run, device, rounds))
+                times.append(queued_ms(run, device, rounds))
             row[str(capacity)] = {"ms": statistics.mean(times), "by_layer": times, "dropped": statistics.mean(dropped)}
         row["speedup over dynamic"] = row["dynamic"]["ms"] / row["None"]["ms"]
         rows.append(row)

@@ -10,19 +10,14 @@ Shapes: T tokens, D model width, E experts.
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from timing import header, queued_ms
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from timing import header
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext, GateContext
@@ -45,30 +40,6 @@ GATES: list[tuple[dict[str, Any], int]] = [
     ({"name": "dense_to_sparse", "temperature": 0.87}, 1),
     ({"name": "dense_to_sparse", "temperature": 0.87, "max_experts": 8}, 1),
 ]
-
-
-def milliseconds(run: Callable[[], None], device: torch.device, rounds: int) -> float:
-    """The median of a call's time on the device.
-
-    On a GPU the call is queued behind a wait of some 8 ms, so that launches are hidden as they are in a training step
-    whose device is busy; what waits for the device in the call itself shows.
-    """
-    times = []
-    for _ in range(rounds + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(15_000_000)
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[3:])
 
 
 def build(settings: dict[str, Any], top_k: int, device: torch.device, scale: int) -> MoELayer:
@@ -137,8 +108,8 @@ def main() -> None:
         x_TD = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
         direction_TD = torch.randn_like(x_TD)
         context = layer.context.for_tokens(tokens, losses=layer.wanted_losses, training=True)
-        gate_ms = milliseconds(lambda a=(layer, x_TD, context): gate_and_routing(*a), device, arguments.rounds)  # type: ignore[misc]
-        layer_ms = milliseconds(lambda a=(layer, x_TD, direction_TD): step(*a), device, arguments.rounds)  # type: ignore[misc]
+        gate_ms = queued_ms(partial(gate_and_routing, layer, x_TD, context), device, arguments.rounds)
+        layer_ms = queued_ms(partial(step, layer, x_TD, direction_TD), device, arguments.rounds)
         olmoe = olmoe or layer_ms
         mean = (layer.gate(x_TD, context).experts_TK >= 0).sum().item() / tokens
         name = ", ".join(str(v) if k == "name" else f"{k} {v}" for k, v in settings.items())

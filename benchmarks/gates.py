@@ -19,19 +19,21 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from capacity import milliseconds, save_tokens, step
+from capacity import save_tokens
 from composer import Callback, Trainer
 from composer.core import State
 from composer.loggers import InMemoryLogger, Logger
 from composer.optim import CosineAnnealingWithWarmupScheduler
-from gate_time import gate_and_routing
+from gate_time import gate_and_routing, step
 from llmfoundry.utils.builders import build_composer_model, build_optimizer, build_tokenizer
+from timing import queued_ms
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -180,10 +182,8 @@ def time_gate(file: Path, rounds: int = 15) -> tuple[float, float]:
     x_TD = x.requires_grad_()
     for_gate = context.for_tokens(len(x_TD), layer=1, losses=layer.wanted_losses, training=True)
 
-    whole = step(layer, x_TD, torch.randn_like(x_TD))
-    return milliseconds(lambda: gate_and_routing(layer, x_TD, for_gate), device, rounds), milliseconds(
-        whole, device, rounds
-    )
+    gate_ms = queued_ms(partial(gate_and_routing, layer, x_TD, for_gate), device, rounds)
+    return gate_ms, queued_ms(partial(step, layer, x_TD, torch.randn_like(x_TD)), device, rounds)
 
 
 def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int, layer_file: Path) -> dict[str, Any]:

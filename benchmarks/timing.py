@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import math
 import random
+import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -46,6 +48,30 @@ def in_turn_ms(runs: Sequence[Callable[[], object]], repeats: int = 11, warmup: 
             events[i].append((start, end))
     torch.cuda.synchronize()
     return [sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2] for pairs in events]
+
+
+def queued_ms(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """The median of a call's milliseconds on the device.
+
+    On a GPU the call is queued behind a wait of some 8 ms, so that launches are hidden as they are in a training step
+    whose device is busy; what waits for the device in the call itself shows.
+    """
+    times = []
+    for _ in range(rounds + 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(15_000_000)
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[3:])
 
 
 def probabilities(experts: int, load: str) -> torch.Tensor:
