@@ -7,6 +7,7 @@ This module imports neither torch nor Composer.
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -141,6 +142,19 @@ META_NEEDS_MESH = (
     "init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} to the MoE "
     "keys, or use init_device: cpu"
 )
+
+
+def check_compilation(run: Mapping[str, Any]) -> None:
+    """Refuses to compile a whole model that FSDP2 wraps.
+
+    Raises:
+        ValueError: several processes, and `compile_config`.
+    """
+    if run.get("compile_config") is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "compile_config compiles the whole model at once, which fails on one that FSDP2 has wrapped: remove it "
+            "and set mesh.compile: blocks"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry_moe.config import META_NEEDS_MESH, MoEConfig, from_mapping
+from foundry_moe.config import META_NEEDS_MESH, MoEConfig, check_compilation, from_mapping
 from foundry_moe.errors import run_cleanly
 from foundry_moe.layers.gates.registry import check_gate
 from foundry_moe.parallel.mesh import plan_mesh
@@ -67,17 +67,17 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
     check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
     if model.get("init_device") == "meta" and config.mesh_config is None:
         raise ValueError(f"model.{META_NEEDS_MESH}")
-    world_size = os.environ.get("WORLD_SIZE")
     if config.mesh_config is not None:
         check_compilation(run)
-    if config.mesh_config is not None and world_size is not None:
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        plan_mesh(
-            config.mesh_config,
-            world_size=int(world_size),
-            ranks_per_node=ranks_per_node,
-            num_experts=config.num_experts,
-        )
+        world_size = os.environ.get("WORLD_SIZE")
+        if world_size is not None:
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            plan_mesh(
+                config.mesh_config,
+                world_size=int(world_size),
+                ranks_per_node=ranks_per_node,
+                num_experts=config.num_experts,
+            )
     return config
 
 
@@ -92,19 +92,6 @@ def check_surroundings(run: Mapping[str, Any]) -> None:
     version = os.environ.get("FSDP_VERSION", "2")
     if run.get("fsdp_config") and version != "2":
         raise ValueError(f"FSDP_VERSION ({version}): dMoE layers need FSDP2; unset it, or set FSDP_VERSION=2")
-
-
-def check_compilation(run: Mapping[str, Any]) -> None:
-    """Refuses to compile a whole model that FSDP2 wraps.
-
-    Raises:
-        ValueError: several processes, and `compile_config`.
-    """
-    if run.get("compile_config") is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "compile_config compiles the whole model at once, which fails on one that FSDP2 has wrapped: remove it "
-            "and set mesh.compile: blocks"
-        )
 
 
 def train(arguments: list[str]) -> int:
