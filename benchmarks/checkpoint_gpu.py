@@ -1,10 +1,11 @@
 """Tokens/s of training during a background save and between saves, on the GPUs of one host.
 
-    torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py [--folder /tmp/run] [--layers 16] [--kinds waiting]
+    torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py [--folder /tmp/run] [--layers 16] [--saves 2]
 
 An OLMoE-shaped model (16 layers, width 2048, 64 experts of 1024, 8 a token) with FSDP2 and AdamW in fp32, computing in
 bf16; experts by `torch._grouped_mm`. The checkpoint engine alone saves it: no trainer is needed. Prints one line of
-JSON a save: tokens/s while it runs (from the call to the commit, the time that it blocks included) over those between.
+JSON a save: tokens/s while it runs (from the call to the commit, the time that it blocks included) over those between,
+by the mean and by the median step, and what that share would be if blocking were all that a save costs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ from torch.distributed.tensor import Shard
 
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.store import open_store
-
-# When weights are copied to the CPU: beside the next step, or while it waits
-KINDS = ("overlapped", "waiting")
 
 
 class Layer(nn.Module):
@@ -100,8 +98,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=4, help="of 4,096 tokens, for each GPU and step")
-    parser.add_argument("--saves", type=int, default=2, help="of each kind")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--saves", type=int, default=2)
     parser.add_argument("--quiet-steps", type=int, default=15)
     arguments = parser.parse_args()
     dist.init_process_group("nccl")
@@ -118,20 +115,20 @@ def main() -> None:
     def state() -> dict:
         return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 
-    def steady(kind: str) -> list[Tensor]:
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        return [*model.parameters(), *states] if kind == "overlapped" else []
-
     def step() -> float:
         torch.cuda.synchronize()
         began = time.perf_counter()
         logits = model(ids_BS)
         F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), ids_BS.view(-1)).backward()
-        engine.release()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         return time.perf_counter() - began
+
+    def slowest(seconds: float) -> float:
+        value = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(value, group=talk, op=dist.ReduceOp.MAX)
+        return value.item()
 
     def someone_saves() -> bool:
         busy = torch.tensor(int(engine.busy))
@@ -144,7 +141,7 @@ def main() -> None:
     engine.prepare(state())
     prepared = time.perf_counter() - began
     number = 5
-    for kind in arguments.kinds * arguments.saves:
+    for _ in range(arguments.saves):
         dist.barrier()
         began = time.perf_counter()
         quiet = [step() for _ in range(arguments.quiet_steps) if not someone_saves()]
@@ -152,7 +149,7 @@ def main() -> None:
         number += len(quiet) + 1
         dist.barrier()
         began = time.perf_counter()
-        blocked = engine.save(state(), number, steady=steady(kind))
+        blocked = slowest(engine.save(state(), number))
         during: list[float] = []
         while True:
             during.append(step())
@@ -161,23 +158,27 @@ def main() -> None:
         whole = time.perf_counter() - began
         report = engine.wait()
         assert report is not None and report.error is None, report
+        saved = slowest(report.seconds_total)
         if rank == 0:
             meanwhile = tokens * len(during) / whole
+            usual = statistics.median(quiet)
             line = {
-                "copied": kind,
-                "GiB of this rank": round(report.bytes_staged / 2**30, 2),
+                "GPUs": dist.get_world_size(),
+                "GiB a rank": round(report.bytes_staged / 2**30, 2),
                 "prepare once, s": round(prepared, 2),
                 "blocked, s": round(blocked, 3),
-                "save, s": round(report.seconds_total, 2),
+                "save, s": round(saved, 2),
                 "hashing, s": round(report.seconds["hash"], 2),
-                "step between, s": round(statistics.median(quiet), 4),
+                "step between, s": round(usual, 4),
                 "steps in the first 4 s, s": round(statistics.mean(early(during, 4.0)), 4),
+                "step during, s": round(statistics.median(during), 4),
                 "steps during, slowest, s": [round(t, 4) for t in sorted(during)[:-4:-1]],
                 "steps during": len(during),
                 "tokens/s between": round(between),
                 "tokens/s during": round(meanwhile),
                 "share": round(meanwhile / between, 4),
-                "share without the blocked time": round(tokens / statistics.mean(during) / between, 4),
+                "share of the median step between": round(len(during) * usual / whole, 4),
+                "share if blocking were all": round(1 - blocked / whole, 4),
             }
             print(json.dumps(line), flush=True)
     dist.destroy_process_group()

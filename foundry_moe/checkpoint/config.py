@@ -53,7 +53,6 @@ class CheckpointConfig:
     resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
         run forks: restarts then go on from the fork's own newest.
     asynchronous: write it `async`. true uploads in the background; false waits for every save.
-    overlap: on GPUs, copy weights while the next batch's forward and backward run, and not before them.
     max_failures: so many saves in a row may fail before training stops.
     reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
         uninterrupted one would have drawn.
@@ -68,7 +67,6 @@ class CheckpointConfig:
     keep_every: str | None = None
     resume: str | int = "auto"
     asynchronous: bool = True
-    overlap: bool = False
     max_failures: int = 3
     reseed: bool = True
     stale_after: str = "6h"

@@ -19,7 +19,7 @@ from composer.utils import dist, format_name_with_dist
 
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
-from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, optimizer_tensors, reseed, restore
+from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, reseed, restore
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.store import is_remote, open_store
 
@@ -36,7 +36,7 @@ class ElasticCheckpoint(Callback):
         elastic_checkpoint: {folder: s3://bucket/run, interval: 30m, keep: 3}
 
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
-    overlap false, max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
+    max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
     timeout 60s. See docs/checkpoints.md.
 
     With `save_folder`, Composer goes on writing its own checkpoints too; both to one folder is an error. With
@@ -200,15 +200,7 @@ class ElasticCheckpoint(Callback):
         }
         self._prepared = True
         self._saved_step = timestamp.batch.value
-        steady = optimizer_tensors(state) if self.config.overlap else []
-        return self._engine.save(collect(state), timestamp.batch.value, summary, steady=steady)
-
-    def _release(self, state: State, logger: Logger) -> None:
-        if self._engine is not None:
-            self._engine.release()
-
-    # Weights change in the optimizer's step, which comes after this event, or where evaluation swaps them.
-    after_train_batch = eval_before_all = epoch_end = predict_start = _release
+        return self._engine.save(collect(state), timestamp.batch.value, summary)
 
     def _due(self, state: State, epoch_ended: bool) -> bool:
         """The same on all ranks: Composer's timestamp is."""

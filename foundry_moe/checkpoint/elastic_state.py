@@ -16,7 +16,6 @@ import xxhash
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -43,18 +42,6 @@ def collect(state: State, *, weights_only: bool = False) -> dict[str, Any]:
             "dataset_state": state._dataset_state_dict() if state.train_dataloader is not None else None,
         },
     }
-
-
-def optimizer_tensors(state: State) -> list[Tensor]:
-    """What only an optimizer's step changes: the parameters that it has, and its states of them."""
-    return [
-        tensor
-        for optimizer in state.optimizers or ()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
-        if isinstance(tensor, Tensor)
-    ]
 
 
 def _named(objects: Any) -> dict[str, Any]:

@@ -10,13 +10,12 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from foundry_moe.checkpoint import faults
@@ -30,7 +29,6 @@ from foundry_moe.checkpoint.errors import (
 )
 from foundry_moe.checkpoint.exchange import Traffic
 from foundry_moe.checkpoint.manifest import CommitKey, Manifest
-from foundry_moe.checkpoint.overlap import Copies, addresses
 from foundry_moe.checkpoint.reader import ElasticLoadPlanner, ElasticReader
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
 from foundry_moe.checkpoint.store import Store
@@ -107,7 +105,6 @@ class CheckpointEngine:
         self._plans = PlanCache()
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None
-        self._copies: Copies | None = None
         self._collected_s: float | None = None
 
     # Saving
@@ -121,14 +118,7 @@ class CheckpointEngine:
         """Whether a save of this rank is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(
-        self,
-        state_dict: Mapping[str, Any],
-        step: int,
-        summary: Mapping[str, Any] | None = None,
-        *,
-        steady: Iterable[Tensor] = (),
-    ) -> float:
+    def save(self, state_dict: Mapping[str, Any], step: int, summary: Mapping[str, Any] | None = None) -> float:
         """Stages the state and saves it in the background; returns the seconds for which it blocked.
 
         Args:
@@ -136,8 +126,6 @@ class CheckpointEngine:
                 all values, are taken from rank 0 or whichever rank holds them: they must be the same on all.
             step: the commit's number; it must grow within a run.
             summary: what the commit record shows: epoch, samples, tokens.
-            steady: those of the tensors that stay as they are until `release()`. Where they are on a GPU, they are
-                copied while the caller goes on.
 
         Raises:
             TooManyFailuresError: see `Policy.max_failures`.
@@ -146,8 +134,7 @@ class CheckpointEngine:
         assert not self.busy, "one save at a time: look at `busy`"
         self.poll()
         began = time.perf_counter()
-        snapshot = self._snapshotter.take(state_dict, addresses(steady) if self.policy.asynchronous else frozenset())
-        self._copies = snapshot.copies
+        snapshot = self._snapshotter.take(state_dict)
         request = CommitRequest(
             where=CommitKey(generation=self.generation, step=step),
             nonce=secrets.token_hex(8),
@@ -166,12 +153,6 @@ class CheckpointEngine:
             self._run(snapshot, request, began, blocked)
             blocked = time.perf_counter() - began
         return blocked
-
-    def release(self) -> None:
-        """To be called before tensors change that the last save was told to be `steady`; waits on the GPU alone."""
-        if self._copies is not None:
-            self._copies.release()
-            self._copies = None
 
     def _milestone(self, step: int) -> dict[str, bool]:
         every = self.policy.keep_every

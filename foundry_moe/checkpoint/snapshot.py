@@ -6,7 +6,6 @@ and is used again for the next save; pinned where there is a GPU. Nothing here t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, encode
 from foundry_moe.checkpoint.layout import Block, Layout, layout_of, plan_writes
 from foundry_moe.checkpoint.manifest import ALIGN_BYTES
-from foundry_moe.checkpoint.overlap import Copies
 
 INLINE_BYTES = 256  # a replicated tensor up to this size lives in the manifest: optimizer step counters
 
@@ -123,12 +121,6 @@ class Snapshot:
     starts: list[int]
     staged: Tensor  # uint8: this rank's object
     values: Any
-    copies: Copies | None = None  # those that are still under way
-
-    def wait(self) -> None:
-        """Returns when `staged` is whole; see `Copies.wait`."""
-        if self.copies is not None:
-            self.copies.wait()
 
     def staged_block(self, index: int) -> Tensor:
         """A block's staged elements."""
@@ -144,11 +136,9 @@ class Snapshotter:
         self.rank, self.world_size = rank, world_size
         self._buffer = StagingBuffer()
         self._plans: dict[str, tuple[list[Block], list[int], int]] = {}
-        self._stream: Any = None
 
-    def take(self, state_dict: Mapping[str, Any], steady: frozenset[int] = frozenset()) -> Snapshot:
-        """Copies what this rank will write. When this returns, the live tensors may change, but for those on a GPU
-        at addresses in `steady`: they must stay as they are until `copies.release()`."""
+    def take(self, state_dict: Mapping[str, Any]) -> Snapshot:
+        """Copies what this rank will write; when this returns, the live tensors may change."""
         flat = flatten(state_dict, self.world_size)
         digest = flat.digest()
         if digest not in self._plans:
@@ -169,34 +159,15 @@ class Snapshotter:
             values=flat.values,
         )
         copies: list[tuple[Tensor, Tensor]] = []
-        later: list[tuple[Tensor, Tensor]] = []
-        sources: dict[str, Tensor] = {}
         for index, block in enumerate(blocks):
             local = local_part(tensors[block.item])
             source = view_of_block(local, snapshot.layouts[block.item], self.rank, block)
-            if steady and local.device.type == "cuda" and local.data_ptr() in steady:
-                later.append((snapshot.staged_block(index), source))
-                sources[names[block.item]] = tensors[block.item]  # a DTensor's part does not count its versions
-            else:
-                copies.append((snapshot.staged_block(index), source))
+            copies.append((snapshot.staged_block(index), source))
         for target, source in merge(copies):
             target.copy_(source, non_blocking=on_gpu)
-        if later:
-            return dataclasses.replace(snapshot, copies=self._copy_later(merge(later), sources))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return snapshot
-
-    def _copy_later(self, pairs: list[tuple[Tensor, Tensor]], sources: dict[str, Tensor]) -> Copies:
-        """Copies on another stream, behind all that the current one was given."""
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        return Copies(sources, done)
 
 
 def merge(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

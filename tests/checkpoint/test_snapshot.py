@@ -1,0 +1,68 @@
+"""What a save holds is the step at which it was called, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from foundry_moe.checkpoint.engine import CheckpointEngine
+from foundry_moe.checkpoint.snapshot import merge
+from foundry_moe.checkpoint.store import open_store
+
+
+def test_merged_copies_bring_the_same_bytes() -> None:
+    source = torch.arange(60, dtype=torch.float32)
+    target = torch.full((70,), -1.0)
+    cuts = [(0, 10, 0), (10, 20, 10), (20, 32, 20), (32, 40, 40), (44, 60, 48)]  # a gap in the target, then in both
+    pairs = [(target[at : at + end - start], source[start:end]) for start, end, at in cuts]
+    other = torch.arange(6, dtype=torch.float32)[::2]  # not contiguous
+    pairs += [(target[64:67], other), (target[67:70], other)]
+    merged = merge(pairs)
+    assert [pair[0].numel() for pair in merged] == [32, 8, 16, 3, 3]
+    for to, of in merged:
+        to.copy_(of)
+    expected = torch.full((70,), -1.0)
+    for start, end, at in cuts:
+        expected[at : at + end - start] = source[start:end]
+    expected[64:67] = expected[67:70] = other
+    assert torch.equal(target, expected)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(64, model[0].in_features, device=model[0].weight.device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    states = {str(i): dict(state) for i, state in enumerate(optimizer.state.values())}
+    return {"model": dict(model.named_parameters()), "optim": states}
+
+
+def copy_of(state: dict) -> dict:
+    return {k: copy_of(v) if isinstance(v, dict) else v.detach().clone() for k, v in state.items()}
+
+
+@pytest.mark.parametrize(("device", "width"), [("cpu", 128), pytest.param("cuda", 2048, marks=pytest.mark.gpu)])
+def test_steps_after_a_save_do_not_reach_it(device: str, width: int, tmp_path) -> None:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    train(model, optimizer)
+    engine = CheckpointEngine(open_store(str(tmp_path)))
+    engine.prepare(state_of(model, optimizer))
+    for step in range(1, 4):
+        expected = copy_of(state_of(model, optimizer))
+        engine.save(state_of(model, optimizer), step)
+        for _ in range(3):
+            train(model, optimizer)
+        report = engine.wait()
+        assert report is not None and report.error is None, report
+        found = copy_of(state_of(model, optimizer))
+        assert CheckpointEngine(open_store(str(tmp_path))).load(found).step == step
+        for section in expected:
+            for name, value in expected[section].items():
+                values = value.items() if isinstance(value, dict) else [("", value)]
+                for key, tensor in values:
+                    other = found[section][name][key] if key else found[section][name]
+                    assert torch.equal(other, tensor), (step, section, name, key)
