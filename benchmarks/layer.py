@@ -2,7 +2,8 @@
 
     python benchmarks/layer.py [--cases OLMoE,Qwen3] [--profile]
 
-The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Peak memory is what the
+The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Times are taken one step of each
+in turn, in a new order every time: what the card's power allows is then the same for all. Peak memory is what the
 step adds to its inputs and weights, gradients included.
 
 Shapes: T tokens, K choices, D model width, F expert width, E experts.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from timing import header, median_ms, probabilities
+from timing import header, in_turn_ms, probabilities
 
 from foundry_moe.ops import plan_routes, routed_mlp
 from foundry_moe.ops.selection import select
@@ -69,25 +71,37 @@ def step(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> No
     function().backward(dy)
 
 
-def measure(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tuple[float, float, int]:
-    """(ms between events, ms as a replayed graph, bytes at the peak beyond inputs and weights)."""
-    for leaf in leaves:
-        leaf.grad = None
-    step(function, leaves, dy)
-    for leaf in leaves:
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to compute a layer, with what gets gradients and the gradient of its output."""
+
+    name: str
+    function: Callable[[], Tensor]
+    leaves: list[Tensor]
+    dy: Tensor
+
+    def step(self) -> None:
+        step(self.function, self.leaves, self.dy)
+
+
+def peak_bytes(way: Way) -> int:
+    """What a step adds to what is there before it."""
+    way.step()
+    for leaf in way.leaves:
         leaf.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step(function, leaves, dy)
+    way.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    eager = median_ms(lambda: step(function, leaves, dy), 15)
-    return eager, replayed_ms(lambda: step(function, leaves, dy)), peak
+    for leaf in way.leaves:
+        leaf.grad = None
+    return peak
 
 
-def replayed_ms(run: Callable[[], None]) -> float:
-    """The device's time alone: the host launches a step of the smallest case slower than the device computes it."""
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """For the device's time alone: the host launches a step of the smallest case slower than the device computes it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -96,17 +110,15 @@ def replayed_ms(run: Callable[[], None]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    ms = median_ms(graph.replay, 15)
-    del graph
-    return ms
+    return graph
 
 
-def profile(function: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> None:
+def profile(way: Way) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    step(function, leaves, dy)
+    way.step()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        step(function, leaves, dy)
+        way.step()
         torch.cuda.synchronize()
     for event in recorded.key_averages():
         if event.device_time_total > 5:
@@ -117,8 +129,8 @@ def new(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda") * scale).bfloat16().requires_grad_()
 
 
-def set_up(case: str, load: str) -> tuple[dict[str, Callable[[], Tensor]], list[Tensor], Tensor]:
-    """The expert layer each way, what has gradients, and that of the output."""
+def expert_ways(case: str, load: str) -> list[Way]:
+    """The expert layer by our kernels, saving and recomputing, and torch's grouped way."""
     tokens, d, f, experts, k, gated = CASES[case]
     x, w1, w2 = new(tokens, d), new(experts, f, d, scale=d**-0.5), new(experts, d, f, scale=f**-0.5)
     v1 = new(experts, f, d, scale=d**-0.5) if gated else None
@@ -126,57 +138,52 @@ def set_up(case: str, load: str) -> tuple[dict[str, Callable[[], Tensor]], list[
     logits = (noise + probabilities(experts, load).log().cuda().float()).requires_grad_()
     dy = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
     leaves = [t for t in (x, logits, w1, v1, w2) if t is not None]
-    ways: dict[str, Callable[[], Tensor]] = {
+    functions: dict[str, Callable[[], Tensor]] = {
         "ours": lambda: ours(x, logits, w1, v1, w2, k),
         "ours, recompute": lambda: ours(x, logits, w1, v1, w2, k, "recompute"),
         "torch grouped": lambda: torch_grouped(x, logits, w1, v1, w2, k),
     }
-    return ways, leaves, dy
+    return [Way(name=name, function=function, leaves=leaves, dy=dy) for name, function in functions.items()]
+
+
+def dense_way(case: str) -> Way:
+    tokens, d, f, _, k, gated = CASES[case]
+    x, w1, w2 = new(tokens, d), new(k * f, d, scale=d**-0.5), new(d, k * f, scale=f**-0.5)
+    v1 = new(k * f, d, scale=d**-0.5) if gated else None
+    dy = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+    leaves = [t for t in (x, w1, v1, w2) if t is not None]
+    return Way(name="dense roof", function=lambda: dense(x, w1, v1, w2), leaves=leaves, dy=dy)
 
 
 def compile_kernels(index: int, case: str) -> None:
     """In a process of its own: kernels are kept on disk, and compile one after another in one process."""
     torch.cuda.set_device(index % torch.cuda.device_count())
-    ways, leaves, dy = set_up(case, "uniform")
-    for name in ("ours", "ours, recompute"):
-        step(ways[name], leaves, dy)
+    for way in expert_ways(case, "uniform")[:2]:
+        way.step()
     torch.cuda.synchronize()
 
 
-def measure_experts(case: str, load: str, profiled: bool) -> list[tuple[str, float, float, int]]:
-    """(name, ms, graph ms, peak bytes) of the expert layer, each way."""
-    ways, leaves, dy = set_up(case, load)
-    rows = [(name, *measure(function, leaves, dy)) for name, function in ways.items()]
-    if profiled:
-        profile(ways["ours"], leaves, dy)
-    return rows
-
-
-def measure_dense(case: str) -> tuple[str, float, float, int]:
-    tokens, d, f, _, k, gated = CASES[case]
-    x, w1, w2 = new(tokens, d), new(k * f, d, scale=d**-0.5), new(d, k * f, scale=f**-0.5)
-    v1 = new(k * f, d, scale=d**-0.5) if gated else None
-    dy = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
-    return "dense roof", *measure(lambda: dense(x, w1, v1, w2), [t for t in (x, w1, v1, w2) if t is not None], dy)
-
-
-def run(case: str, load: str, profiled: bool) -> None:
+def run(case: str, load: str, repeats: int, profiled: bool) -> None:
     tokens, d, f, _, k, gated = CASES[case]
     flops = 6 * (3 if gated else 2) * tokens * k * d * f
-    rows = measure_experts(case, load, profiled and load == "uniform")
-    torch.cuda.empty_cache()
-    rows.append(measure_dense(case))
-    torch.cuda.empty_cache()
-    for name, ms, graph, peak in rows:
-        over = f"{ms / rows[-1][1]:.3f} | {rows[2][1] / ms:.2f} | {graph / rows[-1][2]:.3f} | {rows[2][2] / graph:.2f}"
+    ways = [*expert_ways(case, load), dense_way(case)]
+    peaks = [peak_bytes(way) for way in ways]
+    eager = in_turn_ms([way.step for way in ways], repeats)
+    graphs = [captured(way.step) for way in ways]
+    replayed = in_turn_ms([graph.replay for graph in graphs], repeats)
+    for way, ms, graph, peak in zip(ways, eager, replayed, peaks, strict=True):
+        over = f"{ms / eager[-1]:.3f} | {eager[2] / ms:.2f} | {graph / replayed[-1]:.3f} | {replayed[2] / graph:.2f}"
         rates = f"{ms:.2f} | {flops / ms / 1e9:.0f} | {graph:.2f} | {peak / 1e6:.0f}"
-        print(f"| {case} | {load} | {name} | {rates} | {over} |", flush=True)
+        print(f"| {case} | {load} | {way.name} | {rates} | {over} |", flush=True)
+    if profiled:
+        profile(ways[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--loads", default="uniform,zipf")
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     cases = arguments.cases.split(",")
@@ -192,7 +199,8 @@ def main() -> None:
     print("|---" * 11 + "|")
     for case in cases:
         for load in arguments.loads.split(","):
-            run(case, load, arguments.profile)
+            run(case, load, arguments.repeats, arguments.profile and load == "uniform")
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
