@@ -3,21 +3,28 @@
     python -m tests.chaos.run_kills --data data/demo --kills 24                # moto, and a proxy with faults
     python -m tests.chaos.run_kills --data data/demo --folder s3://bucket/run --endpoint-url http://host:port
 
-Each life runs on another number of processes and is killed at a named point of the checkpoint engine or at a random
-time. At the end: every commit reads back, every batch was trained on the samples that it should have had, none twice
-and none skipped in what counts, and losses are those of the undisturbed run.
+Each life runs on the next of `--meshes`, (replicate, shard, expert), and is killed at a named point of the checkpoint
+engine or at a random time. At the end: every commit reads back, every batch was trained on the samples that it should
+have had, none twice and none skipped in what counts, and losses are those of the undisturbed run. What each resume
+fetched, sent between ranks and took is printed too.
+
+On GPUs, where there are some, a life takes as many of them as its mesh has ranks:
+
+    python -m tests.chaos.run_kills --data data/demo --kills 2 --meshes 2,2,2 1,2,2 2,1,4
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -28,6 +35,7 @@ from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.inspecting import verify
 from foundry_moe.checkpoint.store import StoreOptions, open_store
+from foundry_moe.parallel.mesh import Mesh, parse_mesh
 from tests.chaos.engine_kills import Moto
 from tests.chaos.proxy import Proxy, at_random
 
@@ -36,6 +44,7 @@ GLOBAL_BATCH = 8
 # sums in another order on another mesh: 1e-6 a batch in fp32, and training amplifies it
 TOLERANCE = 2e-3
 LIFE_S = 600
+MESHES: list[Mesh] = [(1, 2, 2), (2, 1, 1), (2, 2, 2), (1, 1, 1), (2, 1, 2), (1, 1, 2)]
 
 
 @dataclass(kw_only=True)
@@ -50,11 +59,14 @@ class Outcome:
     largest_gap: float = 0.0
     commits: int = 0
     faults_met: dict[str, int] = field(default_factory=dict)
+    resumes: list[str] = field(default_factory=list)
 
 
-def command(data: str, folder: str, endpoint: str | None, log: Path, world: int, batches: int) -> list[str]:
+def command(data: str, folder: str, endpoint: str | None, log: Path, mesh: Mesh, batches: int) -> list[str]:
     """One life: a tiny model on the demo's data. The balance loss is taken over the microbatch of all ranks."""
-    mesh = ["model.moe.mesh.expert=2", "model.moe.mesh.shard=auto", "model.moe.mesh.replicate=1", "fsdp_config={}"]
+    world = math.prod(mesh)
+    degrees = zip(("replicate", "shard", "expert"), mesh, strict=True)
+    on_mesh = [*(f"model.moe.mesh.{name}={size}" for name, size in degrees), "fsdp_config={}"]
     checkpoint = {"folder": folder, "interval": "2ba", "keep": 3, "timeout": "5s", "max_failures": 5}
     if endpoint:
         checkpoint["endpoint_url"] = endpoint
@@ -70,7 +82,7 @@ def command(data: str, folder: str, endpoint: str | None, log: Path, world: int,
         "code_paths=[tests/chaos/loss_log.py]",
         f"callbacks.loss_log.path={log}",
         *(f"callbacks.elastic_checkpoint.{key}={value}" for key, value in checkpoint.items()),
-        *(mesh if world > 1 else []),
+        *(on_mesh if world > 1 else []),
     ]
 
 
@@ -129,7 +141,7 @@ def storm(
     *,
     kills: int,
     batches: int,
-    worlds: list[int],
+    meshes: Sequence[Mesh],
     seed: int,
     fault_rate: float = 0.02,
     proxied: bool = True,
@@ -145,12 +157,13 @@ def storm(
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "chaos.jsonl"
         calm = Path(scratch) / "calm.jsonl"
-        calm_words = clean(command(data, str(Path(scratch) / "calm"), None, calm, 1, batches))
+        calm_words = clean(command(data, str(Path(scratch) / "calm"), None, calm, (1, 1, 1), batches))
         code, output, _ = live(calm_words, None, calm, None)
         assert code == 0, output
         done = False
         while not done:
-            world = worlds[outcome.lives % len(worlds)]
+            mesh = meshes[outcome.lives % len(meshes)]
+            world = math.prod(mesh)
             fault = kill_after = None
             if outcome.kills < kills:
                 if outcome.lives % 2 == 0 and points:
@@ -159,11 +172,12 @@ def storm(
                     fault = f"{point}:{rank}:1"
                 else:
                     kill_after = random.randint(2, 5)
-            words = clean(command(data, folder, proxy.url if proxy else endpoint, log, world, batches))
+            words = clean(command(data, folder, proxy.url if proxy else endpoint, log, mesh, batches))
             before = len(read_log(log))
             code, output, killed = live(words, fault, log, kill_after)
             lines = read_log(log)
             outcome.lives += 1
+            outcome.resumes += [f"{mesh}: {line}" for line in resumed(Path(f"{log}.launcher"))]
             if before < len(lines) and before:
                 lost = lines[before - 1]["batch"] - lines[before]["batch"] + 1
                 assert lost >= 0, f"batches were skipped: {lines[before - 1]['batch']} to {lines[before]['batch']}"
@@ -172,9 +186,9 @@ def storm(
                 done = bool(lines) and lines[-1]["batch"] == batches
                 assert done, output
             else:
-                assert fault or killed, f"world {world} failed without a kill:\n{output}"
+                assert fault or killed, f"a life on {mesh} failed without a kill:\n{output}"
                 outcome.kills += 1
-                outcome.causes.append(fault or f"random time, {world} processes")
+                outcome.causes.append(f"{mesh}: {fault or 'random time'}")
         check(outcome, read_log(log), read_log(calm), batches)
         store = open_store(folder, StoreOptions(endpoint_url=endpoint))
         ledger = Ledger(store)
@@ -187,6 +201,12 @@ def storm(
         outcome.faults_met = dict(proxy.seen)
         proxy.close()
     return outcome
+
+
+def resumed(printed: Path) -> list[str]:
+    """What a life's first rank, which prints to the launcher's output, said about its resume."""
+    lines = printed.read_text().splitlines()
+    return [line[line.index("Resumed at batch") :] for line in lines if "Resumed at batch" in line]
 
 
 def check(outcome: Outcome, lines: list[dict], calm: list[dict], batches: int) -> None:
@@ -208,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", required=True, help="the demo's data: python -m foundry_moe.demo FOLDER")
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--batches", type=int, default=60)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[4, 2, 8, 1, 4])
+    parser.add_argument("--meshes", type=parse_mesh, nargs="+", default=MESHES, metavar="R,S,E")
     parser.add_argument("--folder", default="s3://bucket/run")
     parser.add_argument("--endpoint-url", help="default: moto, started here")
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -222,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
             endpoint,
             kills=arguments.kills,
             batches=arguments.batches,
-            worlds=arguments.worlds,
+            meshes=arguments.meshes,
             seed=arguments.seed,
         )
 
@@ -235,6 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"steps lost at each restart: {outcome.steps_lost}")
     print(f"{outcome.commits} commits at the end, all good; largest difference of a loss {outcome.largest_gap:.1e}")
     print(f"faults of the proxy: {outcome.faults_met}")
+    for resume in outcome.resumes:
+        print(f"  {resume}")
     for cause in outcome.causes:
         print(f"  {cause}")
     return 0

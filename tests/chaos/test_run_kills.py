@@ -26,7 +26,7 @@ def kill(data: Path, *options: str) -> str:
 
 @pytest.mark.timeout(1500)
 def test_three_kills_lose_steps_and_nothing_else(tiny_text) -> None:
-    output = kill(tiny_text, "--kills", "3", "--batches", "8", "--worlds", "2", "4", "1", "--seed", "3")
+    output = kill(tiny_text, "--kills", "3", "--batches", "8", "--meshes", "1,1,2", "2,1,2", "1,1,1", "--seed", "3")
     assert "3 kills in" in output and "commits at the end, all good" in output
 
 
