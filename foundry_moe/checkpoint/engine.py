@@ -328,6 +328,8 @@ class CheckpointEngine:
             dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Exception):
             raise box[0]
+        if self.rank == 0:
+            return choice
         raw, (generation, forked_from, rejected) = box[0]
         found = None
         if raw is not None:

@@ -24,8 +24,8 @@ from foundry_moe.checkpoint.sharing import SharedSlots
 
 Cut = Callable[[Block, Tensor, int], Tensor]  # (block, its bytes, rank): the contiguous piece that the rank needs
 Place = Callable[[int, int, Tensor], None]  # (item, index of the block, this rank's piece of it as uint8)
-Memory = Callable[[int, int], Sequence[Tensor]]  # (number of the range, bytes): see `ranges.Fetcher.fetch`
-Stream = Callable[[Memory], Iterator[Sequence[Tensor] | CheckpointError]]
+Memory = Callable[[int, int], Sequence[memoryview]]  # (number of the range, bytes): see `ranges.Fetcher.fetch`
+Stream = Callable[[Memory], Iterator[Sequence[memoryview] | CheckpointError]]
 Given = dict[int, list[tuple[int, int, int]]]  # by round: (item, index, where the block begins in the range)
 
 AHEAD = 3  # rounds that a giver may be ahead of who reads its memory: waiting in every round cost half the speed
@@ -60,7 +60,7 @@ class Needs:
     block: Callable[[int, int], Block]
     neighbours: frozenset[int]
     read_again: Callable[[Block], None]
-    targets: Callable[[Range], Sequence[Tensor] | None]
+    targets: Callable[[Range], Sequence[memoryview] | None]
 
 
 def exchange(
@@ -97,10 +97,10 @@ def exchange(
     rounds = max([len(ranges), *(max(given, default=-1) + 1 for given in incoming.values())])
     in_place: dict[int, bool] = {}
 
-    def memory(number: int, size_bytes: int) -> Sequence[Tensor]:
+    def memory(number: int, size_bytes: int) -> Sequence[memoryview]:
         targets = needs.targets(ranges[number]) if needs.neighbours.issuperset(outgoing[number]) else None
         in_place[number] = targets is not None
-        return [slots.own(number, size_bytes)] if targets is None else targets
+        return [slots.own(number, size_bytes).numpy().data] if targets is None else targets
 
     reading = stream(memory)
     error: CheckpointError | None = None

@@ -138,7 +138,7 @@ def _write_file(file: IO[bytes], group: list[Piece], store: Store, found: Found)
     for part, data in zip(ranges, fetcher.stream(ranges), strict=True):
         if isinstance(data, CheckpointError):
             raise data
-        view = data[0].numpy().data
+        view = data[0]
         for block, start in part.blocks:
             _write_block(
                 file, begins[block.item], entries[block.item], block.box, view[start : start + block.size_bytes]

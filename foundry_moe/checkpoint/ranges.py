@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from foundry_moe.checkpoint import faults
@@ -25,7 +24,7 @@ from foundry_moe.checkpoint.store import Store
 
 RANGE_BYTES = BLOCK_BYTES  # what one request reads, and one round of the exchange sends
 GAP_BYTES = 4096  # two blocks this close are read as one range; the bytes between are alignment
-READS_IN_FLIGHT = 4
+READS_IN_FLIGHT = 4  # 1 and 2 on files, with two ranks on a core: no difference
 HASH_TRIES = 3
 
 
@@ -43,6 +42,19 @@ def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start - origin[dim], size)
     return tensor
+
+
+def bytes_before(sizes: Sequence[int], origin: Sequence[int], box: Box, itemsize: int) -> int | None:
+    """Where `box` begins in a contiguous tensor of `sizes` whose first element is at `origin`; None if the box's
+    elements do not lie together there."""
+    before, step, split = 0, itemsize, False
+    for size, at, start, count in zip(reversed(sizes), reversed(origin), *map(reversed, box), strict=True):
+        if split and count > 1:
+            return None
+        split = split or count < size
+        before += (start - at) * step
+        step *= size
+    return before
 
 
 def block_of(entry: TensorEntry, item: int, index: int) -> Block:
@@ -134,8 +146,8 @@ class Fetcher:
         self._entries = list(manifest.tensors.items())
         self._lock = threading.Lock()
 
-    def fetch(self, part: Range, out: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Fills `out` with one range and returns it: one uint8 tensor for the range, or one for each of its blocks.
+    def fetch(self, part: Range, out: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Fills `out` with one range and returns it: memory for the whole range, or for each of its blocks.
 
         Raises:
             DamagedError: an object is missing or short, or a block's hash is still wrong when read again.
@@ -143,9 +155,9 @@ class Fetcher:
         """
         if len(out) == len(part.blocks):
             for (block, start), memory in zip(part.blocks, out, strict=True):
-                self._read_block(part, block, start, memory.numpy().data)
+                self._read_block(part, block, start, memory)
         else:
-            view = out[0].numpy().data
+            view = out[0]
             self._read(part, 0, view, lambda piece: None)
             for block, start in part.blocks:
                 piece = view[start : start + block.size_bytes]
@@ -198,17 +210,17 @@ class Fetcher:
                 self.bytes_read += len(out)
 
     def stream(
-        self, ranges: Sequence[Range], memory: Callable[[int, int], Sequence[Tensor]] | None = None
-    ) -> Iterator[Sequence[Tensor] | CheckpointError]:
+        self, ranges: Sequence[Range], memory: Callable[[int, int], Sequence[memoryview]] | None = None
+    ) -> Iterator[Sequence[memoryview] | CheckpointError]:
         """The ranges' bytes in order, read ahead; a range that could not be read comes as its error.
 
         Args:
             memory: (number of the range, bytes) to where it goes, see `fetch`; asked for `READS_IN_FLIGHT` ranges
                 ahead of the one that is being used. By default each range gets memory of its own.
         """
-        make = memory or (lambda number, size_bytes: [torch.empty(size_bytes, dtype=torch.uint8)])
+        make = memory or (lambda number, size_bytes: [np.empty(size_bytes, dtype=np.uint8).data])
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
-            waiting: collections.deque[Future[Sequence[Tensor]]] = collections.deque()
+            waiting: collections.deque[Future[Sequence[memoryview]]] = collections.deque()
             todo = iter(enumerate(ranges))
 
             def read_ahead(count: int) -> None:
@@ -219,7 +231,7 @@ class Fetcher:
             while waiting:
                 future = waiting.popleft()
                 try:
-                    result: Sequence[Tensor] | CheckpointError = future.result()
+                    result: Sequence[memoryview] | CheckpointError = future.result()
                 except CheckpointError as error:
                     result = error
                 read_ahead(1)

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -30,9 +29,9 @@ from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode
 from foundry_moe.checkpoint.commits import Found
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.exchange import Needs, Traffic, exchange
-from foundry_moe.checkpoint.layout import Block, Layout
+from foundry_moe.checkpoint.layout import Block, Box, Layout
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.ranges import Fetcher, Range, coalesce, intersect, narrow_to, plan_reads
+from foundry_moe.checkpoint.ranges import Fetcher, Range, bytes_before, coalesce, intersect, narrow_to, plan_reads
 from foundry_moe.checkpoint.snapshot import flatten, local_part
 from foundry_moe.checkpoint.store import Store
 
@@ -49,6 +48,9 @@ class ElasticLoadPlanner(LoadPlanner):
         self.rank, self._world_size = rank, world_size
         self.tensors: dict[str, Tensor] = {}
         self.layouts: dict[str, Layout] = {}
+        self._names = list(manifest.tensors)
+        self._pieces: dict[tuple[int, int, int], Box] = {}
+        self._locals: dict[int, tuple[Tensor, memoryview | None]] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         flat = flatten(state_dict, self._world_size, inline=False)
@@ -103,43 +105,51 @@ class ElasticLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """One ReadItem for each stored block that this rank needs any of."""
+        """The plan is `read_plan`: PyTorch's form of it, an object for each block, took as long as making it."""
         self.read_plan = plan_reads(self.manifest, self.layouts, self.rank)
-        names = list(self.manifest.tensors)
-        items = []
-        for block in self.read_plan.needed:
-            box, mine = self.piece(block, self.rank), self.box(names[block.item], self.rank)
-            items.append(
-                ReadItem(
-                    type=LoadItemType.TENSOR,
-                    dest_index=MetadataIndex(names[block.item], mine[0]),
-                    dest_offsets=torch.Size(b - m for b, m in zip(box[0], mine[0], strict=True)),
-                    storage_index=MetadataIndex(names[block.item], block.box[0], block.index),
-                    storage_offsets=torch.Size(b - s for b, s in zip(box[0], block.box[0], strict=True)),
-                    lengths=torch.Size(box[1]),
-                )
-            )
-        return LoadPlan(items=items)
+        return central_plan
 
-    def box(self, name: str, rank: int) -> Any:
+    def _box(self, item: int, rank: int) -> Box:
         """What a rank holds of a tensor."""
-        layout = self.layouts[name]
+        layout = self.layouts[self._names[item]]
         return layout.chunks[layout.chunk_of_rank[rank]][0]
 
-    def piece(self, block: Block, rank: int) -> Any:
+    def piece(self, block: Block, rank: int) -> Box:
         """What a rank needs of a stored block."""
-        box = intersect(block.box, self.box(list(self.manifest.tensors)[block.item], rank))
-        assert box is not None
-        return box
+        key = (block.item, block.index, rank)
+        if key not in self._pieces:
+            box = intersect(block.box, self._box(block.item, rank))
+            assert box is not None
+            self._pieces[key] = box
+        return self._pieces[key]
+
+    def _local(self, item: int) -> tuple[Tensor, memoryview | None]:
+        """This rank's part of a tensor, and its bytes if they can be read to."""
+        if item not in self._locals:
+            local = local_part(self.tensors[self._names[item]])
+            readable = local.device.type == "cpu" and local.is_contiguous() and local.numel() > 0
+            self._locals[item] = local, local.view(-1).view(torch.uint8).numpy().data if readable else None
+        return self._locals[item]
+
+    def target(self, block: Block) -> Tensor:
+        """Where this rank's piece of a block belongs."""
+        return narrow_to(self._local(block.item)[0], self._box(block.item, self.rank)[0], self.piece(block, self.rank))
+
+    def raw_target(self, block: Block) -> memoryview | None:
+        """The bytes of that, if the rank needs the block whole and they lie together."""
+        local, raw = self._local(block.item)
+        piece = self.piece(block, self.rank)
+        if raw is None or piece != block.box:
+            return None
+        origin, sizes = self._box(block.item, self.rank)
+        start = bytes_before(sizes, origin, piece, local.element_size())
+        return None if start is None else raw[start : start + block.size_bytes]
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        local = local_part(self.tensors[read_item.dest_index.fqn])
-        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            local = local.narrow(dim, start, size)
-        return local
+        raise AssertionError("blocks are placed by `target`")
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+        raise AssertionError("blocks are placed by `target`")
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise AssertionError("values travel in the manifest")
@@ -221,7 +231,6 @@ class ElasticReader(StorageReader):
         began = time.perf_counter()
         manifest, reads = self.found.manifest, planner.read_plan
         entries = list(manifest.tensors.items())
-        items = {(block.item, block.index): item for block, item in zip(reads.needed, plan.items, strict=True)}
         blocks = {(block.item, block.index): block for block in reads.needed}
 
         def cut(block: Block, raw: Tensor, rank: int) -> Tensor:
@@ -238,29 +247,22 @@ class ElasticReader(StorageReader):
             dtype = DTYPES[entries[item][1].dtype]
             if piece.storage_offset() % dtype.itemsize:
                 piece = piece.clone()  # it came behind a piece of a smaller dtype
-            target = planner.resolve_tensor(items[item, index])
+            target = planner.target(blocks[item, index])
             target.copy_(piece.view(dtype).view(target.shape))
 
         fetcher = Fetcher(self.store, self.found.commit.attempt, manifest)
         ranges = coalesce(manifest, reads.fetched, self.store.range_bytes)
 
-        def target(block: Block) -> Tensor | None:
-            """Where a block belongs that this rank needs whole, as uint8, if it can be read to."""
-            memory = planner.resolve_tensor(items[block.item, block.index])
-            whole = planner.piece(block, planner.rank) == block.box
-            readable = whole and memory.device.type == "cpu" and memory.is_contiguous()
-            return memory.view(-1).view(torch.uint8) if readable else None
-
-        def targets(part: Range) -> list[Tensor] | None:
+        def targets(part: Range) -> list[memoryview] | None:
             if part.size_bytes < DIRECT_BYTES * len(part.blocks):
                 return None  # small blocks: one request, and then copies
-            found = [target(block) for block, _ in part.blocks]
+            found = [planner.raw_target(block) for block, _ in part.blocks]
             return None if any(memory is None for memory in found) else [m for m in found if m is not None]
 
         def read_again(block: Block) -> None:
-            memory = target(block)
+            memory = planner.raw_target(block)
             if memory is not None:
-                fetcher.read_again(block, memory.numpy().data)
+                fetcher.read_again(block, memory)
                 return
             raw = torch.empty(block.size_bytes, dtype=torch.uint8)
             fetcher.read_again(block, raw.numpy().data)

@@ -72,7 +72,8 @@ def flatten(state_dict: Mapping[str, Any], world_size: int, *, inline: bool = Tr
 
 def local_part(tensor: Tensor) -> Tensor:
     """The elements that this rank holds, detached."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    with torch.no_grad():  # else a DTensor's part is made by an autograd function: four times slower
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def view_of_block(local: Tensor, layout: Layout, rank: int, block: Block) -> Tensor:
@@ -159,8 +160,11 @@ class Snapshotter:
             values=flat.values,
         )
         copies: list[tuple[Tensor, Tensor]] = []
+        locals_: dict[int, Tensor] = {}
         for index, block in enumerate(blocks):
-            local = local_part(tensors[block.item])
+            if block.item not in locals_:
+                locals_[block.item] = local_part(tensors[block.item])
+            local = locals_[block.item]
             source = view_of_block(local, snapshot.layouts[block.item], self.rank, block)
             copies.append((snapshot.staged_block(index), source))
         for target, source in merge(copies):

@@ -13,21 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -101,25 +89,12 @@ class ElasticSavePlanner(SavePlanner):
         return all_plans, Metadata(state_dict_metadata={})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        snapshot = self.snapshot
-        assert snapshot is not None
-        items = [
-            WriteItem(
-                index=MetadataIndex(snapshot.names[block.item], block.box[0], index),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(block.box[0]), torch.Size(block.box[1])),
-                    properties=TensorProperties(dtype=snapshot.dtypes[block.item]),
-                    size=torch.Size(snapshot.layouts[block.item].shape),
-                ),
-            )
-            for index, block in enumerate(snapshot.blocks)
-        ]
-        return SavePlan(items=items, storage_data=new_plan.storage_data, planner_data=new_plan.planner_data)
+        """The plan is the snapshot's: PyTorch's form of it, an object for each block, would keep the interpreter from
+        launching the next step's kernels for 15 to 130 ms."""
+        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        assert self.snapshot is not None and write_item.index.index is not None
-        return self.snapshot.staged_block(write_item.index.index)
+        raise AssertionError("the writer takes staged bytes from the snapshot")
 
 
 class ElasticWriter(StorageWriter):
