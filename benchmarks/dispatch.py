@@ -10,19 +10,23 @@ choice. So there are two readings, both beside NCCL's even all-to-all in the sam
 
 `between ranks` moves tokens to their ranks and back; `to experts' rows` also copies them to the rows of each choice
 and sums these rows, weighted, which a plain exchange has done by then. Times are medians of the slowest rank.
+
+A second table is of whole layers, with block-sparse experts (`--hidden`, swiglu), whose tokens travel in 1, 2 and 4
+chunks.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.layers.experts import Experts
 from foundry_moe.ops.routes import Routes, combine, permute
 from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import FlatExchange, HostCopy, Splits
@@ -50,9 +54,10 @@ def _milliseconds(step: Callable[[], object]) -> float:
 class _Recorder(FlatExchange):
     """Keeps the splits of the last exchange."""
 
-    def agree(self, announced: HostCopy) -> Splits:
-        self.last = super().agree(announced)
-        return self.last
+    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
+        splits = super().agree(announced)
+        self.last = splits[0]
+        return splits
 
 
 class _Nothing(torch.autograd.Function):
@@ -68,12 +73,15 @@ class _Nothing(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0]
 
 
-def _between_ranks(x_QD: Tensor, weights_QK: Tensor, routes: Routes) -> Tensor:
-    return _Nothing.apply(x_QD, weights_QK)
+def _between_ranks(left: Any, in_parts: Callable[..., Any]) -> Any:
+    return in_parts(left, lambda x_QD, weights_QK, routes: _Nothing.apply(x_QD, weights_QK))
 
 
-def _to_rows(x_QD: Tensor, weights_QK: Tensor, routes: Routes) -> Tensor:
-    return combine(permute(x_QD, routes), weights_QK, routes)
+def _to_rows(left: Any, in_parts: Callable[..., Any]) -> Any:
+    def compute(x_QD: Tensor, weights_QK: Tensor, routes: Routes) -> Tensor:
+        return combine(permute(x_QD, routes), weights_QK, routes)
+
+    return in_parts(left, compute)
 
 
 def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, float]:
@@ -96,6 +104,9 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     rows = torch.randn(splits.sent, width, device="cuda", dtype=torch.bfloat16)
 
     def even(count: int) -> float:
+        most = torch.tensor(count, device="cuda")
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)  # the same on all ranks
+        count = int(most.item())
         sent = torch.randn(count // exchange.size * exchange.size, width, device="cuda", dtype=torch.bfloat16)
         received = torch.empty_like(sent)
         return _milliseconds(lambda: dist.all_to_all_single(received, sent))
@@ -131,6 +142,44 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     return found
 
 
+def measure_layers(
+    tokens: int, width: int, num_experts: int, top_k: int, hidden: int, chunks: Sequence[int] = (1, 2, 4)
+) -> dict[int, tuple[float, float]]:
+    """(forward, forward and backward) of a layer with experts, by chunks; equal on all ranks."""
+    torch.manual_seed(dist.get_rank())
+    exchange = FlatExchange(dist.group.WORLD)
+    experts = Experts(
+        num_experts=num_experts // exchange.size,
+        d_model=width,
+        hidden_size=hidden,
+        activation="swiglu",
+        num_layers=1,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.02)
+    x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
+    experts_TK = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
+    gradient = torch.randn_like(x_TD)
+
+    def layer(dispatch: ExpertDispatch, backward: bool) -> None:
+        y_TD = dispatch(x_TD, weights_TK, experts_TK, num_experts, experts)
+        if backward:
+            for tensor in (x_TD, weights_TK, *experts.parameters()):
+                tensor.grad = None
+            y_TD.backward(gradient)
+
+    found = {}
+    for count in chunks:
+        dispatch = ExpertDispatch(exchange, count)
+        forward, both = (_milliseconds(lambda d=dispatch, b=b: layer(d, b)) for b in (False, True))  # type: ignore[misc]
+        found[count] = (forward, both)
+    return found
+
+
 def main() -> None:
     """Runs from the command line; see the text at the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -139,11 +188,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=1024)
     arguments = parser.parse_args()
     for tokens in arguments.tokens:
         sizes = (tokens, arguments.width, arguments.experts, arguments.top_k)
         found = run_processes(measure, *sizes, world_size=arguments.gpus, backend="nccl")
         print(format_table(found, arguments.gpus, tokens, arguments.top_k), flush=True)
+        layers = run_processes(measure_layers, *sizes, arguments.hidden, world_size=arguments.gpus, backend="nccl")
+        print(format_layers(layers), flush=True)
 
 
 def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) -> str:
@@ -166,6 +218,17 @@ def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) ->
         f"to experts' rows, forward and backward, with a shared expert of {alone:.3f} ms: {after:.3f} ms one after the "
         f"other, {meanwhile:.3f} ms with it computed while results travel"
     )
+    return "\n".join(lines)
+
+
+def format_layers(layers: dict[int, tuple[float, float]]) -> str:
+    """The second table as text."""
+    one = layers[1]
+    lines = [f"{'a whole layer':44}{'forward, ms':>12}{'of 1 chunk':>12}{'and backward':>14}{'of 1 chunk':>12}"]
+    for chunks, (forward, both) in layers.items():
+        lines.append(
+            f"{f'in {chunks} chunks':44}{forward:12.3f}{forward / one[0]:12.0%}{both:14.3f}{both / one[1]:12.0%}"
+        )
     return "\n".join(lines)
 
 

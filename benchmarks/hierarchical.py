@@ -91,14 +91,14 @@ def work(rank: int, hosts: int, ranks_per_host: int, folder: str) -> None:
     }
     results = []
     for rows in ROWS:
-        counts = torch.full((2, world_size, 2), rows, dtype=torch.int64)
+        counts = torch.full((2, world_size, 1, 2), rows, dtype=torch.int64)
         tokens = torch.randn(world_size * rows, WIDTH)
         times: dict[str, list[float]] = {name: [] for name in exchanges}
         for round_ in range(WARM_UP + ROUNDS):
             for name, exchange in exchanges.items():
                 dist.barrier()
                 began = time.perf_counter()
-                splits = exchange.agree(exchange.announce(counts))
+                (splits,) = exchange.agree(exchange.announce(counts))
                 exchange.back(exchange.there(tokens, splits).land(), splits).land()
                 slowest = torch.tensor(time.perf_counter() - began)
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

@@ -165,6 +165,7 @@ class MeshConfig:
     shard: over how many GPUs each parameter is sharded, as in ZeRO-3.
     replicate: how many copies of the sharded model there are, as in HSDP.
     all_to_all: flat | hierarchical | auto (hierarchical where `expert` spans nodes).
+    chunks: in how many parts a layer's tokens travel to experts on other GPUs, which compute one part meanwhile.
     reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded
         until then. Over `replicate` they are summed once a batch.
     compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU).
@@ -174,6 +175,7 @@ class MeshConfig:
     shard: int | Literal["auto"] = AUTO
     replicate: int | Literal["auto"] = 1
     all_to_all: str = AUTO
+    chunks: int = 1
     reduce: str = "microbatch"
     compile: str = "none"
 
@@ -182,6 +184,8 @@ class MeshConfig:
             value = getattr(self, name)
             if value != AUTO and value < 1:
                 raise ValueError(f"mesh.{name} ({value}) must be 1 or more, or auto")
+        if self.chunks < 1:
+            raise ValueError(f"mesh.chunks ({self.chunks}) must be 1 or more")
         one_of("mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         one_of("mesh.reduce", self.reduce, REDUCE)
         one_of("mesh.compile", self.compile, COMPILE)

@@ -1,9 +1,10 @@
 """Plans which ranks tokens go to: each rank of a token once, rows sorted by rank, then by token; without sorting.
 
 Two launches. The first counts, so that ranks can tell each other what will come; the second finds each row and packs
-what travels beside the tokens. Counts are sums of integers, so atomics change no bits.
+what travels beside the tokens. Counts are sums of integers, so atomics change no bits. Tokens may leave in chunks, of
+ceil(T / H) tokens each: rows are then sorted by chunk first.
 
-Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, N blocks of tokens, S rows.
+Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, H chunks, N blocks of tokens, S rows.
 """
 
 from __future__ import annotations
@@ -11,20 +12,32 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels.launch import launch
+from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 BLOCK = 64
 
 
 @triton.jit
+def _tokens_of(block, tokens, chunk_tokens, BLOCK: tl.constexpr):
+    """(chunk, its first block, tokens of the block, where they end): no block has tokens of two chunks."""
+    chunk_blocks = tl.cdiv(chunk_tokens, BLOCK)
+    chunk = block // chunk_blocks
+    first_block = chunk * chunk_blocks
+    t = chunk * chunk_tokens + (block - first_block) * BLOCK + tl.arange(0, BLOCK)
+    return chunk, first_block, t, tl.minimum(tokens, (chunk + 1) * chunk_tokens)
+
+
+@triton.jit
 def _count_kernel(
-    experts_ptr, counts_ptr, totals_ptr, tokens, blocks, local_experts, ranks, nodes, per_node,
-    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    experts_ptr, counts_ptr, totals_ptr, tokens, chunk_tokens, blocks, local_experts, ranks, nodes, per_node,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    t = block * BLOCK + tl.arange(0, BLOCK)
+    chunk, _, t, end = _tokens_of(block, tokens, chunk_tokens, BLOCK)
     k = tl.arange(0, KP)
-    real = (t < tokens)[:, None] & (k < K)[None, :]
+    real = (t < end)[:, None] & (k < K)[None, :]
     expert = tl.load(experts_ptr + t[:, None].to(tl.int64) * K + k[None, :], mask=real, other=-1).to(tl.int32)
     rank = tl.where(expert >= 0, expert // local_experts, -1)
     for p in range(ranks):
@@ -32,39 +45,41 @@ def _count_kernel(
         rows = tl.sum(tl.max(hits, axis=1), axis=0)
         slot = (p % per_node) * nodes + p // per_node
         tl.store(counts_ptr + slot * blocks + block, rows)
-        tl.atomic_add(totals_ptr + slot * 2, rows.to(tl.int64))
-        tl.atomic_add(totals_ptr + slot * 2 + 1, tl.sum(tl.sum(hits, axis=1), axis=0).to(tl.int64))
+        total = totals_ptr + (slot * H + chunk) * 2
+        tl.atomic_add(total, rows.to(tl.int64))
+        tl.atomic_add(total + 1, tl.sum(tl.sum(hits, axis=1), axis=0).to(tl.int64))
 
 
 @triton.jit
 def _place_kernel(
     experts_ptr, weights_ptr, counts_ptr, totals_ptr, row_ptr, packed_ptr,
-    tokens, blocks, local_experts, ranks, nodes, per_node,
-    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BY_RANK: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    tokens, chunk_tokens, blocks, local_experts, ranks, nodes, per_node,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BY_RANK: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    t = block * BLOCK + tl.arange(0, BLOCK)
+    chunk, first_block, t, end = _tokens_of(block, tokens, chunk_tokens, BLOCK)
     k = tl.arange(0, KP)
-    real = (t < tokens)[:, None] & (k < K)[None, :]
+    real = (t < end)[:, None] & (k < K)[None, :]
     choice = t[:, None].to(tl.int64) * K + k[None, :]
     expert = tl.load(experts_ptr + choice, mask=real, other=-1).to(tl.int32)
     weight = tl.load(weights_ptr + choice, mask=real, other=0.0)
     rank = tl.where(expert >= 0, expert // local_experts, -1)
     s = tl.arange(0, SLOTS)
-    totals = tl.load(totals_ptr + s * 2, mask=s < ranks, other=0).to(tl.int32)
+    totals = tl.load(totals_ptr + s * 2, mask=s < ranks * H, other=0).to(tl.int32)
+    order = (s % H) * ranks + s // H
     row_TK = tl.full((BLOCK, KP), -1, tl.int32)
     for p in range(ranks):
         hits = rank == p
         present = tl.max(hits.to(tl.int32), axis=1)
         slot = (p % per_node) * nodes + p // per_node
-        first = tl.sum(tl.where(s < slot, totals, 0), axis=0)
-        for n0 in range(0, block, CHUNK):
-            n = n0 + tl.arange(0, CHUNK)
+        first = tl.sum(tl.where(order < chunk * ranks + slot, totals, 0), axis=0)
+        for n0 in range(first_block, block, STEP):
+            n = n0 + tl.arange(0, STEP)
             first += tl.sum(tl.load(counts_ptr + slot * blocks + n, mask=n < block, other=0), axis=0)
         row = tl.where(present > 0, first + tl.cumsum(present, axis=0) - present, -1)
         if BY_RANK:
-            tl.store(row_ptr + t.to(tl.int64) * C + p, row, mask=t < tokens)
+            tl.store(row_ptr + t.to(tl.int64) * C + p, row, mask=t < end)
         else:
             first_hit = hits & (tl.cumsum(hits.to(tl.int32), axis=1) == 1)
             row_TK = tl.where(first_hit, row[:, None], row_TK)
@@ -77,40 +92,49 @@ def _place_kernel(
         tl.store(row_ptr + choice, row_TK, mask=real)
 
 
-def count(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1) -> tuple[Tensor, Tensor]:
+def _blocks(tokens: int, chunks: int) -> tuple[int, int]:
+    """(tokens of a chunk, blocks of all)."""
+    chunk_tokens = cdiv(tokens, chunks)
+    return chunk_tokens, chunks * cdiv(chunk_tokens, BLOCK)
+
+
+def count(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1) -> tuple[Tensor, Tensor]:
     """How much goes to each rank.
 
     Args:
         experts_TK: contiguous integers; -1 is no choice. Rank e // local_experts has expert e.
         nodes: slots, in which rows lie, are in order of a rank's place on its node, then of the node.
+        chunks: H.
 
     Returns:
-        counts_2P2: int64 [2, P, 2]; its first half has, by slot, rows for that rank and choices among them, and its
-            second half is for what the ranks answer (zeros).
+        counts_2PH2: int64 [2, P, H, 2]; its first half has, by slot and chunk, rows for that rank and choices among
+            them, and its second half is for what the ranks answer (zeros).
         counts_PN: rows of each block of tokens, for `place`.
     """
     if experts_TK.is_floating_point() or experts_TK.dim() != 2 or not experts_TK.is_contiguous():
         raise ValueError(f"experts_TK must be contiguous integers [T, K], not {experts_TK.dtype} {experts_TK.shape}")
     tokens, choices = experts_TK.shape
-    blocks = triton.cdiv(tokens, BLOCK)
-    counts_2P2 = torch.zeros(2, ranks, 2, dtype=torch.int64, device=experts_TK.device)
+    chunk_tokens, blocks = _blocks(tokens, chunks)
+    counts_2PH2 = torch.zeros(2, ranks, chunks, 2, dtype=torch.int64, device=experts_TK.device)
     counts_PN = torch.empty(ranks, blocks, dtype=torch.int32, device=experts_TK.device)
     if tokens:
-        _count_kernel[(blocks,)](
-            experts_TK, counts_PN, counts_2P2, tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
-            K=choices, KP=triton.next_power_of_2(choices), BLOCK=BLOCK,
+        launch(
+            _count_kernel, (blocks,),
+            experts_TK, counts_PN, counts_2PH2, tokens, chunk_tokens, blocks, local_experts, ranks, nodes,
+            ranks // nodes,
+            H=chunks, K=choices, KP=next_power_of_2(choices), BLOCK=BLOCK,
         )  # fmt: skip
-    return counts_2P2, counts_PN
+    return counts_2PH2, counts_PN
 
 
 def place(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_2P2: Tensor, counts_PN: Tensor, nodes: int = 1
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_2PH2: Tensor, counts_PN: Tensor, nodes: int = 1
 ) -> tuple[Tensor, Tensor]:
     """The row of each token for each of its ranks, and what travels beside the token.
 
     Args:
         weights_TK: contiguous.
-        counts_2P2, counts_PN: of `count` with the same arguments.
+        counts_2PH2, counts_PN: of `count` with the same arguments.
 
     Returns:
         row_TC: int32, -1 = none. By rank where P <= K, else at the first of the token's choices with that rank.
@@ -118,15 +142,17 @@ def place(
             own, -1 for those of others. Rows past the last one in use are undefined.
     """
     tokens, choices = experts_TK.shape
-    ranks, blocks = counts_PN.shape
+    ranks, chunks = counts_2PH2.shape[1:3]
+    chunk_tokens, blocks = _blocks(tokens, chunks)
     most = min(ranks, choices)
     row_TC = torch.empty(tokens, most, dtype=torch.int32, device=experts_TK.device)
     packed = torch.empty(tokens * most, 2 * choices, dtype=weights_TK.dtype, device=experts_TK.device)
     if tokens:
-        _place_kernel[(blocks,)](
-            experts_TK, weights_TK, counts_PN, counts_2P2, row_TC, packed,
-            tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
-            K=choices, KP=triton.next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
-            SLOTS=triton.next_power_of_2(ranks), CHUNK=min(triton.next_power_of_2(blocks), 1024),
+        launch(
+            _place_kernel, (blocks,),
+            experts_TK, weights_TK, counts_PN, counts_2PH2, row_TC, packed,
+            tokens, chunk_tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
+            H=chunks, K=choices, KP=next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
+            SLOTS=next_power_of_2(ranks * chunks), STEP=min(next_power_of_2(blocks // chunks), 1024),
         )  # fmt: skip
     return row_TC, packed

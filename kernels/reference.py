@@ -190,26 +190,32 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
 
 
 def departures(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Twin of `departures.count` and `departures.place`: counts_P2 (the first half), row_TC, packed (used rows)."""
+    """Twin of `departures.count` and `departures.place`: counts_PH2 (the first half), row_TC, packed (used rows)."""
     experts_TK = experts_TK.long()
+    tokens, choices = experts_TK.shape
     rank_TK = torch.where(experts_TK >= 0, experts_TK // local_experts, -1)
     rank_P = torch.arange(ranks, device=experts_TK.device)
     slot_P = (rank_P % (ranks // nodes)) * nodes + rank_P // (ranks // nodes)
     hits_TKP = rank_TK[:, :, None] == rank_P
     by_slot_P = torch.argsort(slot_P)
-    present_TS = hits_TKP.any(1)[:, by_slot_P]
-    counts_P2 = torch.stack([present_TS.sum(0), hits_TKP.sum((0, 1))[by_slot_P]], dim=1)
-    flat = present_TS.T.reshape(-1)
-    row_ST = torch.where(flat, flat.cumsum(0) - 1, -1).view(ranks, -1)
-    row_TP = row_ST[slot_P].T
+    chunk_tokens = max(-(-tokens // chunks), 1)
+    chunk_TH = torch.arange(tokens, device=experts_TK.device)[:, None] // chunk_tokens == torch.arange(
+        chunks, device=experts_TK.device
+    )
+    present_TPH = hits_TKP.any(1)[:, by_slot_P, None] & chunk_TH[:, None]
+    choices_TPH = hits_TKP.sum(1)[:, by_slot_P, None] * chunk_TH[:, None]
+    counts_PH2 = torch.stack([present_TPH.sum(0), choices_TPH.sum(0)], dim=2)
+    flat = present_TPH.permute(2, 1, 0).reshape(-1)
+    row_HST = torch.where(flat, flat.cumsum(0) - 1, -1).view(chunks, ranks, tokens)
+    row_TP = row_HST.amax(0)[slot_P].T
     row_TC = row_TP
-    if ranks > experts_TK.shape[1]:
+    if ranks > choices:
         first_TKP = hits_TKP & (hits_TKP.cumsum(1) == 1)
         row_TC = torch.where(first_TKP.any(-1), (row_TP[:, None] * first_TKP).sum(-1), -1)
     token, rank = (row_TP >= 0).nonzero(as_tuple=True)
     local = torch.where(rank_TK[token] == rank[:, None], experts_TK[token] - rank[:, None] * local_experts, -1)
-    packed = torch.empty(len(token), 2 * experts_TK.shape[1], dtype=weights_TK.dtype, device=weights_TK.device)
+    packed = torch.empty(len(token), 2 * choices, dtype=weights_TK.dtype, device=weights_TK.device)
     packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
-    return counts_P2, row_TC.int().contiguous(), packed
+    return counts_PH2, row_TC.int().contiguous(), packed

@@ -6,6 +6,8 @@ Shapes: T tokens, K choices, D model width, F expert width, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +72,48 @@ class Experts(nn.Module):
             for expert in range(parameter.shape[0]):
                 parameter[expert].copy_(self.initial(name, expert, seed=seed, layer=layer, device=parameter.device))
 
-    def forward(self, x_TD: Tensor, weights_TK: Tensor | None, routes: Routes) -> Tensor:
-        """y_TD [T, D]: see `foundry_moe.ops.routed_mlp`."""
+    def forward(
+        self,
+        x_TD: Any,
+        weights_TK: Tensor | None = None,
+        routes: Routes | None = None,
+        in_parts: Callable[[Any, Callable[..., Tensor]], Any] | None = None,
+    ) -> Any:
+        """y_TD [T, D]: see `foundry_moe.ops.routed_mlp`.
+
+        Args:
+            in_parts: given `x_TD` and the experts as a function (of tokens, combine weights and routes), calls it as
+                often as it wants to, and what it returns is returned. To what wraps this module, FSDP2 for one, all
+                of it is one call: weights are gathered once.
+        """
+        w1_EFD, w2_EDF = self.local(self.w1_EFD), self.local(self.w2_EDF)
+        v1_EFD = self.local(self.v1_EFD) if self.v1_EFD is not None else None
+        if in_parts is not None:
+            return in_parts(x_TD, partial(self._part, w1_EFD, v1_EFD, w2_EDF))
+        assert routes is not None
+        return self._mlp(w1_EFD, v1_EFD, w2_EDF, x_TD, weights_TK, routes)
+
+    def _part(self, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, x_TD: Tensor, *rest: Any) -> Tensor:
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            x_TD = x_TD.to(w1_EFD.dtype)  # as FSDP2 does with what it sees come in; this it does not see
+        return self._mlp(w1_EFD, v1_EFD, w2_EDF, x_TD, *rest)
+
+    def _mlp(
+        self,
+        w1_EFD: Tensor,
+        v1_EFD: Tensor | None,
+        w2_EDF: Tensor,
+        x_TD: Tensor,
+        weights_TK: Tensor | None,
+        routes: Routes,
+    ) -> Tensor:
         return routed_mlp(
             x_TD,
             weights_TK,
             routes,
-            self.local(self.w1_EFD),
-            self.local(self.v1_EFD) if self.v1_EFD is not None else None,
-            self.local(self.w2_EDF),
+            w1_EFD,
+            v1_EFD,
+            w2_EDF,
             activation=self.activation,
             backend=self.backend,
             memory=self.memory,

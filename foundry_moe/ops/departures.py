@@ -1,6 +1,6 @@
 """Which rows leave for which rank: planned on Triton kernels where these run, else in plain torch. Moves no message.
 
-Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, S rows, D model width.
+Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, H chunks, S rows, D model width.
 """
 
 from __future__ import annotations
@@ -19,22 +19,32 @@ class Departures:
         experts_TK: integers; -1 = no choice. Rank e // local_experts has expert e.
         weights_TK: their combine weights, fp32 or fp64.
         nodes: rows lie in slots, by a rank's place on its node, then by the node; 1 = by rank.
+        chunks: H; tokens leave in so many parts, ceil(T / H) in each, and rows lie by part, then by slot.
 
-    counts_2P2: int64; its first half has, by slot, rows for that rank and choices among them; its second, zeros,
-        is for what the ranks answer.
+    counts_2PH2: int64; its first half has, by slot and chunk, rows for that rank and choices among them; its second,
+        zeros, is for what the ranks answer.
     """
 
     def __init__(
-        self, experts_TK: Tensor, weights_TK: Tensor, *, local_experts: int, ranks: int, nodes: int = 1
+        self,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        local_experts: int,
+        ranks: int,
+        nodes: int = 1,
+        chunks: int = 1,
     ) -> None:
         self._experts_TK, self._weights_TK = experts_TK.contiguous(), weights_TK.detach().contiguous()
         self._local_experts, self._nodes = local_experts, nodes
         self._placed: tuple[Tensor, Tensor] | None = None
         if experts_TK.is_cuda:
-            self.counts_2P2, self._counts_PN = departures.count(self._experts_TK, local_experts, ranks, nodes)
+            self.counts_2PH2, self._counts_PN = departures.count(self._experts_TK, local_experts, ranks, nodes, chunks)
             return
-        counts_P2, *placed = reference.departures(self._experts_TK, self._weights_TK, local_experts, ranks, nodes)
-        self.counts_2P2 = torch.stack([counts_P2, torch.zeros_like(counts_P2)])
+        counts_PH2, *placed = reference.departures(
+            self._experts_TK, self._weights_TK, local_experts, ranks, nodes, chunks
+        )
+        self.counts_2PH2 = torch.stack([counts_PH2, torch.zeros_like(counts_PH2)])
         self._placed = (placed[0], placed[1])
 
     def place(self) -> tuple[Tensor, Tensor]:
@@ -42,7 +52,7 @@ class Departures:
         if self._placed is not None:
             return self._placed
         return departures.place(
-            self._experts_TK, self._weights_TK, self._local_experts, self.counts_2P2, self._counts_PN, self._nodes
+            self._experts_TK, self._weights_TK, self._local_experts, self.counts_2PH2, self._counts_PN, self._nodes
         )
 
 

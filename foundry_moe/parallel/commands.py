@@ -29,6 +29,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tolerance", type=float, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
     parser.add_argument("--gpus-per-node", type=int, help="pretend that so many ranks share a node (default: all)")
     parser.add_argument("--all-to-all", choices=("auto", "flat", "hierarchical"), default="auto")
+    parser.add_argument("--chunks", type=int, default=1, help="parts in which a layer's tokens travel (default: 1)")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of the experts (default: auto)")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch, compilation included")
 

@@ -3,7 +3,9 @@
 Both ways deliver the same rows in the same order (by source rank), and neither computes on them, so results are
 the same to the bit. Must not know what a row holds.
 
-Shapes: P ranks of the group = N nodes x L ranks a node; S rows sent, Q rows received, D their width.
+Rows of a call may travel in chunks, each an exchange of its own, whose numbers are all told at once.
+
+Shapes: P ranks of the group = N nodes x L ranks a node; H chunks; S rows sent, Q rows received, D their width.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from foundry_moe.parallel.mesh import HIERARCHICAL, Meshes
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """How many rows go where: what the host must know before rows can move.
+    """How many rows of a chunk go where: what the host must know before rows can move.
 
     sent, received: rows in all.
     received_units: the sum of a second count that travels with the first.
@@ -96,31 +98,33 @@ class Exchange(Protocol):
     rank: int
     nodes: int
 
-    def announce(self, counts_2P2: Tensor) -> HostCopy:
+    def announce(self, counts_2PH2: Tensor) -> HostCopy:
         """Tells every rank what it will get, and starts to tell the host.
 
         Args:
-            counts_2P2: int64; [0] has, by slot, rows for that rank, and a second number that is summed on arrival;
-                [1] is overwritten.
+            counts_2PH2: int64; [0] has, by slot and chunk, rows for that rank, and a second number that is summed on
+                arrival; [1] is overwritten.
         """
         ...
 
-    def agree(self, announced: HostCopy) -> Splits:
-        """What will come and go. Waits for the host's copy: the only host synchronisation of an exchange."""
+    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
+        """What will come and go of each chunk. Waits for the host's copy: the only host synchronisation of a call."""
         ...
 
     def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
         """Rows, by slot, to their ranks: rows [Q, D] by source rank."""
         ...
 
-    def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
-        """The inverse of `there`: rows [S, D] by slot."""
+    def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
+        """The inverse of `there`: rows [S, D] by slot, in `into` if given."""
         ...
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Flight:
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, into: Tensor | None = None
+) -> Flight:
     rows = rows.contiguous()
-    output = rows.new_empty(sum(received), *rows.shape[1:])
+    output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
     work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
     assert work is not None
     return Flight(output, work.wait, rows)
@@ -136,13 +140,18 @@ class FlatExchange:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
-    def announce(self, counts_2P2: Tensor) -> HostCopy:
-        work = dist.all_to_all_single(counts_2P2[1], counts_2P2[0], group=self.group, async_op=True)
+    def announce(self, counts_2PH2: Tensor) -> HostCopy:
+        work = dist.all_to_all_single(counts_2PH2[1], counts_2PH2[0], group=self.group, async_op=True)
         assert work is not None
-        return HostCopy(counts_2P2, work.wait)
+        return HostCopy(counts_2PH2, work.wait)
 
-    def agree(self, announced: HostCopy) -> Splits:
-        leaving, arriving = announced.tolist()
+    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
+        return tuple(
+            self._splits(leaving, arriving)
+            for leaving, arriving in zip(*map(_by_chunk, announced.tolist()), strict=True)
+        )
+
+    def _splits(self, leaving: list[list[int]], arriving: list[list[int]]) -> Splits:
         to, from_ = [rows for rows, _ in leaving], [rows for rows, _ in arriving]
         return Splits(
             sent=sum(to),
@@ -155,9 +164,9 @@ class FlatExchange:
         to, from_ = splits.stages[0]
         return _all_to_all(rows_SD, to, from_, self.group)
 
-    def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
+    def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
         to, from_ = splits.stages[0]
-        return _all_to_all(rows_QD, from_, to, self.group)
+        return _all_to_all(rows_QD, from_, to, self.group, into)
 
 
 class HierarchicalExchange:
@@ -174,26 +183,29 @@ class HierarchicalExchange:
         self.size = self.local * self.nodes
         self.rank = dist.get_rank(peer_group) * self.local + dist.get_rank(node_group)
 
-    def announce(self, counts_2P2: Tensor) -> HostCopy:
-        leaving_LN2 = counts_2P2[0].view(self.local, self.nodes, 2)
-        middle_LN2 = torch.empty_like(leaving_LN2)
-        dist.all_to_all_single(middle_LN2, leaving_LN2, group=self.node_group)
-        middle_NL2 = middle_LN2.transpose(0, 1).contiguous()
-        arriving_NL2 = torch.empty_like(middle_NL2)
-        dist.all_to_all_single(arriving_NL2, middle_NL2, group=self.peer_group)
-        return HostCopy(torch.stack([leaving_LN2.flatten(), middle_LN2.flatten(), arriving_NL2.flatten()]))
+    def announce(self, counts_2PH2: Tensor) -> HostCopy:
+        chunks = counts_2PH2.shape[2]
+        leaving_LNH2 = counts_2PH2[0].view(self.local, self.nodes, chunks, 2)
+        middle_LNH2 = torch.empty_like(leaving_LNH2)
+        dist.all_to_all_single(middle_LNH2, leaving_LNH2, group=self.node_group)
+        middle_NLH2 = middle_LNH2.transpose(0, 1).contiguous()
+        arriving_NLH2 = torch.empty_like(middle_NLH2)
+        dist.all_to_all_single(arriving_NLH2, middle_NLH2, group=self.peer_group)
+        return HostCopy(torch.stack([counts.flatten(0, 1) for counts in (leaving_LNH2, middle_LNH2, arriving_NLH2)]))
 
-    def agree(self, announced: HostCopy) -> Splits:
-        flat = announced.tolist()
-        leaving = _rows_of(flat[0], self.local, self.nodes)
-        middle = _rows_of(flat[1], self.local, self.nodes)
-        arriving = _rows_of(flat[2], self.nodes, self.local)
+    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
+        return tuple(self._splits(*stages) for stages in zip(*map(_by_chunk, announced.tolist()), strict=True))
+
+    def _splits(self, *stages: list[list[int]]) -> Splits:
+        leaving = _rows_of(stages[0], self.local, self.nodes)
+        middle = _rows_of(stages[1], self.local, self.nodes)
+        arriving = _rows_of(stages[2], self.nodes, self.local)
         to_local, from_local = [sum(row) for row in leaving], [sum(row) for row in middle]
         to_node, from_node = [sum(column) for column in zip(*middle, strict=True)], [sum(row) for row in arriving]
         return Splits(
             sent=sum(to_local),
             received=sum(from_node),
-            received_units=sum(flat[2][1::2]),
+            received_units=sum(units for _, units in stages[2]),
             stages=((to_local, from_local), (to_node, from_node)),
             blocks=tuple(map(tuple, middle)),
         )
@@ -203,16 +215,21 @@ class HierarchicalExchange:
         middle = _all_to_all(rows_SD, to_local, from_local, self.node_group).land()
         return _all_to_all(_transpose_blocks(middle, splits.blocks), to_node, from_node, self.peer_group)
 
-    def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
+    def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
         (to_local, from_local), (to_node, from_node) = splits.stages
         middle = _all_to_all(rows_QD, from_node, to_node, self.peer_group).land()
         by_node = tuple(zip(*splits.blocks, strict=True))
-        return _all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group)
+        return _all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group, into)
 
 
-def _rows_of(pairs: list[int], outer: int, inner: int) -> list[list[int]]:
+def _by_chunk(counts: list[list[list[int]]]) -> list[list[list[int]]]:
+    """Pairs of numbers by rank and chunk, as [chunk][rank]."""
+    return [list(pairs) for pairs in zip(*counts, strict=True)]
+
+
+def _rows_of(pairs: list[list[int]], outer: int, inner: int) -> list[list[int]]:
     """The first of each pair of numbers, as [outer][inner]."""
-    rows = pairs[0::2]
+    rows = [rows for rows, _ in pairs]
     return [rows[i * inner : (i + 1) * inner] for i in range(outer)]
 
 

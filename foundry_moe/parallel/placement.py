@@ -90,7 +90,7 @@ def parallelize(
     device = torch.device(device)
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
-    dispatch = ExpertDispatch(build_exchange(meshes)) if plan.expert > 1 else None
+    dispatch = ExpertDispatch(build_exchange(meshes), mesh_config.chunks) if plan.expert > 1 else None
     everyone = RankSums()
     names = {parameter: name for name, parameter in model.named_parameters()}
     for name, layer in layers.items():

@@ -72,6 +72,7 @@ def memory_of(
     reductions: int,
     backend: str,
     memory: str,
+    chunks: int = 1,
 ) -> dict[str, float]:
     """Bytes on one GPU at the worst moment of a step: what torch has allocated, and CUDA's and NCCL's own.
 
@@ -81,7 +82,7 @@ def memory_of(
         tokens: T.
         reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
             unsharded until then.
-        backend, memory: of `MoEConfig`.
+        backend, memory: of `MoEConfig`; chunks: of `MeshConfig`.
     """
     fsdp = run.get("fsdp_config") or {}
     width = 2 if "16" in str(run.get("precision", "amp_bf16")) else 4
@@ -101,6 +102,8 @@ def memory_of(
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
     # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
     at_end = 4 * held + layer + (2 * width + width + 4) * unit
+    if chunks > 1:  # each chunk's gradient of experts is added to the others'
+        at_end += width * shape.experts_a_layer / mesh.expert
     gathered = width * (shape.total if mesh.world_size == 1 else shape.outside_blocks)
     return {
         "weights": 4 * held,
@@ -136,7 +139,13 @@ def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, tokens: int, width: int, 
 
 
 def messages_of(
-    shape: ModelShape, mesh: MeshPlan, run: Mapping[str, Any], tokens: int, microbatches: int, reductions: int
+    shape: ModelShape,
+    mesh: MeshPlan,
+    run: Mapping[str, Any],
+    tokens: int,
+    microbatches: int,
+    reductions: int,
+    chunks: int = 1,
 ) -> tuple[Message, ...]:
     """What one GPU sends in a step. Arguments as in `memory_of`."""
     fsdp = run.get("fsdp_config") or {}
@@ -176,18 +185,18 @@ def messages_of(
         found.append(
             Message(
                 name=f"all-to-all tokens ({mesh.all_to_all})",
-                count=shape.moe_layers * microbatches * sum(passes) * stages,
+                count=shape.moe_layers * microbatches * sum(passes) * stages * chunks,
                 ranks=mesh.expert,
-                bytes=tokens * leave * shape.d_model * width,
+                bytes=tokens * leave * shape.d_model * width / chunks,
                 across=mesh.expert_nodes > 1,
             )
         )
         found.append(
             Message(
                 name="all-to-all weights and counts",
-                count=shape.moe_layers * microbatches * (2 * (1 + again) + 1) * stages,
+                count=shape.moe_layers * microbatches * ((2 + again) * chunks + 1 + again) * stages,
                 ranks=mesh.expert,
-                bytes=tokens * leave * 2 * shape.top_k * 4,
+                bytes=tokens * leave * 2 * shape.top_k * 4 / chunks,
                 across=mesh.expert_nodes > 1,
             )
         )
@@ -232,8 +241,8 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     microbatches = math.ceil(batch // gpus / microbatch)
     tokens = microbatch * shape.sequence
     reductions = 1 if mesh_config.reduce == "batch" else microbatches
-    memory = memory_of(shape, mesh, run, tokens, microbatches, reductions, moe.backend, moe.memory)
-    messages = messages_of(shape, mesh, run, tokens, microbatches, reductions)
+    memory = memory_of(shape, mesh, run, tokens, microbatches, reductions, moe.backend, moe.memory, mesh_config.chunks)
+    messages = messages_of(shape, mesh, run, tokens, microbatches, reductions, mesh_config.chunks)
     return RunPlan(
         mesh=mesh,
         shape=shape,

@@ -45,7 +45,9 @@ def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
 
     parity.build_model = build_compiled
     results: dict[str, Any] = {
-        case.name: {(r, s, e): run_case(case, MeshConfig(replicate=r, shard=s, expert=e)) for r, s, e in meshes}
+        case.name: {
+            (r, s, e): run_case(case, MeshConfig(replicate=r, shard=s, expert=e, chunks=e)) for r, s, e in meshes
+        }
         for case in CASES[:2]
     }
     frames = torch._dynamo.utils.counters["frames"]
@@ -76,7 +78,7 @@ def _tokens(rank: int, case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return x_TD, weights_TK, experts_TK
 
 
-def _through(exchange: Exchange, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def _through(exchange: Exchange, case: str, dtype: torch.dtype, chunks: int = 1) -> dict[str, Tensor]:
     """One layer forward and backward; outputs and every gradient of this rank."""
     whole = _experts(dtype, 16)
     local = 16 // exchange.size
@@ -87,7 +89,7 @@ def _through(exchange: Exchange, case: str, dtype: torch.dtype) -> dict[str, Ten
     x_TD, weights_TK, experts_TK = _tokens(exchange.rank, case, dtype)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    y_TD = ExpertDispatch(exchange)(x_TD, weights_TK, experts_TK, 16, mine)
+    y_TD = ExpertDispatch(exchange, chunks)(x_TD, weights_TK, experts_TK, 16, mine)
     torch.sin(y_TD.double()).sum().backward()
     gradients = {name: p.grad for name, p in mine.named_parameters()}
     assert all(g is not None for g in gradients.values()), "a rank without rows must still have a gradient"
@@ -112,7 +114,10 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Te
 
 
 def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]:
-    """By case: the largest difference of dispatched from local values (fp64), of hierarchical from flat (bf16)."""
+    """By case: the largest difference of dispatched from local values (fp64), of hierarchical from flat (bf16).
+
+    Flat in one piece, hierarchical in chunks too.
+    """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     plan = plan_mesh(
         MeshConfig(expert=world_size, shard=1, all_to_all=HIERARCHICAL),
@@ -127,8 +132,12 @@ def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]
     largest = {}
     for case in cases:
         expected = _alone(rank, case, torch.float64, world_size)
-        for name, exchange in (("flat", flat), ("hierarchical", hierarchical)):
-            measured = _through(exchange, case, torch.float64)
+        for name, exchange, chunks in (
+            ("flat", flat, 1),
+            ("hierarchical", hierarchical, 1),
+            ("chunks", hierarchical, 3),
+        ):
+            measured = _through(exchange, case, torch.float64, chunks)
             gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
             largest[f"{name}, {case}"] = max(gaps, default=0.0)
         one, two = _through(flat, case, torch.bfloat16), _through(hierarchical, case, torch.bfloat16)
@@ -145,27 +154,27 @@ class _Noted(torch.autograd.Function):
     """Identity that notes when it runs, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, events: list[str]) -> Tensor:
-        ctx.events = events
-        events.append("shared")
+    def forward(ctx: Any, x: Tensor, events: list[str], what: str) -> Tensor:
+        ctx.events, ctx.what = events, what
+        events.append(what)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.events.append("shared")
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.events.append(ctx.what)
+        return grads[0], None, None
 
 
-def note_order() -> dict[str, list[str]]:
-    """What happens in one layer with a shared expert: messages that start and land, and the shared expert."""
+def note_order(chunks: int) -> dict[str, list[str]]:
+    """What happens in one layer with a shared expert: messages that start and land, experts, and the shared expert."""
     events: list[str] = []
 
     class Noting(FlatExchange):
         def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
             return self._note(super().there(rows_SD, splits))
 
-        def back(self, rows_QD: Tensor, splits: Splits) -> Flight:
-            return self._note(super().back(rows_QD, splits))
+        def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
+            return self._note(super().back(rows_QD, splits, into))
 
         def _note(self, flight: Flight) -> Flight:
             events.append("start")
@@ -175,10 +184,12 @@ def note_order() -> dict[str, list[str]]:
     layer = MoELayer(8, config, layer_index=0, num_layers=1, context=BatchContext())
     layer.reset_parameters()
     layer.experts = _experts(torch.float32, 2)
-    layer.dispatch = ExpertDispatch(Noting(dist.group.WORLD))
+    layer.dispatch = ExpertDispatch(Noting(dist.group.WORLD), chunks)
+    compute = layer.experts._mlp
+    layer.experts._mlp = lambda *operands, **more: _Noted.apply(compute(*operands, **more), events, "experts")
     shared = layer.shared_expert
     assert shared is not None
-    shared.w2.register_forward_hook(lambda module, inputs, output: _Noted.apply(output, events))
+    shared.w2.register_forward_hook(lambda module, inputs, output: _Noted.apply(output, events, "shared"))
     y = layer(torch.randn(6, 8, requires_grad=True))
     forward = list(events)
     events.clear()
@@ -195,15 +206,18 @@ class _Watched(Flight):
         return self.flight.land()
 
 
-def count_host_synchronisations(layers: int) -> dict[str, int]:
+def find_host_synchronisations(layers: int, chunks: int) -> dict[str, list[str]]:
     """On one GPU in a group of its own: waits for the device in a forward and a backward pass of `layers` calls."""
+    import traceback
     import warnings
 
+    os.environ["FOUNDRY_MOE_AUTOTUNE_S"] = "0"  # timing waits too
     torch.cuda.set_device(0)
-    dispatch = ExpertDispatch(FlatExchange(dist.group.WORLD))
-    experts = _experts(torch.bfloat16, 16).cuda()
-    experts.backend = "grouped"
-    x_TD = torch.randn(64, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dispatch = ExpertDispatch(FlatExchange(dist.group.WORLD), chunks)
+    experts = Experts(num_experts=16, d_model=64, hidden_size=64, activation="swiglu", num_layers=1)
+    experts.reset_parameters(seed=3, layer=0)
+    experts = experts.to("cuda", torch.bfloat16)
+    x_TD = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights_TK = torch.rand(64, 3, device="cuda", requires_grad=True)
     experts_TK = torch.randint(0, 16, (64, 3), device="cuda")
 
@@ -214,27 +228,28 @@ def count_host_synchronisations(layers: int) -> dict[str, int]:
         return y_TD
 
     forward().sum().backward()  # compiles, allocates
-    counts, events = {}, 0
+    found: dict[str, list[str]] = {}
+    events: list[str] = []
     wait = torch.cuda.Event.synchronize  # which the debug mode does not see
 
-    def count_and_wait(event: torch.cuda.Event) -> None:
-        nonlocal events
-        events += 1
+    def note_and_wait(event: torch.cuda.Event) -> None:
+        events.append(f"event: {traceback.format_stack(limit=3)[0].strip()}")
         wait(event)
 
-    torch.cuda.Event.synchronize = count_and_wait  # type: ignore[method-assign]
+    torch.cuda.Event.synchronize = note_and_wait  # type: ignore[method-assign]
     torch.cuda.set_sync_debug_mode("warn")
     for name in ("forward", "backward"):
-        events = 0
+        events.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if name == "forward":
                 y_TD = forward()
             else:
                 y_TD.sum().backward()
-        counts[name] = events + sum("synchroniz" in str(w.message) for w in caught)
+        warned = [f"{w.filename}:{w.lineno}: {w.message}" for w in caught if "called a synchroniz" in str(w.message)]
+        found[name] = [*events, *warned]
     torch.cuda.set_sync_debug_mode("default")
-    return counts
+    return found
 
 
 def fail(kind: str, rank: int) -> Any:
@@ -247,7 +262,7 @@ def fail(kind: str, rank: int) -> Any:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
-        exchange.agree(exchange.announce(torch.ones(2, exchange.size, 2, dtype=torch.int64)))
+        exchange.agree(exchange.announce(torch.ones(2, exchange.size, 1, 2, dtype=torch.int64)))
 
 
 def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int) -> float:

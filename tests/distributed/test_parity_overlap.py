@@ -7,14 +7,31 @@ from tests.distributed import parity_worker
 from tests.distributed.launching import PRELOAD
 
 
+def under_way(events: list[str], what: str) -> list[int]:
+    """How many messages are under way each time that something is computed."""
+    found, flying = [], 0
+    for event in events:
+        flying += {"start": 1, "land": -1}.get(event, 0)
+        if event == what:
+            found.append(flying)
+    assert flying == 0, "each message is waited for"
+    return found
+
+
 def test_the_shared_expert_is_computed_while_tokens_travel_forward_and_backward() -> None:
     """That it changes no result is held by the certificate's case with a shared expert."""
-    order = run_processes(parity_worker.note_order, world_size=2, preload=PRELOAD)
-    for way in ("forward", "backward"):
-        events = order[way]
-        shared = events.index("shared")
-        started = [i for i, event in enumerate(events) if event == "start"]
-        landed = [i for i, event in enumerate(events) if event == "land"]
-        assert len(started) == len(landed) == 3, "tokens, choices and results: each a message, each waited for"
-        under_way = [sum(s < shared for s in started), sum(e < shared for e in landed)]
-        assert under_way[0] > under_way[1], (way, events)
+    order = run_processes(parity_worker.note_order, 1, world_size=2, preload=PRELOAD)
+    for events in order.values():
+        assert events.count("start") == 3, "tokens, choices and results"
+        assert under_way(events, "experts") == [0], events
+        assert under_way(events, "shared")[0] > 0, events
+
+
+def test_experts_compute_a_chunk_while_others_travel_forward_and_backward() -> None:
+    """That it changes no result is held by certificates in chunks."""
+    order = run_processes(parity_worker.note_order, 3, world_size=2, preload=PRELOAD)
+    for events in order.values():
+        assert events.count("start") == 9
+        flying = under_way(events, "experts")
+        assert len(flying) == 3 and min(flying) > 0, events
+        assert under_way(events, "shared")[0] > 0, events

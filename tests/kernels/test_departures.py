@@ -1,6 +1,6 @@
 """Rows by rank against the plain twin.
 
-Shapes: T tokens, K choices, P ranks, C ranks a token goes to at most.
+Shapes: T tokens, K choices, P ranks, C ranks a token goes to at most, H chunks.
 """
 
 import pytest
@@ -15,8 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     ("tokens", "choices", "ranks", "nodes"),
     [(200, 3, 2, 1), (65, 8, 4, 1), (130, 3, 8, 4), (1, 1, 3, 1), (70, 2, 8, 2), (0, 2, 4, 1), (64, 6, 6, 3)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, ranks, nodes, dtype):
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 1), (torch.float64, 3)])
+def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, ranks, nodes, dtype, chunks):
     local = 5
     experts_TK = torch.rand(tokens, ranks * local, device=DEVICE).topk(choices).indices
     if kind == "some absent":
@@ -27,17 +27,27 @@ def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, rank
     if kind == "none":
         experts_TK.fill_(-1)
     weights_TK = torch.rand(tokens, choices, device=DEVICE, dtype=dtype)
-    counts_2P2, counts_PN = departures.count(experts_TK, local, ranks, nodes)
-    row_TC, packed = departures.place(experts_TK, weights_TK, local, counts_2P2, counts_PN, nodes)
-    expected_P2, expected_TC, expected = reference.departures(experts_TK, weights_TK, local, ranks, nodes)
-    assert torch.equal(counts_2P2[0], expected_P2) and not counts_2P2[1].any()
+    counts_2PH2, counts_PN = departures.count(experts_TK, local, ranks, nodes, chunks)
+    row_TC, packed = departures.place(experts_TK, weights_TK, local, counts_2PH2, counts_PN, nodes)
+    expected_PH2, expected_TC, expected = reference.departures(experts_TK, weights_TK, local, ranks, nodes, chunks)
+    assert torch.equal(counts_2PH2[0], expected_PH2) and not counts_2PH2[1].any()
     assert torch.equal(row_TC, expected_TC)
     assert torch.equal(packed[: len(expected)], expected)
 
 
 def test_a_token_goes_once_to_each_rank_with_an_expert_of_its():
     experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)  # 5 experts a rank
-    counts_P2, row_TC, packed = reference.departures(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3)
-    assert counts_P2.tolist() == [[2, 3], [2, 3], [1, 1]]
+    counts_PH2, row_TC, packed = reference.departures(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3)
+    assert counts_PH2[:, 0].tolist() == [[2, 3], [2, 3], [1, 1]]
     assert row_TC.tolist() == [[0, 2, -1], [1, -1, -1], [-1, 3, 4]]
     assert packed[:, 3:].tolist() == [[0, 1, -1], [-1, 4, -1], [-1, -1, 4], [0, 0, -1], [-1, -1, 4]]
+
+
+def test_rows_of_a_chunk_lie_together_by_rank_within_it():
+    experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)
+    counts_PH2, row_TC, _ = reference.departures(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
+    assert counts_PH2.tolist() == [[[2, 3], [0, 0]], [[1, 1], [1, 2]], [[0, 0], [1, 1]]]
+    assert row_TC.tolist() == [[0, 2, -1], [1, -1, -1], [-1, 3, 4]]
+    experts_TK = experts_TK[[2, 1, 0]]
+    _, row_TC, _ = reference.departures(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
+    assert row_TC.tolist() == [[-1, 1, 2], [0, -1, -1], [3, 4, -1]]

@@ -96,6 +96,22 @@ def test_olmoe_has_the_parameters_of_its_paper() -> None:
         (2, {"model__n_layers": 4, "model__moe__mesh": {"expert": 2}, "global_train_batch_size": 8}, 25.18),
         (
             2,
+            {"model__n_layers": 4, "model__moe__mesh": {"expert": 2, "chunks": 2}, "global_train_batch_size": 8},
+            25.19,
+        ),
+        (
+            2,
+            {
+                "model__n_layers": 5,
+                "model__moe__memory": "recompute",
+                "model__moe__mesh": {"expert": 2, "reduce": "batch"},
+                "device_train_microbatch_size": 2,
+                "global_train_batch_size": 16,
+            },
+            24.35,
+        ),
+        (
+            2,
             {
                 "model__n_layers": 6,
                 "model__d_model": 1536,
@@ -124,6 +140,21 @@ def test_memory_is_what_h200s_showed(gpus: int, overrides: dict[str, Any], gib: 
     plan = plan_run(load("yamls/bench/olmoe_1b_7b.yaml", **overrides), gpus=gpus, gpus_per_node=4, gpu_bytes=141 * GIB)
     allocated = sum(plan.memory.values()) - plan.memory["CUDA and NCCL"]
     assert allocated / GIB == pytest.approx(gib, rel=0.045)
+
+
+def test_chunks_make_more_and_smaller_messages_of_the_same_bytes() -> None:
+    def planned(chunks: int) -> Any:
+        run = load("yamls/bench/olmoe_1b_7b.yaml", model__moe__mesh={"expert": 4, "chunks": chunks})
+        return plan_run(run, gpus=4, gpus_per_node=4, gpu_bytes=141 * GIB)
+
+    def sent(plan: Any) -> tuple[int, float]:
+        (message,) = (m for m in plan.messages if m.name.startswith("all-to-all tokens"))
+        return message.count, message.count * message.bytes
+
+    one, three = planned(1), planned(3)
+    assert sent(one)[0] == 4 * 16 and sent(three)[0] == 3 * 4 * 16
+    assert sent(three)[1] == pytest.approx(sent(one)[1])
+    assert sum(three.memory.values()) >= sum(one.memory.values())
 
 
 def test_a_token_reaches_as_many_ranks_as_chance_says() -> None:
