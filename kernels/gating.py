@@ -1,6 +1,7 @@
 """Softmax, choice of the k best, combine weights and the balance and z-losses' statistics in one pass over logits.
 
-And all of their gradients in one more. No atomics: statistics are summed over programs in a second small launch.
+And all of their gradients in one more. No atomics: statistics are summed over programs in a second small launch,
+which makes the balance loss of these tokens too where it is one program.
 
 Shapes: T tokens, E experts (1024 at most), K choices, P programs.
 """
@@ -18,7 +19,10 @@ from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from foundry_moe_kernels.topk import best_keys, expert_of, make_keys, score_of
 from torch import Tensor
 
-_ELEMENTS = 2048  # logits a program holds
+_ELEMENTS, _TOKENS = 4096, 64  # logits and tokens that a program holds at most: many, so that few sums are left to add
+_BACKWARD_ELEMENTS, _BACKWARD_TOKENS = 2048, 32
+_EXTRA = 4  # numbers of a program's sums beside two for each expert: two, and two that keep rows aligned
+_SUMMED_AT_ONCE = 65536  # sums, up to which one program adds them all up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ def _real(mask_ptr, t, tokens, MASKED: tl.constexpr):
 def _choose_kernel(
     logits_ptr, mask_ptr, key_ptr, weights_ptr, experts_ptr, wanted_ptr, sums_ptr, stream, tokens, num_experts, scale,
     K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr,
-    MASKED: tl.constexpr, STATISTICS: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    MASKED: tl.constexpr, STATISTICS: tl.constexpr, EXTRA: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
@@ -91,7 +95,7 @@ def _choose_kernel(
         for choice in tl.static_range(COUNTED):
             expert = tl.sum(tl.where(k[None, :] == choice, wanted, 0), axis=1)
             counts += (expert[:, None] == e[None, :]).to(tl.float32)
-        sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * num_experts + 2)
+        sums = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * num_experts + EXTRA)
         tl.store(sums + e, tl.sum(probs * real[:, None], axis=0), mask=e < num_experts)
         tl.store(sums + num_experts + e, tl.sum(counts * real[:, None], axis=0), mask=e < num_experts)
         tl.store(sums + 2 * num_experts, tl.sum(lse * lse * real))
@@ -100,33 +104,72 @@ def _choose_kernel(
 
 @triton.jit
 def _sum_kernel(
-    sums_ptr, mean_ptr, counts_ptr, z_ptr, number_ptr, programs, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    sums_ptr, mean_ptr, counts_ptr, z_ptr, number_ptr, programs, num_experts, EXTRA: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Column sums; those of probabilities and of the z-loss over the number of tokens."""
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    width = 2 * num_experts + 2
+    width = 2 * num_experts + EXTRA
+    last = 2 * num_experts + 1
     total = tl.zeros((COLUMNS,), tl.float32)
     number = tl.zeros((), tl.float32)
     for first in range(0, programs, ROWS):
         p = first + tl.arange(0, ROWS)
         at = sums_ptr + p.to(tl.int64)[:, None] * width
         total += tl.sum(
-            tl.load(at + c[None, :], mask=(p < programs)[:, None] & (c < width)[None, :], other=0.0), axis=0
+            tl.load(at + c[None, :], mask=(p < programs)[:, None] & (c <= last)[None, :], other=0.0), axis=0
         )
-        number += tl.sum(tl.load(sums_ptr + p.to(tl.int64) * width + width - 1, mask=p < programs, other=0.0))
+        number += tl.sum(tl.load(sums_ptr + p.to(tl.int64) * width + last, mask=p < programs, other=0.0))
     number = tl.maximum(number, 1.0)
     tl.store(mean_ptr + c, total / number, mask=c < num_experts)
     tl.store(counts_ptr + c - num_experts, total.to(tl.int64), mask=(c >= num_experts) & (c < 2 * num_experts))
     tl.store(z_ptr + c - 2 * num_experts, total / number, mask=c == 2 * num_experts)
-    tl.store(number_ptr + c - width + 1, tl.maximum(total, 1.0), mask=c == width - 1)
+    tl.store(number_ptr + c - last, tl.maximum(total, 1.0), mask=c == last)
+
+
+@triton.jit
+def _sum_at_once_kernel(
+    sums_ptr, mean_ptr, counts_ptr, z_ptr, number_ptr, loss_ptr, programs, num_experts,
+    BALANCE: tl.constexpr, EXTRA: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """The same and the balance loss, in one program."""
+    e = tl.arange(0, EXPERTS)
+    width = 2 * num_experts + EXTRA
+    probs, counts = tl.zeros((EXPERTS,), tl.float32), tl.zeros((EXPERTS,), tl.float32)
+    z, number = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+    for first in range(0, programs, ROWS):
+        p = first + tl.arange(0, ROWS)
+        keep = (p < programs)[:, None] & (e < num_experts)[None, :]
+        at = sums_ptr + p[:, None] * width + e[None, :]
+        last = sums_ptr + p * width + 2 * num_experts
+        probs += tl.sum(tl.load(at, mask=keep, other=0.0), axis=0)
+        counts += tl.sum(tl.load(at + num_experts, mask=keep, other=0.0), axis=0)
+        z += tl.sum(tl.load(last, mask=p < programs, other=0.0))
+        number += tl.sum(tl.load(last + 1, mask=p < programs, other=0.0))
+    number = tl.maximum(number, 1.0)
+    tl.store(mean_ptr + e, probs / number, mask=e < num_experts)
+    tl.store(counts_ptr + e, counts.to(tl.int64), mask=e < num_experts)
+    tl.store(z_ptr, z / number)
+    tl.store(number_ptr, number)
+    if BALANCE:
+        total = tl.maximum(tl.sum(counts), 1.0)
+        tl.store(loss_ptr, tl.sum(counts / total * num_experts * (probs / number)))
+
+
+@triton.jit
+def _slope(counts_ptr, e, num_experts):
+    """Of the balance loss in the mean probabilities."""
+    counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
+    total = tl.maximum(tl.sum(counts), 1).to(tl.float32)
+    return counts.to(tl.float32) / total * num_experts
 
 
 @triton.jit
 def _choose_backward_kernel(
-    logits_ptr, mask_ptr, experts_ptr, wanted_ptr, dweights_ptr, dmean_ptr, dz_ptr, number_ptr, out_ptr,
-    tokens, num_experts, scale,
+    logits_ptr, mask_ptr, experts_ptr, wanted_ptr, counts_ptr, dweights_ptr, dmean_ptr, dz_ptr, dloss_ptr, number_ptr,
+    out_ptr, tokens, num_experts, scale,
     K: tl.constexpr, KP: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr, MASKED: tl.constexpr,
-    MEAN: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    MEAN: tl.constexpr, Z: tl.constexpr, BALANCE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
@@ -152,11 +195,14 @@ def _choose_backward_kernel(
         value = tl.sum(tl.where(here, dweights, 0.0), axis=1)
         dprobs += tl.where(expert[:, None] == e[None, :], value[:, None], 0.0)
     dlse = tl.zeros((TOKENS,), tl.float32)
-    if MEAN or Z:
+    if MEAN or Z or BALANCE:
         share = _real(mask_ptr, t, tokens, MASKED) / tl.load(number_ptr)
     if MEAN:
         dmean = tl.load(dmean_ptr + e, mask=e < num_experts, other=0.0)
         dprobs += share[:, None] * dmean[None, :]
+    if BALANCE:
+        slope = _slope(counts_ptr, e, num_experts) * tl.load(dloss_ptr)
+        dprobs += share[:, None] * slope[None, :]
     if Z:
         dlse = tl.load(dz_ptr) * 2.0 * lse * share
     dlogits = probs * (dprobs - tl.sum(probs * dprobs, axis=1)[:, None] + dlse[:, None])
@@ -164,15 +210,21 @@ def _choose_backward_kernel(
     tl.store(out_ptr + t.to(tl.int64)[:, None] * num_experts + e[None, :], dlogits, mask=keep)
 
 
-def _blocks(experts: int, k: int) -> tuple[int, int, int]:
+def _blocks(experts: int, k: int, elements: int, tokens: int) -> tuple[int, int, int]:
     """Tokens of a program, and E and K as powers of two."""
     wide = next_power_of_2(experts)
-    return max(1, min(_ELEMENTS // wide, 32)), wide, next_power_of_2(k)
+    return max(1, min(elements // wide, tokens)), wide, next_power_of_2(k)
 
 
 def choose(
-    logits_TE: Tensor, k: int, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None, statistics: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits_TE: Tensor,
+    k: int,
+    rule: Rule,
+    mask_T: Tensor | None,
+    keys_T: Tensor | None,
+    statistics: bool,
+    with_balance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights of the k most probable experts, ties towards the lower expert, and sums over the real tokens.
 
     Args:
@@ -183,12 +235,13 @@ def choose(
     Returns:
         weights_TK fp32; experts_TK int64, -1 where a choice was dropped; wanted_TK int32, the same without dropping
         (empty unless `rule.stream`); and, empty unless `statistics`: mean_E, the mean softmax; counts_E int64; z, the
-        mean of logsumexp squared; number, of real tokens, 1 at least.
+        mean of logsumexp squared; number, of real tokens, 1 at least; and `balance` of mean_E and counts_E, empty
+        unless `with_balance`, which needs `statistics`.
     """
     tokens, experts = logits_TE.shape
     device = logits_TE.device
     random = rule.stream is not None
-    block, wide, columns = _blocks(experts, k)
+    block, wide, columns = _blocks(experts, k, _ELEMENTS, _TOKENS)
     programs = cdiv(tokens, block)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -199,31 +252,33 @@ def choose(
     size = experts if statistics else 0
     mean_E, counts_E = new(size), new(size, dtype=torch.int64)
     z, number = new(*([] if statistics else [0])), new(int(statistics))
+    loss = new(*([] if with_balance else [0]))
     if tokens == 0:
-        return weights_TK, experts_TK, wanted_TK, mean_E.zero_(), counts_E.zero_(), z.zero_(), number.fill_(1)
-    sums = new(programs, 2 * experts + 2) if statistics else weights_TK
+        nothing = mean_E.zero_(), counts_E.zero_(), z.zero_(), number.fill_(1), loss.zero_()
+        return weights_TK, experts_TK, wanted_TK, *nothing
+    sums = new(programs, 2 * experts + _EXTRA) if statistics else weights_TK
     mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
     launch(
         _choose_kernel, (programs,),
         logits_TE, mask, keys_T, weights_TK, experts_TK, wanted_TK, sums, rule.stream or 0, tokens, experts, rule.scale,
         K=k, KP=columns, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=random,
-        MASKED=mask is not None, STATISTICS=statistics, TOKENS=block, EXPERTS=wide, num_warps=4,
+        MASKED=mask is not None, STATISTICS=statistics, EXTRA=_EXTRA, TOKENS=block, EXPERTS=wide, num_warps=8,
     )  # fmt: skip
-    if statistics:
+    if statistics and programs * wide <= _SUMMED_AT_ONCE:
         launch(
-            _sum_kernel,
-            (cdiv(2 * experts + 2, 8),),
-            sums,
-            mean_E,
-            counts_E,
-            z,
-            number,
-            programs,
-            experts,
-            ROWS=128,
-            COLUMNS=8,
-        )
-    return weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number
+            _sum_at_once_kernel, (1,),
+            sums, mean_E, counts_E, z, number, loss, programs, experts,
+            BALANCE=with_balance, EXTRA=_EXTRA, ROWS=min(16384 // wide, next_power_of_2(programs)), EXPERTS=wide,
+            num_warps=16,
+        )  # fmt: skip
+    elif statistics:
+        launch(
+            _sum_kernel, (cdiv(2 * experts + 2, 8),),
+            sums, mean_E, counts_E, z, number, programs, experts, EXTRA=_EXTRA, ROWS=128, COLUMNS=8,
+        )  # fmt: skip
+        if with_balance:
+            loss = balance(mean_E, counts_E)[0]
+    return weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number, loss
 
 
 def choose_backward(
@@ -232,24 +287,27 @@ def choose_backward(
     mask_T: Tensor | None,
     experts_TK: Tensor,
     wanted_TK: Tensor,
+    counts_E: Tensor,
     number: Tensor,
     dweights_TK: Tensor,
     dmean_E: Tensor | None,
     dz: Tensor | None,
+    dloss: Tensor | None,
 ) -> Tensor:
-    """dlogits_TE from the gradients of weights, mean softmax and z-loss, of which the latter two may be None."""
+    """dlogits_TE from the gradients of weights, mean softmax, z-loss and balance loss, the last three perhaps None."""
     tokens, experts = logits_TE.shape
     k = experts_TK.shape[1]
     out_TE = torch.empty_like(logits_TE)
     if tokens:
-        block, wide, columns = _blocks(experts, k)
+        block, wide, columns = _blocks(experts, k, _BACKWARD_ELEMENTS, _BACKWARD_TOKENS)
         mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
         launch(
             _choose_backward_kernel, (cdiv(tokens, block),),
-            logits_TE, mask, experts_TK, wanted_TK, dweights_TK.contiguous(), dmean_E, dz, number, out_TE,
-            tokens, experts, rule.scale,
+            logits_TE, mask, experts_TK, wanted_TK, counts_E, dweights_TK.contiguous(), dmean_E, dz, dloss, number,
+            out_TE, tokens, experts, rule.scale,
             K=k, KP=columns, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,
-            MEAN=dmean_E is not None, Z=dz is not None, TOKENS=block, EXPERTS=wide, num_warps=4,
+            MEAN=dmean_E is not None, Z=dz is not None, BALANCE=dloss is not None,
+            TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
     return out_TE
 
@@ -257,9 +315,7 @@ def choose_backward(
 @triton.jit
 def _balance_kernel(mean_ptr, counts_ptr, loss_ptr, slope_ptr, num_experts, EXPERTS: tl.constexpr):
     e = tl.arange(0, EXPERTS)
-    counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
-    total = tl.maximum(tl.sum(counts), 1).to(tl.float32)
-    slope = counts.to(tl.float32) / total * num_experts
+    slope = _slope(counts_ptr, e, num_experts)
     mean = tl.load(mean_ptr + e, mask=e < num_experts, other=0.0)
     tl.store(slope_ptr + e, slope, mask=e < num_experts)
     tl.store(loss_ptr, tl.sum(slope * mean))

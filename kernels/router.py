@@ -4,7 +4,7 @@ A product of two bf16 numbers is exact in fp32, so bf16 products with fp32 sums 
 split into bf16 parts of 8 bits each. Jitter multiplies x by hashed factors as it is loaded: nothing of the size of x is
 written. No atomics: the weights' gradient is summed over spans of tokens in a second launch.
 
-Shapes: T tokens, D model width, E experts, S spans of tokens.
+Shapes: T tokens, D model width, E experts, S spans of tokens, P parts of an fp32 number.
 """
 
 from __future__ import annotations
@@ -15,16 +15,33 @@ import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels.launch import launch
-from foundry_moe_kernels.noise import column_hash, jittered, row_hash
+from foundry_moe_kernels.noise import jitter_column, jitter_row, jittered, step_of
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
-_SPAN = 1024  # tokens that one program sums the weights' gradient over
+
+@dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """Of a program: tokens and columns at a time; `span`: columns, or tokens, in all."""
+
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+    span: int = 0
+
+
+# at OLMoE's shape on an H200, with jitter: 23 us against 27 with 64 columns, but for fp32 weights of many experts
+# 128 columns fill the shared memory
+_SCORES = _Tile(tokens=64, columns=128, warps=4, stages=3)
+_SCORES_OF_MORE = _Tile(tokens=64, columns=64, warps=4, stages=4)
+_INPUT_GRADIENT = _Tile(tokens=64, columns=64, span=1024, warps=4, stages=3)
+_WEIGHT_GRADIENT = _Tile(tokens=64, columns=128, span=1024, warps=4, stages=3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """x times U[1 - amount, 1 + amount], drawn from int32 keys of the tokens and a stream: `noise.jitter`'s numbers."""
+    """`foundry_moe_kernels.noise.jitter` of the input: its numbers, from int32 keys of the tokens and a stream."""
 
     keys_T: Tensor
     amount: float
@@ -32,12 +49,11 @@ class Jitter:
 
 
 @triton.jit
-def _tile(x_ptr, t, d, row, stream, low, span, keep, width, JITTER: tl.constexpr):
-    """x at tokens t and columns d, jittered and rounded as `noise.jitter` would; `row`: hashes of the tokens' keys."""
+def _tile(x_ptr, t, d, row, step, keep, width, JITTER: tl.constexpr, PACKED: tl.constexpr):
+    """x at tokens t and columns d, jittered and rounded as `noise.jitter` would; `row`: from `_rows`."""
     x = tl.load(x_ptr + t.to(tl.int64)[:, None] * width + d[None, :], mask=keep, other=0.0)
     if JITTER:
-        column = column_hash(d, stream)
-        x = jittered(x.to(tl.float32), row[:, None], column[None, :], low, span).to(x_ptr.dtype.element_ty)
+        x = jittered(x, row[:, None], jitter_column(d)[None, :], d[None, :], step, x_ptr.dtype.element_ty, PACKED)
     return x
 
 
@@ -45,7 +61,7 @@ def _tile(x_ptr, t, d, row, stream, low, span, keep, width, JITTER: tl.constexpr
 def _rows(key_ptr, t, tokens, stream, JITTER: tl.constexpr):
     row = tl.zeros_like(t).to(tl.uint32)
     if JITTER:
-        row = row_hash(tl.load(key_ptr + t, mask=t < tokens, other=0), stream)
+        row = jitter_row(tl.load(key_ptr + t, mask=t < tokens, other=0), stream)
     return row
 
 
@@ -59,10 +75,11 @@ def _dot_parts(a, b, acc, PARTS: tl.constexpr, DTYPE: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["stream"])
+@triton.jit(do_not_specialize=["stream", "step"])
 def _scores_kernel(
-    x_ptr, w_ptr, key_ptr, out_ptr, stream, tokens, experts, width, low, span,
-    JITTER: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    x_ptr, w_ptr, key_ptr, out_ptr, stream, step, tokens, experts, width,
+    JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
@@ -70,9 +87,8 @@ def _scores_kernel(
     acc = tl.zeros((BT, BE), tl.float32)
     for first in range(0, width, BD):
         d = first + tl.arange(0, BD)
-        x = _tile(
-            x_ptr, t, d, row, stream, low, span, (t < tokens)[:, None] & (d < width)[None, :], width, JITTER
-        )  # fmt: skip
+        keep = (t < tokens)[:, None] & (d < width)[None, :]
+        x = _tile(x_ptr, t, d, row, step, keep, width, JITTER, PACKED)
         w = tl.load(
             w_ptr + e[None, :].to(tl.int64) * width + d[:, None],
             mask=(e < experts)[None, :] & (d < width)[:, None],
@@ -100,10 +116,10 @@ def _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS: tl.constexpr
     return _dot_parts(high, w, acc, PARTS, DTYPE)
 
 
-@triton.jit(do_not_specialize=["stream"])
+@triton.jit(do_not_specialize=["stream", "step"])
 def _input_gradient_kernel(
-    ds_ptr, w_ptr, key_ptr, dx_ptr, stream, tokens, experts, width, low, span,
-    JITTER: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr,
+    ds_ptr, w_ptr, key_ptr, dx_ptr, stream, step, tokens, experts, width,
+    JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1) * BT + tl.arange(0, BT)
@@ -122,15 +138,25 @@ def _input_gradient_kernel(
                 high, rest = _load_split(ds_ptr, t, some + e, tokens, experts, dtype)
                 acc = _split_dot(high, rest, w_ptr, some + e, d, acc, experts, width, PARTS, dtype)
         if JITTER:
-            acc = jittered(acc, row[:, None], column_hash(d, stream)[None, :], low, span)
+            acc = jittered(acc, row[:, None], jitter_column(d)[None, :], d[None, :], step, dtype, PACKED)
         keep = (t < tokens)[:, None] & (d < width)[None, :]
         tl.store(dx_ptr + t.to(tl.int64)[:, None] * width + d[None, :], acc.to(dtype), mask=keep)
 
 
-@triton.jit(do_not_specialize=["stream"])
+@triton.jit
+def _split_kernel(ds_ptr, parts_ptr, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ds = tl.load(ds_ptr + i, mask=i < numbers, other=0.0)
+    for p in tl.static_range(PARTS):
+        part = ds.to(parts_ptr.dtype.element_ty)
+        tl.store(parts_ptr + p * numbers + i, part, mask=i < numbers)
+        ds -= part.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["stream", "step"])
 def _weight_gradient_kernel(
-    ds_ptr, x_ptr, key_ptr, out_ptr, stream, tokens, experts, width, low, span,
-    JITTER: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr,
+    parts_ptr, x_ptr, key_ptr, out_ptr, stream, step, tokens, experts, width, plane,
+    JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -140,15 +166,12 @@ def _weight_gradient_kernel(
     for first in range(0, SPAN, BT):
         t = first_token + first + tl.arange(0, BT)
         row = _rows(key_ptr, t, tokens, stream, JITTER)
-        x = _tile(
-            x_ptr, t, d, row, stream, low, span, (t < tokens)[:, None] & (d < width)[None, :], width, JITTER
-        )  # fmt: skip
-        ds = tl.load(
-            ds_ptr + t.to(tl.int64)[:, None] * experts + e[None, :],
-            mask=(t < tokens)[:, None] & (e < experts)[None, :],
-            other=0.0,
-        )
-        acc = _dot_parts(tl.trans(x), ds, acc, PARTS, x_ptr.dtype.element_ty)
+        keep = (t < tokens)[:, None] & (d < width)[None, :]
+        x = tl.trans(_tile(x_ptr, t, d, row, step, keep, width, JITTER, PACKED))
+        at = parts_ptr + t.to(tl.int64)[:, None] * experts + e[None, :]
+        keep = (t < tokens)[:, None] & (e < experts)[None, :]
+        for p in tl.static_range(PARTS):
+            acc = tl.dot(x, tl.load(at + p * plane, mask=keep, other=0.0), acc, input_precision="ieee")
     out = out_ptr + tl.program_id(2).to(tl.int64) * experts * width
     keep = (d < width)[:, None] & (e < experts)[None, :]
     tl.store(out + e[None, :].to(tl.int64) * width + d[:, None], acc, mask=keep)
@@ -165,11 +188,16 @@ def _sum_spans_kernel(parts_ptr, out_ptr, spans, numbers, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numbers)
 
 
-def _draw(jitter: Jitter | None, like: Tensor) -> tuple[Tensor, int, float, float]:
-    """Keys, stream and the factors' least and range."""
+def _with_keys(jitter: Jitter | None, out: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Keys, the output, stream and the bits of the amount, as kernels take them."""
     if jitter is None:
-        return like, 0, 1.0, 0.0
-    return jitter.keys_T, jitter.stream, 1.0 - jitter.amount, 2.0 * jitter.amount
+        return out, out, 0, 1  # read by nobody
+    return jitter.keys_T, out, jitter.stream, step_of(jitter.amount)
+
+
+def _packed(x_TD: Tensor) -> bool:
+    """Whether eight neighbouring columns are sure to be loaded or stored at once: see `jittered`."""
+    return x_TD.dtype is torch.bfloat16 and x_TD.shape[1] % 16 == 0 and x_TD.data_ptr() % 16 == 0
 
 
 def _parts(weight_ED: Tensor, x_dtype: torch.dtype, most: int) -> int:
@@ -191,13 +219,14 @@ def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Ten
     experts = weight_ED.shape[0]
     out_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
     if out_TE.numel():
-        keys, stream, low, span = _draw(jitter, x_TD)
         block = _expert_block(experts, 128)
+        parts = _parts(weight_ED, x_TD.dtype, 3)
+        tile = _SCORES if parts == 1 and block <= 64 else _SCORES_OF_MORE
         launch(
-            _scores_kernel, (cdiv(tokens, 64), cdiv(experts, block)),
-            x_TD, weight_ED, keys, out_TE, stream, tokens, experts, width, low, span,
-            JITTER=jitter is not None, PARTS=_parts(weight_ED, x_TD.dtype, 3),
-            BT=64, BE=block, BD=64, num_warps=4, num_stages=4,
+            _scores_kernel, (cdiv(tokens, tile.tokens), cdiv(experts, block)),
+            x_TD, weight_ED, *_with_keys(jitter, out_TE), tokens, experts, width,
+            JITTER=jitter is not None, PACKED=_packed(x_TD), PARTS=parts,
+            BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out_TE
 
@@ -208,37 +237,40 @@ def input_gradient(dscores_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None,
     width = weight_ED.shape[1]
     dx_TD = torch.empty(tokens, width, dtype=dtype, device=dscores_TE.device)
     if dx_TD.numel():
-        keys, stream, low, span = _draw(jitter, dscores_TE)
+        tile = _INPUT_GRADIENT
         block = _expert_block(experts, 128)
-        columns = 1024
         launch(
-            _input_gradient_kernel, (cdiv(width, columns), cdiv(tokens, 64)),
-            dscores_TE, weight_ED, keys, dx_TD, stream, tokens, experts, width, low, span,
-            JITTER=jitter is not None, PARTS=_parts(weight_ED, dtype, 2), WHOLE=experts <= block, SPAN=columns,
-            BT=64, BE=block, BD=64, num_warps=4, num_stages=3,
+            _input_gradient_kernel, (cdiv(width, tile.span), cdiv(tokens, tile.tokens)),
+            dscores_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,
+            JITTER=jitter is not None, PACKED=_packed(dx_TD), PARTS=_parts(weight_ED, dtype, 2),
+            WHOLE=experts <= block, SPAN=tile.span,
+            BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return dx_TD
 
 
-def weight_gradient(
-    dscores_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
+def weight_gradient(dscores_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
     """dW [E, D] in the weight's dtype."""
     tokens, experts = dscores_TE.shape
     width = x_TD.shape[1]
-    spans = cdiv(tokens, _SPAN)
+    tile = _WEIGHT_GRADIENT
+    spans = cdiv(tokens, tile.span)
     dweight_ED = torch.empty(experts, width, dtype=dtype, device=x_TD.device)
     if tokens == 0 or dweight_ED.numel() == 0:
         return dweight_ED.zero_()
-    parts_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
-    keys, stream, low, span = _draw(jitter, x_TD)
+    # in parts once, so that the product below takes them from memory as they are
+    parts = _parts(x_TD, torch.float32, 2 if dtype is x_TD.dtype else 3)
+    parts_PTE = torch.empty(parts, tokens, experts, dtype=x_TD.dtype, device=x_TD.device)
+    numbers = tokens * experts
+    launch(_split_kernel, (cdiv(numbers, 2048),), dscores_TE, parts_PTE, numbers, PARTS=parts, BLOCK=2048)
+    sums_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
     block = _expert_block(experts, 64)
     launch(
-        _weight_gradient_kernel, (cdiv(width, 128), cdiv(experts, block), spans),
-        dscores_TE, x_TD, keys, parts_SED, stream, tokens, experts, width, low, span,
-        JITTER=jitter is not None, PARTS=_parts(x_TD, torch.float32, 2 if dtype is x_TD.dtype else 3), SPAN=_SPAN,
-        BT=64, BE=block, BD=128, num_warps=4, num_stages=3,
+        _weight_gradient_kernel, (cdiv(width, tile.columns), cdiv(experts, block), spans),
+        parts_PTE, x_TD, *_with_keys(jitter, sums_SED), tokens, experts, width, numbers,
+        JITTER=jitter is not None, PACKED=_packed(x_TD), PARTS=parts, SPAN=tile.span,
+        BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     numbers = experts * width
-    launch(_sum_spans_kernel, (cdiv(numbers, 512),), parts_SED, dweight_ED, spans, numbers, BLOCK=512)
+    launch(_sum_spans_kernel, (cdiv(numbers, 512),), sums_SED, dweight_ED, spans, numbers, BLOCK=512)
     return dweight_ED

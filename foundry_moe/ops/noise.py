@@ -91,7 +91,11 @@ def gumbel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
 
 
 def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    """`x_TD` times U[1 - amount, 1 + amount), drawn for each element, in `x_TD`'s dtype. Differentiable in `x_TD`."""
+    """`x_TD` times factors from 1 - amount to 1 + amount, drawn for each element, in `x_TD`'s dtype.
+
+    A factor is one of 256, evenly spaced and as many above one as below; `amount` counts with the 8 bits of bf16.
+    Differentiable in `x_TD`.
+    """
     return _Jitter.apply(x_TD, keys_T, amount, stream)
 
 
@@ -113,12 +117,24 @@ def _scale(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     if x_TD.is_cuda and x_TD.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return _jitter_kernel(x_TD, keys_T.contiguous(), amount, stream)
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    column_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device)
-    column_D = mix(column_D * _signed(_GOLDEN) ^ stream)
-    # multiplication by random odd numbers: a universal hash of the rows' keys, and cheaper than another `mix`
-    number_TD = mix(keys_T + stream)[:, None] * (column_D | 1) + column_D
-    factor_TD = _shifted(number_TD, 9).to(dtype) * (2.0**-22 * amount) + (1 - amount)
-    return (x_TD * factor_TD).to(x_TD.dtype)
+    pair_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) // 2
+    column_D = (pair_D + 1) * _signed(_GOLDEN)
+    column_D = (column_D ^ _shifted(column_D, 15)) * _signed(_MIX_1)
+    column_D = (column_D ^ _shifted(column_D, 13)) | 1
+    # multiplication by odd numbers: cheaper than another `mix`, and a byte of its upper half for each column
+    number_TD = (keys_T * (_signed(stream) | 1) + stream)[:, None] * column_D
+    shift_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) % 2 * 8 + 16
+    factor_B = 1 + _changes(kernel.step_of(amount), x_TD.device).to(dtype)
+    return (x_TD * factor_B[((number_TD >> shift_D) & 0xFF).long()]).to(x_TD.dtype)
+
+
+def _changes(step: int, device: torch.device) -> Tensor:
+    """fp32 [256]: what each byte makes of one; the upper half is the lower with the other sign."""
+    bits_2 = torch.tensor([step << 16, (step - 1) << 16], dtype=torch.int32, device=device)
+    top, below = bits_2.view(torch.float32)
+    size_M = (torch.arange(128, device=device) / 128 + 1) * top - below
+    size_M = size_M.bfloat16().float()
+    return torch.cat([size_M, -size_M])
 
 
 @operator("uniform", lambda keys_T, columns, stream: keys_T.new_empty(keys_T.shape[0], columns, dtype=torch.float32))

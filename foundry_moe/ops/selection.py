@@ -37,6 +37,7 @@ class Selection:
     mean_E: mean softmax over the real tokens.
     counts_E: int64, without gradient: counted choices of the real tokens.
     z: mean of logsumexp squared over the real tokens.
+    balance: `balance` of mean_E and counts_E, where it was asked for.
     """
 
     experts_TK: Tensor
@@ -44,6 +45,7 @@ class Selection:
     mean_E: Tensor
     counts_E: Tensor
     z: Tensor
+    balance: Tensor | None = None
 
 
 def select(
@@ -56,10 +58,11 @@ def select(
     counted: int | None = None,
     mask_T: Tensor | None = None,
     statistics: bool = True,
+    with_balance: bool = False,
 ) -> Selection:
     """The k most probable experts of each token, largest first, ties towards the lower expert.
 
-    Differentiable in the logits, through weights, `mean_E` and `z`.
+    Differentiable in the logits, through weights, `mean_E`, `z` and `balance`.
 
     Args:
         normalize: divide the weights by their sum over a token's choices; then times `scale`.
@@ -68,15 +71,23 @@ def select(
         counted: choices of a token, the first ones, that count in the loads; None = all.
         mask_T: True for real tokens.
         statistics: whether `mean_E`, `counts_E` and `z` are wanted; otherwise they may hold nothing.
+        with_balance: whether `balance` is, over these tokens' own choices; needs `statistics`.
     """
     experts = logits_TE.shape[1]
     if logits_TE.is_cuda and logits_TE.dtype is torch.float32 and k <= MAX_CHOICES and experts <= MAX_EXPERTS:
         keys_T, stream = (second_by_chance.keys_T, second_by_chance.stream) if second_by_chance else (None, None)
         chosen = _choose(
-            logits_TE.contiguous(), k, normalize, scale, stream, counted or k, mask_T, keys_T, statistics
+            logits_TE.contiguous(), k, normalize, scale, stream, counted or k, mask_T, keys_T, statistics, with_balance
         )  # fmt: skip
-        weights_TK, experts_TK, _, mean_E, counts_E, z, _ = chosen
-        return Selection(experts_TK=experts_TK, weights_TK=weights_TK, mean_E=mean_E, counts_E=counts_E, z=z)
+        weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = chosen
+        return Selection(
+            experts_TK=experts_TK,
+            weights_TK=weights_TK,
+            mean_E=mean_E,
+            counts_E=counts_E,
+            z=z,
+            balance=loss if with_balance else None,
+        )
     probs_TE = logits_TE.softmax(-1)
     weights_TK, experts_TK = topk(probs_TE, k)
     if normalize:
@@ -89,12 +100,14 @@ def select(
         dropped_TK[:, 1:] = 2 * weights_TK[:, 1:].detach() <= drawn_T1
         experts_TK = experts_TK.masked_fill(dropped_TK, -1)
         weights_TK = weights_TK.masked_fill(dropped_TK, 0)
+    mean_E = masked_mean(probs_TE, mask_T)
     return Selection(
         experts_TK=experts_TK,
         weights_TK=weights_TK,
-        mean_E=masked_mean(probs_TE, mask_T),
+        mean_E=mean_E,
         counts_E=counts_E,
         z=masked_mean(torch.logsumexp(logits_TE, dim=-1).square(), mask_T),
+        balance=balance(mean_E, counts_E) if with_balance else None,
     )
 
 
@@ -111,7 +124,9 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> Tensor:
     return mean_E.shape[0] * (share_E * mean_E).sum()
 
 
-def _fake_choose(logits_TE, k, normalize, scale, stream, counted, mask_T, keys_T, statistics):  # type: ignore[no-untyped-def]
+def _fake_choose(  # type: ignore[no-untyped-def]
+    logits_TE, k, normalize, scale, stream, counted, mask_T, keys_T, statistics, with_balance
+):
     tokens, experts = logits_TE.shape
     size = experts if statistics else 0
     return (
@@ -122,6 +137,7 @@ def _fake_choose(logits_TE, k, normalize, scale, stream, counted, mask_T, keys_T
         logits_TE.new_empty(size, dtype=torch.int64),
         logits_TE.new_empty(() if statistics else 0),
         logits_TE.new_empty(int(statistics)),
+        logits_TE.new_empty(() if with_balance else 0),
     )
 
 
@@ -136,10 +152,11 @@ def _choose_operator(
     mask_T: Tensor | None,
     keys_T: Tensor | None,
     statistics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with_balance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `foundry_moe_kernels.gating.choose`."""
     rule = gating.Rule(normalize=normalize, scale=scale, stream=stream, counted=counted)
-    return gating.choose(logits_TE, k, rule, mask_T, keys_T, statistics)
+    return gating.choose(logits_TE, k, rule, mask_T, keys_T, statistics, with_balance)
 
 
 @operator("choose_backward", lambda logits_TE, *_: torch.empty_like(logits_TE))
@@ -151,34 +168,35 @@ def _choose_backward(
     mask_T: Tensor | None,
     experts_TK: Tensor,
     wanted_TK: Tensor,
+    counts_E: Tensor,
     number: Tensor,
     dweights_TK: Tensor,
     dmean_E: Tensor | None,
     dz: Tensor | None,
+    dloss: Tensor | None,
 ) -> Tensor:
     rule = gating.Rule(normalize=normalize, scale=scale, stream=0 if random else None)
     return gating.choose_backward(
-        logits_TE, rule, mask_T, experts_TK, wanted_TK, number, dweights_TK, dmean_E, dz
+        logits_TE, rule, mask_T, experts_TK, wanted_TK, counts_E, number, dweights_TK, dmean_E, dz, dloss
     )  # fmt: skip
 
 
 def _save_choose(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits_TE, _, normalize, scale, stream, _, mask_T, _, _ = inputs
-    _, experts_TK, wanted_TK, _, counts_E, _, number = output
+    logits_TE, _, normalize, scale, stream, _, mask_T, *_ = inputs
+    _, experts_TK, wanted_TK, _, counts_E, _, number, _ = output
     ctx.rule = (normalize, scale, stream is not None)
     ctx.set_materialize_grads(False)  # zeros for each unused output would be a launch each
     ctx.mark_non_differentiable(experts_TK, wanted_TK, counts_E, number)
-    ctx.save_for_backward(logits_TE, mask_T, experts_TK, wanted_TK, number)
+    ctx.save_for_backward(logits_TE, mask_T, experts_TK, wanted_TK, counts_E, number)
 
 
 def _choose_gradient(ctx: Any, dweights_TK: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    logits_TE, mask_T, experts_TK, wanted_TK, number = ctx.saved_tensors
+    logits_TE, mask_T, *chosen = ctx.saved_tensors
     if dweights_TK is None:
-        dweights_TK = torch.zeros_like(experts_TK, dtype=logits_TE.dtype)
-    dlogits_TE = _choose_backward(
-        logits_TE, *ctx.rule, mask_T, experts_TK, wanted_TK, number, dweights_TK, grads[2], grads[4]
-    )
-    return dlogits_TE, *[None] * 8
+        dweights_TK = torch.zeros_like(chosen[0], dtype=logits_TE.dtype)
+    _, _, dmean_E, _, dz, _, dloss = grads
+    dlogits_TE = _choose_backward(logits_TE, *ctx.rule, mask_T, *chosen, dweights_TK, dmean_E, dz, dloss)
+    return dlogits_TE, *[None] * 9
 
 
 _choose = differentiable(_choose_operator, _save_choose, _choose_gradient)

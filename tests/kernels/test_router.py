@@ -34,7 +34,7 @@ def factors(jitter, shape):
 
 @pytest.mark.parametrize("jittered", [False, True])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32])
-@pytest.mark.parametrize("tokens, width, experts", [(1, 8, 1), (70, 40, 5), (1030, 40, 130), (0, 16, 4)])
+@pytest.mark.parametrize("tokens, width, experts", [(1, 8, 1), (70, 40, 5), (1030, 40, 130), (77, 144, 6), (0, 16, 4)])
 def test_scores_and_gradients_with_jitter_inside(tokens, width, experts, weight_dtype, jittered):
     x_TD = torch.randn(tokens, width).to(DTYPE)
     w_ED = torch.randn(experts, width).to(weight_dtype)

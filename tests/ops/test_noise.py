@@ -54,6 +54,16 @@ def test_normal_and_gumbel_have_their_moments():
     assert torch.isfinite(normal).all() and torch.isfinite(gumbel).all()
 
 
+@pytest.mark.parametrize("amount", [0.01, 0.5, 0.999])
+def test_jitter_stays_within_its_amount_and_leaves_the_mean_alone(amount):
+    change_TD = noise.jitter(torch.ones(256, 1000, dtype=torch.float64), KEYS[:256], amount, STREAM) - 1
+    levels = change_TD.unique()
+    assert len(levels) == 256 and levels.abs().max() <= amount and torch.equal(levels, -levels.flip(0))
+    # uniform: a deviation of amount / sqrt(3); `amount` is cut to 8 bits
+    assert change_TD.std().item() == pytest.approx(amount / math.sqrt(3), rel=0.01)
+    assert abs(change_TD.mean().item()) < 5 * amount / math.sqrt(3 * change_TD.numel())
+
+
 def test_jitters_factors_are_uniform_and_uncorrelated():
     factor_TD = noise.jitter(torch.ones(len(KEYS), 64, dtype=torch.float64), KEYS, 0.5, STREAM)
     assert factor_TD.min() >= 0.5 and factor_TD.max() < 1.5

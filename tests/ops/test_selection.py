@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, K choices.
 
 import pytest
 import torch
+from foundry_moe_kernels import gating
 
 from foundry_moe.ops import noise, selection
 from foundry_moe.ops.selection import Draw, balance, select
@@ -23,8 +24,10 @@ def poisoned_memory(monkeypatch):
 
 def by_kernel(logits_TE, k, normalize, scale, second, counted, mask_T):
     keys_T, stream = (second.keys_T, second.stream) if second else (None, None)
-    out = selection._choose(logits_TE, k, normalize, scale, stream, counted or k, mask_T, keys_T, True)
-    return selection.Selection(experts_TK=out[1], weights_TK=out[0], mean_E=out[3], counts_E=out[4], z=out[5])
+    out = selection._choose(logits_TE, k, normalize, scale, stream, counted or k, mask_T, keys_T, True, True)
+    return selection.Selection(
+        experts_TK=out[1], weights_TK=out[0], mean_E=out[3], counts_E=out[4], z=out[5], balance=out[7]
+    )
 
 
 CASES = [
@@ -37,8 +40,11 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}={v}" for k, v in case.items()))
-def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case):
+def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case, at_once, monkeypatch):
+    if not at_once:  # many programs sum, as for sizes beyond a test's
+        monkeypatch.setattr(gating, "_SUMMED_AT_ONCE", 0)
     tokens, experts, k = case.get("tokens", 45), case.get("experts", 12), case["k"]
     logits_TE = 2 * torch.randn(tokens, experts)
     logits_TE[0] = 0.5  # ties go to the lower expert
@@ -46,6 +52,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case):
     second = Draw(keys_T=noise.mix(torch.arange(tokens, dtype=torch.int32)), stream=-77) if case.get("random") else None
     rest = {"normalize": case.get("normalize", False), "scale": case.get("scale", 1.0), "counted": case.get("counted")}
     true_TE = logits_TE.double().requires_grad_()
+    rest["with_balance"] = True
     truth = select(true_TE, k, second_by_chance=second, mask_T=mask_T, **rest)
 
     logits_TE = logits_TE.to(DEVICE).requires_grad_()
@@ -58,12 +65,14 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case):
     if case.get("random"):
         assert (truth.experts_TK < 0).any() and (truth.experts_TK[:, 1] >= 0).any()
     assert torch.equal(ours.counts_E.cpu(), truth.counts_E)
-    directions = [torch.randn(t.shape, dtype=torch.float64) for t in (truth.weights_TK, truth.mean_E, truth.z)]
-    for name, near in (("weights_TK", 1e-5), ("mean_E", 1e-5), ("z", 1e-5)):
-        torch.testing.assert_close(getattr(ours, name).cpu().double(), getattr(truth, name), rtol=near, atol=1e-7)
+    directions = [
+        torch.randn(t.shape, dtype=torch.float64) for t in (truth.weights_TK, truth.mean_E, truth.z, truth.balance)
+    ]
+    for name in ("weights_TK", "mean_E", "z", "balance"):
+        torch.testing.assert_close(getattr(ours, name).cpu().double(), getattr(truth, name), rtol=1e-5, atol=1e-7)
     results = []
     for got, leaf in ((ours, logits_TE), (truth, true_TE)):
-        outputs = [got.weights_TK, got.mean_E, got.z]
+        outputs = [got.weights_TK, got.mean_E, got.z, got.balance]
         pairs = zip(outputs, directions, strict=True)
         (grad,) = torch.autograd.grad(sum((o * d.to(o)).sum() for o, d in pairs), leaf, retain_graph=True)
         (alone,) = torch.autograd.grad((got.weights_TK * directions[0].to(got.weights_TK)).sum(), leaf)
@@ -71,7 +80,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case):
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
     # losses alone, one at a time
-    for name in ("mean_E", "z"):
+    for name in ("mean_E", "z", "balance"):
         grads = [
             torch.autograd.grad(getattr(got, name).square().sum(), leaf)[0].cpu().double()
             for got, leaf in (
@@ -84,7 +93,8 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case):
 
 def test_no_tokens_give_no_choices_and_even_statistics():
     out = by_kernel(torch.zeros(0, 6, device=DEVICE, requires_grad=True), 2, False, 1.0, None, None, None)
-    assert out.experts_TK.shape == (0, 2) and not out.mean_E.any() and not out.counts_E.any() and out.z == 0
+    assert out.experts_TK.shape == (0, 2) and not out.mean_E.any() and not out.counts_E.any()
+    assert out.z == 0 and out.balance == 0
 
 
 def test_balance_and_its_slope():

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foundry_moe.layers.context import GateContext
+from foundry_moe.layers.context import GateContext, unchanged
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import balance_loss, z_loss
 from foundry_moe.layers.progress import Progress, Schedule
@@ -163,10 +163,18 @@ class LinearGate(Gate):
         keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
         return Jitter(keys_T=keys_T, amount=amount, stream=context.stream(purpose))
 
+    @staticmethod
+    def sums(context: GateContext) -> dict[str, Any]:
+        """What `select` has to sum up for the losses that are wanted, as its arguments."""
+        alone = context.sum_counts is unchanged
+        return {"statistics": bool(context.losses), "with_balance": alone and "balance" in context.losses}
+
     def losses_of(self, selection: Selection, context: GateContext) -> dict[str, Tensor]:
         """As `common_losses`, from what `select` has summed."""
         losses = {}
-        if "balance" in context.losses:
+        if selection.balance is not None:
+            losses["balance"] = selection.balance
+        elif "balance" in context.losses:
             losses["balance"] = balance(selection.mean_E, context.sum_counts(selection.counts_E))
         if "z" in context.losses:
             losses["z"] = selection.z

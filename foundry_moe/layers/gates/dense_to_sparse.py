@@ -83,7 +83,7 @@ class DenseToSparseGate(LinearGate):
         """See `Gate`. Losses: `balance` of the choices and softmax(x W), `z`."""
         logits_TE = self.logits(x_TD)
         if self._is_hard(context):
-            selection = select(logits_TE, 1, mask_T=context.mask_T, statistics=bool(context.losses))
+            selection = select(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
             experts_TK, weights_TK = selection.experts_TK, selection.weights_TK
             losses, rows = self.losses_of(selection, context), None
         else:

@@ -55,7 +55,7 @@ class GShardGate(LinearGate):
             second_by_chance=second,
             counted=1,
             mask_T=context.mask_T,
-            statistics=bool(context.losses),
+            **self.sums(context),
         )
         return Choices(
             experts_TK=selection.experts_TK,

@@ -55,7 +55,7 @@ class SwitchGate(LinearGate):
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance`, `z`."""
         logits_TE = self.logits(x_TD, self.jitter_of(self.jitter, context, x_TD, _JITTER))
-        selection = select(logits_TE, 1, mask_T=context.mask_T, statistics=bool(context.losses))
+        selection = select(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
         return Choices(
             experts_TK=selection.experts_TK,
             weights_TK=selection.weights_TK,

@@ -139,7 +139,7 @@ class TopKGate(LinearGate):
                 normalize=config.normalize,
                 scale=config.scale,
                 mask_T=context.mask_T,
-                statistics=bool(context.losses),
+                **self.sums(context),
             )
             weights_TK, experts_TK = selection.weights_TK, selection.experts_TK
             losses = self.losses_of(selection, context)
