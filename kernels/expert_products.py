@@ -24,6 +24,10 @@ from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
 BLOCK = 128
+# Experts up to this width gather tokens in their first product: it then takes some 6 % longer whatever the width,
+# while a copy of the rows takes as long for all (H200)
+GATHER_UP_TO = 1024
+_GATHER_WIDTHS = range(256, 4097, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,40 @@ class RaggedRows:
     count: Tensor
     order_E: Tensor
     num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Rows [R, D] that nobody has copied: row r is token source_R[r] // choices.
+
+    source_R: int32; -1 for rows past the experts' end.
+    """
+
+    x_TD: Tensor
+    source_R: Tensor
+    choices: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.source_R.shape[0], self.x_TD.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x_TD.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_TD.device
+
+
+def gathers(x_TD: Tensor, hidden: int) -> bool:
+    """Whether products of experts `hidden` wide take these tokens uncopied, or copy them beside, and gain by it."""
+    return (
+        hidden <= GATHER_UP_TO
+        and x_TD.shape[1] in _GATHER_WIDTHS
+        and supported(x_TD)
+        and descriptors.specialised_supported(x_TD.device)
+    )
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:
@@ -69,9 +107,9 @@ def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
     return block_row_table(offsets_E, num_rows, BLOCK)
 
 
-def _check_operands(a_PRK: Tensor, weights: tuple[Tensor, ...], rows: RaggedRows, k: int) -> None:
+def _check_operands(a_PRK: Tensor | Tokens, weights: tuple[Tensor, ...], rows: RaggedRows, k: int) -> None:
     experts = rows.offsets_E.shape[0]
-    if a_PRK.shape[1:] != (rows.num_rows, k):
+    if a_PRK.shape[-2:] != (rows.num_rows, k):
         raise ValueError(
             f"the rows {tuple(a_PRK.shape)} must be [planes, {rows.num_rows}, {k}] to fit routes and weights"
         )
@@ -109,8 +147,13 @@ def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], 
     )
 
 
-def _runnable(tile: Tile, device: torch.device, epilogue: bool = True) -> Tile:
-    """The tile, or for a specialised one that Triton, the device or the epilogue rules out, its plain counterpart."""
+def _runnable(tile: Tile, device: torch.device, epilogue: bool = True, *, tokens: bool = False) -> Tile:
+    """The tile, or for a specialised one that Triton, the device or the epilogue rules out, its plain counterpart.
+
+    With tokens, which only specialised ones know, the default of these for another.
+    """
+    if tokens and not (tile.specialised and tile.bk == 64):
+        return Tile(specialised=1, group=tile.group)
     if tile.specialised and not (epilogue and descriptors.specialised_supported(device)):
         return Tile(bn=tile.bn, group=tile.group, split=4, fused=tile.fused)
     return tile
@@ -118,7 +161,7 @@ def _runnable(tile: Tile, device: torch.device, epilogue: bool = True) -> Tile:
 
 def _rows_product(
     epilogue: str,
-    a_PRK: Tensor,
+    a_PRK: Tensor | Tokens,
     weights: tuple[Tensor, ...],
     rows: RaggedRows,
     n: int,
@@ -132,17 +175,26 @@ def _rows_product(
     weights_A: Tensor | None = None,
     source_R: Tensor | None = None,
     dots: Tensor | None = None,
+    beside: tuple[Tokens, Tensor] | None = None,
 ) -> None:
     _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
     up = epilogue == "up"
     glu = (z_PRN is not None and z_PRN.shape[0] == 2) or (up and len(weights) == 2)
-    tile = _runnable(tile, a_PRK.device, epilogue == "plain" or (up and glu))
+    gathered = isinstance(a_PRK, Tokens)
+    tokens = a_PRK if isinstance(a_PRK, Tokens) else beside[0] if beside else None
+    tile = _runnable(tile, a_PRK.device, epilogue == "plain" or (up and glu), tokens=tokens is not None)
     special = bool(tile.specialised)
+    if beside is not None:
+        from foundry_moe_kernels import hopper_products
+
+        tile = hopper_products.copying(tile)
     side_by_side = 2 if up and glu else 1
     columns = tile.bn // side_by_side
     column_tiles = cdiv(n, columns)
     box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
-    a_desc = descriptors.rows(a_PRK, tile.bm, tile.bk, specialised=special)
+    # of tokens the map tells but how a stage lies
+    a = a_PRK.x_TD[None] if isinstance(a_PRK, Tokens) else a_PRK
+    a_desc = descriptors.rows(a, tile.bm, tile.bk, specialised=special)
     b_desc = descriptors.weight_planes(weights, box, specialised=special)
     split = 2 if up else tile.split  # parts that a tile is stored in
     part = tile.bn // split
@@ -153,7 +205,7 @@ def _rows_product(
             return None
         return descriptors.ragged_rows(tensor if tensor.dim() == 3 else tensor[None], height, part, specialised=special)
 
-    k_tiles = cdiv(a_PRK.shape[2], tile.bk)
+    k_tiles = cdiv(a_PRK.shape[-1], tile.bk)
     swapped = int(descriptors.planes_swapped(weights))
     programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)
     if special:
@@ -166,13 +218,23 @@ def _rows_product(
             b_desc,
             out(z_PRN if up else c_PRN),
             out(h_RN),
+            hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
+            hopper_products.row_descriptor(beside[1]) if beside else None,
             rows.entries_M4,
             rows.count,
+            tokens.x_TD if tokens else None,
+            tokens.source_R if tokens else None,
+            rows.offsets_E[-1:] if beside else None,
+            tokens.x_TD.stride(0) if tokens else 0,
+            rows.num_rows,
             column_tiles,
             k_tiles,
             swapped,
             tile.group,
-            PLANES=a_PRK.shape[0],
+            CHOICES=tokens.choices if tokens else 0,
+            GATHERED=gathered,
+            SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0,
+            PLANES=a.shape[0],
             GATED=up,
             ACT=activation,
             TRANS_B=transposed,
@@ -181,7 +243,7 @@ def _rows_product(
             BK=tile.bk,
             STAGES=tile.stages,
             SPLIT=tile.split,
-            BUFFERS=hopper_products.buffers(tile, split),
+            BUFFERS=1 if beside else hopper_products.buffers(tile, split),
             num_warps=hopper_products.WARPS,
             maxnreg=hopper_products.REGISTERS,
         )
@@ -203,7 +265,7 @@ def _rows_product(
         column_tiles,
         k_tiles,
         swapped,
-        PLANES=a_PRK.shape[0],
+        PLANES=a.shape[0],
         EPILOGUE=epilogue,
         ACT=activation,
         GLU=glu,
@@ -222,45 +284,58 @@ def _rows_product(
 
 
 def rows_product(
-    a_PRK: Tensor, weights: tuple[Tensor, ...], rows: RaggedRows, *, transposed: bool, tile: Tile | None = None
+    a_PRK: Tensor | Tokens,
+    weights: tuple[Tensor, ...],
+    rows: RaggedRows,
+    *,
+    transposed: bool,
+    tile: Tile | None = None,
+    beside: tuple[Tokens, Tensor] | None = None,
 ) -> Tensor:
     """c_RN: each row times its expert's matrix, summed over planes.
 
     Args:
-        a_PRK: [P, R, K].
+        a_PRK: [P, R, K], or tokens where `gathers`.
         weights: P tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W).
+        beside: tokens to copy meanwhile, where `gathers`, and the rows they are copied to.
     """
     n = weights[0].shape[1 if transposed else 2]
     product = ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")
-    c_RN = torch.empty(a_PRK.shape[1], n, dtype=a_PRK.dtype, device=a_PRK.device)
+    c_RN = torch.empty(a_PRK.shape[-2], n, dtype=a_PRK.dtype, device=a_PRK.device)
 
     def run(tile: Tile) -> None:
-        _rows_product("plain", a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN)
+        _rows_product("plain", a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside)
 
-    run(tile or _pick(product, rows, n, a_PRK.shape[2], run))
+    run(tile or _pick(product, rows, n, a_PRK.shape[-1], run))
     return c_RN
 
 
 def up(
-    x_RD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, rows: RaggedRows, activation: str, *, tile: Tile | None = None
+    x_RD: Tensor | Tokens,
+    w1_EFD: Tensor,
+    v1_EFD: Tensor | None,
+    rows: RaggedRows,
+    activation: str,
+    *,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
 
-    One launch, but for an MLP without gate whose `tile.fused` is 0: there the activation is a launch of its own.
+    One launch, but for an MLP without gate whose `tile.fused` is 0, or of tokens (where `gathers`): there the
+    activation is a launch of its own.
     """
     weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
     _, n, k = w1_EFD.shape
     tile = tile or _pick(
         "up" + str(len(weights)), rows, n, k, lambda other: up(x_RD, w1_EFD, v1_EFD, rows, activation, tile=other)
     )
+    a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
-    if not tile.fused and v1_EFD is None:
-        _rows_product("plain", x_RD[None], weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
+    if v1_EFD is None and (not tile.fused or isinstance(x_RD, Tokens)):
+        _rows_product("plain", a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
         return z_PRF, activate(z_PRF, rows.offsets_E, activation)
     h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
-    _rows_product(
-        "up", x_RD[None], weights, rows, n, transposed=True, tile=tile, z_PRN=z_PRF, h_RN=h_RF, activation=activation
-    )
+    _rows_product("up", a, weights, rows, n, transposed=True, tile=tile, z_PRN=z_PRF, h_RN=h_RF, activation=activation)
     return z_PRF, h_RF
 
 

@@ -1,11 +1,14 @@
 """The expert products as warp-specialised kernels, in Gluon, Triton's lower-level dialect (Triton 3.6, Hopper).
 
 They do what `ragged_rows` (plain, and `up` with a gate) and `ragged_inner` do, tile for tile. A program has three
-groups of warps:
+groups of warps, or four:
 
-    loader        one warp: fills a ring of shared-memory stages by tensor maps, on into the next tiles
+    loader        one warp: fills a ring of shared-memory stages by tensor maps, on into the next tiles. Four warps
+                  where an operand's rows are gathered from tokens: no tensor map can, threads copy 16 bytes each
     multipliers   two groups of four warps, each with its half of a tile's rows: an asynchronous product a stage, then
                   its half of the epilogue through buffers of its own, stored while the next tile multiplies
+    copier        one warp, where asked for: copies tokens to their rows for a later product, which costs a launch of
+                  its own the time of its bytes and the multipliers next to nothing
 
 No barrier ties the groups but the ring's two a stage: `full` (its bytes have come) and `empty` (both halves are done).
 
@@ -14,6 +17,7 @@ Shapes: R rows, E experts, P planes (gate, up), M block rows; BM x BN x BK the t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,6 +26,7 @@ from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -32,9 +37,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 WRAP = gl.constexpr(2**28)  # see `descriptors`
-WARPS = 4  # of the first multiplier; the second has as many, the loader one
+WARPS = 4  # of the first multiplier; the second has as many
+GATHERERS = gl.constexpr(4)  # warps of a loader that gathers
 SHARED_BYTES = 226 * 2**10  # of a multiprocessor, less what barriers take
-REGISTERS = 168  # a thread at launch, of which the loader gives up all but 24 to the multipliers
+REGISTERS = 168  # a thread at launch, of which all but the multipliers give up most
+COPY_COLUMNS = 256  # of a copied row's box; a box has at most so many in each of its dimensions
+_COPY_BYTES = 2**15  # of the rows under way
 
 
 @gluon.jit
@@ -55,7 +63,7 @@ def _before(stage, STAGES: gl.constexpr):
 @gluon.jit
 def _multiply(
     ring, stage, phase, steps,
-    HALF: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr,
+    HALF: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, GATHERED: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One half [H, BN] of a tile, fp32. A step's stage is given back once the step after it is under way."""
@@ -65,6 +73,8 @@ def _multiply(
     acc = gl.zeros([H, BN], gl.float32, layout)
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
+        if GATHERED:
+            fence_async_shared()  # for what threads have written, not the copy engine
         if TRANS_A:
             a = a_ring.index(stage).reshape([BK, BM]).slice(HALF * H, H, dim=1).permute((1, 0))
         else:
@@ -147,13 +157,13 @@ def _write_gated(acc, z_desc, h_desc, place, column, buffers, swapped, ACT: gl.c
 
 
 @gluon.jit
-def _rings(a_desc, b_desc, STAGES: gl.constexpr):
+def _rings(a_desc, b_desc, STAGES: gl.constexpr, GATHERED: gl.constexpr):
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1 + 32 * GATHERERS if GATHERED else 1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     return a_ring, b_ring, full, empty
@@ -179,13 +189,19 @@ def _rows_place(tile, column_tiles, num_blocks, grouped):
 
 @gluon.jit
 def _rows_load(
-    a_desc, b_desc, ring, work,
-    PLANES: gl.constexpr, GATED: gl.constexpr, TRANS_B: gl.constexpr, COLUMNS: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr,
+    a_desc, b_desc, ring, work, tokens,
+    PLANES: gl.constexpr, GATED: gl.constexpr, TRANS_B: gl.constexpr, COLUMNS: gl.constexpr,
+    CHOICES: gl.constexpr, GATHERED: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     a_ring, b_ring, full, empty = ring
     block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped = work
     num_blocks = gl.load(num_blocks_ptr)
+    if GATHERED:
+        x_ptr, x_stride, source_ptr, num_rows = tokens
+        # 128 bytes of a row side by side: a stage's swizzle spreads them over all banks
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [GATHERERS, 1], [1, 0])
+        rows = gl.arange(0, BM, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, BK, gl.SliceLayout(0, layout))
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_blocks * column_tiles, gl.num_programs(0)):
@@ -194,18 +210,29 @@ def _rows_load(
         expert = gl.load(entry)
         first_row = gl.load(entry + 1) + gl.load(entry + 3)
         column = column_tile * COLUMNS
+        if GATHERED:
+            index = first_row + rows
+            source = gl.load(source_ptr + index, mask=index < num_rows, other=0)
+            token = gl.maximum(source, 0) // CHOICES  # any token will do for a row of nobody
+            pointers = x_ptr + token.to(gl.int64)[:, None] * x_stride + columns[None, :]
         for step in range(k_tiles * PLANES):
             plane = step // k_tiles
             k = (step - plane * k_tiles) * BK
             b_plane = 0 if GATED else plane ^ swapped
             mbarrier.wait(empty.index(stage), phase ^ 1)
             ready = full.index(stage)
-            mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(a_desc, [plane, first_row, k], ready, a_ring.index(stage))
+            if GATHERED:
+                mbarrier.expect(ready, b_desc.block_type.nbytes)
+            else:
+                mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(a_desc, [plane, first_row, k], ready, a_ring.index(stage))
             if TRANS_B:
                 tma.async_copy_global_to_shared(b_desc, [b_plane, expert, column, k], ready, b_ring.index(stage))
             else:
                 tma.async_copy_global_to_shared(b_desc, [b_plane, expert, k, column], ready, b_ring.index(stage))
+            if GATHERED:
+                async_copy.async_copy_global_to_shared(a_ring.index(stage).reshape([BM, BK]), pointers + step * BK)
+                async_copy.mbarrier_arrive(ready, increment_count=False)
             stage, phase = _next(stage, phase, STAGES)
 
 
@@ -213,7 +240,8 @@ def _rows_load(
 def _rows_multiply(
     c_desc, h_desc, ring, work, buffers, HALF: gl.constexpr,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    GATHERED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped = work
     num_blocks = gl.load(num_blocks_ptr)
@@ -228,7 +256,7 @@ def _rows_multiply(
         row = gl.load(entry + 3) + HALF * (BM // 2)
         if row < size:
             acc, stage, phase = _multiply(
-                ring, stage, phase, k_tiles * PLANES, HALF, False, TRANS_B, BM, BN, BK, STAGES
+                ring, stage, phase, k_tiles * PLANES, HALF, False, TRANS_B, GATHERED, BM, BN, BK, STAGES
             )
             place = (0, WRAP, start + size, WRAP - size + row)
             column = column_tile * COLUMNS
@@ -241,29 +269,79 @@ def _rows_multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["column_tiles", "k_tiles", "swapped", "grouped"])
+@gluon.jit
+def _copy(in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES: gl.constexpr):
+    """This program's share of the rows, one after another: LAG of them on their way in, the others on theirs out."""
+    SLOTS: gl.constexpr = slots.shape[0]
+    LAG: gl.constexpr = SLOTS - 2
+    end = gl.load(end_ptr)
+    share = gl.cdiv(end, gl.num_programs(0))
+    first = gl.program_id(0) * share
+    count = gl.maximum(gl.minimum(end - first, share), 0)
+    for i in range(count + LAG):
+        if i >= LAG:
+            j = i - LAG
+            slot = j % SLOTS
+            mbarrier.wait(ready.index(slot), (j // SLOTS) & 1)
+            tma.async_copy_shared_to_global(out_desc, [first + j, 0, 0], slots.index(slot))
+        if i < count:
+            tma.store_wait(SLOTS - LAG)  # what was in the slot has left it
+            slot = i % SLOTS
+            token = gl.load(source_ptr + first + i) // CHOICES
+            mbarrier.expect(ready.index(slot), in_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(in_desc, [token, 0, 0], ready.index(slot), slots.index(slot))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "column_tiles", "k_tiles", "swapped", "grouped"])
 def rows_kernel(
-    a_desc, b_desc, c_desc, h_desc, block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped,
+    a_desc, b_desc, c_desc, h_desc, in_desc, out_desc, block_rows_ptr, num_blocks_ptr, x_ptr, source_ptr, end_ptr,
+    x_stride, num_rows, column_tiles, k_tiles, swapped, grouped,
+    CHOICES: gl.constexpr, GATHERED: gl.constexpr, SLOTS: gl.constexpr,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """block_rows_ptr: int32 [M, 4] of (expert, first row of the expert, rows of the expert, row within it).
 
-    plain   c[0] = A W, planes summed over
-    GATED   c = gate and up, whose columns lie side by side in the tile; h = act(gate) * up
+    plain     c[0] = A W, planes summed over
+    GATED     c = gate and up, whose columns lie side by side in the tile; h = act(gate) * up
+    GATHERED  row r of A is token source[r] // CHOICES of x (its width a multiple of BK); else A comes by a_desc
+    SLOTS     of the copier; 0 = none. Row r of out_desc becomes token source[r] // CHOICES of in_desc. Not GATHERED
     """
-    ring = _rings(a_desc, b_desc, STAGES)
+    ring = _rings(a_desc, b_desc, STAGES, GATHERED)
     first = _buffers(c_desc, BUFFERS)
     second = _buffers(c_desc, BUFFERS)
     work = (block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped)
-    gl.warp_specialize([
-        (_rows_multiply, (c_desc, h_desc, ring, work, first, 0, PLANES, GATED, ACT, TRANS_B,
-                          BM, BN, BK, STAGES, SPLIT)),
-        (_rows_multiply, (c_desc, h_desc, ring, work, second, 1, PLANES, GATED, ACT, TRANS_B,
-                          BM, BN, BK, STAGES, SPLIT)),
-        (_rows_load, (a_desc, b_desc, ring, work, PLANES, GATED, TRANS_B, BN // 2 if GATED else BN, BK, STAGES)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    tokens = (x_ptr, x_stride, source_ptr, num_rows)
+    COLUMNS: gl.constexpr = BN // 2 if GATED else BN
+    if SLOTS:
+        slots = _buffers(in_desc, SLOTS)
+        ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(ready.index(i), count=1)
+        fence_async_shared()
+        gl.warp_specialize([
+            (_rows_multiply, (c_desc, h_desc, ring, work, first, 0, PLANES, GATED, ACT, TRANS_B, False,
+                              BM, BN, BK, STAGES, SPLIT)),
+            (_rows_multiply, (c_desc, h_desc, ring, work, second, 1, PLANES, GATED, ACT, TRANS_B, False,
+                              BM, BN, BK, STAGES, SPLIT)),
+            (_rows_load, (a_desc, b_desc, ring, work, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES, False,
+                          BM, BK, STAGES)),
+            (_copy, (in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        LOADERS: gl.constexpr = GATHERERS if GATHERED else 1
+        MOST: gl.constexpr = 232 if GATHERED else 240
+        LEAST: gl.constexpr = 40 if GATHERED else 24
+        gl.warp_specialize([
+            (_rows_multiply, (c_desc, h_desc, ring, work, first, 0, PLANES, GATED, ACT, TRANS_B, GATHERED,
+                              BM, BN, BK, STAGES, SPLIT)),
+            (_rows_multiply, (c_desc, h_desc, ring, work, second, 1, PLANES, GATED, ACT, TRANS_B, GATHERED,
+                              BM, BN, BK, STAGES, SPLIT)),
+            (_rows_load, (a_desc, b_desc, ring, work, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES, GATHERED,
+                          BM, BK, STAGES)),
+        ], [4, LOADERS], [MOST, LEAST])  # fmt: skip
 
 
 # -- ragged inner dimension: C_e = A_e^T B_e
@@ -324,7 +402,7 @@ def _inner_multiply(
     phase = 0
     for tile in range(gl.program_id(0), num_experts * planes * m_tiles * n_tiles, gl.num_programs(0)):
         expert, _, _, steps, plane, m, n = _inner_place(tile, work, BK)
-        acc, stage, phase = _multiply(ring, stage, phase, steps, HALF, True, False, BM, BN, BK, STAGES)
+        acc, stage, phase = _multiply(ring, stage, phase, steps, HALF, True, False, False, BM, BN, BK, STAGES)
         _write(acc, c_desc, (0, plane, expert, m * BM + HALF * (BM // 2)), n * BN, buffers, SPLIT)
     tma.store_wait(0)
 
@@ -336,7 +414,7 @@ def inner_kernel(
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """offsets_ptr: int32 [E], the row after the last one of each expert; order_ptr: int32 [E], most rows first."""
-    ring = _rings(a_desc, b_desc, STAGES)
+    ring = _rings(a_desc, b_desc, STAGES, False)
     first = _buffers(c_desc, BUFFERS)
     second = _buffers(c_desc, BUFFERS)
     work = (offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped)
@@ -352,6 +430,29 @@ def buffers(tile: Tile, split: int) -> int:
     ring_bytes = 2 * tile.stages * (tile.bm + tile.bn) * tile.bk
     part_bytes = 2 * tile.bm * tile.bn // split  # of both halves
     return max(min((SHARED_BYTES - ring_bytes) // part_bytes, split, 2), 1)
+
+
+def copy_slots(width: int) -> int:
+    """Rows of 16-bit floats that a copier has under way."""
+    return min(8, _COPY_BYTES // (2 * width))
+
+
+def copying(tile: Tile) -> Tile:
+    """The tile with room for a copier."""
+    part_bytes = 2 * tile.bm * tile.bn // 2
+    stages = (SHARED_BYTES - _COPY_BYTES - part_bytes) // (2 * (tile.bm + tile.bn) * tile.bk)
+    return dataclasses.replace(tile, stages=min(tile.stages, stages), split=max(tile.split, 2))
+
+
+def row_descriptor(a_RD: Tensor) -> Any:
+    """A tensor map whose box is a row, of a multiple of COPY_COLUMNS."""
+    rows, width = a_RD.shape
+    boxes = width // COPY_COLUMNS
+    block = [1, boxes, COPY_COLUMNS]
+    return TensorDescriptor(a_RD, [rows, *block[1:]], [a_RD.stride(0), COPY_COLUMNS, 1], block, _ROW_LAYOUT)
+
+
+_ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=3)
 
 
 @functools.cache

@@ -28,8 +28,8 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _fake_up(x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, packed, rows, activation):  # type: ignore[no-untyped-def]
-    planes, hidden = 1 if v1_EFD is None else 2, w1_EFD.shape[1]
+def _fake_up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, activation):  # type: ignore[no-untyped-def]
+    planes, rows, hidden = 1 if v1_EFD is None else 2, source_R.shape[0], w1_EFD.shape[1]
     return x_TD.new_empty(planes, rows, hidden), x_TD.new_empty(rows, hidden)
 
 
@@ -47,18 +47,18 @@ def _up(
     x_TD: Tensor,
     w1_EFD: Tensor,
     v1_EFD: Tensor | None,
+    source_R: Tensor,
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
-    rows: int,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """z_PRF, h_RF: see `expert_steps.up`."""
     operands = (x_TD.contiguous(), w1_EFD.contiguous(), _contiguous(v1_EFD))
-    return steps.up(*operands, row_TK, offsets_E, packed, rows, activation)
+    return steps.up(*operands, source_R, row_TK, offsets_E, packed, activation)
 
 
-def _fake_up_backward(dz_PRF, x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, packed, needs_dx):  # type: ignore[no-untyped-def]
+def _fake_up_backward(dz_PRF, x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, needs_dx):  # type: ignore[no-untyped-def]
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
     return dx_TD, w1_EFD.new_empty(dz_PRF.shape[0], *w1_EFD.shape)
 
@@ -69,6 +69,7 @@ def _up_backward(
     x_TD: Tensor,
     w1_EFD: Tensor,
     v1_EFD: Tensor | None,
+    source_R: Tensor,
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
@@ -76,7 +77,7 @@ def _up_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx_TD (empty unless needed), dw_PEFD: see `expert_steps.up_backward`."""
     operands = (dz_PRF.contiguous(), x_TD.contiguous(), w1_EFD.contiguous(), _contiguous(v1_EFD))
-    return steps.up_backward(*operands, row_TK, offsets_E, packed, needs_dx)
+    return steps.up_backward(*operands, source_R, row_TK, offsets_E, packed, needs_dx)
 
 
 def _fake_down(z_PRF, h_RF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, activation):  # type: ignore[no-untyped-def]
@@ -141,13 +142,13 @@ def _mlp(
     activation: str,
 ) -> Tensor:
     """y_TD in one node that keeps no pre-activations."""
-    _, h_RF = _up(x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, packed, source_R.shape[0], activation)
+    _, h_RF = _up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, activation)
     return steps.down(h_RF, w2_EDF.contiguous(), _contiguous(weights_TK), row_TK, offsets_E, packed)
 
 
 def _save_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)  # h's gradient never comes: its use hands it to z
-    ctx.save_for_backward(*inputs[:6])
+    ctx.save_for_backward(*inputs[:7])
 
 
 def _up_gradient(ctx: Any, dz_PRF: Tensor | None, dh_RF: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -192,8 +193,8 @@ def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _mlp_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed = ctx.saved_tensors
-    first = (x_TD, w1_EFD, v1_EFD, row_TK, offsets_E, packed)
-    z_PRF = _up(*first, source_R.shape[0], ctx.activation)[0]
+    first = (x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed)
+    z_PRF = _up(*first, ctx.activation)[0]
     dw2_EDF, dweights_TK = _down_backward_(
         dy_TD, z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, ctx.activation
     )
@@ -250,5 +251,5 @@ def routed_mlp(
     places = (routes.source_R, routes.row_TK, routes.offsets_E, packed)
     if memory == "recompute":
         return expert_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *places, activation)
-    z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *places[1:], routes.num_rows, activation)
+    z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *places, activation)
     return expert_down(z_PRF, h_RF, w2_EDF, weights_TK, *places, activation)

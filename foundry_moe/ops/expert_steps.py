@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from foundry_moe_kernels import expert_products, permutation, products, reference
+from foundry_moe_kernels.expert_products import Tokens
 from foundry_moe_kernels.topology import Topology, build_topology
 from torch import Tensor
 
@@ -28,21 +29,32 @@ def _weights(w1_EFD: Tensor, v1_EFD: Tensor | None) -> tuple[Tensor, ...]:
     return (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
 
 
+def _tokens(x_TD: Tensor, source_R: Tensor, row_TK: Tensor, weights: tuple[Tensor, ...]) -> Tokens | None:
+    """The rows of x for products that gain by copying them themselves; None for others."""
+    if _fused(weights) and expert_products.gathers(x_TD, weights[0].shape[1]):
+        return Tokens(x_TD=x_TD, source_R=source_R, choices=row_TK.shape[1])
+    return None
+
+
 def up(
     x_TD: Tensor,
     w1_EFD: Tensor,
     v1_EFD: Tensor | None,
+    source_R: Tensor,
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
-    rows: int,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """(z_PRF, h_RF): pre-activations and act(z[0]) (times z[1])."""
     weights = _weights(w1_EFD, v1_EFD)
-    hidden = w1_EFD.shape[1]
+    rows, hidden = source_R.shape[0], w1_EFD.shape[1]
     if rows == 0:
         return x_TD.new_empty(len(weights), 0, hidden), x_TD.new_empty(0, hidden)
+    tokens = _tokens(x_TD, source_R, row_TK, weights)
+    if tokens is not None:
+        ragged = expert_products.ragged_rows(offsets_E, rows, packed)
+        return expert_products.up(tokens, w1_EFD, v1_EFD, ragged, activation)
     x_RD = permutation.permute(x_TD, row_TK, offsets_E, rows, zero_tail=False)
     if _fused(weights):
         ragged = expert_products.ragged_rows(offsets_E, rows, packed)
@@ -118,6 +130,7 @@ def up_backward(
     x_TD: Tensor,
     w1_EFD: Tensor,
     v1_EFD: Tensor | None,
+    source_R: Tensor,
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
@@ -133,9 +146,13 @@ def up_backward(
     fused = _fused(weights)
     ragged = expert_products.ragged_rows(offsets_E, rows, packed) if fused else None
     topology = None if fused else _topology(offsets_E, rows, hidden)
+    copied_RD = None
     if needs_dx:
         if ragged is not None:
-            dx_RD = expert_products.rows_product(dz_PRF, weights, ragged, transposed=False)
+            tokens = _tokens(x_TD, source_R, row_TK, weights)
+            copied_RD = None if tokens is None else x_TD.new_empty(rows, width)
+            beside = None if tokens is None or copied_RD is None else (tokens, copied_RD)
+            dx_RD = expert_products.rows_product(dz_PRF, weights, ragged, transposed=False, beside=beside)
         else:
             assert topology is not None
             parts = [products.dsd(dz, weight, topology).float() for dz, weight in zip(dz_PRF, weights, strict=True)]
@@ -143,6 +160,9 @@ def up_backward(
         dx_TD = permutation.combine(dx_RD, None, row_TK)
         del dx_RD
     dw_PEFD = torch.empty(len(weights), experts, hidden, width, dtype=w1_EFD.dtype, device=w1_EFD.device)
+    if ragged is not None and copied_RD is not None:
+        expert_products.weight_gradient(dz_PRF, copied_RD, ragged, out=dw_PEFD)
+        return dx_TD, dw_PEFD
     halves = 2 if rows * width * x_TD.element_size() > _GATHER_BYTES and width % 512 == 0 else 1
     for part in range(halves):
         columns = slice(part * width // halves, (part + 1) * width // halves)

@@ -151,6 +151,48 @@ def test_weight_gradient_is_zero_without_rows_and_reads_no_other_experts_rows(lo
             assert (out[:, expert] == 0).all()
 
 
+@pytest.mark.skipif(not CUDA or not ep.descriptors.specialised_supported(torch.device("cuda")), reason="needs Gluon")
+@pytest.mark.parametrize("stages, split", [(4, 2), (3, 1)])
+@pytest.mark.parametrize("choices", [1, 8])
+def test_tokens_give_the_bits_of_copied_rows(loads, stages, split, choices):
+    count, width = 130, 512
+    rows, _, used, _ = setup(loads)
+    x = new(count, width)
+    x[0] = float("nan")  # nobody's, and nothing comes of it
+    source = torch.randint(choices, count * choices, (ROWS,), device=DEVICE).int()
+    source[used:] = -1
+    copied = poison(x[source.clamp(min=0).long() // choices], used)
+    tokens = ep.Tokens(x_TD=x, source_R=source, choices=choices)
+    w1, v1 = (new(len(loads), F, width, scale=width**-0.5) for _ in range(2))
+    w2 = new(len(loads), width, F, scale=F**-0.5)
+    z = new(2, ROWS, F)
+    tile = Tile(specialised=1, stages=stages, split=split, group=3)
+
+    def products(a):
+        planes = a[None] if a is copied else a
+        yield from (part[..., :used, :] for part in ep.up(a, w1, v1, rows, "silu", tile=tile))
+        yield from (part[..., :used, :] for part in ep.up(a, w1, None, rows, "gelu", tile=tile))
+        yield ep.rows_product(planes, (w1,), rows, transposed=True, tile=tile)[:used]
+        yield ep.rows_product(planes, (w2,), rows, transposed=False, tile=tile)[:used]
+
+    for first, second in zip(products(copied), products(tokens), strict=True):
+        assert torch.isfinite(first).all()
+        assert torch.equal(first, second)
+    x_RD = torch.full_like(copied, 7.0)
+    alone = ep.rows_product(z, (w1, v1), rows, transposed=False, tile=tile)
+    beside = ep.rows_product(z, (w1, v1), rows, transposed=False, tile=tile, beside=(tokens, x_RD))
+    assert torch.equal(alone[:used], beside[:used])
+    assert torch.equal(x_RD[:used], copied[:used])
+    assert (x_RD[used:] == 7.0).all()
+
+
+def test_tokens_are_taken_uncopied_by_narrow_experts_on_hopper_alone():
+    x = new(4, 512)
+    here = CUDA and ep.descriptors.specialised_supported(torch.device("cuda"))
+    assert ep.gathers(x, 1024) == here
+    assert not ep.gathers(x, 1025) and not ep.gathers(new(4, 264), 512) and not ep.gathers(new(0, 512), 512)
+
+
 def test_no_write_past_the_end(loads, tile):
     rows, _, used, (w1, _, _) = setup(loads)
     x = new(ROWS, D)
