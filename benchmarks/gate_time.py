@@ -39,6 +39,7 @@ GATES: list[tuple[dict[str, Any], int]] = [
     ({"name": "hash"}, 1),
     ({"name": "dense_to_sparse", "temperature": 0.87}, 1),
     ({"name": "dense_to_sparse", "temperature": 0.87, "max_experts": 8}, 1),
+    ({"name": "base"}, 1),
 ]
 
 
@@ -57,14 +58,24 @@ def build(settings: dict[str, Any], top_k: int, device: torch.device, scale: int
     return layer
 
 
-def gate_and_routing(layer: MoELayer, x_TD: Tensor, context: GateContext) -> None:
-    """Choices, losses and routes, and the gradients of weights and losses."""
+def gate_and_routing(
+    layer: MoELayer, x_TD: Tensor, context: GateContext, given: dict[torch.Size, Tensor] | None = None
+) -> None:
+    """Choices, losses and routes, and the gradients of weights and losses.
+
+    Args:
+        given: gradients of the outputs by their shape, filled in; in training it is others that make them.
+    """
+    given = {} if given is None else given
     choices = layer.gate(x_TD, context)
     plan_routes(choices.experts_TK, layer.num_experts, choices.rows)
     outputs = [choices.weights_TK, *choices.losses.values()]
     outputs = [o for o in outputs if o.requires_grad]
     if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        for output in outputs:
+            if output.shape not in given:
+                given[output.shape] = torch.ones_like(output)
+        torch.autograd.backward(outputs, [given[o.shape] for o in outputs])
         x_TD.grad = None
         layer.gate.zero_grad()
 
@@ -108,7 +119,7 @@ def main() -> None:
         x_TD = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
         direction_TD = torch.randn_like(x_TD)
         context = layer.context.for_tokens(tokens, losses=layer.wanted_losses, training=True)
-        gate_ms = queued_ms(partial(gate_and_routing, layer, x_TD, context), device, arguments.rounds)
+        gate_ms = queued_ms(partial(gate_and_routing, layer, x_TD, context, {}), device, arguments.rounds)
         layer_ms = queued_ms(partial(step, layer, x_TD, direction_TD), device, arguments.rounds)
         olmoe = olmoe or layer_ms
         mean = (layer.gate(x_TD, context).experts_TK >= 0).sum().item() / tokens
