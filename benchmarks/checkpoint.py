@@ -11,7 +11,7 @@ bucket: `scripts/ceph_rgw.sh start FOLDER; . FOLDER/env.sh`. Prints a table in M
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import os
 import shutil
 import statistics
@@ -94,16 +94,28 @@ def total(value: float) -> float:
     return tensor.item()
 
 
-def timed(action: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> float:
-    """The median over repeats of the slowest rank's seconds."""
-    times = []
-    for _ in range(repeats):
+class Clock:
+    """Times of named actions: what is compared is measured in turns, so that other work on the machine meets both."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}  # of the slowest rank
+        self.core_seconds: dict[str, list[float]] = {}  # of all ranks together
+
+    def __call__(self, name: str, action: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> None:
         before()
         dist.barrier()
-        began = time.perf_counter()
+        began, cores = time.perf_counter(), sum(os.times()[:2])
         action()
-        times.append(slowest(time.perf_counter() - began))
-    return statistics.median(times)
+        self.seconds.setdefault(name, []).append(slowest(time.perf_counter() - began))
+        self.core_seconds.setdefault(name, []).append(total(sum(os.times()[:2]) - cores))
+
+    def results(self) -> dict[str, float]:
+        """Medians; the first of several was a warm-up."""
+        return {
+            name + suffix: statistics.median(values[1:] or values)
+            for suffix, by_name in (("", self.seconds), ("_cores", self.core_seconds))
+            for name, values in by_name.items()
+        }
 
 
 def measure(processes: int, width: int, repeats: int, folder: str, endpoint: str | None) -> dict[str, float]:
@@ -121,7 +133,6 @@ def measure(processes: int, width: int, repeats: int, folder: str, endpoint: str
     local = Path(folder) / "local"
     trainer = build(processes, width, folder)
     state = trainer.state
-    results: dict[str, float] = {}
 
     where = "s3://bucket/elastic" if endpoint else f"{folder}/elastic"
     group = dist.new_group(backend="gloo")
@@ -129,52 +140,36 @@ def measure(processes: int, width: int, repeats: int, folder: str, endpoint: str
         open_store(where, StoreOptions(endpoint_url=endpoint)), group=group, policy=Policy(keep=1)
     )
     engine.prepare(collect(state))
-    blocked, whole, extra = [], [], []
-    for step in range(1, 2 * repeats + 2):
-        watched = step > repeats + 1  # times are of the others: looking at memory every 3 ms takes its share of a core
-        dist.barrier()
-        with Peak() if watched else contextlib.nullcontext() as peak:
-            began = time.perf_counter()
-            engine.save(collect(state), step)
-            blocked.append(slowest(time.perf_counter() - began))
-            report = engine.wait()
-        assert report is not None and report.error is None, report
-        whole.append(slowest(report.seconds_total))
-        if peak is not None:
-            extra.append(slowest(peak.extra / max(report.bytes_staged, 1)))
-        results["part_mib"] = slowest(report.bytes_staged / MIB)
-    results["elastic_blocked"] = statistics.median(blocked[1 : repeats + 1])
-    results["elastic_saved"] = statistics.median(whole[1 : repeats + 1])
-    results["elastic_extra"] = statistics.median(extra)
-    traffic = []
+    clock, whole, traffic = Clock(), [], []
 
-    def load() -> None:
-        loaded = CheckpointEngine(engine.ledger.store, group=group).load(lambda info: collect(state))
-        assert loaded is not None
-        traffic.append((loaded.traffic.bytes_fetched, loaded.summary["bytes"], loaded.traffic.bytes_sent))
-
-    results["elastic_load"] = timed(load, repeats)
-    results["checkpoint_mib"] = traffic[-1][1] / MIB
-    results["amplification"] = total(traffic[-1][0]) / traffic[-1][1]
-    results["sent"] = total(traffic[-1][2]) / traffic[-1][1]
+    def elastic_save(step: int) -> None:
+        engine.save(collect(state), step)
 
     def plain_dcp() -> None:
         dcp.save(collect(state), checkpoint_id=str(local / "dcp"))
         if endpoint:
             upload(local / "dcp", rank, endpoint)
 
-    results["dcp_blocked"] = timed(plain_dcp, repeats, lambda: remove(local / "dcp", rank))
-
-    name = f"{local}/composer/ep0-ba1"
-
     def composer_save() -> None:
+        name = f"{local}/composer/ep0-ba1"
         composer_checkpoint.save_checkpoint(state=state, filename=name + "-rank{rank}.pt", weights_only=False)
         dist.barrier()  # the callback's own
 
-    results["composer_blocked"] = timed(composer_save, repeats, lambda: remove(local / "composer", rank))
+    for step in range(1, repeats + 2):
+        clock("elastic_blocked", functools.partial(elastic_save, step))
+        report = engine.wait()
+        assert report is not None and report.error is None, report
+        whole.append(slowest(report.seconds_total))
+        clock("dcp_blocked", plain_dcp, lambda: remove(local / "dcp", rank))
+        clock("composer_blocked", composer_save, lambda: remove(local / "composer", rank))
     source = next((local / "composer").iterdir())
     if endpoint:
-        results["composer_upload"] = timed(lambda: upload(source, rank, endpoint), 1)
+        clock("composer_upload", lambda: upload(source, rank, endpoint))
+
+    def load() -> None:
+        loaded = CheckpointEngine(engine.ledger.store, group=group).load(lambda info: collect(state))
+        assert loaded is not None
+        traffic.append((loaded.traffic.bytes_fetched, loaded.summary["bytes"], loaded.traffic.bytes_sent))
 
     def composer_load() -> None:
         store = None
@@ -188,8 +183,27 @@ def measure(processes: int, width: int, repeats: int, folder: str, endpoint: str
             path=path, state=state, logger=trainer.logger, object_store=store, strict_model_weights=True
         )
 
-    results["composer_load"] = timed(composer_load, max(1, repeats - 1))
-    return results
+    for _ in range(repeats + 1):
+        clock("elastic_load", load)
+        clock("composer_load", composer_load)
+
+    extra, part = [], 0
+    for step in range(repeats + 2, repeats + 4):  # not timed: looking at memory every 3 ms takes its share of a core
+        dist.barrier()
+        with Peak() as peak:
+            engine.save(collect(state), step)
+            report = engine.wait()
+        assert report is not None and report.error is None, report
+        part = report.bytes_staged
+        extra.append(slowest(peak.extra / max(part, 1)))
+    return clock.results() | {
+        "elastic_saved": statistics.median(whole[1:]),
+        "elastic_extra": max(extra),
+        "part_mib": slowest(part / MIB),
+        "checkpoint_mib": traffic[-1][1] / MIB,
+        "amplification": total(traffic[-1][0]) / traffic[-1][1],
+        "sent": total(traffic[-1][2]) / traffic[-1][1],
+    }
 
 
 def remove(path: Path, rank: int) -> None:
@@ -244,6 +258,13 @@ def table(title: str, r: dict[str, float]) -> str:
                 f"Composer {r['composer_load']:.2f} s",
                 "50%",
                 "20%",
+            ),
+            row(
+                "core-seconds of that, in all ranks",
+                f"{r['elastic_load_cores']:.2f} = {r['elastic_load_cores'] / r['composer_load_cores']:.0%}",
+                f"Composer {r['composer_load_cores']:.2f}",
+                "",
+                "",
             ),
             row("bytes fetched, of the checkpoint", f"{r['amplification']:.3f}", "", "1.05", "1.0"),
             row("bytes sent between ranks, of the checkpoint", f"{r['sent']:.3f}", "", "", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from foundry_moe.checkpoint.layout import Grid, Layout, cut, layout_of, plan_writes, replicated, totals
+from foundry_moe.checkpoint.ranges import bytes_before, narrow_to
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
@@ -88,3 +90,15 @@ def test_other_placements_are_refused_by_name(monkeypatch) -> None:
             layout_of(partial, 2, "optim.x")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sizes", [(), (5,), (4, 3), (1, 6), (3, 1, 4), (2, 3, 4)])
+def test_a_box_is_found_in_memory_exactly_if_its_elements_lie_together(sizes: tuple[int, ...]) -> None:
+    flat = torch.arange(math.prod(sizes)).view(sizes)
+    origin = tuple(range(10, 10 + len(sizes)))
+    spans = [[(a, n) for a in range(size) for n in range(1, size - a + 1)] for size in sizes]
+    for corner in itertools.product(*spans):
+        box = (tuple(o + a for o, (a, _) in zip(origin, corner, strict=True)), tuple(n for _, n in corner))
+        places = narrow_to(flat, origin, box).reshape(-1).tolist()
+        together = places == list(range(places[0], places[0] + len(places)))
+        assert bytes_before(sizes, origin, box, 8) == (8 * places[0] if together else None), (sizes, box)
