@@ -1,11 +1,13 @@
 """Flat against hierarchical all-to-all over hosts with limited links, made of network namespaces on one machine.
 
     python benchmarks/hierarchical.py [--mbit 200] [--packet-bytes 0] [--hosts 4] [--ranks-per-host 2]  (root)
+    python benchmarks/hierarchical.py --layers --hosts 2 --ranks-per-host 1 [--mbit 200]
 
 Each host is a namespace whose one link to a bridge is shaped by a token bucket; ranks of a host reach each other
 over its loopback. `--packet-bytes N` makes each packet cost as N bytes more, which limits packets a second as cloud
 networks do. Every message also pays gloo's, TCP's and this machine's scheduler's own costs.
-Prints, for each size, milliseconds of a round (counts, rows there, rows back) and the ratio.
+Prints, for each size, milliseconds of a round (counts, rows there, rows back) and the ratio. With `--layers`, those of
+a whole layer, forward and backward, whose tokens travel in several chunks, to one chunk.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 WIDTH = 64  # fp32 numbers a row: 256 bytes
 ROWS = (1, 4, 16, 64)  # from each rank to each rank
 ROUNDS, WARM_UP = 40, 8
+CHUNKS = (1, 2, 4, 8)
+TOKENS, D_MODEL, HIDDEN, EXPERTS, TOP_K = 1024, 256, 512, 8, 2  # of each rank's layer
 
 
 def _run(*words: str, check: bool = True) -> None:
@@ -65,14 +72,10 @@ class Hosts:
         _run("ip", "link", "del", "moebr", check=False)
 
 
-def work(rank: int, hosts: int, ranks_per_host: int, folder: str) -> None:
-    """One rank: times both exchanges in turn, so that both see the same machine."""
+def work(rank: int, hosts: int, ranks_per_host: int, folder: str, layers: bool) -> None:
+    """One rank, from process start to its end."""
     import torch
     import torch.distributed as dist
-
-    from foundry_moe.config import MeshConfig
-    from foundry_moe.parallel.exchange import FlatExchange, build_exchange
-    from foundry_moe.parallel.mesh import build_meshes, plan_mesh
 
     torch.set_num_threads(1)
     world_size = hosts * ranks_per_host
@@ -83,6 +86,67 @@ def work(rank: int, hosts: int, ranks_per_host: int, folder: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=120),
     )
+    results = _time_layers() if layers else _time_exchanges(world_size, ranks_per_host)
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _in_turn(steps: dict[Any, Callable[[], object]]) -> dict[Any, float]:
+    """Median milliseconds of the slowest rank, each step in turn, so that all see the same machine."""
+    import torch
+    import torch.distributed as dist
+
+    times: dict[Any, list[float]] = {name: [] for name in steps}
+    for round_ in range(WARM_UP + ROUNDS):
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            slowest = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if round_ >= WARM_UP:
+                times[name].append(1e3 * slowest.item())
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _time_layers() -> list[dict[str, float]]:
+    """A layer, forward and backward, with tokens in several chunks; and its experts' arithmetic alone."""
+    import torch
+    import torch.distributed as dist
+
+    from foundry_moe.layers.experts import Experts
+    from foundry_moe.ops.routes import plan_routes
+    from foundry_moe.parallel.dispatch import ExpertDispatch
+    from foundry_moe.parallel.exchange import FlatExchange
+
+    torch.manual_seed(dist.get_rank())
+    exchange = FlatExchange(dist.group.WORLD)  # type: ignore[arg-type]
+    local = EXPERTS // exchange.size
+    experts = Experts(num_experts=local, d_model=D_MODEL, hidden_size=HIDDEN, activation="swiglu", num_layers=1)
+    experts.reset_parameters(seed=0, layer=0)
+    x_TD = torch.randn(TOKENS, D_MODEL, requires_grad=True)
+    weights_TK = torch.rand(TOKENS, TOP_K, requires_grad=True)
+    experts_TK = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
+    routes = plan_routes(experts_TK % local, local)
+
+    def through(chunks: int) -> Callable[[], object]:
+        dispatch = ExpertDispatch(exchange, chunks)
+        return lambda: dispatch(x_TD, weights_TK, experts_TK, EXPERTS, experts).sum().backward()
+
+    steps = {0: lambda: experts(x_TD, weights_TK, routes).sum().backward(), **{n: through(n) for n in CHUNKS}}
+    return [{"chunks": chunks, "ms": ms} for chunks, ms in _in_turn(steps).items()]
+
+
+def _time_exchanges(world_size: int, ranks_per_host: int) -> list[dict[str, float]]:
+    import torch
+    import torch.distributed as dist
+
+    from foundry_moe.config import MeshConfig
+    from foundry_moe.parallel.exchange import Exchange, FlatExchange, build_exchange
+    from foundry_moe.parallel.mesh import build_meshes, plan_mesh
+
     config = MeshConfig(expert=world_size, shard=1, all_to_all="hierarchical")
     plan = plan_mesh(config, world_size=world_size, ranks_per_node=ranks_per_host)
     exchanges = {
@@ -93,23 +157,14 @@ def work(rank: int, hosts: int, ranks_per_host: int, folder: str) -> None:
     for rows in ROWS:
         counts = torch.full((2, world_size, 1, 2), rows, dtype=torch.int64)
         tokens = torch.randn(world_size * rows, WIDTH)
-        times: dict[str, list[float]] = {name: [] for name in exchanges}
-        for round_ in range(WARM_UP + ROUNDS):
-            for name, exchange in exchanges.items():
-                dist.barrier()
-                began = time.perf_counter()
-                (splits,) = exchange.agree(exchange.announce(counts))
-                exchange.back(exchange.there(tokens, splits).land(), splits).land()
-                slowest = torch.tensor(time.perf_counter() - began)
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-                if round_ >= WARM_UP:
-                    times[name].append(slowest.item())
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        results.append({"rows": rows, "bytes": rows * WIDTH * 4, **{n: 1e3 * s for n, s in medians.items()}})
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+
+        def there_and_back(exchange: Exchange, counts: torch.Tensor = counts, tokens: torch.Tensor = tokens) -> None:
+            (splits,) = exchange.agree(exchange.announce(counts))
+            exchange.back(exchange.there(tokens, splits).land(), splits).land()
+
+        medians = _in_turn({name: partial(there_and_back, exchange) for name, exchange in exchanges.items()})
+        results.append({"rows": rows, "bytes": rows * WIDTH * 4, **medians})
+    return results
 
 
 def main() -> None:
@@ -119,16 +174,18 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--packet-bytes", type=int, default=0)
+    parser.add_argument("--layers", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     shape = (arguments.hosts, arguments.ranks_per_host)
     if arguments.rank is not None:
-        work(arguments.rank, *shape, arguments.folder)
+        work(arguments.rank, *shape, arguments.folder, arguments.layers)
         return
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
     with Hosts(arguments.hosts, arguments.mbit, arguments.packet_bytes), tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--hosts", str(shape[0]), "--ranks-per-host", str(shape[1])]
+        command += ["--layers"] if arguments.layers else []
         ranks = [
             subprocess.Popen(
                 ["ip", "netns", "exec", f"moe{rank // shape[1]}", *command, "--rank", str(rank), "--folder", folder],
@@ -144,6 +201,12 @@ def main() -> None:
         f"{shape[0]} hosts x {shape[1]} ranks, gloo, links of {arguments.mbit} Mbit/s, each packet costing "
         f"{arguments.packet_bytes} bytes more; median of {ROUNDS} rounds"
     )
+    if arguments.layers:
+        one = next(line["ms"] for line in results if line["chunks"] == 1)
+        for line in results:
+            name = f"in {line['chunks']} chunks" if line["chunks"] else "experts alone, nothing sent"
+            print(f"{name:30}{line['ms']:10.1f} ms{one / line['ms']:8.2f} of one chunk's speed")
+        return
     print(f"{'bytes a pair':>14}{'flat, ms':>12}{'hierarchical, ms':>20}{'ratio':>8}")
     for line in results:
         ratio = line["flat"] / line["hierarchical"]
