@@ -42,7 +42,7 @@ def largest_difference(run: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 def test_two_processes_equal_one() -> None:
-    checkpointing = {"fsdp_config.activation_checkpointing": True}
+    checkpointing = {"fsdp_config.activation_checkpointing": True, "algorithms.dmoe.mesh.chunks": 2}
     runs = [mesh(1, 1, 2), mesh(1, 1, 2, **checkpointing), mesh(2, 1, 1), mesh(1, 2, 1)]
     value = {
         "algorithms.gradient_clipping.clipping_type": "value",
