@@ -34,6 +34,7 @@ def test_defaults_are_a_dropless_top2_layer():
         ({"num_experts": 8, "capacity": 0}, r"capacity \(0\) must be above 0"),
         ({"num_experts": 8, "mesh": {"experts": 2}}, "did you mean 'expert'?"),
         ({"num_experts": 8, "mesh": {"expert": 0}}, r"mesh.expert \(0\) must be 1 or more, or auto"),
+        ({"num_experts": 8, "mesh": {"chunks": 0}}, r"mesh.chunks \(0\) must be 1 or more"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_key_value_and_fix(keys, sentence):
