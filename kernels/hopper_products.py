@@ -7,8 +7,7 @@ groups of warps, or four:
                   where an operand's rows are gathered from tokens: no tensor map can, threads copy 16 bytes each
     multipliers   two groups of four warps, each with its half of a tile's rows: an asynchronous product a stage, then
                   its half of the epilogue through buffers of its own, stored while the next tile multiplies
-    copier        one warp, where asked for: copies tokens to their rows for a later product, which costs a launch of
-                  its own the time of its bytes and the multipliers next to nothing
+    copier        one warp, where asked for: copies tokens to their rows for a later product, in place of a launch
 
 No barrier ties the groups but the ring's two a stage: `full` (its bytes have come) and `empty` (both halves are done).
 
