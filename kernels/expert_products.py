@@ -18,7 +18,7 @@ from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
 from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
-from foundry_moe_kernels.sizes import cdiv
+from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from foundry_moe_kernels.topology import block_row_table, packed_block_rows, split_block_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
@@ -66,13 +66,18 @@ class Tokens:
 
 
 def gathers(x_TD: Tensor, hidden: int) -> bool:
-    """Whether products of experts `hidden` wide take these tokens uncopied, or copy them beside, and gain by it."""
+    """Whether products of experts `hidden` wide take these tokens uncopied, and gain by it."""
     return (
         hidden <= GATHER_UP_TO
         and x_TD.shape[1] in _GATHER_WIDTHS
         and supported(x_TD)
         and descriptors.specialised_supported(x_TD.device)
     )
+
+
+def copies(tokens: Tokens) -> bool:
+    """Whether a product can copy these tokens beside: Triton wants boxes, here a whole row, of powers of two."""
+    return next_power_of_2(tokens.shape[1]) == tokens.shape[1]
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:
@@ -297,7 +302,7 @@ def rows_product(
     Args:
         a_PRK: [P, R, K], or tokens where `gathers`.
         weights: P tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W).
-        beside: tokens to copy meanwhile, where `gathers`, and the rows they are copied to.
+        beside: tokens to copy meanwhile, where `gathers` and `copies`, and the rows they are copied to.
     """
     n = weights[0].shape[1 if transposed else 2]
     product = ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")

@@ -150,8 +150,10 @@ def up_backward(
     if needs_dx:
         if ragged is not None:
             tokens = _tokens(x_TD, source_R, row_TK, weights)
-            copied_RD = None if tokens is None else x_TD.new_empty(rows, width)
-            beside = None if tokens is None or copied_RD is None else (tokens, copied_RD)
+            beside = None
+            if tokens is not None and expert_products.copies(tokens):
+                copied_RD = x_TD.new_empty(rows, width)
+                beside = (tokens, copied_RD)
             dx_RD = expert_products.rows_product(dz_PRF, weights, ragged, transposed=False, beside=beside)
         else:
             assert topology is not None

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import triton
+from foundry_moe_kernels import expert_products as ep
 
 COMPILE = """
 import re, subprocess, tempfile
@@ -62,10 +64,26 @@ ep.weight_gradient(h[None], x, rows, tile=tile)
 """
 
 
-@pytest.mark.skipif(
+needs_gluon = pytest.mark.skipif(
     tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6),
     reason="Triton before 3.6 has another Gluon",
 )
+
+
+@needs_gluon
+def test_rows_of_each_width_that_can_be_copied_have_a_tensor_map():
+    from foundry_moe_kernels import hopper_products
+
+    widths = []
+    for width in ep._GATHER_WIDTHS:
+        x_TD = torch.zeros(2, width, dtype=torch.bfloat16)
+        if ep.copies(ep.Tokens(x_TD=x_TD, source_R=torch.zeros(2, dtype=torch.int32), choices=1)):
+            hopper_products.row_descriptor(x_TD)  # raises for a box that Triton does not take
+            widths.append(width)
+    assert widths == [256, 512, 1024, 2048, 4096]
+
+
+@needs_gluon
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["FOUNDRY_MOE_DIRECT_LAUNCH"] = "0"  # asks for no device
