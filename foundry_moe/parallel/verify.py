@@ -6,6 +6,7 @@ Must not know how a model is placed or trained.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -181,13 +182,14 @@ def own_units(own: Mapping[str, Mapping[str, float]], case: str) -> dict[str, fl
     """What a distance in bf16 is divided by: one GPU's own, by row.
 
     One number may be right by chance, so those rows have fairer units: a norm is off by no more than the gradients
-    are, and usually by less; losses of all cases are taken together.
+    are, and usually by less; losses of all cases are taken together. Where one GPU itself has no number to compare,
+    nothing passes: that unit is 0.
     """
     units = dict(own[case])
     gradients = [distance for row, distance in units.items() if row.startswith("gradient")]
     units["clipped norm"] = max([units["clipped norm"], *gradients])
     units["loss"] = max(rows["loss"] for rows in own.values())
-    return units
+    return {row: unit if math.isfinite(unit) else 0.0 for row, unit in units.items()}
 
 
 def format_table(table: dict[Mesh, dict[str, dict[str, float]]], tolerance: float) -> str:

@@ -95,6 +95,13 @@ def test_bf16_is_as_far_from_fp32_on_a_mesh_as_alone_and_a_doubled_gradient_woul
     assert compare(doubled, base, distance)[row] > 2 * TOLERANCE["bf16"] * units[row]
 
 
+def test_no_distance_passes_beside_one_gpu_that_is_not_a_number() -> None:
+    rows = {"gradient x": 0.01, "clipped norm": 0.001, "loss": 0.002}
+    units = own_units({"good": rows, "bad": {**rows, "gradient x": float("inf")}}, "bad")
+    assert units == {"gradient x": 0.0, "clipped norm": 0.0, "loss": 0.002}
+    assert own_units({"good": rows}, "good") == {**rows, "clipped norm": 0.01}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "chunks"), [("fp32", 1), ("bf16", 2)])
 def test_nccl_meshes_equal_one_gpu(precision: str, chunks: int) -> None:
