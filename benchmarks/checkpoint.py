@@ -103,6 +103,8 @@ class Clock:
 
     def __call__(self, name: str, action: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> None:
         before()
+        if dist.get_rank() == 0:
+            os.sync()  # what the action before this one wrote is not to be written meanwhile
         dist.barrier()
         began, cores = time.perf_counter(), sum(os.times()[:2])
         action()

@@ -91,16 +91,18 @@ def exchange(
         }
         for part in ranges
     ]
+    direct = [
+        needs.targets(part) if needs.neighbours.issuperset(gets) else None
+        for part, gets in zip(ranges, outgoing, strict=True)
+    ]
+    slotted = [part.size_bytes for part, targets in zip(ranges, direct, strict=True) if targets is None]
     alone = len(needs.neighbours) == world - 1  # then it is so on all ranks: nothing else needs to be shared
-    slots = SharedSlots(SLOTS, max((part.size_bytes for part in ranges), default=0), None if alone else group)
+    slots = SharedSlots(SLOTS, max(slotted, default=0), None if alone else group)
     incoming = _tell(outgoing, world, group) if group is not None and world > 1 else {}
     rounds = max([len(ranges), *(max(given, default=-1) + 1 for given in incoming.values())])
-    in_place: dict[int, bool] = {}
 
     def memory(number: int, size_bytes: int) -> Sequence[memoryview]:
-        targets = needs.targets(ranges[number]) if needs.neighbours.issuperset(outgoing[number]) else None
-        in_place[number] = targets is not None
-        return [slots.own(number, size_bytes).numpy().data] if targets is None else targets
+        return direct[number] or [slots.own(number, size_bytes).numpy().data]
 
     reading = stream(memory)
     error: CheckpointError | None = None
@@ -140,7 +142,7 @@ def exchange(
             fetched = next(reading)
             if isinstance(fetched, CheckpointError):
                 error = error or fetched
-            data = slots.own(number, ranges[number].size_bytes) if not in_place[number] else torch.empty(0)
+            data = slots.own(number, ranges[number].size_bytes) if direct[number] is None else torch.empty(0)
             if isinstance(fetched, CheckpointError):
                 data.zero_()
             ready: dict[tuple[tuple[int, int], ...], Tensor] = {}
@@ -159,7 +161,7 @@ def exchange(
                 if key not in ready:  # replicas that need the same bytes share one buffer
                     ready[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
                 leaving.append((dist.isend(ready[key], to, group=group, tag=number), ready[key]))
-            if error is None and not in_place[number]:
+            if error is None and direct[number] is None:
                 for block, at in ranges[number].blocks:
                     place(block.item, block.index, cut(block, data[at : at + block.size_bytes], rank))
         for receiving, source, pieces, buffer, shared in arriving:
