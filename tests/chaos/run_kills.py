@@ -44,6 +44,7 @@ GLOBAL_BATCH = 8
 # sums in another order on another mesh: 1e-6 a batch in fp32, and training amplifies it
 TOLERANCE = 2e-3
 LIFE_S = 600
+FIRST_AFTER = {"load": 4, "retention": 8}  # batches: before, there is nothing to load, and too little to delete
 MESHES: list[Mesh] = [(1, 2, 2), (2, 1, 1), (2, 2, 2), (1, 1, 1), (2, 1, 2), (1, 1, 2)]
 
 
@@ -160,22 +161,26 @@ def storm(
         calm_words = clean(command(data, str(Path(scratch) / "calm"), None, calm, (1, 1, 1), batches))
         code, output, _ = live(calm_words, None, calm, None)
         assert code == 0, output
-        done = False
+        done, trained = False, 0
         while not done:
             mesh = meshes[outcome.lives % len(meshes)]
             world = math.prod(mesh)
-            fault = kill_after = None
+            point = fault = kill_after = None
             if outcome.kills < kills:
-                if outcome.lives % 2 == 0 and points:
-                    point = points.pop()
+                share = (batches - trained) // (kills - outcome.kills + 1)  # lest the run be over before the last kill
+                kill_after = random.randint(2, min(5, max(2, share)))
+                reachable = [p for p in points if trained >= FIRST_AFTER.get(p.partition(".")[0], 0)]
+                if outcome.lives % 2 == 0 and reachable:
+                    point = reachable[-1]
+                    points.remove(point)
                     rank = random.randrange(world) if point.startswith(("save", "load.range", "load.done")) else 0
                     fault = f"{point}:{rank}:1"
-                else:
-                    kill_after = random.randint(2, 5)
+                    kill_after += 2  # by then the point should have been met
             words = clean(command(data, folder, proxy.url if proxy else endpoint, log, mesh, batches))
             before = len(read_log(log))
             code, output, killed = live(words, fault, log, kill_after)
             lines = read_log(log)
+            trained = lines[-1]["batch"] if lines else 0
             outcome.lives += 1
             outcome.resumes += [f"{mesh}: {line}" for line in resumed(Path(f"{log}.launcher"))]
             if before < len(lines) and before:
@@ -188,7 +193,10 @@ def storm(
             else:
                 assert fault or killed, f"a life on {mesh} failed without a kill:\n{output}"
                 outcome.kills += 1
-                outcome.causes.append(f"{mesh}: {fault or 'random time'}")
+                outcome.causes.append(f"{mesh}: {fault if fault and not killed else 'random time'}")
+                if point and killed:
+                    points.insert(0, point)  # it was not met: again in a later life
+        assert outcome.kills == kills, f"the run was over after {outcome.kills} of {kills} kills: give it more batches"
         check(outcome, read_log(log), read_log(calm), batches)
         store = open_store(folder, StoreOptions(endpoint_url=endpoint))
         ledger = Ledger(store)
