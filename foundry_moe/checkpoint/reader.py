@@ -6,6 +6,7 @@ need any of it and sent on to the others as tensors, so that the store sends eve
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -73,14 +74,21 @@ class ElasticLoadPlanner(LoadPlanner):
         saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in inline.items()}
         self._check(saved)
         for name, entry in self.manifest.tensors.items():
-            if name not in self.tensors:  # of a lenient section: the reader brings it anew, in full, on every rank
+            # of a lenient section, and not here or another one here: the reader brings it anew, in full, on every rank
+            if name not in self.tensors or self._described(name) != saved[name]:
                 tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
                 fresh = flatten({name: tensor}, self._world_size, inline=False)
                 self.tensors[name], self.layouts[name] = tensor, fresh.layouts[name]
         for name, tensor in inline.items():
-            if name in self.tensors:
+            if name in self.tensors and self._described(name) == saved[name]:
                 self._fill(name, tensor)
+            else:
+                self.tensors.pop(name, None)  # of a lenient section: what was saved comes as it is
         return LoadPlan(items=[])
+
+    def _described(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a tensor of this model."""
+        return tuple(self.layouts[name].shape), DTYPE_NAMES.get(self.tensors[name].dtype, "?")
 
     def _check(self, saved: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         problems = []
@@ -92,7 +100,7 @@ class ElasticLoadPlanner(LoadPlanner):
             elif name not in self.tensors:
                 problems.append(f"{name} {list(saved[name][0])} is not in this model")
             else:
-                here = (tuple(self.layouts[name].shape), DTYPE_NAMES.get(self.tensors[name].dtype, "?"))
+                here = self._described(name)
                 if here != saved[name]:
                     problems.append(
                         f"{name} is {here[1]} {list(here[0])} here and {saved[name][1]} {list(saved[name][0])} there"
@@ -231,10 +239,20 @@ class ElasticReader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        objects = self.found.manifest.objects
+        seen = self.store.identity(f"{self.found.commit.attempt}/{objects[0][0]}") if objects else None
+        return dataclasses.replace(plan, storage_data=seen)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Tells each rank its neighbours: those that see its files through the memory of the same host."""
+        alike: dict[str, set[int]] = {}
+        for rank, plan in enumerate(plans):
+            if plan.storage_data is not None:
+                alike.setdefault(plan.storage_data, set()).add(rank)
+        return [
+            dataclasses.replace(plan, storage_data=frozenset(alike.get(plan.storage_data, ())) - {rank})
+            for rank, plan in enumerate(plans)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert isinstance(planner, ElasticLoadPlanner)
@@ -268,7 +286,7 @@ class ElasticReader(StorageReader):
             found = [planner.raw_target(block) for block, _ in part.blocks]
             return None if any(memory is None for memory in found) else [m for m in found if m is not None]
 
-        neighbours = self._neighbours()
+        neighbours = plan.storage_data
         here = neighbours | {planner.rank}
         ranges: list[Range] = []
         for part in coalesce(manifest, reads.fetched, self._range_bytes(reads.fetched, neighbours)):
@@ -317,17 +335,6 @@ class ElasticReader(StorageReader):
         0.66 core-seconds in ranges of 16 MiB, 0.58 of 61): few, but enough for all threads that read."""
         share = sum(block.size_bytes for block in fetched) // READS_IN_FLIGHT
         return max(self.store.range_bytes, min(share, WIDE_BYTES)) if neighbours else self.store.range_bytes
-
-    def _neighbours(self) -> frozenset[int]:
-        """Ranks that see this one's files through the memory of the same host."""
-        objects = self.found.manifest.objects
-        if self.group is None or dist.get_world_size(self.group) == 1 or not objects:
-            return frozenset()
-        mine = self.store.identity(f"{self.found.commit.attempt}/{objects[0][0]}")
-        everyone: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, mine, group=self.group)
-        here = dist.get_rank(self.group)
-        return frozenset(rank for rank, other in enumerate(everyone) if other is not None and other == mine) - {here}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -105,6 +105,23 @@ def test_later_changes_do_not_leak_into_a_save(store) -> None:
     check(CheckpointEngine(store).load(blank()), 3)
 
 
+@pytest.mark.parametrize(
+    "here",
+    [torch.zeros(400, 300, dtype=torch.float64), torch.zeros(400, 300, dtype=torch.bfloat16), torch.zeros(500, 300)],
+)
+@pytest.mark.parametrize("rows", [400, 1])
+def test_a_callbacks_tensor_of_another_kind_than_here_comes_as_it_was_saved(store, here, rows) -> None:
+    saved = torch.arange(rows * 300.0).reshape(rows, 300)[:, : 300 if rows > 1 else 8].contiguous()
+    engine = CheckpointEngine(store)
+    engine.save({"model": {"w": torch.ones(9)}, "values": {"of a callback": saved}}, 1)
+    assert engine.wait().error is None
+    loaded = CheckpointEngine(store).load({"model": {"w": torch.zeros(9)}, "values": {"of a callback": here}})
+    got = loaded.state["values"]["of a callback"]
+    assert got.dtype == saved.dtype and torch.equal(got, saved)
+    assert not here.any(), "nothing is read into what does not fit"
+    assert torch.equal(loaded.state["model"]["w"], torch.ones(9))
+
+
 def test_an_empty_folder_is_a_new_run_and_makes_no_state(store) -> None:
     def never(info) -> dict:
         raise AssertionError("making an optimizer's state changes it")
