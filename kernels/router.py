@@ -9,6 +9,7 @@ Shapes: T tokens, D model width, E experts, S spans of tokens, P parts of an fp3
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -208,6 +209,14 @@ def _expert_block(experts: int, most: int) -> int:
     return min(max(next_power_of_2(experts), 16), most)
 
 
+@functools.cache
+def _most_experts(device: torch.device) -> int:
+    """That a program of the first two products takes: 128 need 128 KiB of shared memory, and Ada has 99."""
+    if device.type != "cuda":
+        return 128
+    return 128 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17 else 64
+
+
 def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
     """x Wᵀ, fp32 [T, E].
 
@@ -219,7 +228,7 @@ def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Ten
     experts = weight_ED.shape[0]
     out_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
     if out_TE.numel():
-        block = _expert_block(experts, 128)
+        block = _expert_block(experts, _most_experts(x_TD.device))
         parts = _parts(weight_ED, x_TD.dtype, 3)
         tile = _SCORES if parts == 1 and block <= 64 else _SCORES_OF_MORE
         launch(
@@ -238,7 +247,7 @@ def input_gradient(dscores_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None,
     dx_TD = torch.empty(tokens, width, dtype=dtype, device=dscores_TE.device)
     if dx_TD.numel():
         tile = _INPUT_GRADIENT
-        block = _expert_block(experts, 128)
+        block = _expert_block(experts, _most_experts(dscores_TE.device))
         launch(
             _input_gradient_kernel, (cdiv(width, tile.span), cdiv(tokens, tile.tokens)),
             dscores_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,

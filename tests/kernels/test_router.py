@@ -3,6 +3,10 @@
 Shapes: T tokens, D model width, E experts.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from foundry_moe_kernels import router
@@ -66,3 +70,39 @@ def test_scores_and_gradients_with_jitter_inside(tokens, width, experts, weight_
         if truth.numel():
             error = (ours.cpu().double() - truth).abs().max() / truth.abs().max().clamp(min=1e-20)
             assert error < (half_unit if rounded else 5e-6), float(error)
+
+
+COMPILE = """
+import torch, triton
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+
+
+class Ada:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 89, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+triton.runtime.driver.set_active(Ada())
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+from foundry_moe_kernels import router
+
+most = router._most_experts(torch.device("cuda"))
+router._most_experts = lambda device: most
+router.launch = lambda kernel, grid, *args, **constants: print(
+    kernel.warmup(*args, grid=grid, **constants).metadata.shared
+)
+x, w, d = torch.zeros(64, 256, dtype=torch.bfloat16), torch.zeros(130, 256), torch.zeros(64, 130)
+router.scores(x, w)
+router.input_gradient(d, w, None, x.dtype)
+router.weight_gradient(d, x, None, w.dtype)
+"""
+
+
+def test_many_experts_fit_the_shared_memory_of_small_gpus():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-2000:]
+    sizes = [int(line) for line in result.stdout.splitlines()]
+    assert len(sizes) == 5 and max(sizes) <= 99 * 1024, sizes
