@@ -214,7 +214,8 @@ def _most_experts(device: torch.device) -> int:
     """That a program of the first two products takes: 128 need 128 KiB of shared memory, and Ada has 99."""
     if device.type != "cuda":
         return 128
-    return 128 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17 else 64
+    properties = torch.cuda.get_device_properties(device)
+    return 128 if properties.shared_memory_per_block_optin >= 2**17 else 64  # type: ignore[attr-defined]
 
 
 def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
