@@ -1,28 +1,16 @@
 """The warp-specialised kernels compile for Hopper, without one; `test_expert_products` runs them where there is one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
 from foundry_moe_kernels import expert_products as ep
 
+from tests.kernels.compiling import run_for
+
 COMPILE = """
 import re, subprocess, tempfile
-import torch, triton
+import torch
 from pathlib import Path
-from triton.backends.compiler import GPUTarget
-
-
-class Hopper:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-
-triton.runtime.driver.set_active(Hopper())
 from foundry_moe_kernels import descriptors, expert_products as ep, hopper_products
 from foundry_moe_kernels.tuning import Tile
 
@@ -85,11 +73,7 @@ def test_rows_of_each_width_that_can_be_copied_have_a_tensor_map():
 
 @needs_gluon
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["FOUNDRY_MOE_DIRECT_LAUNCH"] = "0"  # asks for no device
-    result = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
-    kernels = [[int(word) for word in line.split()] for line in result.stdout.splitlines()]
+    kernels = [[int(word) for word in line.split()] for line in run_for(90, COMPILE)]
     assert len(kernels) == 6
     for products, stack, local, shared in kernels:
         assert products == 8  # four instructions a step of 64 in each of two halves
