@@ -79,17 +79,12 @@ def command(data: str, folder: str, endpoint: str | None, log: Path, mesh: Mesh,
         *("model.d_model=32", "model.n_layers=2", "model.moe.expert_hidden_size=32", "scheduler.t_warmup=4ba"),
         *(f"max_duration={batches}ba", "eval_interval=0", f"global_train_batch_size={GLOBAL_BATCH}"),
         f"device_train_microbatch_size={GLOBAL_BATCH // world}",
-        *("save_folder=null", "autoresume=false", "callbacks.run_report=null", "callbacks.expert_load=null"),
+        *("save_folder=null", "autoresume=false"),
         "code_paths=[tests/chaos/loss_log.py]",
         f"callbacks.loss_log.path={log}",
         *(f"callbacks.elastic_checkpoint.{key}={value}" for key, value in checkpoint.items()),
         *(on_mesh if world > 1 else []),
     ]
-
-
-def clean(words: list[str]) -> list[str]:
-    """Without the demo's own callbacks, which a null does not remove."""
-    return [word for word in words if not word.endswith(("run_report=null", "expert_load=null"))]
 
 
 def start(words: list[str], fault: str | None, output: IO[str]) -> subprocess.Popen[str]:
@@ -158,7 +153,7 @@ def storm(
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "chaos.jsonl"
         calm = Path(scratch) / "calm.jsonl"
-        calm_words = clean(command(data, str(Path(scratch) / "calm"), None, calm, (1, 1, 1), batches))
+        calm_words = command(data, str(Path(scratch) / "calm"), None, calm, (1, 1, 1), batches)
         code, output, _ = live(calm_words, None, calm, None)
         assert code == 0, output
         done, trained = False, 0
@@ -176,7 +171,7 @@ def storm(
                     rank = random.randrange(world) if point.startswith(("save", "load.range", "load.done")) else 0
                     fault = f"{point}:{rank}:1"
                     kill_after += 2  # by then the point should have been met
-            words = clean(command(data, folder, proxy.url if proxy else endpoint, log, mesh, batches))
+            words = command(data, folder, proxy.url if proxy else endpoint, log, mesh, batches)
             before = len(read_log(log))
             code, output, killed = live(words, fault, log, kill_after)
             lines = read_log(log)

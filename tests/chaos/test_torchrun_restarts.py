@@ -11,14 +11,14 @@ import pytest
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.inspecting import verify
 from foundry_moe.checkpoint.store import open_store
-from tests.chaos.run_kills import ROOT, Outcome, check, clean, command, read_log
+from tests.chaos.run_kills import ROOT, Outcome, check, command, read_log
 
 BATCHES = 8
 
 
 def torchrun(data: Path, folder: Path, log: Path, fault: str | None) -> subprocess.CompletedProcess[str]:
     """The demo's tiny run on two processes through the entrypoint; `fault` strikes the first life alone."""
-    words = clean(command(str(data), str(folder), None, log, 2, BATCHES))
+    words = command(str(data), str(folder), None, log, (1, 1, 2), BATCHES)
     arguments = words[words.index("foundry_moe/train.py") + 1 :]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "2", "MAX_RESTARTS": "2"}
     environment |= {"PYTHONPATH": str(ROOT), "TRAIN_SCRIPT": "foundry_moe/train.py", "FSDP_VERSION": "2"}
