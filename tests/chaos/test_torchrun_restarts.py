@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def torchrun(data: Path, folder: Path, log: Path, fault: str | None) -> subproce
     words = command(str(data), str(folder), None, log, (1, 1, 2), BATCHES)
     arguments = words[words.index("foundry_moe/train.py") + 1 :]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "2", "MAX_RESTARTS": "2"}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # torchrun's folder
     environment |= {"PYTHONPATH": str(ROOT), "TRAIN_SCRIPT": "foundry_moe/train.py", "FSDP_VERSION": "2"}
     environment.pop("FOUNDRY_MOE_FAULT", None)
     if fault:
