@@ -53,8 +53,8 @@ def apply_dmoe(
         The new layers, in order; empty, with a warning, where no block matched.
 
     Raises:
-        ValueError: the model has MoE layers of ours already; a layer index that it does not have; an activation,
-            bias or width that cannot be taken over.
+        ValueError: the model has MoE layers of ours already, or MoE blocks of a kind that is not known; a layer index
+            that it does not have; an activation, bias or width that cannot be taken over.
     """
     if moe_layers(model):
         raise ValueError(
@@ -116,6 +116,12 @@ def _resolve_sparse(name: str, block: SparseFFN, config: MoEConfig) -> MoEConfig
             raise ValueError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}; its weights keep that")
     if config.gate.get("name") != "topk":
         raise ValueError(f"gate.name ({config.gate.get('name')}): {name} is an MoE block already, with gate topk")
+    normalize = config.gate.get("normalize", block.normalize)
+    if normalize != block.normalize:
+        raise ValueError(
+            f"gate.normalize ({normalize}): {name} is an MoE block already, trained with "
+            f"{block.normalize}; leave it out"
+        )
     return replace(config, gate={**config.gate, "normalize": block.normalize})
 
 
@@ -161,16 +167,17 @@ def _build_layer(
         _copy_sparse(layer, block)
     elif config.init == "upcycle":
         _copy_dense(layer, block)
+    if layer.shared_expert is not None and (isinstance(block, SparseFFN) or config.init == "upcycle"):
+        with torch.no_grad():
+            layer.shared_expert.w2.weight.zero_()  # adds nothing at first: the layer computes what the block did
     return layer
 
 
 @torch.no_grad()
 def _copy_dense(layer: MoELayer, block: DenseFFN) -> None:
-    """Every expert becomes the dense block (Komatsuzaki et al. 2022, sparse upcycling); a shared expert adds 0."""
+    """Every expert becomes the dense block (Komatsuzaki et al. 2022, sparse upcycling)."""
     for name, weight in expert_weights(block).items():
         layer.experts.get_parameter(name).copy_(weight.expand_as(layer.experts.get_parameter(name)))
-    if layer.shared_expert is not None:
-        layer.shared_expert.w2.weight.zero_()
 
 
 @torch.no_grad()
@@ -192,13 +199,13 @@ def _replace_parameters(
     new: Iterable[nn.Parameter],
     optimizers: Optimizer | Sequence[Optimizer] | None,
 ) -> None:
-    """In the group that held the old parameters, the new ones take their place; state of the old ones goes."""
-    gone = {id(parameter): parameter for parameter in old}
+    """In the first group that held old parameters the new ones take their place; state of the old ones goes."""
+    gone, new = {id(parameter): parameter for parameter in old}, list(new)
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or []:
+        arriving = new
         for group in optimizer.param_groups:
             kept = [p for p in group["params"] if id(p) not in gone]
             if len(kept) < len(group["params"]):
-                group["params"] = [*kept, *new]
-                break
+                group["params"], arriving = [*kept, *arriving], []
         for parameter in gone.values():
             optimizer.state.pop(parameter, None)

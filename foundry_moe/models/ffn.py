@@ -43,7 +43,7 @@ class DenseFFN:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseFFN:
-    """A Hugging Face MoE block with a linear router: Mixtral's, OLMoE's, Qwen's without shared expert."""
+    """A Hugging Face MoE block with a linear router and experts without biases: Mixtral's, OLMoE's, Qwen3-MoE's."""
 
     router: nn.Linear
     experts: list[DenseFFN]
@@ -62,6 +62,9 @@ class SparseFFN:
     def activation(self) -> str | None:
         return self.experts[0].activation
 
+
+# What blocks have that compute something else than a softmax over x W and its top k: Qwen2-MoE's, PhiMoE's sparsemixer
+_OTHER_MEANING = ("shared_expert", "router_jitter_noise")
 
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
@@ -114,13 +117,15 @@ def read_dense(module: nn.Module) -> DenseFFN | None:
 
 
 def read_sparse(module: nn.Module) -> SparseFFN | None:
-    """The parts of a Hugging Face MoE block, or None where it is not one that we know (a shared expert, say)."""
+    """The parts of a Hugging Face MoE block, or None where it is not one that we know."""
     router, experts = getattr(module, "gate", None), getattr(module, "experts", None)
     top_k = getattr(module, "top_k", None)
     if not isinstance(router, nn.Linear) or not isinstance(experts, nn.ModuleList) or not isinstance(top_k, int):
         return None
     dense = [read_dense(expert) for expert in experts]
-    if not dense or any(d is None for d in dense) or hasattr(module, "shared_expert"):
+    if not dense or router.bias is not None or any(d is None or d.has_bias for d in dense):
+        return None
+    if any(hasattr(module, part) for part in _OTHER_MEANING):
         return None
     # Mixtral always normalises and has no switch for it
     normalize = bool(getattr(module, "norm_topk_prob", True))
@@ -128,15 +133,29 @@ def read_sparse(module: nn.Module) -> SparseFFN | None:
 
 
 def find_ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, DenseFFN | SparseFFN]]:
-    """(name, module, parts) of each feed-forward block, in the order of layers; experts of a block are not blocks."""
+    """(name, module, parts) of each feed-forward block, in the order of layers; experts of a block are not blocks.
+
+    Raises:
+        ValueError: an MoE block of another kind, whose experts would be taken for blocks.
+    """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if name.startswith(inside) if inside else False:
             continue
         block = read_sparse(module) or read_dense(module)
+        if block is None and _holds_experts(module):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) is an MoE block already, with a router, a shared expert or biases "
+                "that a dMoE layer does not have: blocks like Mixtral's, OLMoE's and Qwen3-MoE's can be taken over"
+            )
         if block is not None:
             inside = (*inside, f"{name}.")
             yield name, module, block
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    experts = getattr(module, "experts", None)
+    return isinstance(experts, nn.ModuleList) and any(read_dense(expert) is not None for expert in experts)
 
 
 def expert_weights(ffn: DenseFFN) -> dict[str, Tensor]:

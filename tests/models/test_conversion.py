@@ -10,6 +10,10 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -79,6 +83,16 @@ def test_optimizer_gets_the_new_parameters_in_the_old_ones_group():
     layers = apply_dmoe(model, MoEConfig(num_experts=2), optimizer)
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert {id(p) for p in optimizer.param_groups[1]["params"]} == {id(p) for x in layers for p in x.parameters()}
+
+
+def test_an_optimizer_that_keeps_biases_apart_is_left_no_parameter_of_the_old_blocks():
+    model = llama(mlp_bias=True)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+    apply_dmoe(model, MoEConfig(num_experts=2), optimizer)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
 
 
 def test_width_activation_device_and_dtype_are_those_of_the_block():
@@ -175,6 +189,34 @@ def test_hugging_face_moe_blocks_keep_their_outputs_and_gradients(family):
 def test_a_hugging_face_moe_block_keeps_its_number_of_experts():
     with pytest.raises(ValueError, match=r"num_experts \(8\): .* is an MoE block already, with 5"):
         apply_dmoe(FAMILIES["mixtral"](), MoEConfig(num_experts=8, expert_hidden_size=48))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(**MOE, num_experts=5, moe_intermediate_size=24, shared_expert_intermediate_size=24)
+        ),
+        lambda: PhimoeForCausalLM(PhimoeConfig(**MOE, num_local_experts=5)),  # its router is no softmax and top k
+    ],
+)
+def test_moe_blocks_of_another_meaning_are_refused(build):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.\w+ \(.*Block\) is an MoE block already, with a router"):
+        apply_dmoe(build(), MoEConfig(num_experts=5))
+
+
+def test_a_shared_expert_beside_taken_over_experts_adds_nothing_at_first():
+    model = FAMILIES["mixtral"]().double()
+    before = model(input_ids=IDS).logits
+    apply_dmoe(model, MoEConfig(num_experts=5, expert_hidden_size=48, shared_expert_hidden_size=16))
+    # Hugging Face rounds the router's weights to fp32
+    torch.testing.assert_close(model(input_ids=IDS).logits, before, rtol=2e-5, atol=2e-6)
+
+
+def test_weights_that_were_trained_normalised_are_not_used_otherwise():
+    config = MoEConfig(num_experts=5, expert_hidden_size=48, gate={"name": "topk", "normalize": False})
+    with pytest.raises(ValueError, match=r"gate.normalize \(False\): .* trained with True; leave it out"):
+        apply_dmoe(FAMILIES["mixtral"](), config)
 
 
 def test_layers_share_one_context():
