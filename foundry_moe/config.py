@@ -7,6 +7,7 @@ This module imports neither torch nor Composer.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import types
 import typing
@@ -59,7 +60,36 @@ def one_of(where: str, value: object, known: Iterable[str]) -> None:
     """Raises ValueError unless `value` is one of `known`."""
     known = list(known)
     if value not in known:
-        raise ValueError(f"{where}: {value!r} is not one of {', '.join(known)}; {nearest(value, known)}")
+        match = difflib.get_close_matches(str(value), known, n=1)
+        meant = f"; did you mean {match[0]!r}?" if match else ""
+        raise ValueError(f"{where}: {value!r} is not one of {', '.join(known)}{meant}")
+
+
+def section(run: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """A mapping inside a run's YAML, such as `model` or `model.attn_config`; empty where it is not there, or null.
+
+    Raises:
+        ValueError: something else stands in its place.
+    """
+    inner: Any = run
+    for depth, key in enumerate(path, 1):
+        inner = inner.get(key)
+        if inner is None:
+            return {}
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"{'.'.join(path[:depth])} must be a mapping of keys to values, not {inner!r}")
+    return inner
+
+
+def refuse_unknown(unknown: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raises ValueError for the first of `unknown`, keys that a user wrote and `where` does not have."""
+    for key in unknown:
+        raise ValueError(f"{where}.{key} is not a key of {where}; {nearest(key, known)}")
+
+
+def said(form: str) -> dict[str, str]:
+    """Metadata of a dataclass field: how a user is told what its value looks like, where its type says too little."""
+    return {"form": form}
 
 
 def _matches(value: Any, annotation: Any) -> bool:
@@ -76,7 +106,7 @@ def _matches(value: Any, annotation: Any) -> bool:
     if origin in (dict, Mapping) or annotation in (dict, Mapping):
         return isinstance(value, Mapping)
     if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if annotation is type(None):
@@ -91,6 +121,7 @@ def _plain(annotation: Any) -> str:
         "float": "a number",
         "str": "text",
         "bool": "true or false",
+        "dict": "a mapping",
         "NoneType": "null",
     }
     if typing.get_origin(annotation) in (Union, types.UnionType):
@@ -122,19 +153,20 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         raise ValueError(f"{where} must be a mapping of keys to values, not {mapping!r}")
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
+    refuse_unknown([key for key in mapping if key not in known], known, where)
+    forms = {name: f.metadata.get("form") or _plain(hints[name]) for name, f in known.items()}
     for key, value in mapping.items():
-        if key not in known:
-            raise ValueError(f"{where}.{key} is not a key of {where}; {nearest(key, known)}")
         if not _matches(value, hints[key]):
-            raise ValueError(f"{where}.{key} must be {_plain(hints[key])}, not {value!r}")
+            raise ValueError(f"{where}.{key} must be {forms[key]}, not {value!r}")
     for name, f in known.items():
         if name not in mapping and f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"{where}.{name} is missing: give it {_plain(hints[name])}")
+            raise ValueError(f"{where}.{name} is missing: give it {forms[name]}")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items()}
     try:
         return cls(**values)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        named = str(error).startswith(f"{where}.")
+        raise ValueError(str(error) if named else f"{where}: {error}") from None
 
 
 # `init_device: meta` without `mesh`: Composer then draws parts, and experts are drawn by layer
@@ -221,9 +253,15 @@ class MoEConfig:
     top_k: int = 2
     expert_hidden_size: int | Literal["auto"] = AUTO
     activation: str = AUTO
-    layers: str | dict | tuple[int, ...] = "all"
-    gate: dict[str, Any] = field(default_factory=lambda: {"name": "topk"})
-    loss: dict[str, float] | Literal["auto"] = AUTO
+    layers: str | dict | tuple[int, ...] = field(
+        default="all", metadata=said("all, {every: n} or a list of indices such as [1, 3, 5]")
+    )
+    gate: dict[str, Any] = field(
+        default_factory=lambda: {"name": "topk"}, metadata=said("a mapping such as {name: topk}")
+    )
+    loss: dict[str, float] | Literal["auto"] = field(
+        default=AUTO, metadata=said("auto, or a mapping such as {balance: 0.01, z: 0.001}")
+    )
     balance_over: str = "microbatch"
     init: str = "random"
     init_std: float = 0.02
@@ -233,7 +271,7 @@ class MoEConfig:
     backend: str = "auto"
     memory: str = "save"
     seed: int = 17
-    mesh: dict[str, Any] | None = None
+    mesh: dict[str, Any] | None = field(default=None, metadata=said("a mapping such as {expert: 8, shard: auto}"))
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:
@@ -280,7 +318,7 @@ class MoEConfig:
             raise ValueError(f"gate ({self.gate!r}) must name a gate: gate: {{name: topk}}")
         one_of("balance_over", self.balance_over, BALANCE_OVER)
         for name, weight in {} if self.loss == AUTO else self.loss.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+            if not _matches(weight, float) or weight < 0:
                 raise ValueError(f"loss.{name} ({weight!r}) must be a number of 0 or more")
 
     @property

@@ -40,6 +40,12 @@ def test_a_mistake_in_a_run_is_one_line(capsys, tmp_path):
     assert code != 0 and "none.yaml" in error and error.count("\n") == 1
 
 
+def test_a_plan_checks_a_run_as_training_does(capsys):
+    run = str(Path(__file__).parents[1] / "yamls/demo/cpu.yaml")
+    code, _, error = outcome(capsys, "plan", run, "model.moe.gate.name=swich", "--gpus", "1")
+    assert code == 2 and "there is no gate 'swich'; did you mean 'switch'?" in error
+
+
 def test_importing_the_command_needs_no_trainer():
     """`--help` on a login node answers in seconds."""
     heavy = ("composer", "llmfoundry", "transformers", "boto3", "triton")

@@ -26,8 +26,8 @@ ALLOWED = {
     "ops": {"config"},
     "layers": {"config", "ops", "errors"},
     # `plan` reads a run as the training command does
-    "parallel": {"config", "ops", "layers", "errors", "conversion", "train"},
-    "checkpoint": {"config", "ops", "layers", "parallel", "errors", "conversion", "train"},
+    "parallel": {"config", "ops", "layers", "errors", "conversion", "run"},
+    "checkpoint": {"config", "ops", "layers", "parallel", "errors", "conversion"},
 }
 
 

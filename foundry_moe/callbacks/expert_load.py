@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foundry_moe.callbacks.heatmap import draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
+from foundry_moe.config import refuse_unknown
 from foundry_moe.conversion import moe_layers
 from foundry_moe.layers.moe import DROPPED, MoELayer
 
@@ -66,9 +67,13 @@ class ExpertLoad(Callback):
         interval: a Composer time string.
         shares: log each expert's share; for few experts.
         heatmap: where the picture of layers x experts goes (rank 0 writes it).
+
+    Raises:
+        ValueError: an unknown key, or an interval that is none.
     """
 
-    def __init__(self, interval: str = "1ba", shares: bool = False, heatmap: str | None = None) -> None:
+    def __init__(self, interval: str = "1ba", shares: bool = False, heatmap: str | None = None, **unknown: Any) -> None:
+        refuse_unknown(unknown, ("interval", "shares", "heatmap"), "callbacks.expert_load")
         self.due = at_interval(interval, "callbacks.expert_load.interval")
         self.shares = shares
         self.heatmap = heatmap

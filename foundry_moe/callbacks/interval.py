@@ -14,6 +14,6 @@ def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
     """
     try:
         every = Time.from_input(interval, TimeUnit.BATCH)
-    except ValueError:
+    except (ValueError, RuntimeError):  # for what is neither text nor a number
         raise ValueError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok") from None
     return create_interval_scheduler(every, checkpoint_events=False, final_events={Event.BATCH_END})

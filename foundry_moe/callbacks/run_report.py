@@ -17,6 +17,7 @@ from torch import nn
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.checkpoint.elastic import ElasticCheckpoint
+from foundry_moe.config import refuse_unknown
 
 _LOSS = "loss/train/total"
 _EVAL_LOSS = "LanguageCrossEntropy"
@@ -42,15 +43,24 @@ class RunReport(Callback):
         prompt: what the sample goes on from; empty = no sample.
         sample_tokens: length of the sample.
         facts: a JSON file with `unigram_loss`, the loss of a unigram model to compare with.
+
+    Raises:
+        ValueError: an unknown key, an interval that is none, or no such file.
     """
 
     def __init__(
-        self, interval: str = "10ba", prompt: str = "", sample_tokens: int = 48, facts: str | None = None
+        self,
+        interval: str = "10ba",
+        prompt: str = "",
+        sample_tokens: int = 48,
+        facts: str | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(unknown, ("interval", "prompt", "sample_tokens", "facts"), "callbacks.run_report")
         self.due = at_interval(interval, "callbacks.run_report.interval")
         self.prompt = prompt
         self.sample_tokens = sample_tokens
-        self.facts: dict[str, float] = json.loads(Path(facts).read_text()) if facts else {}
+        self.facts = read_facts(facts) if facts else {}
         self.losses: dict[str, float] = {}
         self._clock = (0, 0.0)
         self._evaluations_to_come = 0
@@ -128,6 +138,21 @@ class RunReport(Callback):
         if self.prompt:
             lines.append(f"sample {sample_text(state.model, self.prompt, self.sample_tokens)!r}")
         return "\n".join(lines)
+
+
+def read_facts(path: str) -> dict[str, float]:
+    """Numbers by name, from a JSON file.
+
+    Raises:
+        ValueError: no such file, or no JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"callbacks.run_report.facts ({path}): {error}; leave it out, or write it with the demo's data "
+            "(python -m foundry_moe.demo FOLDER)"
+        ) from None
 
 
 def _print(text: str) -> None:

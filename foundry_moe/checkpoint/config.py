@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from foundry_moe.checkpoint.store import StoreOptions
-from foundry_moe.config import from_mapping
+from foundry_moe.config import from_mapping, said
 
 WHERE = "callbacks.elastic_checkpoint"
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -61,19 +61,21 @@ class CheckpointConfig:
     timeout: for one connection, or one silence of the store.
     """
 
-    folder: str
-    interval: str = "30m"
+    folder: str = field(metadata=said("s3://bucket/run or a path"))
+    interval: str = field(
+        default="30m", metadata=said("a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)")
+    )
     keep: int = 3
-    keep_every: str | None = None
-    resume: str | int = "auto"
+    keep_every: str | None = field(default=None, metadata=said("a count of batches such as 1000ba"))
+    resume: str | int = field(default="auto", metadata=said("auto, never, or a step such as 500"))
     asynchronous: bool = True
     max_failures: int = 3
     reseed: bool = True
-    stale_after: str = "6h"
+    stale_after: str = field(default="6h", metadata=said("a time such as 6h"))
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    timeout: str = "60s"
+    timeout: str = field(default="60s", metadata=said("a time such as 60s"))
 
     def __post_init__(self) -> None:
         if not self.folder.strip():

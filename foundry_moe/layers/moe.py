@@ -123,6 +123,7 @@ class MoELayer(nn.Module):
         )
         self.dispatch: Dispatch = LocalDispatch()
         self.loss_weights = resolve_losses(config.gate, config.loss)
+        self.gate.check_losses(self.loss_weights)
         self.wanted_losses = frozenset(self.loss_weights)
         measured = list(self.loss_weights) if config.capacity is None else [*self.loss_weights, DROPPED]
         self.statistics = LoadStatistics(config.num_experts, measured)

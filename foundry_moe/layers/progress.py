@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from foundry_moe.config import from_mapping, one_of
+from foundry_moe.config import from_mapping, one_of, said
 
+A_TIME = "a time such as 100ba, 1ep, 5000sp, 10Mtok or 0.1dur"
 _UNITS = ("ba", "ep", "sp", "tok", "dur")
 _SUFFIX = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _DURATION = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kMGBT]?)(ba|ep|sp|tok|dur)\s*")
@@ -54,8 +55,7 @@ def parse_duration(text: Any, where: str) -> Duration:
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(
-            f"{where} ({text!r}) must be a time such as 100ba, 1ep, 5000sp, 10Mtok or 0.1dur: "
-            f"a number, perhaps k, M, B or T, and one of {', '.join(_UNITS)}"
+            f"{where} ({text!r}) must be {A_TIME}: a number, perhaps k, M, B or T, and one of {', '.join(_UNITS)}"
         )
     number, suffix, unit = match.groups()
     return Duration(value=float(number.replace("_", "")) * _SUFFIX[suffix], unit=unit)
@@ -67,8 +67,8 @@ class _Ramp:
 
     start: float
     end: float
-    until: str
-    after: str = ""
+    until: str = field(metadata=said(A_TIME))
+    after: str = field(default="", metadata=said(A_TIME))
     shape: str = "linear"
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from foundry_moe.config import MeshConfig, from_mapping
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
-from foundry_moe.parallel.shape import ModelShape, read_moe, read_shape
+from foundry_moe.parallel.shape import ModelShape, planned_moe, read_shape
+from foundry_moe.run import check_run, load_run, plain
 
 GIB = 2**30
 # Bytes a parameter of optimizer state: two fp32 moments, or one.
@@ -219,7 +220,7 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
         ValueError: no experts, a model that is not read, or a mesh or batch that cannot be.
     """
     shape = read_shape(run)
-    moe, mesh_keys = read_moe(run)
+    moe, mesh_keys = planned_moe(run)
     mesh_config = from_mapping(MeshConfig, mesh_keys, "mesh")
     mesh = plan_mesh(
         mesh_config,
@@ -321,14 +322,10 @@ def format_plan(plan: RunPlan) -> str:
 
 def plan_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe plan`: 0 if the run fits, 1 if not."""
-    from foundry_moe.train import load_run
-
-    run = load_run(arguments.yaml, arguments.overrides)
-    from omegaconf import OmegaConf
-
-    plain: Any = OmegaConf.to_container(run, resolve=True)
+    run = plain(load_run(arguments.yaml, arguments.overrides))
+    check_run(run)
     plan = plan_run(
-        plain,
+        run,
         gpus=arguments.gpus,
         gpus_per_node=arguments.gpus_per_node,
         gpu_bytes=arguments.gpu_memory_gib * GIB,

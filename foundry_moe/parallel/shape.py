@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig, from_mapping
+from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig, section
+from foundry_moe.run import read_moe
 
 MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 
@@ -117,25 +118,21 @@ class ModelShape:
 
 def _required(model: Mapping[str, Any], key: str) -> int:
     value = model.get(key)
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"model.{key} ({value!r}) must be a whole number of 1 or more")
     return value
 
 
-def read_moe(run: Mapping[str, Any]) -> tuple[MoEConfig, Mapping[str, Any] | None]:
+def planned_moe(run: Mapping[str, Any]) -> tuple[MoEConfig, Mapping[str, Any] | None]:
     """The run's experts, and its mesh (None where it has none).
 
     Raises:
         ValueError: the run has no experts, or keys that cannot be.
     """
-    model, algorithms = run.get("model") or {}, run.get("algorithms") or {}
-    if "dmoe" in algorithms:
-        config = from_mapping(MoEConfig, algorithms["dmoe"], "algorithms.dmoe")
-    elif model.get("moe"):
-        config = from_mapping(MoEConfig, model["moe"], "model.moe")
-    else:
+    config = read_moe(run)
+    if config is None:
         raise ValueError("the run has no experts to plan for: neither algorithms.dmoe nor model.moe is there")
-    return config, config.mesh if config.mesh is not None else algorithms.get("dmoe_mesh")
+    return config, config.mesh if config.mesh is not None else section(run, "algorithms").get("dmoe_mesh")
 
 
 def read_shape(run: Mapping[str, Any]) -> ModelShape:
@@ -144,18 +141,23 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     Raises:
         ValueError: another kind of model, or a value that cannot be.
     """
-    model = run.get("model") or {}
+    model = section(run, "model")
     if model.get("name") not in MODELS:
         raise ValueError(f"plan reads models {' and '.join(MODELS)}, not model.name: {model.get('name')}")
-    moe, _ = read_moe(run)
+    moe, _ = planned_moe(run)
     d_model, layers, n_heads = (_required(model, key) for key in ("d_model", "n_layers", "n_heads"))
-    attention, ffn = model.get("attn_config") or {}, model.get("ffn_config") or {}
+    attention, ffn = section(run, "model", "attn_config"), section(run, "model", "ffn_config")
     kv_heads = {"multihead_attention": n_heads, "multiquery_attention": 1}.get(
         attention.get("attn_type", "multihead_attention"), attention.get("kv_n_heads") or n_heads
     )
-    hidden = int(ffn.get("ffn_hidden_size") or d_model * model.get("expansion_ratio", 4))
+    ratio = model.get("expansion_ratio", 4)
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
+        raise ValueError(f"model.expansion_ratio ({ratio!r}) must be a number above 0")
+    hidden = int(ffn.get("ffn_hidden_size") or d_model * ratio)
     gated_ffn = ffn.get("ffn_type", "mptmlp") == "mptglu"
     gated = gated_ffn if moe.activation == AUTO else ACTIVATIONS[moe.activation].gated
+    if isinstance(moe.layers, tuple) and max(moe.layers) >= layers:
+        raise ValueError(f"layers ({list(moe.layers)}): the model has {layers}, so use 0 to {layers - 1}")
     biased = not model.get("no_bias", False)
     centred = "rms" not in str(model.get("norm_type", "low_precision_layernorm"))
     sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)

@@ -10,6 +10,7 @@ from composer.loggers import InMemoryLogger
 
 from foundry_moe.callbacks.expert_load import ExpertLoad, load_metrics
 from foundry_moe.callbacks.heatmap import draw_heatmap
+from foundry_moe.callbacks.run_report import RunReport
 from tests.test_algorithm import fit, mpt
 
 
@@ -51,6 +52,16 @@ def test_the_picture_is_a_png(tmp_path):
     assert (tmp_path / "deep" / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_interval_is_named():
-    with pytest.raises(ValueError, match=r"callbacks.expert_load.interval \('often'\) must be a time such as 10ba"):
-        ExpertLoad(interval="often")
+@pytest.mark.parametrize(
+    ("callback", "keys", "sentence"),
+    [
+        (ExpertLoad, {"interval": "often"}, r"callbacks.expert_load.interval \('often'\) must be a time such as 10ba"),
+        (RunReport, {"interval": None}, r"callbacks.run_report.interval \(None\) must be a time such as 10ba"),
+        (ExpertLoad, {"intervall": "1ba"}, "expert_load.intervall is not a key of .*; did you mean 'interval'"),
+        (RunReport, {"promt": "The"}, "run_report.promt is not a key of .*; did you mean 'prompt'"),
+        (RunReport, {"facts": "/nowhere/facts.json"}, r"run_report.facts \(/nowhere/facts.json\): .* leave it out"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(callback, keys, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        callback(**keys)

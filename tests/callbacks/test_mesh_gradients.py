@@ -11,7 +11,7 @@ from composer.core import Event
 
 from foundry_moe.callbacks import mesh as mesh_callback
 from foundry_moe.callbacks.mesh import MeshGradients, add_mesh_algorithm, count_samples
-from foundry_moe.train import check_run
+from foundry_moe.run import check_run
 
 
 class _Recorder(torch.nn.Module):
@@ -89,6 +89,6 @@ def test_compiling_the_whole_model_on_a_mesh_is_refused_with_the_way_that_works(
     for check in (add_mesh_algorithm, check_run):
         with pytest.raises(ValueError, match=r"compile_config compiles the whole model.* set mesh.compile: blocks"):
             check({**run, "compile_config": {}})
-        check(dict(run))
+        check({**run, "fsdp_config": {}})
     monkeypatch.setenv("WORLD_SIZE", "1")
-    check_run({**run, "model": {**run["model"], "moe": {"num_experts": 4}}, "algorithms": {}, "compile_config": {}})
+    check_run({"model": {"name": "dmoe_causal_lm", "moe": {"num_experts": 4}}, "compile_config": {}})

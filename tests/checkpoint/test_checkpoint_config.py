@@ -24,6 +24,7 @@ def test_defaults_and_units() -> None:
         ({"folder": "gs://b/run"}, "gs:// is not supported; use s3://bucket/run or a path"),
         ({"folder": " "}, "folder is empty"),
         ({"folder": "/a", "interval": "often"}, r"interval \(often\) must be a time \(90s, 30m, 2h\)"),
+        ({"folder": "/a", "interval": 500}, r"interval must be a time \(90s, 30m, 2h\) or a whole count .*, not 500"),
         ({"folder": "/a", "interval": "0ba"}, r"interval \(0ba\)"),
         ({"folder": "/a", "interval": "1.5ep"}, r"interval \(1.5ep\)"),
         ({"folder": "/a", "keep": 0}, r"keep \(0\) must be at least 1"),

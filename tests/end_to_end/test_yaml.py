@@ -73,6 +73,16 @@ MISTAKES = {
     "model.moe.gate.name=topq": "there is no gate 'topq'",
     "model.moe.loss.balanse=1": "loss.balanse: gate topk has no such loss; did you mean 'balance'?",
     "algorithms.dmoe.num_experts=4": "both put experts into the model: keep one of them",
+    "model.moe.loss.load=1": "loss.load needs gate.noise: true",
+    "model.moe.gate.scale=0": "scale (0) must be above 0",
+    "model.moe=null": "model.moe.num_experts is missing: give it a whole number",
+    "model.name=mpt_causal_lm": "model.name: mpt_causal_lm does not read it; move its keys to algorithms.dmoe",
+    "model.name=dmoe_causal_llm": "model.name: dmoe_causal_llm is not there; did you mean 'dmoe_causal_lm'?",
+    "callbacks.elastic_chekpoint.folder=x": "elastic_chekpoint is not there; did you mean 'elastic_checkpoint'?",
+    "callbacks.elastic_checkpoint.interval=50": "elastic_checkpoint.interval must be a time (90s, 30m, 2h)",
+    "algorithms=[dmoe]": "algorithms must be a mapping of keys to values, not ['dmoe']",
+    "train_loader.dataset.local=/nowhere": "train_loader.dataset.local (/nowhere): there is no such folder",
+    "tokenizer.name=a/path/nowhere": "tokenizer.name (a/path/nowhere): there is no such folder",
     "tp_config.strategy=ffn": "tensor parallelism does not go with dMoE layers",
     "model.init_device=meta": "experts are drawn from meta on a mesh only; add mesh",
     "max_duration": "max_duration: an override is key=value",
@@ -80,10 +90,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("override", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch, tmp_path):
     from foundry_moe import train
 
-    monkeypatch.setattr(sys, "argv", ["train.py", str(DEMO), override])
+    (tmp_path / "tokenizer").mkdir()
+    monkeypatch.setattr(sys, "argv", ["train.py", str(DEMO), f"variables.data={tmp_path}", override])
     with pytest.raises(SystemExit) as stopped:
         train.main()
     assert stopped.value.code == 2
@@ -99,6 +110,16 @@ def test_a_mesh_that_the_world_cannot_hold_is_named(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         train.main()
     assert "mesh.expert (4)" in capsys.readouterr().err
+
+
+def test_a_mesh_without_fsdp2_is_refused(capsys, monkeypatch):
+    from foundry_moe import train
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train.py", str(DEMO), "model.moe.mesh.expert=2"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "add `fsdp_config: {}`" in capsys.readouterr().err
 
 
 def test_fsdp1_is_refused(capsys, monkeypatch):

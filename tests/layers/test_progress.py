@@ -50,7 +50,8 @@ def test_epochs_may_be_parts():
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ({"start": 1, "end": 0}, "x.until is missing"),
+        ({"start": 1, "end": 0}, "x.until is missing: give it a time such as 100ba"),
+        ({"start": 1, "end": 0, "until": 1000}, "x.until must be a time such as 100ba, .*, not 1000"),
         ({"start": 1, "end": 0, "until": "5ba", "shape": "linar"}, "did you mean 'linear'"),
         ({"start": 1, "end": 0, "until": "5ba", "after": "1ep"}, "must have one unit"),
         ({"start": 1, "end": 0, "until": "5ba", "after": "5ba"}, "ends .until: 5ba. before it starts .after: 5ba"),

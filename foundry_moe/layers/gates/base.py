@@ -5,7 +5,7 @@ Shapes: T tokens, D model width, E experts, K choices a token at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -73,6 +73,9 @@ class Gate(nn.Module):
 
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
         """Draws initial weights from (seed, layer) alone, and sets buffers. Gates without either do nothing."""
+
+    def check_losses(self, names: Iterable[str]) -> None:
+        """Raises ValueError where a loss of `LOSSES` cannot be had with these keys."""
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         raise NotImplementedError

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from foundry_moe.config import said
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
 from foundry_moe.layers.gates.ragged import pack_choices
-from foundry_moe.layers.progress import parse_duration, parse_schedule
+from foundry_moe.layers.progress import A_TIME, parse_duration, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.masked import masked_sum
 from foundry_moe.ops.selection import select
@@ -54,7 +55,7 @@ class DenseToSparseGate(LinearGate):
             default_factory=lambda: {"start": 1.0, "end": 0.5, "until": "0.5dur", "shape": "exponential"}
         )
         threshold: float = 1e-3
-        hard_after: str = ""
+        hard_after: str = field(default="", metadata=said(A_TIME))
         max_experts: int = 0
 
         def __post_init__(self) -> None:

@@ -62,19 +62,14 @@ def build_gate(
     return cls(config, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
 
 
-def check_gate(
-    settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int = 0, top_k: int = 0
-) -> None:
-    """Checks a gate's keys and losses before anything is built; with numbers given, that they go with the gate.
+def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:
+    """Checks a gate's keys and losses, and that they go with these numbers, before anything is built.
 
     Raises:
         ValueError: see `build_gate` and `resolve_losses`.
     """
-    resolve_losses(settings, losses)
-    if num_experts:
-        build_gate(settings, d_model=1, num_experts=num_experts, top_k=top_k, device="meta")
-    else:
-        from_mapping(find_gate(settings["name"]).Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
+    names = resolve_losses(settings, losses)
+    build_gate(settings, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
 
 
 def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:

@@ -5,6 +5,7 @@ Shapes: T tokens, D model width, E experts, K choices a token, G groups of exper
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,6 +70,8 @@ class TopKGate(LinearGate):
                 raise ValueError(f"jitter ({self.jitter}) must be at least 0 and below 1")
             if parse_schedule(self.bias_step, "bias_step").bounds[0] < 0:
                 raise ValueError(f"bias_step ({self.bias_step}) must be 0 or more")
+            if self.scale <= 0:
+                raise ValueError(f"scale ({self.scale}) must be above 0")
             if self.groups < 1 or not 0 <= self.group_limit <= self.groups:
                 raise ValueError(
                     f"group_limit ({self.group_limit}) must be between 1 and groups ({self.groups}), or 0 for all"
@@ -98,6 +101,13 @@ class TopKGate(LinearGate):
         if self.top_k > eligible:
             raise ValueError(
                 f"top_k ({self.top_k}): {limit} of {groups} groups have {eligible} experts; raise gate.group_limit"
+            )
+
+    def check_losses(self, names: Iterable[str]) -> None:
+        if "load" in names and (not self.config.noise or self.top_k == self.num_experts):
+            raise ValueError(
+                f"loss.load needs gate.noise: true and top_k ({self.top_k}) below num_experts ({self.num_experts}): "
+                "it is the load expected over the noise"
             )
 
     @torch.no_grad()
@@ -202,10 +212,6 @@ class TopKGate(LinearGate):
         return by_group_TGM.masked_fill(~eligible_TG[:, :, None], -torch.inf).view_as(ranked_TE)
 
     def _load(self, clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor | None, context: GateContext) -> Tensor:
-        if deviation_TE is None or self.top_k == self.num_experts:
-            raise ValueError(
-                f"loss.load needs gate.noise: true and top_k ({self.top_k}) below num_experts ({self.num_experts}): "
-                "it is the load expected over the noise"
-            )
+        assert deviation_TE is not None, "see check_losses"
         chances_TE = chosen_with_new_noise(clean_TE, noisy_TE, deviation_TE, self.top_k)
         return load_loss(chances_TE, context.mask_T)

@@ -1,0 +1,164 @@
+"""A run's YAML: read, and checked in what is ours before anything slow is imported.
+
+Imports neither Composer nor LLM Foundry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from foundry_moe.checkpoint.config import checkpoint_config
+from foundry_moe.config import META_NEEDS_MESH, MeshConfig, MoEConfig, check_compilation, from_mapping, section
+from foundry_moe.layers.gates.registry import check_gate
+from foundry_moe.parallel.mesh import plan_mesh
+
+MODEL = "dmoe_causal_lm"
+# our names, by the entry-point group in which LLM Foundry looks them up
+_NAMES = {
+    "llmfoundry_models": (MODEL,),
+    "llmfoundry_algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
+    "llmfoundry_callbacks": ("elastic_checkpoint", "expert_load", "run_report"),
+}
+_ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
+_WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
+
+
+def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
+    """The YAML with command-line overrides merged in.
+
+    Args:
+        usage: what to say beside that there is no such file.
+
+    Raises:
+        ValueError: no such file, or an override that is not `key=value`.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file" + (f"; {usage}" if usage else ""))
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"{override}: an override is key=value, for example max_duration=100ba")
+    config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(overrides))
+    if not isinstance(config, DictConfig):
+        raise ValueError(f"{path} must be a mapping of keys to values at its top level")
+    return config
+
+
+def plain(run: DictConfig) -> dict[str, Any]:
+    """The run as dictionaries and lists, `${...}` resolved."""
+    resolved = OmegaConf.to_container(run, resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
+    """Checks the keys that are ours; returns `algorithms.dmoe` or `model.moe`, None where the run has neither.
+
+    Raises:
+        ValueError: one sentence that names key, value and what would be valid.
+    """
+    algorithms, model, callbacks = (section(run, key) for key in ("algorithms", "model", "callbacks"))
+    _check_name("model.name: ", [model.get("name")], "llmfoundry_models")
+    _check_name("algorithms.", algorithms, "llmfoundry_algorithms")
+    _check_name("callbacks.", callbacks, "llmfoundry_callbacks")
+    if "elastic_checkpoint" in callbacks:
+        checkpoint_config(section(run, "callbacks", "elastic_checkpoint"))
+    config = read_moe(run)
+    if config is None:
+        return None
+    check_surroundings(run)
+    check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
+    if model.get("init_device") == "meta" and config.mesh_config is None:
+        raise ValueError(f"model.{META_NEEDS_MESH}")
+    if config.mesh_config is not None:
+        _check_mesh(run, config, config.mesh_config)
+    return config
+
+
+def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
+    """`algorithms.dmoe` or `model.moe`; None where the run has neither.
+
+    Raises:
+        ValueError: both, keys or values that cannot be, or a model that does not read `moe`.
+    """
+    algorithms, model = section(run, "algorithms"), section(run, "model")
+    name, has_algorithm = model.get("name"), "dmoe" in algorithms
+    if has_algorithm and (name == MODEL or model.get("moe") is not None):
+        raise ValueError(
+            f"algorithms.dmoe and model.moe (of {MODEL}) both put experts into the model: keep one of them"
+        )
+    if has_algorithm:
+        return from_mapping(MoEConfig, algorithms["dmoe"], "algorithms.dmoe")
+    if model.get("moe") is not None and name in _WITHOUT_EXPERTS:
+        raise ValueError(
+            f"model.moe: model.name: {name} does not read it; move its keys to algorithms.dmoe"
+            + (f", or use model.name: {MODEL}" if name == "mpt_causal_lm" else "")
+        )
+    in_ffn = section(run, "model", "ffn_config").get("ffn_type") == "dmoe"
+    if model.get("moe") is not None or (name == MODEL and not in_ffn):
+        return from_mapping(MoEConfig, model.get("moe"), "model.moe")
+    return None
+
+
+def _check_name(where: str, names: Iterable[Any], group: str) -> None:
+    """Raises ValueError for a name that is nearly one of ours, and nobody else's."""
+    installed = {entry.name for entry in entry_points(group=group)}
+    for name in names:
+        if not isinstance(name, str) or name in installed or name in _NAMES[group]:
+            continue
+        near = difflib.get_close_matches(name, _NAMES[group], n=1, cutoff=_ALIKE)
+        if near:
+            raise ValueError(f"{where}{name} is not there; did you mean {near[0]!r}?")
+
+
+def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> None:
+    check_compilation(run)
+    world_size = os.environ.get("WORLD_SIZE")
+    if world_size is None:
+        return
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    plan_mesh(mesh, world_size=int(world_size), ranks_per_node=ranks_per_node, num_experts=config.num_experts)
+    if int(world_size) > 1 and run.get("fsdp_config") is None:
+        raise ValueError("mesh is for FSDP2, which this run does not ask for: add `fsdp_config: {}` to it")
+
+
+def check_surroundings(run: Mapping[str, Any]) -> None:
+    """Checks keys that are not ours but do not go with experts.
+
+    Raises:
+        ValueError: tensor parallelism, or FSDP1.
+    """
+    if run.get("tp_config"):
+        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
+    version = os.environ.get("FSDP_VERSION", "2")
+    if run.get("fsdp_config") and version != "2":
+        raise ValueError(f"FSDP_VERSION ({version}): dMoE layers need FSDP2; unset it, or set FSDP_VERSION=2")
+
+
+def check_files(run: Mapping[str, Any]) -> None:
+    """Checks that local data and a tokenizer's folder are there, which the libraries that read them say in riddles.
+
+    Raises:
+        ValueError: names the key and the folder.
+    """
+    for loader in ("train_loader", "eval_loader"):
+        if not isinstance(run.get(loader), Mapping):  # several evaluation sets are a list
+            continue
+        dataset = section(run, loader, "dataset")
+        local = dataset.get("local")
+        if isinstance(local, str) and not dataset.get("remote") and not Path(local).is_dir():
+            raise ValueError(
+                f"{loader}.dataset.local ({local}): there is no such folder, and no `remote` to fetch it from; prepare "
+                "the data (the demo's by `python -m foundry_moe.demo data/demo`) or correct the path"
+            )
+    name = section(run, "tokenizer").get("name")
+    # a hub's names are `model` or `owner/model`
+    is_path = isinstance(name, str) and (Path(name).is_absolute() or len(Path(name).parts) > 2)
+    if is_path and not Path(str(name)).exists():
+        raise ValueError(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
