@@ -162,6 +162,7 @@ def main() -> None:
         if rank == 0:
             meanwhile = tokens * len(during) / whole
             usual = statistics.median(quiet)
+            worst = sorted(((t, i) for i, t in enumerate(during)), reverse=True)
             line = {
                 "GPUs": dist.get_world_size(),
                 "GiB a rank": round(report.bytes_staged / 2**30, 2),
@@ -172,7 +173,7 @@ def main() -> None:
                 "step between, s": round(usual, 4),
                 "steps in the first 4 s, s": round(statistics.mean(early(during, 4.0)), 4),
                 "step during, s": round(statistics.median(during), 4),
-                "steps during, slowest, s": [round(t, 4) for t in sorted(during)[:-4:-1]],
+                "slowest steps during, s, and their numbers": [(round(t, 4), i) for t, i in worst[:3]],
                 "steps during": len(during),
                 "tokens/s between": round(between),
                 "tokens/s during": round(meanwhile),

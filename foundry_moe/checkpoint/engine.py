@@ -110,8 +110,10 @@ class CheckpointEngine:
     # Saving
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """Touches the staging memory and makes this rank's plan, so that the first save is as quick as others."""
-        self._snapshotter.take(state_dict)
+        """Touches the staging memory and makes plans, so that the first save is as quick as others."""
+        snapshot = self._snapshotter.take(state_dict)
+        if self.rank == 0:
+            self._plans.get(snapshot)  # in the save's thread it would keep the interpreter from the next step's launches
 
     @property
     def busy(self) -> bool:
