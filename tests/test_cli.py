@@ -46,6 +46,19 @@ def test_a_plan_checks_a_run_as_training_does(capsys):
     assert code == 2 and "there is no gate 'swich'; did you mean 'switch'?" in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--mesh", "1,3,2"], "shard (3) must divide the rows of the experts' matrices (16 and 24): use 1, 2, 4 or 8"),
+        (["--mesh", "1,1,3"], "mesh.expert (3) must divide num_experts (8): use 1"),
+        (["--mesh", "1,1,64", "--device", "cuda"], "--mesh 1,1,64 needs 64 GPUs"),
+    ],
+)
+def test_a_mesh_that_cannot_be_verified_is_one_line(capsys, arguments, sentence):
+    code, _, error = outcome(capsys, "verify", *arguments)
+    assert code == 2 and sentence in error and error.count("\n") == 1
+
+
 def test_importing_the_command_needs_no_trainer():
     """`--help` on a login node answers in seconds."""
     heavy = ("composer", "llmfoundry", "transformers", "boto3", "triton")

@@ -182,6 +182,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"--older-than ({arguments.older_than}) must be a time, for example 6h")
     if arguments.keep is not None and arguments.keep < 1:
         raise CheckpointError(f"--keep ({arguments.keep}) must be at least 1: the newest checkpoint always stays")
+    if arguments.keep is not None:
+        _check_one_stays(ledger, arguments.keep)
     if arguments.keep is not None and not arguments.dry_run:
         for key in ledger.retain(arguments.keep):
             print(f"removed the checkpoint of step {key.step}")
@@ -195,6 +197,22 @@ def run_gc(arguments: argparse.Namespace) -> int:
         ledger.collect(older.amount)
     print(f"{len(ledger.newest_first())} checkpoints in {store.url}")
     return 0
+
+
+def _check_one_stays(ledger: Ledger, keep: int) -> None:
+    """Refuses to remove good checkpoints where all that would stay are damaged."""
+    keys = ledger.newest_first()
+    for place, key in enumerate(keys):
+        try:
+            ledger.open(key)
+        except DamagedError:
+            continue
+        if place >= keep:
+            raise CheckpointError(
+                f"--keep ({keep}) would leave none but damaged checkpoints: the newest good one is that of step "
+                f"{key.step}, number {place + 1}; use --keep {place + 1} or more"
+            )
+        return
 
 
 def run_export(arguments: argparse.Namespace) -> int:

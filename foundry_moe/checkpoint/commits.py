@@ -221,7 +221,7 @@ class Ledger:
             try:
                 commit = self.read(key)
             except DamagedError:
-                continue  # a person may still want to look; `gc --damaged` removes it
+                continue  # a person may still want to look
             if commit.summary.get("milestone"):
                 continue
             self.store.delete([key.key])

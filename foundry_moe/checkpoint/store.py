@@ -7,6 +7,7 @@ S3 through boto3, `store_file` keeps the same promises on a file system.
 from __future__ import annotations
 
 import abc
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from foundry_moe.checkpoint.errors import StoreError
 T = TypeVar("T")
 
 PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 wants 5 MiB at least
+PROBE = "probe"  # an empty object, written and deleted to see whether that can be done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,15 @@ class Store(abc.ABC):
         """The store's clock, in seconds since 1970, comparable with `Entry.modified_s`."""
 
     def check(self) -> None:
-        """Raises a StoreError with one sentence if the folder cannot be used at all."""
+        """Raises a StoreError with one sentence if the folder cannot be listed or written to.
+
+        Else a run would learn of it from its first saves, hours later. Permission to delete is not needed.
+        """
         for _ in self.scan("commits/"):
             break
+        self.put(PROBE, b"")
+        with contextlib.suppress(StoreError):
+            self.delete([PROBE])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

@@ -45,9 +45,9 @@ def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[A
     torch.set_num_threads(job.threads)
     if job.backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
-    else:
-        torch.cuda.set_device(rank)
     try:
+        if job.backend != "gloo":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
             job.backend,
             init_method=f"file://{folder / 'rendezvous'}",

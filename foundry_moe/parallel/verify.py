@@ -18,8 +18,8 @@ from torch import Tensor
 
 from foundry_moe.config import MeshConfig
 from foundry_moe.parallel.launch import run_processes
-from foundry_moe.parallel.mesh import Mesh
-from foundry_moe.parallel.parity import CASES, Case, run_case
+from foundry_moe.parallel.mesh import Mesh, divisors, listed, plan_mesh
+from foundry_moe.parallel.parity import CASES, HIDDEN, WIDTH, Case, run_case
 
 DEFAULT_MESHES: tuple[Mesh, ...] = (
     (1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (1, 1, 8),
@@ -218,15 +218,42 @@ def worst(table: dict[Mesh, dict[str, dict[str, float]]]) -> float:
     return max(value for cases in table.values() for rows in cases.values() for value in rows.values())
 
 
+def check_mesh(mesh: Mesh, cases: Sequence[Case], devices: int | None) -> None:
+    """Checks that the cases' models fit a mesh, and the mesh this machine.
+
+    Args:
+        devices: GPUs that are here; None = processes on the CPU, of which there may be any number.
+
+    Raises:
+        ValueError: names the mesh and what would do.
+    """
+    replicate, shard, expert = mesh
+    ranks = replicate * shard * expert
+    if devices is not None and ranks > devices:
+        raise ValueError(
+            f"--mesh {replicate},{shard},{expert} needs {ranks} GPUs and {devices} are here: use --device cpu"
+        )
+    config = MeshConfig(replicate=replicate, shard=shard, expert=expert)
+    for case in cases:
+        plan_mesh(config, world_size=ranks, ranks_per_node=ranks, num_experts=int(case.moe["num_experts"]))
+    rows = math.gcd(WIDTH, HIDDEN)
+    if expert > 1 and rows % shard:
+        raise ValueError(
+            f"--mesh {replicate},{shard},{expert}: shard ({shard}) must divide the rows of the experts' matrices "
+            f"({WIDTH} and {HIDDEN}): use {listed(divisors(rows))}"
+        )
+
+
 def verify_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe verify`: prints the certificate; 0 if every row passes."""
     started = time.monotonic()
     precision = arguments.precision or ("fp64" if arguments.device == "cpu" else "fp32")
+    devices = torch.cuda.device_count() if arguments.device == "cuda" else None
     meshes = arguments.mesh or [
-        mesh
-        for mesh in DEFAULT_MESHES
-        if arguments.device == "cpu" or mesh[0] * mesh[1] * mesh[2] <= torch.cuda.device_count()
+        mesh for mesh in DEFAULT_MESHES if devices is None or mesh[0] * mesh[1] * mesh[2] <= max(devices, 1)
     ]
+    for mesh in meshes:
+        check_mesh(mesh, CASES, devices)
     table = certify(
         meshes,
         precision=precision,

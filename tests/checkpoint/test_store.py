@@ -135,6 +135,26 @@ def test_what_s3_refuses_is_one_sentence(moto, code, status, kind, words) -> Non
         server.server_close()
 
 
+def test_a_folder_that_can_be_used_is_left_as_it_was(store) -> None:
+    store.check()
+    assert list(store.scan()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_the_first_save(store, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(NotFoundError, match=r"could not write probe in .*/file/run"):
+        open_store(str(tmp_path / "file" / "run")).check()
+
+    def deny(*_: object) -> None:
+        raise DeniedError("no permission")
+
+    monkeypatch.setattr(store, "delete", deny)
+    store.check()
+    monkeypatch.setattr(store, "put", deny)
+    with pytest.raises(DeniedError):
+        store.check()
+
+
 def test_a_missing_bucket_is_named_by_the_real_server(moto) -> None:
     store = open_store("s3://nowhere/run", StoreOptions(endpoint_url=f"http://{moto[0]}:{moto[1]}"))
     with pytest.raises(NotFoundError, match="bucket 'nowhere' does not exist; create it or correct `folder`"):

@@ -84,6 +84,16 @@ def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
     assert tool("gc", folder, "--keep", 0) == 1
 
 
+def test_gc_keeps_the_newest_good_checkpoint(folder, capsys) -> None:
+    store = open_store(str(folder))
+    ledger = Ledger(store)
+    store.put(ledger.newest_first()[0].key, b"torn")
+    store.delete([f"{ledger.read(ledger.newest_first()[1]).attempt}/MANIFEST"])
+    assert tool("gc", folder, "--keep", 2) == 1
+    assert "the newest good one is that of step 1, number 3; use --keep 3" in capsys.readouterr().err
+    assert len(ledger.newest_first()) == 3
+
+
 def test_export_is_the_model_bit_for_bit_in_files_of_a_size(folder, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     assert tool("export", folder, out, "--file-gb", 0.00001) == 0
