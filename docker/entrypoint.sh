@@ -83,6 +83,15 @@ least=${MIN_NODES:-$nodes}
 restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 
+if [ "${DRY_RUN:-}" != 1 ] && command -v foundry-moe >/dev/null 2>&1; then
+    # What is wrong with the YAML stays wrong: torchrun would start it anew MAX_RESTARTS times.
+    case $1 in
+        *.yaml | *.yml)
+            WORLD_SIZE=$((nodes * processes)) LOCAL_WORLD_SIZE=$processes foundry-moe check "$@" || [ $? -ne 2 ] || exit 2
+            ;;
+    esac
+fi
+
 export NODE_RANK="$rank" # Composer reads it, and torchrun does not set it
 # After a restart PyTorch would use the store of the life before, and a rank that is quick finds addresses of dead peers
 # there: seen on torch 2.11 with gloo. A store for each life instead; on several nodes its port is any free one of node 0.

@@ -24,7 +24,7 @@ def test_the_installed_command_answers():
     assert done.stdout.strip() == f"foundry_moe {__version__}"
 
 
-@pytest.mark.parametrize("command", ["verify", "plan", "checkpoints"])
+@pytest.mark.parametrize("command", ["check", "verify", "plan", "checkpoints"])
 def test_each_command_explains_itself(capsys, command):
     code, out, _ = outcome(capsys, command, "--help")
     assert code == 0 and f"foundry-moe {command}" in out
@@ -44,6 +44,16 @@ def test_a_plan_checks_a_run_as_training_does(capsys):
     run = str(Path(__file__).parents[1] / "yamls/demo/cpu.yaml")
     code, _, error = outcome(capsys, "plan", run, "model.moe.gate.name=swich", "--gpus", "1")
     assert code == 2 and "there is no gate 'swich'; did you mean 'switch'?" in error
+
+
+def test_a_check_is_silence_or_one_line(capsys, tmp_path, monkeypatch):
+    run, data = str(Path(__file__).parents[1] / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}"
+    (tmp_path / "tokenizer").mkdir()
+    assert outcome(capsys, "check", run, data) == (0, "", "")
+    code, _, error = outcome(capsys, "check", run, data, "model.moe.top_k=9")
+    assert code == 2 and error.startswith("error: model.moe: top_k (9)") and error.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert "mesh.expert (4)" in outcome(capsys, "check", run, data, "model.moe.mesh.expert=4")[2]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,18 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> N
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_mistake_in_the_run_starts_no_launcher(tmp_path) -> None:
+    (tmp_path / "torchrun").write_text("#!/bin/sh\necho started\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "tokenizer").mkdir()
+    path = f"{tmp_path}:{PLAIN['PATH']}"
+    words = (str(ROOT / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}")
+    wrong = enter(*words, "model.moe.mesh.expert=3", PATH=path, NPROC="2")
+    assert wrong.returncode == 2 and "error: mesh.expert (3)" in wrong.stderr and "started" not in wrong.stdout
+    right = enter(*words, PATH=path, NPROC="2")
+    assert right.returncode == 0 and right.stdout == "started\n"
+
+
 def test_help_and_other_commands() -> None:
     assert "JOB_COMPLETION_INDEX" in enter("--help").stdout and "set -eu" not in enter("--help").stdout
     assert enter("--", "echo", "a b").stdout == "a b\n"
