@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.commits import Choice, Found, Ledger
 from foundry_moe.checkpoint.errors import (
-    CheckpointError,
     DamagedError,
     MismatchError,
     StoreError,
     TooManyFailuresError,
 )
 from foundry_moe.checkpoint.exchange import Traffic
+from foundry_moe.checkpoint.failures import portable
 from foundry_moe.checkpoint.manifest import CommitKey, Manifest
 from foundry_moe.checkpoint.reader import ElasticLoadPlanner, ElasticReader
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
@@ -113,7 +113,7 @@ class CheckpointEngine:
         """Touches the staging memory and makes plans, so that the first save is as quick as others."""
         snapshot = self._snapshotter.take(state_dict)
         if self.rank == 0:
-            self._plans.get(snapshot)  # in the save's thread it would keep the interpreter from the next step's launches
+            self._plans.get(snapshot)  # in the save's thread it would keep the interpreter from a step's launches
 
     @property
     def busy(self) -> bool:
@@ -199,7 +199,7 @@ class CheckpointEngine:
                 self._collect()
             elif writer.attempt is not None and not writer.recording:
                 self.ledger.delete_attempt(writer.attempt)
-        except StoreError as error:
+        except Exception as error:  # else this rank would have no report, and count failures otherwise than the others
             log.warning("Old checkpoints were not cleaned up, the new ones are safe: %s", error)
 
     def _collect(self) -> None:
@@ -269,6 +269,7 @@ class CheckpointEngine:
             DamagedError: commits exist and none can be used.
             CheckpointError: see `Ledger.choose`.
             StoreError: the store does not answer.
+            Exception: what else failed on a rank, on all of them; the checkpoint may well be good.
         """
         skip: list[CommitKey] = []
         while True:
@@ -325,7 +326,7 @@ class CheckpointEngine:
                     (choice.generation, choice.forked_from, choice.rejected),
                 )
             except Exception as error:
-                box[0] = error
+                box[0] = portable(error)
         if self.group is not None:
             dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], Exception):
@@ -341,9 +342,10 @@ class CheckpointEngine:
 
 
 def _worst(reasons: list[BaseException]) -> BaseException:
-    """Of several ranks' failures the one that decides: a wrong model, then a silent store, then damage."""
-    for kind in (MismatchError, StoreError, DamagedError, CheckpointError):
+    """Of several ranks' failures the one that decides: a wrong model, then a silent store, then whatever else says
+    nothing of the checkpoint; damage, for which the one before is taken, only if that is all that there is."""
+    for kind in (MismatchError, StoreError):
         for reason in reasons:
             if isinstance(reason, kind):
                 return reason
-    return reasons[0]
+    return next((reason for reason in reasons if not isinstance(reason, DamagedError)), reasons[0])

@@ -23,6 +23,7 @@ from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.codec import DTYPE_NAMES
 from foundry_moe.checkpoint.commits import Ledger, new_attempt
 from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.failures import portable_errors
 from foundry_moe.checkpoint.layout import Block, plan_writes
 from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, TensorEntry, block_hash, file_hash
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, place
@@ -65,6 +66,7 @@ class ElasticSavePlanner(SavePlanner):
         self.snapshot = snapshot
         self._rank, self._world_size = rank, world_size
 
+    @portable_errors
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         if self.snapshot is None:
             self.snapshot = Snapshotter(self._rank, self._world_size).take(state_dict)
@@ -73,6 +75,7 @@ class ElasticSavePlanner(SavePlanner):
         assert self.snapshot is not None
         return SavePlan(items=[], planner_data=self.snapshot.digest)
 
+    @portable_errors
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Checks that all ranks plan from the same layout.
 
@@ -123,6 +126,7 @@ class ElasticWriter(StorageWriter):
         attempt = new_attempt(self.request.where.step)
         return [SavePlan(items=[], storage_data=attempt, planner_data=plan.planner_data) for plan in plans]
 
+    @portable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, ElasticSavePlanner) and planner.snapshot is not None
         self.attempt, self._snapshot = plan.storage_data, planner.snapshot
@@ -146,6 +150,7 @@ class ElasticWriter(StorageWriter):
         future.set_result([report])
         return future
 
+    @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._snapshot is not None and self.attempt is not None
         began = time.perf_counter()
