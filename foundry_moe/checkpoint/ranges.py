@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -211,7 +211,7 @@ class Fetcher:
 
     def stream(
         self, ranges: Sequence[Range], memory: Callable[[int, int], Sequence[memoryview]] | None = None
-    ) -> Iterator[Sequence[memoryview] | CheckpointError]:
+    ) -> Generator[Sequence[memoryview] | CheckpointError, None, None]:
         """The ranges' bytes in order, read ahead; a range that could not be read comes as its error.
 
         Args:

@@ -29,7 +29,8 @@ from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode
 from foundry_moe.checkpoint.commits import Found
 from foundry_moe.checkpoint.errors import MismatchError
-from foundry_moe.checkpoint.exchange import Needs, Traffic, exchange
+from foundry_moe.checkpoint.exchange import Fetch, Needs, Traffic, exchange
+from foundry_moe.checkpoint.failures import portable_errors
 from foundry_moe.checkpoint.layout import Block, Box, Layout
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.ranges import (
@@ -63,10 +64,12 @@ class ElasticLoadPlanner(LoadPlanner):
         self._pieces: dict[tuple[int, int, int], Box] = {}
         self._locals: dict[int, tuple[Tensor, memoryview | None]] = {}
 
+    @portable_errors
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         flat = flatten(state_dict, self._world_size, inline=False)
         self.tensors, self.layouts = dict(flat.tensors), dict(flat.layouts)
 
+    @portable_errors
     def create_local_plan(self) -> LoadPlan:
         """Raises MismatchError if the checkpoint is that of another model."""
         inline = inline_tensors(self.manifest.values)
@@ -84,6 +87,8 @@ class ElasticLoadPlanner(LoadPlanner):
                 self._fill(name, tensor)
             else:
                 self.tensors.pop(name, None)  # of a lenient section: what was saved comes as it is
+        # here, and not in `finish_plan`: a rank that failed there would miss the exchange that the others begin
+        self.read_plan = plan_reads(self.manifest, self.layouts, self.rank)
         return LoadPlan(items=[])
 
     def _described(self, name: str) -> tuple[tuple[int, ...], str]:
@@ -124,7 +129,6 @@ class ElasticLoadPlanner(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """The plan is `read_plan`: PyTorch's form of it, an object for each block, took as long as making it."""
-        self.read_plan = plan_reads(self.manifest, self.layouts, self.rank)
         return central_plan
 
     def _box(self, item: int, rank: int) -> Box:
@@ -210,6 +214,54 @@ def _with_targets(tree: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
     return tree
 
 
+class _Mover:
+    """Brings blocks to their places on one rank, and cuts pieces of them for others."""
+
+    def __init__(self, planner: ElasticLoadPlanner, fetcher: Fetcher) -> None:
+        self.planner, self._fetcher = planner, fetcher
+        self._entries = list(planner.manifest.tensors.values())
+        self._needed = {(block.item, block.index): block for block in planner.read_plan.needed}
+
+    def block(self, item: int, index: int) -> Block:
+        return self._needed[item, index]
+
+    def piece_bytes(self, block: Block, rank: int) -> int:
+        return math.prod(self.planner.piece(block, rank)[1]) * self._entries[block.item].itemsize
+
+    def cut(self, block: Block, raw: Tensor, rank: int) -> Tensor:
+        """A rank's piece of a block's bytes, contiguous."""
+        box = self.planner.piece(block, rank)
+        if box == block.box:
+            return raw
+        whole = raw.view(DTYPES[self._entries[block.item].dtype]).view(block.box[1])
+        return narrow_to(whole, block.box[0], box).contiguous().view(-1).view(torch.uint8)
+
+    def place(self, block: Block, piece: Tensor) -> None:
+        """Puts this rank's piece of a block where it belongs."""
+        dtype = DTYPES[self._entries[block.item].dtype]
+        if piece.storage_offset() % dtype.itemsize:
+            piece = piece.clone()  # it came behind a piece of a smaller dtype
+        target = self.planner.target(block)
+        target.copy_(piece.view(dtype).view(target.shape))
+
+    def read_again(self, block: Block) -> None:
+        """Does all of that for a block that a neighbour has read and checked."""
+        memory = self.planner.raw_target(block)
+        if memory is not None:
+            self._fetcher.read_again(block, memory)
+            return
+        raw = torch.empty(block.size_bytes, dtype=torch.uint8)
+        self._fetcher.read_again(block, raw.numpy().data)
+        self.place(block, self.cut(block, raw, self.planner.rank))
+
+    def targets(self, part: Range) -> list[memoryview] | None:
+        """The final memory of each of a range's blocks, if this rank needs all of them whole and can read to it."""
+        if part.size_bytes < DIRECT_BYTES * len(part.blocks):
+            return None  # small blocks: one request, and then copies
+        found = [self.planner.raw_target(block) for block, _ in part.blocks]
+        return None if any(memory is None for memory in found) else [m for m in found if m is not None]
+
+
 class ElasticReader(StorageReader):
     """Reads one commit. `traffic` says afterwards what it cost."""
 
@@ -238,11 +290,13 @@ class ElasticReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
+    @portable_errors
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         objects = self.found.manifest.objects
         seen = self.store.identity(f"{self.found.commit.attempt}/{objects[0][0]}") if objects else None
         return dataclasses.replace(plan, storage_data=seen)
 
+    @portable_errors
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tells each rank its neighbours: those that see its files through the memory of the same host."""
         alike: dict[str, set[int]] = {}
@@ -254,71 +308,29 @@ class ElasticReader(StorageReader):
             for rank, plan in enumerate(plans)
         ]
 
+    @portable_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Whatever fails in here must do so inside the exchange: torch.distributed.checkpoint would let this rank wait
+        for the others, and they would wait for what it gives."""
         assert isinstance(planner, ElasticLoadPlanner)
         began = time.perf_counter()
-        manifest, reads = self.found.manifest, planner.read_plan
-        entries = list(manifest.tensors.items())
-        blocks = {(block.item, block.index): block for block in reads.needed}
-
-        def cut(block: Block, raw: Tensor, rank: int) -> Tensor:
-            box = planner.piece(block, rank)
-            if box == block.box:
-                return raw
-            whole = raw.view(DTYPES[entries[block.item][1].dtype]).view(block.box[1])
-            return narrow_to(whole, block.box[0], box).contiguous().view(-1).view(torch.uint8)
-
-        def piece_bytes(block: Block, rank: int) -> int:
-            return math.prod(planner.piece(block, rank)[1]) * entries[block.item][1].itemsize
-
-        def place(item: int, index: int, piece: Tensor) -> None:
-            dtype = DTYPES[entries[item][1].dtype]
-            if piece.storage_offset() % dtype.itemsize:
-                piece = piece.clone()  # it came behind a piece of a smaller dtype
-            target = planner.target(blocks[item, index])
-            target.copy_(piece.view(dtype).view(target.shape))
-
-        fetcher = Fetcher(self.store, self.found.commit.attempt, manifest)
-
-        def targets(part: Range) -> list[memoryview] | None:
-            if part.size_bytes < DIRECT_BYTES * len(part.blocks):
-                return None  # small blocks: one request, and then copies
-            found = [planner.raw_target(block) for block, _ in part.blocks]
-            return None if any(memory is None for memory in found) else [m for m in found if m is not None]
-
-        neighbours = plan.storage_data
-        here = neighbours | {planner.rank}
-        ranges: list[Range] = []
-        for part in coalesce(manifest, reads.fetched, self._range_bytes(reads.fetched, neighbours)):
-            among_us = all(here.issuperset(reads.needers[block.item, block.index]) for block, _ in part.blocks)
-            if part.size_bytes <= self.store.range_bytes or (among_us and targets(part) is not None):
-                ranges.append(part)
-            else:  # it will pass through memory that is kept for it
-                ranges += coalesce(manifest, [block for block, _ in part.blocks], self.store.range_bytes)
-
-        def read_again(block: Block) -> None:
-            memory = planner.raw_target(block)
-            if memory is not None:
-                fetcher.read_again(block, memory)
-                return
-            raw = torch.empty(block.size_bytes, dtype=torch.uint8)
-            fetcher.read_again(block, raw.numpy().data)
-            place(block.item, block.index, cut(block, raw, planner.rank))
-
+        fetcher = Fetcher(self.store, self.found.commit.attempt, self.found.manifest)
+        mover = _Mover(planner, fetcher)
+        neighbours, needers = plan.storage_data, planner.read_plan.needers
         try:
             exchange(
-                ranges,
-                lambda memory: fetcher.stream(ranges, memory),
+                lambda: self._fetches(mover, neighbours),
+                fetcher.stream,
                 Needs(
-                    receivers=lambda block: reads.needers[block.item, block.index],
-                    piece_bytes=piece_bytes,
-                    block=lambda item, index: blocks[item, index],
+                    receivers=lambda block: needers[block.item, block.index],
+                    piece=planner.piece,
+                    piece_bytes=mover.piece_bytes,
+                    block=mover.block,
                     neighbours=neighbours,
-                    read_again=read_again,
-                    targets=targets,
+                    cut=mover.cut,
+                    place=mover.place,
+                    read_again=mover.read_again,
                 ),
-                cut,
-                place,
                 self.group,
                 self.traffic,
             )
@@ -329,6 +341,26 @@ class ElasticReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _fetches(self, mover: _Mover, neighbours: frozenset[int]) -> list[Fetch]:
+        """What this rank fetches, in ranges: wide ones of what is read straight to its place, and otherwise such as
+        pass through memory that is kept for them."""
+        manifest, reads = self.found.manifest, mover.planner.read_plan
+        here = neighbours | {mover.planner.rank}
+
+        def into(part: Range) -> list[memoryview] | None:
+            among_us = all(here.issuperset(reads.needers[block.item, block.index]) for block, _ in part.blocks)
+            return mover.targets(part) if among_us else None
+
+        fetches: list[Fetch] = []
+        for part in coalesce(manifest, reads.fetched, self._range_bytes(reads.fetched, neighbours)):
+            memory = into(part)
+            if memory is not None or part.size_bytes <= self.store.range_bytes:
+                fetches.append(Fetch(part=part, into=memory))
+            else:
+                narrow = coalesce(manifest, [block for block, _ in part.blocks], self.store.range_bytes)
+                fetches += [Fetch(part=piece, into=into(piece)) for piece in narrow]
+        return fetches
 
     def _range_bytes(self, fetched: Sequence[Block], neighbours: frozenset[int]) -> int:
         """Neighbours hear of each range, and a word costs more than a millisecond of a core (976 MiB on four ranks took

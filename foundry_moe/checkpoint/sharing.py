@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.checkpoint.failures import FirstError
+
 
 class SharedSlots:
     """This rank's slots, and those of the ranks whose memory it can read.
@@ -23,33 +25,29 @@ class SharedSlots:
         readers: ranks that can read this one's slots.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, group: dist.ProcessGroup | None) -> None:
-        """Collective over `group`; the sizes may differ from rank to rank. None is a single process."""
+    def __init__(self, slots: int, slot_bytes: int, group: dist.ProcessGroup | None, failure: FirstError) -> None:
+        """Collective over `group`; the sizes may differ from rank to rank. None is a single process.
+
+        Args:
+            failure: is told if this rank has no memory for its slots; it takes part to the end all the same.
+        """
         self.slots, self.slot_bytes = slots, slot_bytes
         self.readers: frozenset[int] = frozenset()
         self._peers: dict[int, tuple[Tensor, int, int]] = {}
-        size_bytes = slots * slot_bytes
         world = dist.get_world_size(group) if group is not None else 1
-        if world == 1 or not hasattr(os, "memfd_create"):
-            self._own = torch.empty(size_bytes, dtype=torch.uint8)
-            if world == 1:
-                return
-        handle = -1
-        if hasattr(os, "memfd_create"):
-            handle = os.memfd_create("checkpoint-load")
-            self._own = _map(handle, size_bytes)
+        made = failure.guard(_allocate, slots * slot_bytes, shared=world > 1)
+        self._own, handle = made or (torch.empty(0, dtype=torch.uint8), -1)
+        if world == 1:
+            return
         me = (_host(), os.getpid(), handle, slots, slot_bytes)
         everyone: list[tuple[str, int, int, int, int]] = [me] * world
         dist.all_gather_object(everyone, me, group=group)
         rank = dist.get_rank(group)
         for peer, (host, pid, peer_handle, peer_slots, peer_slot_bytes) in enumerate(everyone):
             if peer != rank and host == me[0] and min(peer_handle, handle) >= 0 and peer_slot_bytes:
-                try:
-                    opened = os.open(f"/proc/{pid}/fd/{peer_handle}", os.O_RDWR)
-                except OSError:
-                    continue
-                self._peers[peer] = (_map(opened, peer_slots * peer_slot_bytes), peer_slots, peer_slot_bytes)
-                os.close(opened)
+                memory = failure.guard(_map_of_peer, pid, peer_handle, peer_slots * peer_slot_bytes)
+                if memory is not None:
+                    self._peers[peer] = (memory, peer_slots, peer_slot_bytes)
         readable: list[set[int]] = [set()] * world
         dist.all_gather_object(readable, set(self._peers), group=group)
         self.readers = frozenset(peer for peer, opened_by in enumerate(readable) if rank in opened_by)
@@ -79,6 +77,31 @@ def _host() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"{platform.node()} {os.getpid()}"
+
+
+def _allocate(size_bytes: int, *, shared: bool) -> tuple[Tensor, int]:
+    """Memory, and the handle by which peers can open it: -1 if they cannot."""
+    if shared and hasattr(os, "memfd_create"):
+        handle = -1
+        try:
+            handle = os.memfd_create("checkpoint-load")
+            return _map(handle, size_bytes), handle
+        except OSError:  # no handles left, or forbidden: then it is sent
+            if handle >= 0:
+                os.close(handle)
+    return torch.empty(size_bytes, dtype=torch.uint8), -1
+
+
+def _map_of_peer(pid: int, handle: int, size_bytes: int) -> Tensor | None:
+    """A peer's memory; None if this process cannot open it."""
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
+        try:
+            return _map(opened, size_bytes)
+        finally:
+            os.close(opened)
+    except OSError:
+        return None
 
 
 def _map(handle: int, size_bytes: int) -> Tensor:

@@ -1,0 +1,191 @@
+"""Loads on each rank of a launch while a rank fails at one step of the exchange; then loads again, undisturbed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from foundry_moe.checkpoint import reader, sharing
+from foundry_moe.checkpoint.engine import CheckpointEngine
+from foundry_moe.checkpoint.errors import DamagedError, StoreError
+from foundry_moe.checkpoint.ranges import Fetcher
+from foundry_moe.checkpoint.store_file import FileStore
+
+# 1 MiB on each of 4 ranks, which is read straight to its place if it is needed whole, and 16 KiB, which never is
+SHAPES = [(512, 2048)] * 6 + [(64, 256)] * 8
+
+
+class TwoPartError(Exception):
+    """Cannot be made again from its message alone, so pickle brings it to no other rank."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "device": lambda: torch.OutOfMemoryError("injected: the device has no memory"),
+    "memory": lambda: MemoryError("injected: no memory"),
+    "os": lambda: OSError(5, "injected: input/output error"),
+    "bug": lambda: TwoPartError("injected:", "a bug"),
+    "silent store": lambda: StoreError("injected: the store does not answer"),
+    "damage": lambda: DamagedError("injected: a block does not have the recorded hash"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Where which rank fails.
+
+    way: how ranks reach each other's bytes: neighbours | shared | sent.
+    whole: each rank needs all of the tensors, and not some columns of each.
+    step: plan | slots | read | cut | place | read_again.
+    call: which call of it fails.
+    errors: by rank.
+    """
+
+    way: str
+    whole: bool
+    step: str
+    call: int = 2
+    errors: dict[int, str] = field(default_factory=lambda: {1: "device"})
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a load ended on one rank; `struck` says that the error was injected there."""
+
+    kind: str
+    message: str
+    seconds: float
+    step: int | None
+    struck: bool
+
+
+def truth(index: int, step: int) -> torch.Tensor:
+    rows, columns = SHAPES[index]
+    return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns) * (index + 1) + step
+
+
+def make_state(placement: Replicate | Shard, step: int | None) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = {}
+    for index, shape in enumerate(SHAPES):
+        whole = truth(index, step) if step is not None else torch.full(shape, -1.0)
+        local = whole
+        if isinstance(placement, Shard):
+            local = whole.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()].contiguous()
+        tensors[f"w{index:02}"] = DTensor.from_local(local.clone(), mesh, [placement], run_check=False)
+    return {"model": tensors}
+
+
+@contextmanager
+def reached(way: str) -> Iterator[None]:
+    """Ranks read again what a neighbour has read, or share memory, or neither."""
+    with mock.patch.object(FileStore, "identity", FileStore.identity if way == "neighbours" else lambda *_: None):
+        memfd = os.memfd_create
+        if way == "sent":
+            del os.memfd_create
+        try:
+            yield
+        finally:
+            os.memfd_create = memfd
+
+
+@contextmanager
+def injected(case: Case) -> Iterator[list[str]]:
+    """Makes one call of one step fail on this rank; yields a list that then says so."""
+    struck: list[str] = []
+    calls = 0
+
+    def failing(function: Callable[..., Any], counts: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+        def call(*arguments: Any, **keys: Any) -> Any:
+            nonlocal calls
+            calls += counts(*arguments)
+            if calls == case.call and not struck:
+                struck.append(case.step)
+                raise ERRORS[case.errors[dist.get_rank()]]()
+            return function(*arguments, **keys)
+
+        return call
+
+    def needs(**keys: Any) -> Any:
+        if case.step == "plan":
+            keys["piece_bytes"] = failing(keys["piece_bytes"])
+        elif case.step == "cut":
+            keys["cut"] = failing(keys["cut"], lambda block, raw, rank: case.way != "sent" or rank != dist.get_rank())
+        else:
+            keys[case.step] = failing(keys[case.step])
+        return Needs(**keys)
+
+    Needs = reader.Needs
+    if case.step == "read":
+        patch = mock.patch.object(Fetcher, "fetch", failing(Fetcher.fetch))
+    elif case.step == "slots":
+        patch = mock.patch.object(sharing, "_map", failing(sharing._map))
+    else:
+        patch = mock.patch.object(reader, "Needs", needs)
+    with patch:
+        yield struck
+
+
+def load(engine: CheckpointEngine, whole: bool, case: Case | None = None) -> Ended:
+    """One load, checked if it succeeds."""
+    placement = Replicate() if whole else Shard(1)
+    state, began = make_state(placement, None), time.perf_counter()
+    struck: list[str] = []
+    try:
+        if case is not None and dist.get_rank() in case.errors:
+            with injected(case) as struck:
+                loaded = engine.load(state)
+        else:
+            loaded = engine.load(state)
+    except Exception as error:
+        return Ended(type(error).__name__, str(error), time.perf_counter() - began, None, bool(struck))
+    assert loaded is not None
+    expected = make_state(placement, loaded.step)["model"]
+    for name, tensor in state["model"].items():
+        assert torch.equal(tensor.to_local(), expected[name].to_local()), name
+    return Ended("loaded", "", time.perf_counter() - began, loaded.step, bool(struck))
+
+
+def save(folder: str) -> None:
+    """Commits of steps 1 and 2."""
+    engine = CheckpointEngine(FileStore(folder), group=dist.new_group(backend="gloo"))
+    for step in (1, 2):
+        engine.save(make_state(Shard(0), step), step)
+        report = engine.wait()
+        assert report is not None and report.error is None
+
+
+def fail_each(folder: str, cases: list[Case], timeout_s: float) -> list[tuple[Case, list[Ended], list[Ended]]]:
+    """For each case how a load ends on each rank, and then one without an injected error on the same group."""
+    save(folder)
+    results = []
+    for case in cases:
+        store = FileStore(folder)
+        store.range_bytes = 2**20  # several rounds
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        engine = CheckpointEngine(store, group=group)
+        with reached(case.way):
+            failed, again = _of_all(load(engine, case.whole, case)), []
+            if max(ended.seconds for ended in failed) < timeout_s:  # else the group is broken
+                again = _of_all(load(engine, case.whole))
+        results.append((case, failed, again))
+    return results
+
+
+def _of_all(ended: Ended) -> list[Ended]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, ended)
+    return every

@@ -1,0 +1,92 @@
+"""A rank that fails at any step of a load ends it on all ranks, at once, with its error; the group stays usable."""
+
+from __future__ import annotations
+
+import pytest
+
+from foundry_moe.checkpoint.failures import FirstError, portable
+from foundry_moe.checkpoint.sharing import SharedSlots
+from foundry_moe.parallel.launch import run_processes
+from tests.checkpoint import exchange_worker as worker
+from tests.checkpoint.exchange_worker import Case
+
+PRELOAD = ("foundry_moe.checkpoint.engine", "torch._dynamo")
+RANKS = 4
+TIMEOUT_S = 30.0  # of the group: for so long ranks would wait for one that left
+AT_ONCE_S = 5.0
+
+STEPS = {
+    "neighbours": ("plan", "read", "cut", "place", "read_again"),
+    "shared": ("plan", "slots", "read", "cut", "place"),
+    "sent": ("plan", "read", "cut", "place"),
+}
+EVERYWHERE = [Case(way=way, whole=False, step=step) for way, steps in STEPS.items() for step in steps]
+WHOLE = [Case(way="neighbours", whole=True, step=step) for step in ("plan", "read", "read_again")]
+FIRST_CALL = [Case(way="shared", whole=True, step=step, call=1) for step in ("plan", "slots", "read")]
+KINDS = [Case(way="sent", whole=True, step="read", errors={1: error}) for error in worker.ERRORS]
+TWO = [
+    Case(way="neighbours", whole=False, step="read", errors={0: "damage", 2: "device"}),
+    Case(way="neighbours", whole=False, step="read", errors={0: "damage", 2: "silent store"}),
+]
+UNSHARED = [Case(way="shared", whole=False, step="slots", call=call, errors={2: "os"}) for call in (1, 2)]
+
+
+def text(case: Case) -> str:
+    return f"{case.way}, {'whole' if case.whole else 'cut'}, {case.step} {case.call}, {case.errors}"
+
+
+def test_a_rank_that_fails_ends_the_load_on_all_ranks_with_its_error(tmp_path) -> None:
+    cases = [*EVERYWHERE, *WHOLE, *FIRST_CALL, *KINDS, *TWO, *UNSHARED]
+    results = run_processes(
+        worker.fail_each, str(tmp_path), cases, TIMEOUT_S, world_size=RANKS, timeout_s=300.0, preload=PRELOAD
+    )
+    for case, ended, again in results:
+        at = text(case)
+        assert [rank for rank in range(RANKS) if ended[rank].struck] == sorted(case.errors), at
+        assert max(one.seconds for one in ended) < AT_ONCE_S, f"{at}: {ended}"
+        assert all((one.kind, one.message, one.step) == _expected(case) for one in ended), f"{at}: {ended}"
+        assert all((one.kind, one.step) == ("loaded", 2) for one in again), f"{at}, after it: {again}"
+    assert len(results) == len(cases)
+
+
+def _expected(case: Case) -> tuple[str, str, int | None]:
+    """Kind and message of the error that all ranks raise, or the step that all load."""
+    if case in UNSHARED:
+        return "loaded", "", 2  # what cannot be shared is sent
+    decides = case.errors[max(case.errors)]  # in TWO, who saw no damage: it may be that nothing else is wrong
+    if decides == "damage":
+        return "loaded", "", 1  # the commit before
+    error = portable(worker.ERRORS[decides]())
+    return type(error).__name__, str(error), None
+
+
+def test_an_error_that_pickle_cannot_bring_is_said_in_another() -> None:
+    error = worker.TwoPartError("one", "two")
+    said = portable(error)
+    assert str(said) == "TwoPartError: one two" and said.__cause__ is error
+    plain = MemoryError("no memory")
+    assert portable(plain) is plain
+
+
+def test_the_first_error_is_kept_and_nothing_runs_after_it() -> None:
+    failure, ran = FirstError(), []
+
+    def fail(name: str) -> None:
+        ran.append(name)
+        raise ValueError(name)
+
+    assert failure.guard(len, "four") == 4
+    assert failure.guard(fail, "first") is None and failure.guard(fail, "second") is None
+    assert ran == ["first"] and str(failure.error) == "first"
+    with pytest.raises(KeyboardInterrupt):
+        FirstError().guard(_interrupt)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_slots_without_memory_say_so() -> None:
+    failure = FirstError()
+    SharedSlots(2**20, 2**40, None, failure)
+    assert failure.error is not None
