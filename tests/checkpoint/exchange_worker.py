@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from foundry_moe.checkpoint import reader, sharing
+from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
 from foundry_moe.checkpoint.ranges import Fetcher
@@ -189,3 +190,28 @@ def _of_all(ended: Ended) -> list[Ended]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, ended)
     return every
+
+
+def fail_beside_the_exchange(folder: str, timeout_s: float) -> dict[str, list[Ended]]:
+    """How a save ends of which one rank's part fails, and a load of which the choice of a commit does."""
+    save(folder)
+
+    def bug(*_: Any, **__: Any) -> None:
+        raise ERRORS["bug"]()
+
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    engine = CheckpointEngine(FileStore(folder), group=group)
+    results = {}
+    for name, owner, method, rank in (("write", FileStore, "put_large", 1), ("commit", Ledger, "record", 0)):
+        began = time.perf_counter()
+        with mock.patch.object(owner, method, bug if dist.get_rank() == rank else getattr(owner, method)):
+            engine.save(make_state(Shard(0), 3), 3)
+            report = engine.wait()
+        assert report is not None
+        results[f"save: {name}"] = _of_all(Ended("", report.error or "", time.perf_counter() - began, None, False))
+    with mock.patch.object(Ledger, "choose", bug):
+        results["load: choose"] = _of_all(load(engine, whole=True))
+    with mock.patch.object(reader, "plan_reads", bug if dist.get_rank() == 1 else reader.plan_reads):
+        results["load: plan"] = _of_all(load(engine, whole=True))
+    results["nothing"] = _of_all(load(engine, whole=True))
+    return results

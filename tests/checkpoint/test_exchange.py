@@ -49,6 +49,17 @@ def test_a_rank_that_fails_ends_the_load_on_all_ranks_with_its_error(tmp_path) -
     assert len(results) == len(cases)
 
 
+def test_an_error_that_pickle_cannot_bring_ends_a_save_and_a_load_on_all_ranks(tmp_path) -> None:
+    results = run_processes(
+        worker.fail_beside_the_exchange, str(tmp_path), TIMEOUT_S, world_size=RANKS, timeout_s=200.0, preload=PRELOAD
+    )
+    assert [(ended.kind, ended.step) for ended in results.pop("nothing")] == [("loaded", 2)] * RANKS
+    assert len(results) == 4
+    for name, ended in results.items():
+        assert all("TwoPartError: injected: a bug" in one.message for one in ended), f"{name}: {ended}"
+        assert max(one.seconds for one in ended) < AT_ONCE_S, f"{name}: {ended}"
+
+
 def _expected(case: Case) -> tuple[str, str, int | None]:
     """Kind and message of the error that all ranks raise, or the step that all load."""
     if case in UNSHARED:
