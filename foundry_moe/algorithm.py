@@ -17,9 +17,6 @@ from foundry_moe.layers.moe import MoELayer
 
 __all__ = ["DMoE", "apply_dmoe"]
 
-# keys that change what the saved weights compute; of others, such as losses or backends, a resumed run may change
-_MEANING = ("num_experts", "expert_hidden_size", "activation", "layers", "shared_expert_hidden_size", "gate")
-
 
 class DMoE(Algorithm):
     """Dropless Mixture-of-Experts: replaces feed-forward blocks by experts when training begins.
@@ -53,23 +50,6 @@ class DMoE(Algorithm):
     def required_on_load() -> bool:
         """A checkpoint of a model with experts cannot be loaded into one without."""
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"repr": repr(self), "settings": self._settings}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuses a checkpoint whose experts mean something else than ours, though its tensors fit.
-
-        Raises:
-            ValueError: names the key and both values.
-        """
-        saved = from_mapping(MoEConfig, state["settings"], "the checkpoint's algorithms.dmoe")
-        for key in _MEANING:
-            theirs, ours = getattr(saved, key), getattr(self.config, key)
-            if theirs != ours:
-                raise ValueError(
-                    f"algorithms.dmoe.{key} ({ours}): the checkpoint was trained with {theirs}; use that, or start anew"
-                )
 
     def match(self, event: Event, state: State) -> bool:
         return event in (Event.INIT, Event.AFTER_LOSS)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundry_moe.algorithm import DMoE
 from foundry_moe.callbacks.expert_load import ExpertLoad
+from foundry_moe.callbacks.steps import RouterSteps
 from foundry_moe.conversion import moe_layers
 from foundry_moe.models.mpt import DMoECausalLM
 
@@ -168,11 +169,17 @@ def test_sdpa_is_the_default_and_equals_torch_attention():
     torch.testing.assert_close(model(batch).logits, plain(batch).logits)
 
 
-def save_and_load(tmp_path, first: dict, second: dict) -> Trainer:
-    trainer = fit(llama(), algorithms=[DMoE(**first)], duration="2ba", save_folder=str(tmp_path), save_interval="2ba")
-    path = str(tmp_path / "ep0-ba2-rank0.pt")
-    del trainer
-    return fit(llama(), algorithms=[DMoE(**second)], duration="4ba", load_path=path)
+def converted(moe: dict, **keys) -> Trainer:
+    return fit(llama(), algorithms=[DMoE(**moe)], **keys)
+
+
+def built(moe: dict, **keys) -> Trainer:
+    return fit(mpt(moe=moe), algorithms=[RouterSteps()], **keys)
+
+
+def save_and_load(tmp_path, first: dict, second: dict, train=converted) -> Trainer:
+    train(first, duration="2ba", save_folder=str(tmp_path), save_interval="2ba")
+    return train(second, duration="4ba", load_path=str(tmp_path / "ep0-ba2-rank0.pt"))
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
@@ -181,10 +188,15 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
     assert torch.equal(flat(resumed.state.model), flat(whole.state.model))
 
 
+@pytest.mark.parametrize("train", [converted, built])
 @pytest.mark.parametrize("change", [{"activation": "geglu"}, {"gate": {"name": "topk", "score": "sigmoid"}}])
-def test_a_checkpoint_of_other_experts_is_refused_by_name(tmp_path, change):
-    with pytest.raises(ValueError, match=f"algorithms.dmoe.{next(iter(change))} .* the checkpoint was trained with"):
-        save_and_load(tmp_path, MOE, {**MOE, **change})
+def test_a_checkpoint_of_other_experts_is_refused_by_name(tmp_path, train, change):
+    with pytest.raises(ValueError, match=f"experts' {next(iter(change))} .* the checkpoint was trained with"):
+        save_and_load(tmp_path, {**MOE, "activation": "swiglu"}, {**MOE, "activation": "swiglu", **change}, train)
+
+
+def test_saying_what_was_the_default_is_no_change(tmp_path):
+    save_and_load(tmp_path, MOE, {**MOE, "gate": {"name": "topk", "score": "softmax"}}, built)
 
 
 def test_losses_may_change_from_run_to_run(tmp_path):

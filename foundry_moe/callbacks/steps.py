@@ -1,8 +1,9 @@
-"""Composer's side of gates: tells them the time, what ranks share, and the loads of each step."""
+"""Composer's side of gates: tells them the time, what ranks share, and the loads of each step; knows them again."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from foundry_moe.callbacks.mesh import count_samples
 from foundry_moe.conversion import batch_context, moe_layers
 from foundry_moe.layers.context import BatchContext, stay, unchanged
+from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.progress import Progress
 from foundry_moe.layers.steps import note_loads, step_gates
 from foundry_moe.parallel.sharing import RankSums
@@ -39,6 +41,20 @@ def progress_of(state: State) -> Progress:
     )
 
 
+# keys that change what the saved weights compute; of others, such as losses or backends, a resumed run may change
+_MEANING = ("num_experts", "expert_hidden_size", "activation", "shared_expert_hidden_size")
+
+
+def meaning_of(layers: list[MoELayer]) -> dict[str, Any]:
+    """What saved weights mean beyond their shapes, of a model's layers: equal configurations save for their index."""
+    first = layers[0]
+    return {
+        "layers": [layer.layer_index for layer in layers],
+        "gate": {"name": first.config.gate["name"], **asdict(first.gate.config)},
+        **{key: getattr(first.config, key) for key in _MEANING},
+    }
+
+
 class RouterSteps(Algorithm):
     """Gates that follow the time or learn from loads need this: schedules, DeepSeek's bias, `balance_over: batch`.
 
@@ -46,15 +62,27 @@ class RouterSteps(Algorithm):
     Composer's Trainer and that model, put it among the algorithms.
 
     As an algorithm it runs before all callbacks: what these save at the end of a batch is after the gates' step.
+    It also refuses to go on from a checkpoint whose experts mean something else than the model's, though they fit.
 
     YAML::
 
         algorithms:
           dmoe_steps: {}
+
+    Raises:
+        ValueError: when training begins, for such a checkpoint; names the key and both values.
     """
 
     def __init__(self) -> None:
         self._before: list[Tensor] = []
+        self._meaning: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "meaning": self._meaning}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state.get("meaning") or {}
 
     def match(self, event: Event, state: State) -> bool:
         return event in _EVENTS
@@ -64,6 +92,7 @@ class RouterSteps(Algorithm):
         if context is None:
             return
         if event == Event.FIT_START:
+            self._compare(moe_layers(state.model))
             _share(context)
         elif event == Event.BATCH_START:
             context.progress = progress_of(state)
@@ -74,6 +103,15 @@ class RouterSteps(Algorithm):
         else:
             context.batch_counts = {}
             step_gates(moe_layers(state.model), self._before, progress_of(state))
+
+    def _compare(self, layers: list[MoELayer]) -> None:
+        self._meaning = meaning_of(layers)
+        for key, ours in self._meaning.items():
+            theirs = self._loaded.get(key, ours)
+            if theirs != ours:
+                raise ValueError(
+                    f"experts' {key} ({ours}): the checkpoint was trained with {theirs}; use that, or start anew"
+                )
 
 
 def _share(context: BatchContext) -> None:
