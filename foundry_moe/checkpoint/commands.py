@@ -138,7 +138,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         print(f"  {section:10} {count:>6} tensors  {blocks:>7} blocks  {_size(size)}")
     shapes = expert_shapes(manifest)
     for (experts, width), name in shapes.sizes.items():
-        print(f"  experts of {name}: mesh.expert must divide {experts}, mesh.shard must divide {width}")
+        print(f"  experts of {name}: mesh.expert must divide {experts}, and beside it mesh.shard must divide {width}")
     for gpus in arguments.gpus or [int(info.get("world_size", 1))]:
         meshes = " ".join(f"({r},{s},{e})" for r, s, e in meshes_that_hold(manifest, gpus))
         print(f"meshes of {gpus} that can read it (replicate, shard, expert): {meshes or 'none'}")

@@ -19,11 +19,14 @@ class ExpertShapes:
     sizes: dict[tuple[int, int], str]
 
     def problem(self, *, expert: int, shard: int) -> str | None:
-        """Why a mesh cannot hold these experts; None if it can. FSDP2 wants dimension 1 divided evenly."""
+        """Why a mesh cannot hold these experts; None if it can.
+
+        With `expert` above 1 `shard` cuts dimension 1, which FSDP2 wants divided evenly; with 1 it may cut the experts.
+        """
         for (experts, width), name in self.sizes.items():
             if experts % expert:
                 return f"expert ({expert}) must divide the {experts} experts of {name}"
-            if width % shard:
+            if expert > 1 and width % shard:
                 return f"shard ({shard}) must divide dimension 1 ({width}) of {name}"
         return None
 

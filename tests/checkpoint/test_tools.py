@@ -42,7 +42,7 @@ def test_ls_and_show_say_what_is_there(folder, capsys) -> None:
     assert [line.split()[0] for line in lines] == ["step", "3", "2", "1"]
     assert tool("show", folder, "--gpus", 8, "--tensors") == 0
     out = capsys.readouterr().out
-    assert "step 3, attempt" in out and "mesh.expert must divide 4, mesh.shard must divide 16" in out
+    assert "step 3, attempt" in out and "mesh.expert must divide 4, and beside it mesh.shard must divide 16" in out
     assert "(8,1,1)" in out and "(2,1,4)" in out and "(1,1,8)" not in out and "(1,8,1)" in out
     assert "model.experts bfloat16 [4, 16, 64] 1 blocks" in out or "4 blocks" in out
     assert tool("show", folder, "--step", 7) == 1
@@ -54,7 +54,11 @@ def test_a_mesh_that_cannot_hold_it_is_named_by_its_sizes(folder) -> None:
     shapes = expert_shapes(found.manifest)
     assert shapes.problem(expert=3, shard=1) == "expert (3) must divide the 4 experts of model.experts"
     assert shapes.problem(expert=4, shard=5) == "shard (5) must divide dimension 1 (16) of model.experts"
-    assert list(meshes_that_hold(found.manifest, 3)) == [(3, 1, 1)]
+    assert list(meshes_that_hold(found.manifest, 3)) == [
+        (3, 1, 1),
+        (1, 3, 1),
+    ]  # without expert ranks any shard will do
+    assert (1, 3, 2) not in list(meshes_that_hold(found.manifest, 6))
 
 
 def test_verify_reads_everything(folder, capsys) -> None:
