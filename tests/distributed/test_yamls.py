@@ -46,6 +46,13 @@ def test_all_runs_but_the_demo_are_here() -> None:
     assert found == {*CLUSTERS, "demo/cpu"}
 
 
+@pytest.mark.parametrize("name", [name for name in CLUSTERS if "bench" not in name])
+def test_a_run_goes_on_by_itself_with_the_machines_that_are_left(name: str) -> None:
+    run = load(name)
+    assert run["callbacks"]["elastic_checkpoint"]["folder"].startswith(run["variables"]["run"] + "/")
+    assert "save_folder" not in run
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_a_run_is_built_for_its_cluster_with_the_planned_bytes_on_a_rank(
     name: str, monkeypatch: pytest.MonkeyPatch

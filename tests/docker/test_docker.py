@@ -334,6 +334,9 @@ def test_manifest_gives_what_the_entrypoint_reads() -> None:
     assert uid and pod["securityContext"]["runAsUser"] == int(uid.group(1))
     words = command(*container["args"], JOB_COMPLETION_INDEX="1", NPROC="8", **variables)
     assert after(words, "--nnodes") == "1:2"
+    mounts = tuple(mount["mountPath"] + "/" for mount in container["volumeMounts"])
+    given = dict(word.split("=", 1) for word in container["args"][1:])
+    assert all(given[f"variables.{name}"].startswith(mounts) for name in ("data", "run"))
     known = ENTRYPOINT.read_text()
     assert all(name in known for name in variables)
 
