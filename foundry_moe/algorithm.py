@@ -71,9 +71,12 @@ class DMoE(Algorithm):
     def _put_experts(self, state: State) -> list[MoELayer]:
         """A run that asked for experts and got none would train a dense model for days: here it is an error."""
         with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             layers = apply_dmoe(state.model, self.config, state.optimizers)
         if not layers:
             raise ValueError(f"algorithms.dmoe: {caught[-1].message}")
+        for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once a layer
+            warnings.warn(text, stacklevel=2)
         return layers
 
 

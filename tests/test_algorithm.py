@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -131,6 +132,20 @@ def test_a_run_in_which_nothing_matches_is_refused(layers):
             block.mlp = torch.nn.Linear(32, 32)
     with pytest.raises(ValueError, match=r"algorithms\.dmoe: dMoE changed nothing"):
         Trainer(model=model, algorithms=[DMoE(**MOE, layers=layers)], device="cpu", progress_bar=False)
+
+
+def test_nothing_matching_is_an_error_where_warnings_are_off_too():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="selects none of 2"):
+            fit(llama(), algorithms=[DMoE(**MOE, layers={"every": 9})])
+
+
+def test_a_gates_warning_is_passed_on_once():
+    algorithm = DMoE(num_experts=4, top_k=2, gate={"name": "expert_choice"})
+    with pytest.warns(UserWarning, match="a causal model sees its future") as caught:
+        fit(llama(), algorithms=[algorithm], duration="1ba")
+    assert sum("sees its future" in str(warning.message) for warning in caught) == 1
 
 
 def test_algorithm_and_model_entry_together_are_refused():
