@@ -164,6 +164,11 @@ def test_ffn_type_builds_the_layers_that_moe_builds():
     assert len({id(layer.context) for layer in moe_layers(by_type)}) == 1
 
 
+def test_model_entry_without_a_layer_of_experts_is_refused():
+    with pytest.raises(ValueError, match=r"model.moe.layers \({'every': 9}\) selects none"):
+        mpt(moe={**MOE, "layers": {"every": 9}})
+
+
 def test_model_entry_refuses_both_ways_at_once():
     with pytest.raises(ValueError, match="both configure the experts: keep one"):
         mpt(ffn_config={"ffn_type": "dmoe", **MOE})

@@ -46,7 +46,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
         loss_fn: torch_crossentropy, since fused_crossentropy needs flash-attn.
 
     Raises:
-        ValueError: a key or value of `moe` that cannot be, or both ways of configuring at once.
+        ValueError: a key or value of `moe` that cannot be, no layer selected, or both ways of configuring at once.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class DMoECausalLM(ComposerMPTCausalLM):
         super().__init__(loss_fn=loss_fn, **kwargs)
         self._use_sdpa()
         if config is not None:
-            apply_dmoe(self.model, config)
+            if not apply_dmoe(self.model, config):
+                raise ValueError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
         else:
             self._adopt_layers()
 
