@@ -201,6 +201,8 @@ class MeshConfig:
     reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded
         until then. Over `replicate` they are summed once a batch.
     compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU).
+    spares: let GPUs wait that the mesh or the batch size has no place for, in place of an error: after a restart on
+        fewer nodes.
     """
 
     expert: int | Literal["auto"] = 1
@@ -210,6 +212,7 @@ class MeshConfig:
     chunks: int = 1
     reduce: str = "microbatch"
     compile: str = "none"
+    spares: bool = False
 
     def __post_init__(self) -> None:
         for name in ("expert", "shard", "replicate"):
@@ -221,6 +224,8 @@ class MeshConfig:
         one_of("mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         one_of("mesh.reduce", self.reduce, REDUCE)
         one_of("mesh.compile", self.compile, COMPILE)
+        if self.spares and self.shard == AUTO:
+            raise ValueError("mesh.spares needs mesh.shard as a number: auto takes all GPUs, and leaves none to wait")
 
 
 @dataclass(frozen=True, kw_only=True)

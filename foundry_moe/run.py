@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry_moe.checkpoint.config import checkpoint_config
 from foundry_moe.config import META_NEEDS_MESH, MeshConfig, MoEConfig, check_compilation, from_mapping, section
 from foundry_moe.layers.gates.registry import check_gate
-from foundry_moe.parallel.mesh import plan_mesh
+from foundry_moe.parallel.spares import ranks_in_use
 
 MODEL = "dmoe_causal_lm"
 # our names, by the entry-point group in which LLM Foundry looks them up
@@ -119,13 +119,28 @@ def _check_name(where: str, names: Iterable[Any], group: str) -> None:
 
 def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> None:
     check_compilation(run)
-    world_size = os.environ.get("WORLD_SIZE")
-    if world_size is None:
+    if "WORLD_SIZE" not in os.environ:
         return
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    plan_mesh(mesh, world_size=int(world_size), ranks_per_node=ranks_per_node, num_experts=config.num_experts)
-    if int(world_size) > 1 and run.get("fsdp_config") is None:
+    if ranks_that_train(run, config) > 1 and run.get("fsdp_config") is None:
         raise ValueError("mesh is for FSDP2, which this run does not ask for: add `fsdp_config: {}` to it")
+
+
+def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
+    """How many of the launcher's ranks the mesh has a place for; all, without a mesh.
+
+    Raises:
+        ValueError: see `ranks_in_use`.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config is None or config.mesh_config is None:
+        return world_size
+    return ranks_in_use(
+        config.mesh_config,
+        world_size=world_size,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        num_experts=config.num_experts,
+        batch_size=run.get("global_train_batch_size"),
+    )
 
 
 def check_surroundings(run: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The training command: `composer -n 8 foundry_moe/train.py run.yaml key=value ...`.
 
 A thin door to LLM Foundry's trainer, which does the work. It adds three things: it checks our keys before anything
-slow is imported, reads `fsdp_config` as FSDP2, and ends a run that was complete already without an error.
+slow is imported, reads `fsdp_config` as FSDP2, and ends a run that was complete already without an error. Ranks that
+the mesh has no place for wait (`mesh.spares`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 import warnings
 
 from foundry_moe.errors import run_cleanly
-from foundry_moe.run import check_files, check_run, load_run, plain
+from foundry_moe.parallel.spares import dismiss, take_place, wait_as_spare
+from foundry_moe.run import check_files, check_run, load_run, plain, ranks_that_train
 
 # said by Composer and torch of their own code, every few batches
 _NOISE = ("To copy construct from a tensor", "'pin_memory' argument is set as true but no accelerator is found")
@@ -25,8 +27,12 @@ def train(arguments: list[str]) -> int:
         print(USAGE)
         return 0 if arguments else 2
     run = load_run(arguments[0], arguments[1:], USAGE)
-    check_run(plain(run))
+    config = check_run(plain(run))
     check_files(plain(run))
+    launched, ranks = int(os.environ.get("WORLD_SIZE", "1")), ranks_that_train(plain(run), config)
+    if not take_place(ranks):
+        wait_as_spare()
+        return 0
     os.environ.setdefault("FSDP_VERSION", "2")
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
@@ -39,6 +45,7 @@ def train(arguments: list[str]) -> int:
         train_with_foundry(run)
     except TrainingComplete as done:
         print(done)
+    dismiss(launched - ranks)
     return 0
 
 

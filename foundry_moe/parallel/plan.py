@@ -16,6 +16,7 @@ from typing import Any
 from foundry_moe.config import MeshConfig, from_mapping
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
 from foundry_moe.parallel.shape import ModelShape, planned_moe, read_shape
+from foundry_moe.parallel.spares import ranks_in_use
 from foundry_moe.run import check_run, load_run, plain
 
 GIB = 2**30
@@ -46,9 +47,11 @@ class RunPlan:
 
     memory: bytes on each GPU by what they are for.
     microbatch: sequences; microbatches: in a step.
+    spares: GPUs that wait (`mesh.spares`).
     """
 
     mesh: MeshPlan
+    spares: int
     shape: ModelShape
     microbatch: int
     microbatches: int
@@ -222,16 +225,15 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     shape = read_shape(run)
     moe, mesh_keys = planned_moe(run)
     mesh_config = from_mapping(MeshConfig, mesh_keys, "mesh")
-    mesh = plan_mesh(
-        mesh_config,
-        world_size=gpus,
-        ranks_per_node=gpus_per_node,
-        num_experts=moe.num_experts,
-    )
+    machine: dict[str, int] = {"ranks_per_node": gpus_per_node, "num_experts": moe.num_experts}
+    batch = run.get("global_train_batch_size")
+    used = ranks_in_use(mesh_config, world_size=gpus, batch_size=batch, **machine)
+    spares, gpus = gpus - used, used
+    mesh = plan_mesh(mesh_config, world_size=gpus, **machine)
     for rows, what in ((shape.expert_hidden, "expert_hidden_size"), (shape.d_model, "d_model")):
         if rows % mesh.shard and mesh.expert > 1:
             raise ValueError(f"mesh.shard ({mesh.shard}) must divide {what} ({rows}), the rows of experts' matrices")
-    batch, microbatch = run.get("global_train_batch_size"), run.get("device_train_microbatch_size")
+    microbatch = run.get("device_train_microbatch_size")
     if not isinstance(batch, int) or batch % gpus:
         raise ValueError(f"global_train_batch_size ({batch}) must be a multiple of the number of GPUs ({gpus})")
     if not isinstance(microbatch, int) or microbatch < 1:
@@ -246,6 +248,7 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     messages = messages_of(shape, mesh, run, tokens, microbatches, reductions, mesh_config.chunks)
     return RunPlan(
         mesh=mesh,
+        spares=spares,
         shape=shape,
         microbatch=microbatch,
         microbatches=microbatches,
@@ -300,7 +303,8 @@ def format_plan(plan: RunPlan) -> str:
     tokens = plan.microbatch * shape.sequence
     lines = [
         f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = {mesh.world_size} GPUs on "
-        f"{mesh.nodes} node{'s' if mesh.nodes > 1 else ''}; all_to_all {mesh.all_to_all}",
+        f"{mesh.nodes} node{'s' if mesh.nodes > 1 else ''}; all_to_all {mesh.all_to_all}"
+        + (f"; {plan.spares} GPUs wait as spares" if plan.spares else ""),
         f"  experts: {shape.num_experts // mesh.expert} of {shape.num_experts} a GPU and layer, each cut in "
         f"{mesh.shard}; everything else cut in {mesh.dense_shard}",
         f"parameters: {shape.total / 1e9:.3f} B, {shape.active / 1e9:.3f} B active; {shape.experts / 1e9:.3f} B in "

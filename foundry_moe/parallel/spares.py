@@ -1,0 +1,128 @@
+"""Ranks that no mesh has a place for wait as spares, until the run is over or its launcher starts all ranks anew.
+
+A mesh seldom fits what the loss of a node leaves: of 504 GPUs a model copy over 64 can use 448. With `mesh.spares` the
+others wait, without a GPU context and in no process group, and take part again when the launcher has found more nodes.
+Knows environments of launchers and torch's store, neither models nor Composer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from foundry_moe.config import MeshConfig
+from foundry_moe.parallel.mesh import plan_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+CONNECT_S = 10.0
+SILENCE_S = 600.0  # without the run's store for so long, a spare takes the run for dead: its launcher has not noticed
+START_S = 3600.0  # the same before the store was ever there: images are pulled, data is fetched
+FAREWELL_S = 30.0  # a run that is over keeps its store for so long, until all spares have heard of it
+
+
+def ranks_in_use(
+    config: MeshConfig, *, world_size: int, ranks_per_node: int, num_experts: int | None, batch_size: object = None
+) -> int:
+    """All ranks; with `mesh.spares` the most that make a mesh and divide the global batch, in whole nodes.
+
+    Args:
+        config, world_size, ranks_per_node, num_experts: see `plan_mesh`.
+        batch_size: `global_train_batch_size`; what is no whole number is left to others to refuse.
+
+    Raises:
+        ValueError: see `plan_mesh`; with spares, what all ranks together lack if no number of ranks will do.
+    """
+    plan_mesh(MeshConfig(), world_size=world_size, ranks_per_node=ranks_per_node)  # whole nodes
+    unit = ranks_per_node if world_size > ranks_per_node else 1
+    reason: ValueError | None = None
+    for ranks in range(world_size, 0, -unit):
+        try:
+            plan_mesh(config, world_size=ranks, ranks_per_node=ranks_per_node, num_experts=num_experts)
+            if config.spares and isinstance(batch_size, int) and batch_size % ranks:
+                raise ValueError(f"global_train_batch_size ({batch_size}) must be a multiple of the number of GPUs")
+        except ValueError as error:
+            if not config.spares:
+                raise
+            reason = reason or error
+        else:
+            return ranks
+    raise ValueError(f"{reason}; nor will any smaller number of GPUs do (mesh.spares)")
+
+
+def take_place(ranks: int) -> bool:
+    """Makes the launcher's environment that of a job of `ranks`; False if this process is a spare of it."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if ranks == world_size:
+        return True
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        log.warning("mesh.spares: %d of %d GPUs train, %d wait", ranks, world_size, world_size - ranks)
+    if rank >= ranks:
+        return False
+    os.environ["WORLD_SIZE"] = str(ranks)
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks))
+    return True
+
+
+def _store() -> Store:
+    """A client of the store that the run's process group uses, with a prefix for this life of the run.
+
+    Raises:
+        OSError, RuntimeError: it does not answer.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # slow, and few runs have spares
+
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    socket.create_connection(address, timeout=CONNECT_S).close()  # torch would try for long, and print each try
+    timeout = datetime.timedelta(seconds=CONNECT_S)
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+    return PrefixStore(f"spares-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def wait_as_spare() -> None:
+    """Returns when the run is over. A launcher that starts ranks anew ends this process first.
+
+    Raises:
+        RuntimeError: the run's store was there and is silent since, or never came.
+    """
+    store: Store | None = None
+    heard, seen = time.monotonic(), False
+    while True:
+        try:
+            store = store or _store()
+            over = store.check(["over"])
+            seen, heard = True, time.monotonic()
+            if over:
+                store.add("left", 1)
+                return
+        except (OSError, RuntimeError):  # not there yet, or gone
+            store = None
+        if time.monotonic() - heard > (SILENCE_S if seen else START_S):
+            raise RuntimeError(
+                "mesh.spares: this rank waits for a run whose first rank has been silent for "
+                f"{time.monotonic() - heard:.0f} s; the run is taken for dead"
+            )
+        time.sleep(POLL_S)
+
+
+def dismiss(spares: int) -> None:
+    """Rank 0 tells the spares that the run is over, and waits until they have heard it, 30 s at most."""
+    if not spares or int(os.environ["RANK"]) != 0:
+        return
+    try:
+        store = _store()
+        store.set("over", "yes")
+        deadline = time.monotonic() + FAREWELL_S
+        while store.add("left", 0) < spares and time.monotonic() < deadline:
+            time.sleep(0.1)
+    except (OSError, RuntimeError) as error:  # the run itself is complete
+        log.warning("Spares could not be told that the run is over: %s", error)

@@ -1,0 +1,125 @@
+"""Ranks that a mesh has no place for: how many, and how they hear that the run is over."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import pytest
+
+from foundry_moe.config import AUTO, MeshConfig
+from foundry_moe.parallel import spares
+from foundry_moe.parallel.spares import ranks_in_use, take_place
+
+
+def used(gpus: int, batch: object = None, gpus_per_node: int = 8, **keys: Any) -> int:
+    defaults: dict[str, Any] = {"expert": 8, "shard": 8, "replicate": AUTO, "spares": True}
+    config = MeshConfig(**(defaults | keys))
+    return ranks_in_use(config, world_size=gpus, ranks_per_node=gpus_per_node, num_experts=16, batch_size=batch)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "expected"),
+    [
+        (512, 3584, 512),
+        (504, 3584, 448),  # a node of 64 is gone: seven copies of the model are left
+        (448, 3584, 448),
+        (504, 4096, 256),  # 448 and 384 and 320 do not divide the batch
+        (504, None, 448),
+        (504, "auto", 448),
+    ],
+)
+def test_the_most_ranks_that_make_a_mesh_and_divide_the_batch(gpus, batch, expected):
+    assert used(gpus, batch) == expected
+
+
+def test_ranks_of_one_host_and_of_whole_nodes():
+    assert used(7, gpus_per_node=8, expert=2, shard=1) == 6
+    assert used(24, gpus_per_node=8, expert=1, shard=16, replicate=1) == 16
+    assert used(18, gpus_per_node=6, expert=1, shard=4) == 12  # 16 would cut a node
+
+
+def test_what_cannot_be_is_said_with_the_arithmetic_of_all_ranks():
+    with pytest.raises(ValueError, match=r"64 must divide the number of GPUs \(56\).*smaller number of GPUs"):
+        used(56)
+    with pytest.raises(ValueError, match=r"global_train_batch_size \(63\) must be a multiple.*smaller number"):
+        used(64, 63)
+    with pytest.raises(ValueError, match="do not fill nodes of 8"):
+        used(70)
+    with pytest.raises(ValueError, match=r"must divide the number of GPUs \(504\)"):
+        used(504, spares=False)
+    with pytest.raises(ValueError, match=r"mesh.spares needs mesh.shard as a number"):
+        MeshConfig(spares=True)
+
+
+def test_those_that_train_see_a_smaller_job(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    monkeypatch.setenv("RANK", "5")
+    assert take_place(7) and os.environ["WORLD_SIZE"] == "7"
+    assert take_place(6)
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("6", "6")
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    assert not take_place(4)
+    assert os.environ["WORLD_SIZE"] == "7"
+
+
+RUN = """
+    import os, sys, time
+    import torch.distributed as dist
+    from foundry_moe.parallel.spares import dismiss, take_place, wait_as_spare
+    launched = int(os.environ["WORLD_SIZE"])
+    if not take_place(2):
+        wait_as_spare()
+        print("heard", flush=True)
+        sys.exit(0)
+    dist.init_process_group("gloo")
+    assert dist.get_world_size() == 2
+    dist.barrier()
+    time.sleep(1.0)
+    if "fail" in sys.argv:
+        os._exit(1)
+    dismiss(launched - 2)
+"""
+
+
+def start(world: int, *arguments: str, patience: str = "") -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    script = textwrap.dedent(patience) + textwrap.dedent(RUN)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            env={**shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in reversed(range(world))  # spares first: the store is not there yet
+    ]
+
+
+def test_spares_end_with_the_run():
+    ended = [(process.communicate(timeout=120), process.returncode) for process in start(4)]
+    assert [code for _, code in ended] == [0] * 4, ended
+    assert [out for (out, _), _ in ended] == ["heard\n", "heard\n", "", ""]
+
+
+def test_a_spare_outlives_a_failed_run_until_its_launcher_or_its_patience_ends_it():
+    patience = "import foundry_moe.parallel.spares as s; s.POLL_S, s.SILENCE_S = 0.2, 3.0"
+    spare, *train = start(3, "fail", patience=patience)
+    for process in train:
+        process.communicate(timeout=120)
+    began = time.monotonic()
+    assert spare.poll() is None, "its exit with 0 would look to torchrun like the end of the run"
+    _, errors = spare.communicate(timeout=60)
+    assert spare.returncode == 1 and "taken for dead" in errors
+    assert 1.0 < time.monotonic() - began < 30.0
+    assert spares.SILENCE_S > 60, "a launcher needs time to notice"
