@@ -46,7 +46,7 @@ class RunPlan:
     """Everything that `foundry-moe plan` prints.
 
     memory: bytes on each GPU by what they are for.
-    microbatch: sequences; microbatches: in a step.
+    microbatch: sequences at most; microbatches: in a step; sequences: of a GPU in a step.
     spares: GPUs that wait (`mesh.spares`).
     """
 
@@ -55,6 +55,7 @@ class RunPlan:
     shape: ModelShape
     microbatch: int
     microbatches: int
+    sequences: int
     memory: dict[str, float]
     messages: tuple[Message, ...]
     warnings: tuple[str, ...]
@@ -252,6 +253,7 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
         shape=shape,
         microbatch=microbatch,
         microbatches=microbatches,
+        sequences=batch // gpus,
         memory=memory,
         messages=messages,
         warnings=tuple(_warnings(shape, mesh, memory, messages, tokens, microbatches, gpu_bytes)),
@@ -300,7 +302,7 @@ def _warnings(
 def format_plan(plan: RunPlan) -> str:
     """The plan as text."""
     mesh, shape = plan.mesh, plan.shape
-    tokens = plan.microbatch * shape.sequence
+    tokens = plan.sequences * shape.sequence * mesh.world_size
     lines = [
         f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = {mesh.world_size} GPUs on "
         f"{mesh.nodes} node{'s' if mesh.nodes > 1 else ''}; all_to_all {mesh.all_to_all}"
@@ -309,8 +311,9 @@ def format_plan(plan: RunPlan) -> str:
         f"{mesh.shard}; everything else cut in {mesh.dense_shard}",
         f"parameters: {shape.total / 1e9:.3f} B, {shape.active / 1e9:.3f} B active; {shape.experts / 1e9:.3f} B in "
         f"experts ({shape.moe_layers} of {shape.layers} layers)",
-        f"step: {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch} x "
-        f"{shape.sequence} tokens a GPU, {tokens * plan.microbatches * mesh.world_size / 1e6:.2f} M tokens in all",
+        f"step: {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of "
+        f"{'at most ' if plan.sequences % plan.microbatch else ''}{plan.microbatch} x {shape.sequence} tokens a GPU, "
+        f"{tokens / 1e6:.2f} M tokens in all",
         "memory of a GPU:",
         *(f"  {name:28}{size / GIB:8.2f} GiB" for name, size in plan.memory.items()),
         f"  {'in all':28}{sum(plan.memory.values()) / GIB:8.2f} GiB",
