@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--sequences", type=int, default=4, help="of 4,096 tokens, for each GPU and step")
     parser.add_argument("--saves", type=int, default=2)
-    parser.add_argument("--quiet-steps", type=int, default=15)
+    parser.add_argument(
+        "--quiet-steps", type=int, default=100, help="between saves: enough for Python's garbage collector to strike"
+    )
     arguments = parser.parse_args()
     dist.init_process_group("nccl")
     rank = dist.get_rank()
