@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundry_moe.algorithm import DMoE
 from foundry_moe.callbacks.expert_load import ExpertLoad
-from foundry_moe.callbacks.steps import RouterSteps
+from foundry_moe.callbacks.steps import RouterSteps, meaning_of
 from foundry_moe.conversion import moe_layers
 from foundry_moe.models.mpt import DMoECausalLM
 
@@ -209,7 +209,9 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
 
 
 @pytest.mark.parametrize("train", [converted, built])
-@pytest.mark.parametrize("change", [{"activation": "geglu"}, {"gate": {"name": "topk", "score": "sigmoid"}}])
+@pytest.mark.parametrize(
+    "change", [{"activation": "geglu"}, {"top_k": 1}, {"gate": {"name": "topk", "score": "sigmoid"}}]
+)
 def test_a_checkpoint_of_other_experts_is_refused_by_name(tmp_path, train, change):
     with pytest.raises(ValueError, match=f"experts' {next(iter(change))} .* the checkpoint was trained with"):
         save_and_load(tmp_path, {**MOE, "activation": "swiglu"}, {**MOE, "activation": "swiglu", **change}, train)
@@ -217,6 +219,42 @@ def test_a_checkpoint_of_other_experts_is_refused_by_name(tmp_path, train, chang
 
 def test_saying_what_was_the_default_is_no_change(tmp_path):
     save_and_load(tmp_path, MOE, {**MOE, "gate": {"name": "topk", "score": "softmax"}}, built)
+
+
+def test_what_steers_the_gate_in_training_alone_may_change_from_run_to_run(tmp_path):
+    gate = {"name": "topk", "bias_balance": True}
+    falling = {"start": 0.5, "end": 0.1, "until": "4ba"}
+    changed = {**gate, "jitter": {"start": 0.1, "end": 0.0, "until": "4ba"}, "bias_step": falling}
+    resumed = save_and_load(tmp_path, {**MOE, "gate": gate}, {**MOE, "gate": changed}, built)
+    assert moe_layers(resumed.state.model)[0].gate.bias_E.abs().max() > 0.05, "the new step has not been taken"
+
+
+@pytest.mark.parametrize(
+    ("gate", "change"),
+    [
+        ({"name": "switch"}, {"jitter": 0.2}),
+        ({"name": "dense_to_sparse"}, {"temperature": 2.0, "threshold": 0.1, "hard_after": "9ba"}),
+        ({"name": "base"}, {"epsilon": 0.02, "rounds": 3}),
+        ({"name": "topk", "noise": False}, {"noise": True}),
+        ({"name": "gshard"}, {"random_second": False}),
+    ],
+)
+def test_every_gates_training_keys_are_no_part_of_what_weights_mean(gate, change):
+    moe = {**MOE, "top_k": 2 if gate["name"] in ("topk", "gshard") else 1, "loss": {}}
+    before, after = (meaning_of(moe_layers(mpt(moe={**moe, "gate": keys}))) for keys in (gate, {**gate, **change}))
+    assert before == after and before["gate"]["name"] == gate["name"]
+
+
+def test_a_checkpoint_that_names_training_keys_is_no_other_model():
+    """As checkpoints did before gates said which keys may change."""
+    layers = moe_layers(mpt())
+    algorithm = RouterSteps()
+    theirs = meaning_of(layers)
+    algorithm.load_state_dict({"meaning": {**theirs, "gate": {**theirs["gate"], "jitter": 0.3}}})
+    algorithm._compare(layers)
+    algorithm.load_state_dict({"meaning": {**theirs, "gate": {**theirs["gate"], "normalize": False}}})
+    with pytest.raises(ValueError, match="experts' gate"):
+        algorithm._compare(layers)
 
 
 def test_losses_may_change_from_run_to_run(tmp_path):

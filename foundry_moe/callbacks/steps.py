@@ -42,15 +42,16 @@ def progress_of(state: State) -> Progress:
 
 
 # keys that change what the saved weights compute; of others, such as losses or backends, a resumed run may change
-_MEANING = ("num_experts", "expert_hidden_size", "activation", "shared_expert_hidden_size")
+_MEANING = ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_expert_hidden_size")
 
 
 def meaning_of(layers: list[MoELayer]) -> dict[str, Any]:
     """What saved weights mean beyond their shapes, of a model's layers: equal configurations save for their index."""
     first = layers[0]
+    gate = {key: value for key, value in asdict(first.gate.config).items() if key not in first.gate.MAY_CHANGE}
     return {
         "layers": [layer.layer_index for layer in layers],
-        "gate": {"name": first.config.gate["name"], **asdict(first.gate.config)},
+        "gate": {"name": first.config.gate["name"], **gate},
         **{key: getattr(first.config, key) for key in _MEANING},
     }
 
@@ -106,8 +107,11 @@ class RouterSteps(Algorithm):
 
     def _compare(self, layers: list[MoELayer]) -> None:
         self._meaning = meaning_of(layers)
+        free = layers[0].gate.MAY_CHANGE
         for key, ours in self._meaning.items():
             theirs = self._loaded.get(key, ours)
+            if key == "gate":
+                theirs = {name: value for name, value in theirs.items() if name not in free}
             if theirs != ours:
                 raise ValueError(
                     f"experts' {key} ({ours}): the checkpoint was trained with {theirs}; use that, or start anew"

@@ -35,6 +35,7 @@ class BaseGate(LinearGate):
 
     LOSSES: ClassVar[frozenset[str]] = frozenset()
     DEFAULT_LOSSES: ClassVar[dict[str, float]] = {}
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"epsilon", "rounds"})
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Gate.Config):

@@ -42,7 +42,8 @@ class Gate(nn.Module):
     """Base of all gates.
 
     A subclass names its keys in `Config` (a frozen keyword-only dataclass), its losses in `LOSSES`, and those that
-    it wants where the user names none in `DEFAULT_LOSSES`. Its class is an entry point of the group
+    it wants where the user names none in `DEFAULT_LOSSES`. `MAY_CHANGE` names the keys that a resumed run may give
+    another value: in evaluation, saved weights choose and weigh as before. Its class is an entry point of the group
     `foundry_moe_gates`. Buffers keep their dtype when the model is cast; state that must survive a checkpoint is a
     persistent buffer, drawn by `reset_parameters` and changed by `after_step` only, so that recomputation and
     evaluation leave it alone.
@@ -50,6 +51,7 @@ class Gate(nn.Module):
 
     LOSSES: ClassVar[frozenset[str]] = frozenset()
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {}
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

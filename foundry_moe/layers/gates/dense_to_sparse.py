@@ -6,7 +6,7 @@ Shapes: T tokens, D model width, E experts, K choices a token at most in this ba
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -41,6 +41,8 @@ class DenseToSparseGate(LinearGate):
     Raises:
         ValueError: `top_k` other than 1, what a token has in the end.
     """
+
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"temperature", "threshold", "hard_after", "max_experts"})
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Gate.Config):

@@ -6,7 +6,7 @@ Shapes: T tokens, D model width, E experts, K = 2 choices.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ class GShardGate(LinearGate):
     Raises:
         ValueError: `top_k` other than 2.
     """
+
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"random_second"})
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Gate.Config):

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class HashGate(Gate):
     Raises:
         ValueError: `top_k` other than 1; a table without its frequencies; in forward, a model that is given no ids.
     """
+
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"frequencies"})  # the table itself is in the checkpoint
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Gate.Config):

@@ -6,7 +6,7 @@ Shapes: T tokens, D model width, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -26,6 +26,8 @@ class SwitchGate(LinearGate):
     Raises:
         ValueError: `top_k` other than 1.
     """
+
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter"})
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Gate.Config):

@@ -36,6 +36,7 @@ class TopKGate(LinearGate):
     """
 
     LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z", "importance", "load"})
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter", "noise", "bias_step"})
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Gate.Config):
