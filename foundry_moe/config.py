@@ -174,6 +174,10 @@ META_NEEDS_MESH = (
     "init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} to the MoE "
     "keys, or use init_device: cpu"
 )
+UPCYCLE_NEEDS_WEIGHTS = (
+    "model.moe.init (upcycle): a model that is built with experts has no trained FFN to copy; use init: random, or "
+    "algorithms.dmoe on a pretrained model (model.name: hf_causal_lm)"
+)
 
 
 def check_compilation(run: Mapping[str, Any]) -> None:

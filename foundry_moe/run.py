@@ -15,7 +15,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry_moe.checkpoint.config import checkpoint_config
-from foundry_moe.config import META_NEEDS_MESH, MeshConfig, MoEConfig, check_compilation, from_mapping, section
+from foundry_moe.config import (
+    META_NEEDS_MESH,
+    UPCYCLE_NEEDS_WEIGHTS,
+    MeshConfig,
+    MoEConfig,
+    check_compilation,
+    from_mapping,
+    section,
+)
 from foundry_moe.layers.gates.registry import check_gate
 from foundry_moe.parallel.spares import ranks_in_use
 
@@ -27,6 +35,7 @@ _NAMES = {
     "llmfoundry_callbacks": ("elastic_checkpoint", "expert_load", "run_report"),
 }
 _ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
+_OF_FOUNDRY = ("ffn_type", "fc_type", "ffn_act_fn", "ffn_hidden_size")  # keys of ffn_config that are not ours
 _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
 
 
@@ -58,7 +67,7 @@ def plain(run: DictConfig) -> dict[str, Any]:
 
 
 def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
-    """Checks the keys that are ours; returns `algorithms.dmoe` or `model.moe`, None where the run has neither.
+    """Checks the keys that are ours; returns the run's experts as `read_moe` does.
 
     Raises:
         ValueError: one sentence that names key, value and what would be valid.
@@ -74,7 +83,9 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
         return None
     check_surroundings(run)
     check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
-    if model.get("init_device") == "meta" and config.mesh_config is None:
+    if "dmoe" not in algorithms and config.init == "upcycle":
+        raise ValueError(UPCYCLE_NEEDS_WEIGHTS)
+    if model.get("init_device") == "meta" and config.mesh_config is None and "dmoe_mesh" not in algorithms:
         raise ValueError(f"model.{META_NEEDS_MESH}")
     if config.mesh_config is not None:
         _check_mesh(run, config, config.mesh_config)
@@ -82,7 +93,7 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
-    """`algorithms.dmoe` or `model.moe`; None where the run has neither.
+    """`algorithms.dmoe`, `model.moe`, or `model.ffn_config` with `ffn_type: dmoe`; None where the run has none.
 
     Raises:
         ValueError: both, keys or values that cannot be, or a model that does not read `moe`.
@@ -100,8 +111,11 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
             f"model.moe: model.name: {name} does not read it; move its keys to algorithms.dmoe"
             + (f", or use model.name: {MODEL}" if name == "mpt_causal_lm" else "")
         )
-    in_ffn = section(run, "model", "ffn_config").get("ffn_type") == "dmoe"
-    if model.get("moe") is not None or (name == MODEL and not in_ffn):
+    ffn = section(run, "model", "ffn_config")
+    if model.get("moe") is None and name == MODEL and ffn.get("ffn_type") == "dmoe":
+        settings = {key: value for key, value in ffn.items() if key not in _OF_FOUNDRY}
+        return from_mapping(MoEConfig, settings, "model.ffn_config")
+    if model.get("moe") is not None or name == MODEL:
         return from_mapping(MoEConfig, model.get("moe"), "model.moe")
     return None
 

@@ -169,6 +169,11 @@ def test_model_entry_without_a_layer_of_experts_is_refused():
         mpt(moe={**MOE, "layers": {"every": 9}})
 
 
+def test_model_entry_has_no_trained_ffn_to_copy():
+    with pytest.raises(ValueError, match=r"init \(upcycle\): .* use init: random, or algorithms.dmoe on a pretrained"):
+        mpt(moe={**MOE, "init": "upcycle"})
+
+
 def test_model_entry_refuses_both_ways_at_once():
     with pytest.raises(ValueError, match="both configure the experts: keep one"):
         mpt(ffn_config={"ffn_type": "dmoe", **MOE})

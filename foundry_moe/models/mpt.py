@@ -12,7 +12,7 @@ from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.config import META_NEEDS_MESH, MoEConfig, from_mapping
+from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig, from_mapping
 from foundry_moe.conversion import apply_dmoe, moe_layers
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
@@ -46,7 +46,8 @@ class DMoECausalLM(ComposerMPTCausalLM):
         loss_fn: torch_crossentropy, since fused_crossentropy needs flash-attn.
 
     Raises:
-        ValueError: a key or value of `moe` that cannot be, no layer selected, or both ways of configuring at once.
+        ValueError: a key or value of `moe` that cannot be (`init: upcycle` has nothing to copy), no layer selected, or
+            both ways of configuring at once.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class DMoECausalLM(ComposerMPTCausalLM):
                 "model.moe and model.ffn_config.ffn_type: dmoe both configure the experts: keep one of them"
             )
         config = None if in_ffn else from_mapping(MoEConfig, moe, "model.moe")
+        if config is not None and config.init == "upcycle":
+            raise ValueError(UPCYCLE_NEEDS_WEIGHTS)
         kwargs["attn_config"] = {"attn_impl": _ATTENTION, **(kwargs.get("attn_config") or {})}
         super().__init__(loss_fn=loss_fn, **kwargs)
         self._use_sdpa()

@@ -85,6 +85,7 @@ MISTAKES = {
     "tokenizer.name=a/path/nowhere": "tokenizer.name (a/path/nowhere): there is no such folder",
     "tp_config.strategy=ffn": "tensor parallelism does not go with dMoE layers",
     "model.init_device=meta": "experts are drawn from meta on a mesh only; add mesh",
+    "model.moe.init=upcycle": "has no trained FFN to copy; use init: random, or algorithms.dmoe on a pretrained model",
     "max_duration": "max_duration: an override is key=value",
 }
 
@@ -100,6 +101,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch, tm
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and MISTAKES[override] in error
+
+
+def test_experts_in_ffn_config_are_checked_as_those_of_moe():
+    from foundry_moe.run import check_run
+
+    def checked(ffn: dict, **run):
+        ffn = {"ffn_type": "dmoe", "num_experts": 4, **ffn}
+        return check_run({"model": {"name": "dmoe_causal_lm", "init_device": "meta", "ffn_config": ffn}, **run})
+
+    with pytest.raises(ValueError, match=r"init_device \(meta\): experts are drawn from meta on a mesh only; add mesh"):
+        checked({})
+    with pytest.raises(ValueError, match=r"num_exprts is not a key of model\.ffn_config; did you mean"):
+        checked({"num_exprts": 4})
+    assert checked({"fc_type": "torch", "mesh": {"expert": 1}}).num_experts == 4
+    checked({}, algorithms={"dmoe_mesh": {"expert": 1}})
 
 
 def test_a_mesh_that_the_world_cannot_hold_is_named(capsys, monkeypatch):
