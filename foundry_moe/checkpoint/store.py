@@ -115,7 +115,7 @@ class Store(abc.ABC):
         """
         for _ in self.scan("commits/"):
             break
-        self.put(PROBE, b"")
+        self.put_new(PROBE, b"")  # as a commit is written, which not every file system can
         with contextlib.suppress(StoreError):
             self.delete([PROBE])
 

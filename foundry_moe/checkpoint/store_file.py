@@ -32,10 +32,23 @@ class FileStore(Store):
 
     def put_new(self, key: str, data: bytes) -> bool:
         try:
-            self._write(key, memoryview(data), os.link)
+            self._write(key, memoryview(data), self._link)
         except FileExistsError:
             return False
         return True
+
+    def _link(self, part: Path, path: Path) -> None:
+        try:
+            os.link(part, path)
+        except OSError as error:
+            # the file was written a moment ago, so a denial here means links, not rights; FAT and some FUSE mounts
+            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise DeniedError(
+                    f"could not write {path.name} in {self.url}: this file system has no hard links "
+                    f"({error.strerror}), by which one of several writers wins; use a folder on another (local disks, "
+                    "NFS, Lustre have them), or s3://"
+                ) from error
+            raise
 
     def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
         self._write(key, data, os.replace, on_part)

@@ -232,11 +232,20 @@ class S3Store(Store):
 
     def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
         limit_s = self.now_s() - older_than_s
-        page = self._call("list unfinished uploads", "list_multipart_uploads", Prefix=self._key(prefix))
-        stale = [u for u in page.get("Uploads", ()) if u["Initiated"].timestamp() <= limit_s]
+        stale = [upload for upload in self._unfinished(prefix) if upload["Initiated"].timestamp() <= limit_s]
         for upload in stale:
             self._call("abort", "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
         return len(stale)
+
+    def _unfinished(self, prefix: str) -> Iterator[dict[str, Any]]:
+        arguments: dict[str, Any] = {"Prefix": self._key(prefix)}
+        while True:
+            page = self._call("list unfinished uploads", "list_multipart_uploads", **arguments)
+            yield from page.get("Uploads", ())
+            if not page.get("IsTruncated"):
+                return
+            arguments["KeyMarker"] = page["NextKeyMarker"]
+            arguments["UploadIdMarker"] = page["NextUploadIdMarker"]
 
     def now_s(self) -> float:
         page = self._call("list", "list_objects_v2", Prefix=self.prefix, MaxKeys=1)

@@ -7,6 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -68,6 +69,56 @@ def test_what_a_killed_upload_left_is_collected(s3, tmp_path) -> None:
     assert list(files.scan()) == []
     assert files.discard_unfinished("steps/", older_than_s=3600) == 0
     assert files.discard_unfinished("steps/", older_than_s=-1) == 1
+
+
+class Pages(BaseHTTPRequestHandler):
+    """S3's unfinished uploads, two a page: moto gives all of them on one."""
+
+    uploads: list[tuple[str, str]]
+
+    def do_GET(self) -> None:
+        query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        left = self.uploads
+        if "key-marker" in query:
+            left = [upload for upload in left if upload > (query["key-marker"], query["upload-id-marker"])]
+        page, more = left[:2], len(left) > 2
+        items = "".join(
+            f"<Upload><Key>{key}</Key><UploadId>{name}</UploadId><Initiated>2020-01-01T00:00:00.000Z</Initiated></Upload>"
+            for key, name in page
+        )
+        after = f"<NextKeyMarker>{page[-1][0]}</NextKeyMarker><NextUploadIdMarker>{page[-1][1]}</NextUploadIdMarker>"
+        truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{after if more else ''}"
+        is_listing = "uploads" in urlsplit(self.path).query.split("&")
+        name = "ListMultipartUploadsResult" if is_listing else "ListBucketResult"
+        body = f"<{name}>{truncated}{items}</{name}>" if is_listing else f"<{name}></{name}>"
+        self.reply(200, body.encode())
+
+    def do_DELETE(self) -> None:
+        parts = urlsplit(self.path)
+        self.uploads.remove((parts.path.removeprefix("/bucket/"), parse_qs(parts.query)["uploadId"][0]))
+        self.reply(204, b"")
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_unfinished_uploads_are_collected_from_every_page(moto) -> None:
+    uploads = [("run/steps/1/x", str(n)) for n in range(5)] + [("run/steps/2/y", str(n)) for n in range(2)]
+    server = HTTPServer(("127.0.0.1", 0), type("Handler", (Pages,), {"uploads": uploads}))
+    Thread(target=server.serve_forever, daemon=True).start()
+    store = open_store("s3://bucket/run", StoreOptions(endpoint_url=f"http://127.0.0.1:{server.server_address[1]}"))
+    try:
+        assert store.discard_unfinished("steps/", older_than_s=3600) == 7
+        assert uploads == []
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "drop", "stall"])
@@ -150,7 +201,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_the_first_save(store
 
     monkeypatch.setattr(store, "delete", deny)
     store.check()
-    monkeypatch.setattr(store, "put", deny)
+    monkeypatch.setattr(store, "put_new", deny)
     with pytest.raises(DeniedError):
         store.check()
 
@@ -191,6 +242,19 @@ def test_what_the_file_system_refuses_leaves_nothing_behind(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fdatasync", refuse)
     with pytest.raises(kind, match=words):
         store.put_large("steps/x", memoryview(b"data"))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch, number) -> None:
+    store = open_store(str(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(DeniedError, match=r"has no hard links .* use a folder on another .*, or s3://"):
+        store.check()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
