@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import traceback
@@ -11,13 +12,16 @@ from pathlib import Path
 from foundry_moe.checkpoint.errors import CheckpointError
 
 USER_ERROR = 2
-_HERE = str(Path(__file__).parent)
+_KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # found and not imported: that takes seconds
+_OURS = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (__file__, _KERNELS.origin if _KERNELS is not None else None) if file
+)
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether the error says all that a user needs: a ValueError that this package raised, or one of a checkpoint."""
+    """Whether the error says all that a user needs: a ValueError that our packages raised, or one of a checkpoint."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and frames[-1].filename.startswith(_HERE)
+    ours = bool(frames) and frames[-1].filename.startswith(_OURS)
     return isinstance(error, CheckpointError) or (isinstance(error, ValueError) and ours)
 
 

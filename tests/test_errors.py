@@ -1,0 +1,45 @@
+"""What a user did wrong is one line; what went wrong elsewhere keeps its traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from foundry_moe_kernels import autotune
+
+from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.config import MoEConfig
+from foundry_moe.errors import USER_ERROR, run_cleanly
+
+
+def refuse_top_k():
+    MoEConfig(num_experts=2, top_k=3)
+
+
+def refuse_seconds():
+    autotune.limit_s()
+
+
+def refuse_checkpoint():
+    raise DamagedError("a block is damaged")
+
+
+@pytest.mark.parametrize("mistake", [refuse_top_k, refuse_seconds, refuse_checkpoint])
+def test_a_mistake_in_any_of_our_packages_is_one_line(mistake, monkeypatch, capsys):
+    monkeypatch.setenv("FOUNDRY_MOE_AUTOTUNE_S", "soon")
+    assert run_cleanly(mistake) == USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_errors_of_other_code_and_of_a_package_with_a_longer_name_keep_their_traceback():
+    with pytest.raises(ValueError, match="Expecting"):
+        run_cleanly(lambda: json.loads("{"))
+    code = compile("raise ValueError('not ours')", autotune.__file__.replace("kernels/", "kernels_of_others/"), "exec")
+    with pytest.raises(ValueError, match="not ours"):
+        run_cleanly(lambda: exec(code))
+
+
+def test_a_command_that_fails_early_does_not_import_the_kernels():
+    code = "import sys, foundry_moe.errors; sys.exit('triton' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
