@@ -236,7 +236,8 @@ def choose(
         weights_TK fp32; experts_TK int64, -1 where a choice was dropped; wanted_TK int32, the same without dropping
         (empty unless `rule.stream`); and, empty unless `statistics`: mean_E, the mean softmax; counts_E int64; z, the
         mean of logsumexp squared; number, of real tokens, 1 at least; and `balance` of mean_E and counts_E, empty
-        unless `with_balance`, which needs `statistics`.
+        unless `with_balance`, which needs `statistics`. Counts and `number` are summed in fp32, which is exact while
+        an expert has fewer than 2^24 choices, and there are fewer than 2^24 tokens.
     """
     tokens, experts = logits_TE.shape
     device = logits_TE.device

@@ -82,13 +82,3 @@ def nearest(key: str) -> tuple[Tile, ...]:
 
     keys = sorted((other for other in _table() if other.split()[0] == product), key=distance)
     return tuple(dict.fromkeys(Tile(**_table()[other]) for other in keys)) or (Tile(),)
-
-
-@functools.cache
-def _pick(product: str, rows_per_expert: int, n: int, k: int) -> Tile:
-    return nearest(shape_class(product, rows_per_expert=rows_per_expert, n=n, k=k))[0]
-
-
-def pick(product: str, *, rows: int, experts: int, n: int, k: int) -> Tile:
-    """The committed tile of this shape class or of the nearest; the defaults where the table has no such product."""
-    return _pick(product, rows // max(experts, 1), n, k)

@@ -44,7 +44,7 @@ if CUDA:
 def small_blocks(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(ep, "BLOCK", 32)
-        monkeypatch.setattr(ep.tuning, "pick", lambda *a, **k: SMALL)
+        monkeypatch.setattr(ep.autotune, "pick", lambda *a, **k: SMALL)
 
 
 @pytest.fixture(params=TILES)
@@ -131,7 +131,8 @@ def test_down_backward_gives_every_gradient_of_the_second_product(loads, activat
     source = torch.randperm(ROWS, device=DEVICE).int()
     args = (offsets_E, activation, weights.double() if weighted else None, source)
     dz_true, h_true, dots_true = reference.down_backward(dy.double(), w2.double(), z.double(), *args)
-    tile = dataclasses.replace(ep.tuning.pick("down_backward2", rows=ROWS, experts=5, n=F, k=D), fused=fused)
+    key = ep.tuning.shape_class("down_backward2", rows_per_expert=ROWS // 5, n=F, k=D)
+    tile = dataclasses.replace(ep.tuning.nearest(key)[0] if CUDA else SMALL, fused=fused)
     h, dots = ep.down_backward_(dy, w2, z, rows, activation, weights, source, tile=tile)
     close(z, dz_true, used, 1)
     close(h, h_true, used)
