@@ -53,3 +53,11 @@ def test_the_tree_names_files_that_exist():
         for name in re.findall(r"\b([a-z0-9_]+\.py)\b", line):
             places = (folder / name, ROOT / "foundry_moe" / name)
             assert any(place.exists() for place in places), f"{name} in {folder}"
+
+
+def test_the_python_versions_are_those_of_the_package_and_its_environment():
+    low, above = re.search(r'python_requires=">=3\.(\d+),<3\.(\d+)"', (ROOT / "setup.py").read_text()).groups()
+    words = f"3.{low} to 3.{int(above) - 1}"
+    assert README.count(f"Python {words}") == 1 and README.count(f"| {words} |") == 2
+    tried = re.search(r"for minor in ([\d ]+);", (ROOT / "scripts/make_env.sh").read_text()).group(1)
+    assert tried.split() == [str(minor) for minor in reversed(range(int(low), int(above)))], "the newest first"
