@@ -24,6 +24,8 @@ from composer.loggers import Logger
 from composer.utils import dist
 from omegaconf import DictConfig, OmegaConf
 
+from foundry_moe.parallel.shape import read_shape
+
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from NVIDIA's data sheets
 SKIPPED_STEPS = 4  # kernels compile and the allocator settles
 
@@ -54,18 +56,6 @@ class StepTimer(Callback):
             self.profiler.stop()
 
 
-def flops_per_token(config: DictConfig) -> float:
-    """Forward and backward: 6 for each weight a token is multiplied by, 12 s d a layer for attention.
-
-    As torchtitan counts (without halving attention for causality), so that MFUs compare.
-    """
-    model, moe = config.model, config.model.moe
-    d, layers = model.d_model, model.n_layers
-    experts = moe.top_k * 3 * d * moe.expert_hidden_size + d * moe.num_experts
-    active = layers * (4 * d * d + experts) + d * model.vocab_size
-    return 6.0 * active + 12.0 * layers * config.max_seq_len * d
-
-
 def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
     """One run; the same numbers on every rank but for memory, which is the largest."""
     from llmfoundry.command_utils import train
@@ -75,6 +65,7 @@ def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
     callbacks.register("step_timer", func=StepTimer)
     OmegaConf.update(config, "callbacks.step_timer", {"profile": profile, "last": steps}, force_add=True)
     plain = OmegaConf.to_container(config, resolve=True)
+    flops = read_shape(plain).flops_per_token  # as torchtitan counts, so that MFUs compare
     trainer = train(OmegaConf.create(plain))
     timer = next(callback for callback in trainer.state.callbacks if isinstance(callback, StepTimer))
     seconds = statistics.median(timer.seconds[SKIPPED_STEPS : steps - 1 if profile else steps])
@@ -83,7 +74,6 @@ def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
     dist.all_reduce(peak, reduce_operation="MAX")
     device = torch.cuda.get_device_name()
     roof = next((f for name, f in PEAK_FLOPS.items() if name in device), None)
-    flops = flops_per_token(OmegaConf.create(plain))
     result = {
         "gpus": dist.get_world_size(),
         "device": device,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foundry_moe.config import MeshConfig, from_mapping
+from foundry_moe.config import MeshConfig, MoEConfig, from_mapping
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
 from foundry_moe.parallel.shape import ModelShape, planned_moe, read_shape
 from foundry_moe.parallel.spares import ranks_in_use
@@ -39,6 +39,30 @@ class Message:
     ranks: int
     bytes: float
     across: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a GPU does in a step, as far as memory and messages depend on it.
+
+    tokens: T. microbatches: in a step.
+    reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
+        unsharded until then.
+    chunks: of `MeshConfig`; backend, memory: of `MoEConfig`.
+    width: bytes of a number in matrix products. state: bytes of optimizer state for a parameter.
+    checkpointed: activations are computed again. resharded: weights are gathered again for the backward pass.
+    """
+
+    tokens: int
+    microbatches: int
+    reductions: int
+    chunks: int
+    backend: str
+    memory: str
+    width: int
+    state: int
+    checkpointed: bool
+    resharded: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,51 +92,50 @@ def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
     return ranks * (1.0 - missed)
 
 
-def memory_of(
-    shape: ModelShape,
-    mesh: MeshPlan,
-    run: Mapping[str, Any],
-    tokens: int,
-    microbatches: int,
-    reductions: int,
-    backend: str,
-    memory: str,
-    chunks: int = 1,
-) -> dict[str, float]:
+def read_step(run: Mapping[str, Any], moe: MoEConfig, mesh: MeshConfig, *, tokens: int, microbatches: int) -> Step:
+    """The step of a run whose GPUs have so many microbatches of so many tokens."""
+    fsdp = run.get("fsdp_config") or {}
+    optimizer = str((run.get("optimizer") or {}).get("name", "decoupled_adamw"))
+    return Step(
+        tokens=tokens,
+        microbatches=microbatches,
+        reductions=1 if mesh.reduce == "batch" else microbatches,
+        chunks=mesh.chunks,
+        backend=moe.backend,
+        memory=moe.memory,
+        width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,
+        state=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
+        checkpointed=bool(fsdp.get("activation_checkpointing")),
+        resharded=bool(fsdp.get("reshard_after_forward", True)),
+    )
+
+
+def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]:
     """Bytes on one GPU at the worst moment of a step: what torch has allocated, and CUDA's and NCCL's own.
 
     Against five runs of OLMoE's shape on H200s: within 2% (benchmarks/RESULTS.md).
-
-    Args:
-        tokens: T.
-        reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
-            unsharded until then.
-        backend, memory: of `MoEConfig`; chunks: of `MeshConfig`.
     """
-    fsdp = run.get("fsdp_config") or {}
-    width = 2 if "16" in str(run.get("precision", "amp_bf16")) else 4
+    tokens, width = step.tokens, step.width
     held = shape.dense / mesh.dense_shard + shape.experts / (mesh.shard * mesh.expert)
-    optimizer = str((run.get("optimizer") or {}).get("name", "decoupled_adamw"))
-    state = next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0)
-    layer = _saved_by_layer(shape, mesh, tokens, width, backend, memory)
-    if fsdp.get("activation_checkpointing"):
+    layer = _saved_by_layer(shape, mesh, step)
+    if step.checkpointed:
         saved = shape.layers * tokens * shape.d_model * width + layer
     else:
         saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * _saved_by_dense(shape, tokens, width)
     # two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and
     # one layer's activations. Gradients of earlier microbatches are there at both.
     logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
-    kept = shape.dense + shape.experts / mesh.expert if reductions < microbatches else held
-    at_loss = saved + logits + (4 * kept if microbatches > 1 else 0.0)
+    kept = shape.dense + shape.experts / mesh.expert if step.reductions < step.microbatches else held
+    at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
     # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
     at_end = 4 * held + layer + (2 * width + width + 4) * unit
-    if chunks > 1:  # each chunk's gradient of experts is added to the others'
+    if step.chunks > 1:  # each chunk's gradient of experts is added to the others'
         at_end += width * shape.experts_a_layer / mesh.expert
     gathered = width * (shape.total if mesh.world_size == 1 else shape.outside_blocks)
     return {
         "weights": 4 * held,
-        "optimizer": state * held,
+        "optimizer": step.state * held,
         "gathered weights": gathered,
         "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
         "CUDA and NCCL": CONTEXT_BYTES,
@@ -129,34 +152,26 @@ def _saved_by_dense(shape: ModelShape, tokens: int, width: int) -> float:
     return _saved_by_attention(shape, tokens, width) + tokens * width * ffn
 
 
-def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, tokens: int, width: int, backend: str, memory: str) -> float:
+def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     """What the backward pass of a block with experts needs of T tokens."""
+    tokens, width = step.tokens, step.width
     d, f, k = shape.d_model, shape.expert_hidden, shape.top_k
     received = ranks_per_token(shape.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
     hidden = shape.expert_matrices - 1
-    if backend in ("grouped", "reference"):
+    if step.backend in ("grouped", "reference"):
         rows = k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
     else:
-        rows = 0 if memory == "recompute" else k * hidden * f  # block-sparse: pre-activations alone
+        rows = 0 if step.memory == "recompute" else k * hidden * f  # block-sparse: pre-activations alone
     numbers = 2 * d + received * d + rows + 2 * hidden * shape.shared_hidden
     router = 4 * d + 4 * 3 * shape.num_experts  # fp32 copy of the input; logits, probabilities, sorted ones
     return _saved_by_attention(shape, tokens, width) + tokens * (width * numbers + router)
 
 
-def messages_of(
-    shape: ModelShape,
-    mesh: MeshPlan,
-    run: Mapping[str, Any],
-    tokens: int,
-    microbatches: int,
-    reductions: int,
-    chunks: int = 1,
-) -> tuple[Message, ...]:
-    """What one GPU sends in a step. Arguments as in `memory_of`."""
-    fsdp = run.get("fsdp_config") or {}
-    width = 2 if "16" in str(run.get("precision", "amp_bf16")) else 4
-    gathers = 2 if fsdp.get("reshard_after_forward", True) else 1
-    again = 1 if fsdp.get("activation_checkpointing") else 0
+def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message, ...]:
+    """What one GPU sends in a step."""
+    tokens, width, microbatches, chunks = step.tokens, step.width, step.microbatches, step.chunks
+    gathers = 2 if step.resharded else 1
+    again = 1 if step.checkpointed else 0
     units = {"dense": (shape.layers + 1, shape.dense / (shape.layers + 1), mesh.dense_shard, mesh.dense_shard)}
     if shape.moe_layers:
         units["experts"] = (shape.moe_layers, shape.experts_a_layer / mesh.expert, mesh.shard, mesh.dense_shard)
@@ -173,7 +188,7 @@ def messages_of(
                 across=across,
             ),
             Message(
-                name=f"reduce-scatter {kind}", count=count * reductions, ranks=ranks, bytes=part * 4, across=across
+                name=f"reduce-scatter {kind}", count=count * step.reductions, ranks=ranks, bytes=part * 4, across=across
             ),
             Message(
                 name=f"all-reduce {kind}",
@@ -243,10 +258,8 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
         )
     microbatch = min(microbatch, batch // gpus)
     microbatches = math.ceil(batch // gpus / microbatch)
-    tokens = microbatch * shape.sequence
-    reductions = 1 if mesh_config.reduce == "batch" else microbatches
-    memory = memory_of(shape, mesh, run, tokens, microbatches, reductions, moe.backend, moe.memory, mesh_config.chunks)
-    messages = messages_of(shape, mesh, run, tokens, microbatches, reductions, mesh_config.chunks)
+    step = read_step(run, moe, mesh_config, tokens=microbatch * shape.sequence, microbatches=microbatches)
+    memory, messages = memory_of(shape, mesh, step), messages_of(shape, mesh, step)
     return RunPlan(
         mesh=mesh,
         spares=spares,
@@ -256,17 +269,16 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
         sequences=batch // gpus,
         memory=memory,
         messages=messages,
-        warnings=tuple(_warnings(shape, mesh, memory, messages, tokens, microbatches, gpu_bytes)),
+        warnings=tuple(_warnings(shape, mesh, step, memory, messages, gpu_bytes)),
     )
 
 
 def _warnings(
     shape: ModelShape,
     mesh: MeshPlan,
+    step: Step,
     memory: dict[str, float],
     messages: tuple[Message, ...],
-    tokens: int,
-    microbatches: int,
     gpu_bytes: float,
 ) -> list[str]:
     found = []
@@ -283,7 +295,7 @@ def _warnings(
             f"mesh.expert ({mesh.expert}) spans {mesh.expert_nodes} nodes: tokens cross the network twice in every MoE "
             f"layer; {mesh.ranks_per_node} or fewer stay on NVLink"
         )
-    compute_s = tokens * microbatches * shape.flops_per_token / FLOPS_PER_S
+    compute_s = step.tokens * step.microbatches * shape.flops_per_token / FLOPS_PER_S
     network_s = sum(m.count * m.bytes for m in messages if m.across) / NETWORK_BYTES_PER_S
     node_s = sum(m.count * m.bytes for m in messages if not m.across) / NODE_BYTES_PER_S
     if network_s > 0.5 * compute_s:
@@ -293,7 +305,7 @@ def _warnings(
         )
     if node_s > 0.5 * compute_s:
         found.append(f"slow: {node_s:.2f} s of messages within nodes beside {compute_s:.2f} s of arithmetic in a step")
-    rows = tokens * shape.top_k * mesh.expert / shape.num_experts
+    rows = step.tokens * shape.top_k * mesh.expert / shape.num_experts
     if rows < 256:
         found.append(f"slow: {rows:.0f} tokens an expert in a microbatch; its matrix products want 256 or more")
     return found
