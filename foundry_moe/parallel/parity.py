@@ -32,7 +32,7 @@ from foundry_moe.layers.progress import Progress
 from foundry_moe.layers.steps import note_loads, step_gates
 from foundry_moe.parallel.blocks import prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm
-from foundry_moe.parallel.placement import parallelize
+from foundry_moe.parallel.placement import parallelize, replace_parameters
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, POSITIONS, SEQUENCES, STEPS = 40, 16, 24, 2, 6, 12, 3
 LEARNING_RATE = 0.01
@@ -185,6 +185,32 @@ def shard_rest(model: nn.Module, mesh: Any, mp_policy: MixedPrecisionPolicy) -> 
     fully_shard(model, mesh=mesh, mp_policy=mp_policy)
 
 
+def _place(
+    model: nn.Module,
+    mesh: MeshConfig,
+    optimizer: torch.optim.Optimizer,
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
+    ranks_per_node: int | None,
+) -> None:
+    """Puts the whole model on the mesh, and its new parameters into the optimizer."""
+    fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
+    parallelize(
+        model,
+        mesh,
+        fsdp_config=fsdp,
+        optimizers=[optimizer],
+        mp_policy=policy,
+        device=device,
+        ranks_per_node=ranks_per_node,
+    )
+    old = dict(model.named_parameters())
+    shard_rest(model, fsdp.device_mesh, policy)
+    new = dict(model.named_parameters())
+    replace_parameters(optimizer, {parameter: new[name] for name, parameter in old.items()})
+    prefetch_in_order(model)
+
+
 def run_case(
     case: Case,
     mesh: MeshConfig | None,
@@ -206,30 +232,13 @@ def run_case(
         `weight/kind/parameter`, `checkpoint/key`; the same on every rank, but checkpoints, which rank 0 reads.
     """
     device = torch.device(device)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)
     model = build_model(case, dtype, device)
     context = batch_context(model)
     assert context is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
     if mesh is not None:
-        fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
-        parallelize(
-            model,
-            mesh,
-            fsdp_config=fsdp,
-            optimizers=[optimizer],
-            mp_policy=policy,
-            device=device,
-            ranks_per_node=ranks_per_node,
-        )
-        old = {name: parameter for name, parameter in model.named_parameters()}
-        shard_rest(model, fsdp.device_mesh, policy)
-        new = dict(model.named_parameters())
-        swap = {parameter: new[name] for name, parameter in old.items()}
-        for group in optimizer.param_groups:
-            group["params"] = [swap[p] for p in group["params"]]
-        prefetch_in_order(model)
+        _place(model, mesh, optimizer, policy, device, ranks_per_node)
     else:
         assert compute_dtype is None, "mixed precision is FSDP2's: give a mesh of one rank"
 
@@ -238,35 +247,44 @@ def run_case(
         context.progress = Progress(ba=step, dur=step / STEPS)
         before = note_loads(moe_layers(model))
         optimizer.zero_grad()
-        total = torch.zeros((), dtype=dtype, device=device)
-        for microbatch in range(case.microbatches):
-            last = microbatch + 1 == case.microbatches
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_requires_all_reduce(last, recurse=False)
-            ids = draw_batch(step, microbatch)
-            everyone = ids[:, 1:].numel() * case.microbatches
-            mine = take_share(ids, case.share, rank, world_size).to(device)
-            logits = model(mine[:, :-1])
-            losses_T = F.cross_entropy(logits.flatten(0, 1).to(dtype), mine[:, 1:].flatten(), reduction="none")
-            mean = context.anchor(losses_T.sum() / max(losses_T.numel(), 1))
-            # gradients are averaged over ranks, so a rank's mean weighs as its share of the tokens
-            share = losses_T.numel() * world_size / everyone
-            (mean * share).backward()
-            total += losses_T.detach().sum() / everyone
-        if mesh is not None:
-            dist.all_reduce(total)
+        loss = accumulate_gradients(case, model, step, dtype, distributed=mesh is not None)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and step in (0, STEPS - 1):
                 seen[f"grad/{step}/{kind_of(name)}/{name}"] = whole(parameter.grad)
         seen[f"norm/{step}"] = clip_norm(model.parameters(), case.max_norm).cpu()
-        seen[f"loss/{step}"] = total.cpu()
+        seen[f"loss/{step}"] = loss.cpu()
         optimizer.step()
         step_gates(moe_layers(model), before, Progress(ba=step + 1))
     for name, parameter in model.named_parameters():
         seen[f"weight/{kind_of(name)}/{name}"] = whole(parameter)
-    seen.update(_checkpoint_contents(model, optimizer, rank))
+    seen.update(_checkpoint_contents(model, optimizer, dist.get_rank() if mesh else 0))
     return seen
+
+
+def accumulate_gradients(case: Case, model: TinyLM, step: int, dtype: torch.dtype, *, distributed: bool) -> Tensor:
+    """The backward passes of a step's microbatches; returns the mean loss of the whole job."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    context, device = batch_context(model), model.norm.weight.device
+    assert context is not None
+    total = torch.zeros((), dtype=dtype, device=device)
+    for microbatch in range(case.microbatches):
+        last = microbatch + 1 == case.microbatches
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_all_reduce(last, recurse=False)
+        ids = draw_batch(step, microbatch)
+        everyone = ids[:, 1:].numel() * case.microbatches
+        mine = take_share(ids, case.share, rank, world_size).to(device)
+        logits = model(mine[:, :-1])
+        losses_T = F.cross_entropy(logits.flatten(0, 1).to(dtype), mine[:, 1:].flatten(), reduction="none")
+        mean = context.anchor(losses_T.sum() / max(losses_T.numel(), 1))
+        # gradients are averaged over ranks, so a rank's mean weighs as its share of the tokens
+        share = losses_T.numel() * world_size / everyone
+        (mean * share).backward()
+        total += losses_T.detach().sum() / everyone
+    if distributed:
+        dist.all_reduce(total)
+    return total
 
 
 def _checkpoint_contents(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:

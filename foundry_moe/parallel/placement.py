@@ -71,33 +71,14 @@ def parallelize(
     layers = named_moe_layers(model)
     if not layers:
         raise ValueError("mesh is for models with MoE layers, and this one has none: check `layers`")
-    world_size = dist.get_world_size()
-    ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    plans = {
-        plan_mesh(
-            mesh_config,
-            world_size=world_size,
-            ranks_per_node=ranks_per_node,
-            num_experts=layer.num_experts,
-        )
-        for layer in layers.values()
-    }
-    if len(plans) > 1:
-        raise ValueError(f"mesh.expert: auto differs from layer to layer ({listed(sorted(p.expert for p in plans))}):"
-                         " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
-    plan = plans.pop()
+    plan = plan_for_layers(layers.values(), mesh_config, ranks_per_node)
     dimensions = {name: shard_dimension(name, layer.experts, plan) for name, layer in layers.items()}
     device = torch.device(device)
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
-    dispatch = ExpertDispatch(build_exchange(meshes), mesh_config.chunks) if plan.expert > 1 else None
-    everyone = RankSums()
     names = {parameter: name for name, parameter in model.named_parameters()}
+    connect(layers.values(), meshes, mesh_config.chunks)
     for name, layer in layers.items():
-        layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
-        layer.context.shuffle = everyone.shuffle
-        if plan.expert > 1:
-            layer.context.sum_over_group = RankSums(meshes.expert.get_group()).sum
         draw_replicated(layer, device)
         place_experts(
             layer,
@@ -107,12 +88,41 @@ def parallelize(
             mp_policy=mp_policy or MixedPrecisionPolicy(),
             reshard_after_forward=fsdp_config.reshard_after_forward,
         )
-        if dispatch is not None:
-            layer.dispatch = dispatch
     placed = dict(model.named_parameters())
     for optimizer in optimizers:
         replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
     return Placement(meshes=meshes, layers=tuple(layers))
+
+
+def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_node: int | None) -> MeshPlan:
+    """The one mesh of all layers; arguments as in `parallelize`.
+
+    Raises:
+        ValueError: it fits neither the job nor the experts.
+    """
+    world_size = dist.get_world_size()
+    ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    plans = {
+        plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=layer.num_experts)
+        for layer in layers
+    }
+    if len(plans) > 1:
+        raise ValueError(f"mesh.expert: auto differs from layer to layer ({listed(sorted(p.expert for p in plans))}):"
+                         " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
+    return plans.pop()
+
+
+def connect(layers: Iterable[Any], meshes: Meshes, chunks: int) -> None:
+    """Gives layers what passes between ranks: sums for losses and gates, and the exchange of tokens."""
+    divided = meshes.plan.expert > 1
+    dispatch = ExpertDispatch(build_exchange(meshes), chunks) if divided else None
+    everyone = RankSums()
+    for layer in layers:
+        layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
+        layer.context.shuffle = everyone.shuffle
+        if divided:
+            layer.context.sum_over_group = RankSums(meshes.expert.get_group()).sum
+            layer.dispatch = dispatch
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
