@@ -11,7 +11,7 @@ from pathlib import Path
 
 from foundry_moe.checkpoint.errors import CheckpointError
 
-USER_ERROR = 2
+PASSING_ERROR, USER_ERROR = 1, 2
 _KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # found and not imported: that takes seconds
 _OURS = tuple(
     f"{Path(file).parent}{os.sep}" for file in (__file__, _KERNELS.origin if _KERNELS is not None else None) if file
@@ -29,7 +29,7 @@ def run_cleanly(action: Callable[[], int]) -> int:
     """Runs a command; a user's mistake is printed as `error: <sentence>`, anything else keeps its traceback.
 
     Returns:
-        The exit code: that of `action`, or 2 for a user's mistake.
+        The exit code: that of `action`; 2 for a user's mistake; 1 for what may pass, such as a store that is not there.
     """
     try:
         return action()
@@ -37,4 +37,4 @@ def run_cleanly(action: Callable[[], int]) -> int:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        return USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR

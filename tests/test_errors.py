@@ -7,9 +7,9 @@ import sys
 import pytest
 from foundry_moe_kernels import autotune
 
-from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError
 from foundry_moe.config import MoEConfig
-from foundry_moe.errors import USER_ERROR, run_cleanly
+from foundry_moe.errors import PASSING_ERROR, USER_ERROR, run_cleanly
 
 
 def refuse_top_k():
@@ -21,13 +21,30 @@ def refuse_seconds():
 
 
 def refuse_checkpoint():
+    raise ResumeError("the folder holds no checkpoint of step 3")
+
+
+def miss_store():
+    raise StoreError("no answer from the store")
+
+
+def find_damage():
     raise DamagedError("a block is damaged")
 
 
-@pytest.mark.parametrize("mistake", [refuse_top_k, refuse_seconds, refuse_checkpoint])
-def test_a_mistake_in_any_of_our_packages_is_one_line(mistake, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("mistake", "code"),
+    [
+        (refuse_top_k, USER_ERROR),
+        (refuse_seconds, USER_ERROR),
+        (refuse_checkpoint, USER_ERROR),
+        (miss_store, PASSING_ERROR),
+        (find_damage, PASSING_ERROR),
+    ],
+)
+def test_a_mistake_in_any_of_our_packages_is_one_line(mistake, code, monkeypatch, capsys):
     monkeypatch.setenv("FOUNDRY_MOE_AUTOTUNE_S", "soon")
-    assert run_cleanly(mistake) == USER_ERROR
+    assert run_cleanly(mistake) == code
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
 

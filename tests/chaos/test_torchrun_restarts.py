@@ -17,10 +17,10 @@ from tests.chaos.run_kills import ROOT, Outcome, check, command, read_log
 BATCHES = 8
 
 
-def torchrun(data: Path, folder: Path, log: Path, fault: str | None) -> subprocess.CompletedProcess[str]:
+def torchrun(data: Path, folder: Path, log: Path, fault: str | None, *more: str) -> subprocess.CompletedProcess[str]:
     """The demo's tiny run on two processes through the entrypoint; `fault` strikes the first life alone."""
     words = command(str(data), str(folder), None, log, (1, 1, 2), BATCHES)
-    arguments = words[words.index("foundry_moe/train.py") + 1 :]
+    arguments = [*words[words.index("foundry_moe/train.py") + 1 :], *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "2", "MAX_RESTARTS": "2"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # torchrun's folder
     environment |= {"PYTHONPATH": str(ROOT), "TRAIN_SCRIPT": "foundry_moe/train.py", "FSDP_VERSION": "2"}
@@ -49,3 +49,14 @@ def test_run_goes_on_after_a_rank_died_between_data_and_commit(tiny_text, tmp_pa
     ledger = Ledger(store)
     keys = ledger.newest_first()
     assert keys[0].step == BATCHES and all(verify(store, ledger.open(key)) == [] for key in keys)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_checkpoint_of_another_model_ends_the_job_at_once(tiny_text, tmp_path) -> None:
+    first = torchrun(tiny_text, tmp_path / "run", tmp_path / "first.jsonl", None, "max_duration=2ba")
+    assert first.returncode == 0, first.stderr[-5000:]
+    other = torchrun(tiny_text, tmp_path / "run", tmp_path / "other.jsonl", None, "model.moe.top_k=1")
+    assert other.returncode == 2, other.stderr[-5000:]
+    assert "error: experts' top_k (1): the checkpoint was trained with 2" in other.stderr
+    assert other.stderr.count("error: experts' top_k") == 2, "each of two ranks said so once"

@@ -50,7 +50,9 @@ def tools(tmp_path) -> Path:
 
 def test_one_node_needs_nothing(tools) -> None:
     words = command("run.yaml", "max_duration=3ba", PATH=f"{tools}:/usr/bin:/bin")
-    assert words[:2] == ["torchrun", "--standalone"] and after(words, "--nproc-per-node") == "3"
+    assert (
+        words[:4] == ["python", "-m", "foundry_moe.launch", "--standalone"] and after(words, "--nproc-per-node") == "3"
+    )
     assert after(words, "--max-restarts") == "100"
     assert words[-3:] == ["foundry_moe/train.py", "run.yaml", "max_duration=3ba"]
     assert after(command("run.yaml", PATH="/usr/bin:/bin"), "--nproc-per-node") == "1"
@@ -102,8 +104,8 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> N
 
 
 def test_a_mistake_in_the_run_starts_no_launcher(tmp_path) -> None:
-    (tmp_path / "torchrun").write_text("#!/bin/sh\necho started\n")
-    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "python").write_text("#!/bin/sh\necho started\n")
+    (tmp_path / "python").chmod(0o755)
     (tmp_path / "tokenizer").mkdir()
     path = f"{tmp_path}:{PLAIN['PATH']}"
     words = (str(ROOT / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}")
@@ -145,6 +147,40 @@ def test_a_process_that_fails_is_started_again(tmp_path) -> None:
     done = enter("arg", NPROC="2", MAX_RESTARTS="2", FAIL_FIRST="1", LIVE_S="2", TRAIN_SCRIPT=f"{tmp_path}/worker.py")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "life 0 rank 1 of 2 arg" in done.stdout and "life 1 rank 1 of 2 arg" in done.stdout
+
+
+FAILING = """
+import os, sys
+from foundry_moe.checkpoint.errors import ResumeError, StoreError
+from foundry_moe.errors import run_cleanly
+
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(f"life {life} rank {os.environ['RANK']}", flush=True)
+
+def train():
+    if life == os.environ.get("GOES_ON_IN_LIFE"):
+        return 0
+    raise {"mistake": ResumeError, "passing": StoreError}[sys.argv[1]]("cannot go on")
+
+sys.exit(run_cleanly(train))
+"""
+
+
+@pytest.mark.parametrize(("kind", "lives", "code"), [("mistake", 1, 2), ("passing", 3, 1)])
+def test_a_users_mistake_ends_the_job_in_its_first_life(tmp_path, kind, lives, code) -> None:
+    (tmp_path / "worker.py").write_text(FAILING)
+    done = enter(kind, NPROC="1", MAX_RESTARTS="2", TRAIN_SCRIPT=f"{tmp_path}/worker.py")
+    assert done.returncode == code, done.stderr[-2000:]
+    assert done.stdout.count("rank 0") == lives and done.stderr.count("error: cannot go on") == lives
+
+
+def test_a_mistake_on_fewer_nodes_than_there_may_be_waits_for_the_others(tmp_path) -> None:
+    """A mesh that does not fit may fit with the next node: torchrun starts anew."""
+    (tmp_path / "worker.py").write_text(FAILING)
+    node = {"NNODES": "2", "MIN_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    node |= {"NPROC": "1", "LAST_CALL_S": "1", "GOES_ON_IN_LIFE": "1", "TRAIN_SCRIPT": f"{tmp_path}/worker.py"}
+    done = enter("mistake", **node)
+    assert done.returncode == 0 and "life 1 rank 0" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.slow
@@ -194,8 +230,12 @@ def test_health_is_a_launcher_and_a_heartbeat(tmp_path) -> None:
     (tmp_path / "proc" / "7").mkdir(parents=True)
     (tmp_path / "proc" / "7" / "cmdline").write_bytes(b"sleep\0" + b"9\0")
     assert health() == (1, "unhealthy: no launcher is running\n")
-    (tmp_path / "proc" / "7" / "cmdline").write_bytes(b"python\0/opt/venv/bin/torchrun\0--standalone\0")
-    assert health() == (0, "healthy\n")
+    for launcher in (
+        b"python\0/opt/venv/bin/torchrun\0--standalone\0",
+        b"python\0-m\0foundry_moe.launch\0--standalone\0",
+    ):
+        (tmp_path / "proc" / "7" / "cmdline").write_bytes(launcher)
+        assert health() == (0, "healthy\n")
     beat = tmp_path / "beat"
     assert "does not exist" in health(HEARTBEAT=str(beat))[1]
     beat.touch()
