@@ -50,9 +50,8 @@ def tools(tmp_path) -> Path:
 
 def test_one_node_needs_nothing(tools) -> None:
     words = command("run.yaml", "max_duration=3ba", PATH=f"{tools}:/usr/bin:/bin")
-    assert (
-        words[:4] == ["python", "-m", "foundry_moe.launch", "--standalone"] and after(words, "--nproc-per-node") == "3"
-    )
+    assert words[:4] == ["python", "-m", "foundry_moe.torchrun", "--standalone"]
+    assert after(words, "--nproc-per-node") == "3"
     assert after(words, "--max-restarts") == "100"
     assert words[-3:] == ["foundry_moe/train.py", "run.yaml", "max_duration=3ba"]
     assert after(command("run.yaml", PATH="/usr/bin:/bin"), "--nproc-per-node") == "1"
@@ -232,7 +231,7 @@ def test_health_is_a_launcher_and_a_heartbeat(tmp_path) -> None:
     assert health() == (1, "unhealthy: no launcher is running\n")
     for launcher in (
         b"python\0/opt/venv/bin/torchrun\0--standalone\0",
-        b"python\0-m\0foundry_moe.launch\0--standalone\0",
+        b"python\0-m\0foundry_moe.torchrun\0--standalone\0",
     ):
         (tmp_path / "proc" / "7" / "cmdline").write_bytes(launcher)
         assert health() == (0, "healthy\n")

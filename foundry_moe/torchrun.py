@@ -1,4 +1,4 @@
-"""`torchrun`, but what a user did wrong ends the job at once: `python -m foundry_moe.launch --nnodes ... SCRIPT ...`.
+"""`torchrun`, but what a user did wrong ends the job at once: `python -m foundry_moe.torchrun --nnodes ... SCRIPT ...`.
 
 A wrong checkpoint folder, or a checkpoint of another model, would stay wrong as often as torchrun starts the processes
 anew. They exit with 2 then (`errors.run_cleanly`), and so does this. Only in the first life, with all nodes there: what
