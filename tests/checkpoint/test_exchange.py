@@ -9,8 +9,8 @@ from foundry_moe.checkpoint.sharing import SharedSlots
 from foundry_moe.parallel.launch import run_processes
 from tests.checkpoint import exchange_worker as worker
 from tests.checkpoint.exchange_worker import Case
+from tests.distributed.launching import PRELOAD
 
-PRELOAD = ("foundry_moe.checkpoint.engine", "torch._dynamo")
 RANKS = 4
 TIMEOUT_S = 30.0  # of the group: for so long ranks would wait for one that left
 AT_ONCE_S = 5.0

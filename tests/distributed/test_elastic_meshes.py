@@ -12,8 +12,8 @@ from foundry_moe.checkpoint.export import export, weight_map
 from foundry_moe.checkpoint.store import open_store
 from foundry_moe.parallel.launch import run_processes
 from tests.distributed import elastic_mesh_worker as worker
+from tests.distributed.launching import PRELOAD
 
-PRELOAD = ("foundry_moe.checkpoint.engine", "torch.distributed.fsdp", "torch._dynamo")
 MESHES = {
     1: [(1, 1, 1)],
     2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)],

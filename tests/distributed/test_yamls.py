@@ -92,6 +92,7 @@ def small(name: str, text: Path, folder: Path, processes: int) -> list[str]:
     """Arguments that make a run fit two CPU processes; everything else stays as it is."""
     run = load(name)
     heads = 4 if "kv_n_heads" not in run["model"]["attn_config"] else 8
+    expert = min(run["model"]["moe"]["mesh"]["expert"], processes)
     found = [
         str(ROOT / "yamls" / f"{name}.yaml"),
         "max_seq_len=64",
@@ -100,7 +101,7 @@ def small(name: str, text: Path, folder: Path, processes: int) -> list[str]:
         f"model.n_heads={heads}",
         "model.n_layers=2",
         "model.moe.expert_hidden_size=32",
-        f"model.moe.mesh={{expert: {min(run['model']['moe']['mesh']['expert'], processes)}, shard: auto}}",
+        f"model.moe.mesh={{expert: {expert}, shard: {processes // expert}, replicate: auto}}",
         f"global_train_batch_size={2 * processes}",
         "device_train_microbatch_size=1",
         "max_duration=2ba",
