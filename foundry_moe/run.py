@@ -25,7 +25,7 @@ from foundry_moe.config import (
     section,
 )
 from foundry_moe.layers.gates.registry import check_gate
-from foundry_moe.parallel.spares import ranks_in_use
+from foundry_moe.parallel.spares import launched_ranks, ranks_in_use
 
 MODEL = "dmoe_causal_lm"
 # our names, by the entry-point group in which LLM Foundry looks them up
@@ -145,7 +145,7 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
     Raises:
         ValueError: see `ranks_in_use`.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_ranks()
     if config is None or config.mesh_config is None:
         return world_size
     return ranks_in_use(

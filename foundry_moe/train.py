@@ -12,7 +12,7 @@ import sys
 import warnings
 
 from foundry_moe.errors import run_cleanly
-from foundry_moe.parallel.spares import dismiss, take_place, wait_as_spare
+from foundry_moe.parallel.spares import dismiss, launched_ranks, take_place, wait_as_spare
 from foundry_moe.run import check_files, check_run, load_run, plain, ranks_that_train
 
 # said by Composer and torch of their own code, every few batches
@@ -27,9 +27,10 @@ def train(arguments: list[str]) -> int:
         print(USAGE)
         return 0 if arguments else 2
     run = load_run(arguments[0], arguments[1:], USAGE)
-    config = check_run(plain(run))
-    check_files(plain(run))
-    launched, ranks = int(os.environ.get("WORLD_SIZE", "1")), ranks_that_train(plain(run), config)
+    settings = plain(run)
+    config = check_run(settings)
+    check_files(settings)
+    launched, ranks = launched_ranks(), ranks_that_train(settings, config)
     if not take_place(ranks):
         wait_as_spare()
         return 0

@@ -41,26 +41,32 @@ def ranks_in_use(
     Raises:
         ValueError: see `plan_mesh`; with spares, what all ranks together lack if no number of ranks will do.
     """
+    if not config.spares:
+        plan_mesh(config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=num_experts)
+        return world_size
     plan_mesh(MeshConfig(), world_size=world_size, ranks_per_node=ranks_per_node)  # whole nodes
     unit = ranks_per_node if world_size > ranks_per_node else 1
     reason: ValueError | None = None
     for ranks in range(world_size, 0, -unit):
         try:
             plan_mesh(config, world_size=ranks, ranks_per_node=ranks_per_node, num_experts=num_experts)
-            if config.spares and isinstance(batch_size, int) and batch_size % ranks:
+            if isinstance(batch_size, int) and batch_size % ranks:
                 raise ValueError(f"global_train_batch_size ({batch_size}) must be a multiple of the number of GPUs")
         except ValueError as error:
-            if not config.spares:
-                raise
             reason = reason or error
         else:
             return ranks
     raise ValueError(f"{reason}; nor will any smaller number of GPUs do (mesh.spares)")
 
 
+def launched_ranks() -> int:
+    """How many a launcher has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def take_place(ranks: int) -> bool:
     """Makes the launcher's environment that of a job of `ranks`; False if this process is a spare of it."""
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = launched_ranks()
     if ranks == world_size:
         return True
     rank = int(os.environ["RANK"])

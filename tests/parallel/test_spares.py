@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ import pytest
 from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.parallel import spares
 from foundry_moe.parallel.spares import ranks_in_use, take_place
+from tests.ports import free_port
 
 
 def used(gpus: int, batch: object = None, gpus_per_node: int = 8, **keys: Any) -> int:
@@ -68,6 +68,12 @@ def test_those_that_train_see_a_smaller_job(monkeypatch):
     assert os.environ["WORLD_SIZE"] == "7"
 
 
+def test_a_process_without_a_launcher_has_its_place(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert take_place(1) and "WORLD_SIZE" not in os.environ
+
+
 RUN = """
     import os, sys, time
     import torch.distributed as dist
@@ -88,10 +94,7 @@ RUN = """
 
 
 def start(world: int, *arguments: str, patience: str = "") -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     script = textwrap.dedent(patience) + textwrap.dedent(RUN)
     return [
         subprocess.Popen(
