@@ -44,6 +44,7 @@ from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.store import Store, StoreOptions, open_store
+from tests.ports import free_port
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4)]
 STEPS_PER_LIFE = 4
@@ -148,12 +149,6 @@ def note(engine: CheckpointEngine, rank: int, shared: Shared) -> None:
         raise RuntimeError(report.error)  # fine if the peer was killed, see `reap`
     if report is not None and rank == 0:
         shared.committed = report.step
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def incarnate(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.chaos.run_kills import ROOT, Outcome, check, command, read_log
+from tests.chaos import entrypoint
+from tests.chaos.run_kills import Outcome, check, read_log
+from tests.ports import free_port
 
 BATCHES = 16
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec sh "$0" "$@"']
@@ -28,21 +27,15 @@ def start_node(number: int, nodes: int, port: int, data: Path, folder: Path) -> 
     """
     home = folder / f"node{number}"
     shutil.copytree(data, home / "data")
-    words = command(str(home / "data"), str(folder / "checkpoints"), None, folder / "log.jsonl", (1, 1, 2), BATCHES)
-    arguments = [
-        word.replace("yamls/", f"{ROOT}/yamls/").replace("[tests/", f"[{ROOT}/tests/")
-        for word in words[words.index("foundry_moe/train.py") + 1 :]
-    ]
+    arguments = entrypoint.arguments(home / "data", folder / "checkpoints", folder / "log.jsonl", BATCHES)
     arguments += ["model.moe.mesh.replicate=auto", "model.moe.mesh.spares=true"]
     node = {"NNODES": str(nodes), "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    node |= {"MIN_NODES": "2", "NPROC": "1", "LAST_CALL_S": "5", "MAX_RESTARTS": "5", "OMP_NUM_THREADS": "1"}
-    node |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    node |= {"PYTHONPATH": str(ROOT), "TRAIN_SCRIPT": f"{ROOT}/foundry_moe/train.py", "FSDP_VERSION": "2"}
+    node |= {"MIN_NODES": "2", "NPROC": "1", "LAST_CALL_S": "5", "MAX_RESTARTS": "5"}
     with open(home / "output", "w") as file:
         return subprocess.Popen(
-            [*OWN_MEMORY, f"{ROOT}/docker/entrypoint.sh", *arguments],
+            [*OWN_MEMORY, entrypoint.SCRIPT, *arguments],
             cwd=home,
-            env={**os.environ, **node},
+            env=entrypoint.environment(**node),
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -52,9 +45,7 @@ def run(data: Path, folder: Path, *, nodes: int, lose_after: int | None) -> list
     """The log of a run on some nodes, one of which is killed with all its processes after so many batches."""
     folder.mkdir()
     log = folder / "log.jsonl"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     agents = [start_node(number, nodes, port, data, folder) for number in range(nodes)]
     outputs = [folder / f"node{number}" / "output" for number in range(nodes)]
     try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,24 +10,18 @@ import pytest
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.inspecting import verify
 from foundry_moe.checkpoint.store import open_store
-from tests.chaos.run_kills import ROOT, Outcome, check, command, read_log
+from tests.chaos import entrypoint
+from tests.chaos.run_kills import ROOT, Outcome, check, read_log
 
 BATCHES = 8
 
 
 def torchrun(data: Path, folder: Path, log: Path, fault: str | None, *more: str) -> subprocess.CompletedProcess[str]:
     """The demo's tiny run on two processes through the entrypoint; `fault` strikes the first life alone."""
-    words = command(str(data), str(folder), None, log, (1, 1, 2), BATCHES)
-    arguments = [*words[words.index("foundry_moe/train.py") + 1 :], *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "2", "MAX_RESTARTS": "2"}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # torchrun's folder
-    environment |= {"PYTHONPATH": str(ROOT), "TRAIN_SCRIPT": "foundry_moe/train.py", "FSDP_VERSION": "2"}
-    environment.pop("FOUNDRY_MOE_FAULT", None)
-    if fault:
-        environment["FOUNDRY_MOE_FAULT"] = fault
-    return subprocess.run(
-        ["/bin/sh", "docker/entrypoint.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    words = ["/bin/sh", entrypoint.SCRIPT, *entrypoint.arguments(data, folder, log, BATCHES), *more]
+    striking = {"FOUNDRY_MOE_FAULT": fault} if fault else {}
+    environment = entrypoint.environment(NPROC="2", MAX_RESTARTS="2", **striking)
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -120,12 +121,6 @@ def test_help_and_other_commands() -> None:
     assert enter("--").returncode == 2
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 WORKER = """
 import os, sys, time
 life, world, rank = (os.environ[k] for k in ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "RANK"))
@@ -176,7 +171,13 @@ def test_a_users_mistake_ends_the_job_in_its_first_life(tmp_path, kind, lives, c
 def test_a_mistake_on_fewer_nodes_than_there_may_be_waits_for_the_others(tmp_path) -> None:
     """A mesh that does not fit may fit with the next node: torchrun starts anew."""
     (tmp_path / "worker.py").write_text(FAILING)
-    node = {"NNODES": "2", "MIN_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    node = {
+        "NNODES": "2",
+        "MIN_NODES": "1",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     node |= {"NPROC": "1", "LAST_CALL_S": "1", "GOES_ON_IN_LIFE": "1", "TRAIN_SCRIPT": f"{tmp_path}/worker.py"}
     done = enter("mistake", **node)
     assert done.returncode == 0 and "life 1 rank 0" in done.stdout, done.stderr[-2000:]
@@ -186,7 +187,7 @@ def test_a_mistake_on_fewer_nodes_than_there_may_be_waits_for_the_others(tmp_pat
 def test_two_nodes_go_on_as_one_when_a_node_is_lost(tmp_path) -> None:
     """Two launchers on this host; one is killed with its process, and the other restarts alone."""
     (tmp_path / "worker.py").write_text(WORKER)
-    port = free_port()
+    port = str(free_port())
     nodes = []
     for rank in ("0", "1"):
         environment = {
