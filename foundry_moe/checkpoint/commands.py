@@ -9,7 +9,7 @@ from pathlib import Path
 
 from foundry_moe.checkpoint.commits import Found, Ledger
 from foundry_moe.checkpoint.config import parse_interval
-from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.manifest import CommitKey
 from foundry_moe.checkpoint.store import Store, StoreOptions, open_store
 
@@ -71,9 +71,12 @@ def _guarded(function):  # type: ignore[no-untyped-def]
     return run
 
 
-def _open(arguments: argparse.Namespace) -> tuple[Store, Ledger]:
+def _open(arguments: argparse.Namespace, *, new: bool = False) -> tuple[Store, Ledger]:
+    """The folder of a command, which must be there unless the command makes a `new` one."""
     options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
     store = open_store(arguments.folder, options)
+    if not new and not store.exists():
+        raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
     return store, Ledger(store)
 
 
@@ -236,7 +239,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_import(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.importing import import_weights
 
-    store, _ = _open(arguments)
+    store, _ = _open(arguments, new=True)
     count, size = import_weights(arguments.source, store, prefix=arguments.prefix)
     print(
         f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; a run with this folder begins there"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foundry_moe.checkpoint.store import StoreOptions
+from foundry_moe.checkpoint.store import StoreOptions, folder_problem
 from foundry_moe.config import from_mapping, said
 
 WHERE = "callbacks.elastic_checkpoint"
@@ -80,9 +80,9 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if not self.folder.strip():
             raise ValueError("folder is empty: write s3://bucket/run or a path")
-        scheme, separator, _ = self.folder.partition("://")
-        if separator and scheme not in ("s3", "file"):
-            raise ValueError(f"folder ({self.folder}): {scheme}:// is not supported; use s3://bucket/run or a path")
+        problem = folder_problem(self.folder)
+        if problem:
+            raise ValueError(f"folder ({self.folder}): {problem}")
         parse_interval(self.interval, "interval")
         for name in ("timeout", "stale_after"):
             if parse_interval(getattr(self, name), name).unit != "s":

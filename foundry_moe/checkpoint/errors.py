@@ -23,6 +23,10 @@ class NotFoundError(StoreError, ValueError):
     lasting = True
 
 
+class NotAnObjectError(NotFoundError):
+    """Something else is where an object should be: a link, a FIFO, a device, a name that leads out of the folder."""
+
+
 class DeniedError(StoreError, ValueError):
     """No credentials, wrong ones, or no permission."""
 

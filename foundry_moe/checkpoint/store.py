@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import random
+import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
-from foundry_moe.checkpoint.errors import StoreError
+from foundry_moe.checkpoint.errors import NotAnObjectError, StoreError
 
 T = TypeVar("T")
 
@@ -108,6 +112,10 @@ class Store(abc.ABC):
     def now_s(self) -> float:
         """The store's clock, in seconds since 1970, comparable with `Entry.modified_s`."""
 
+    @abc.abstractmethod
+    def exists(self) -> bool:
+        """Whether the folder is there; on S3, which has no folders, whether it holds an object."""
+
     def check(self) -> None:
         """Raises a StoreError with one sentence if the folder cannot be listed or written to.
 
@@ -128,23 +136,65 @@ def is_remote(folder: str) -> bool:
     return "://" in folder
 
 
+def checked_key(key: str) -> str:
+    """The key, if it cannot lead out of the store's folder.
+
+    Raises:
+        NotAnObjectError: it is empty, or has a part that is empty, `.` or `..`, or a character that no key has.
+    """
+    if any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key or "\\" in key:
+        raise NotAnObjectError(f"{key!r} cannot be the name of an object in a folder of checkpoints")
+    return key
+
+
+def folder_problem(folder: str) -> str | None:
+    """Why this folder can never hold checkpoints, whatever is asked of it; None if it may. Nothing is made.
+
+    `s3:/bucket/run` would be the local folder `s3:`, and a file in the way would be found by the first save.
+    """
+    scheme, separator, rest = folder.partition("://")
+    if separator and scheme not in ("s3", "file"):
+        return f"{scheme}:// is not supported; use s3://bucket/run or a path"
+    if scheme == "s3" and separator:
+        return None if rest.partition("/")[0] else "it names no bucket: write s3://bucket/run"
+    if not separator and (slip := re.match(r"(?i)(s3|file):/*", folder)):
+        right = f"s3://{folder[slip.end() :]}" if slip[1].lower() == "s3" else f"file:///{folder[slip.end() :]}"
+        return f"an address begins with {slip[1].lower()}://; write {right}"
+    path = Path(rest if separator else folder).expanduser().absolute()
+    for place in (path, *path.parents):
+        if not os.path.lexists(place):
+            continue
+        try:
+            mode = place.stat().st_mode
+        except FileNotFoundError:
+            return f"{place} is a link to nothing; name another path"
+        except OSError:
+            return None  # no right to look: the store says so when it is asked
+        if not stat.S_ISDIR(mode):
+            kind = "a file" if stat.S_ISREG(mode) else "a device or pipe"
+            return f"{place} is {kind}, not a folder; name another path"
+        return None
+    return None
+
+
 def open_store(folder: str, options: StoreOptions | None = None) -> Store:
     """The store for `s3://bucket/prefix`, `/a/path` or `file:///a/path`. Nothing is asked of it yet.
 
     Raises:
-        ValueError: an address of another kind.
+        ValueError: an address of another kind, or a path at which something else is.
     """
     options = options or StoreOptions()
+    problem = folder_problem(folder)
+    if problem:
+        raise ValueError(f"folder {folder!r}: {problem}")
     scheme, separator, rest = folder.partition("://")
     if not separator or scheme == "file":
         from foundry_moe.checkpoint.store_file import FileStore
 
         return FileStore(rest if separator else folder, options)
-    if scheme == "s3":
-        from foundry_moe.checkpoint.store_s3 import S3Store
+    from foundry_moe.checkpoint.store_s3 import S3Store
 
-        return S3Store(folder, options)
-    raise ValueError(f"folder {folder!r}: {scheme}:// is not supported; use s3://bucket/prefix or a path")
+    return S3Store(folder, options)
 
 
 def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:

@@ -1,22 +1,33 @@
 """A store on a file system, with the promises of `store.Store`: visible whole or not at all, one winner of a race.
 
-Files are written beside their place and linked or renamed into it after their bytes are on the device.
+Files are written beside their place and linked or renamed into it after their bytes are on the device. Below the
+folder no symbolic link is followed: folders are opened one after the other, each from the one above, so that nobody
+who can write there leads a read or a deletion elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from foundry_moe.checkpoint.errors import DeniedError, FullError, NotFoundError, StoreError
-from foundry_moe.checkpoint.store import Entry, Store, StoreOptions
+from foundry_moe.checkpoint.errors import DeniedError, FullError, NotAnObjectError, NotFoundError, StoreError
+from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key, folder_problem
+
+log = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
 SEEN_BYTES = 2**18  # is in the core's cache when it is hashed: a third of the time that hashing takes from memory
+RACES = 100  # so often in a row may others remove a folder, empty at that moment, in which we begin to write
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # to open a FIFO must not wait for its writer
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FileStore(Store):
@@ -26,74 +37,133 @@ class FileStore(Store):
         self.root = Path(folder).expanduser().absolute()
         self.url = str(self.root)
         self.options = options or StoreOptions()
+        self._told: set[str] = set()
+
+    def exists(self) -> bool:
+        return self.root.is_dir()
+
+    def check(self) -> None:
+        problem = folder_problem(self.url)
+        if problem:
+            raise NotFoundError(f"could not write to {self.url}: {problem}")
+        super().check()
 
     def put(self, key: str, data: bytes) -> None:
-        self._write(key, memoryview(data), os.replace)
+        self._write(key, memoryview(data), _replace)
 
     def put_new(self, key: str, data: bytes) -> bool:
+        return self._write(key, memoryview(data), self._link)
+
+    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
+        self._write(key, data, _replace, on_part)
+
+    def _link(self, part: str, name: str, folder: int) -> bool:
         try:
-            self._write(key, memoryview(data), self._link)
+            os.link(part, name, src_dir_fd=folder, dst_dir_fd=folder)
         except FileExistsError:
             return False
-        return True
-
-    def _link(self, part: Path, path: Path) -> None:
-        try:
-            os.link(part, path)
         except OSError as error:
             # the file was written a moment ago, so a denial here means links, not rights; FAT and some FUSE mounts
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise DeniedError(
-                    f"could not write {path.name} in {self.url}: this file system has no hard links "
+                    f"could not write {name} in {self.url}: this file system has no hard links "
                     f"({error.strerror}), by which one of several writers wins; use a folder on another (local disks, "
                     "NFS, Lustre have them), or s3://"
                 ) from error
             raise
-
-    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
-        self._write(key, data, os.replace, on_part)
+        return True
 
     def _write(
         self,
         key: str,
         data: memoryview,
-        publish: Callable[[Path, Path], object],
+        publish: Callable[[str, str, int], bool],
         on_part: Callable[[], None] = lambda: None,
-    ) -> None:
-        path = self.root / key
-        part = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}-{path.name}")
+    ) -> bool:
+        *folders, name = checked_key(key).split("/")
+        part = f"{UNFINISHED}{secrets.token_hex(8)}-{name}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            folder, handle = self._begin(folders, part)
             try:
-                with open(part, "wb", buffering=0) as file:
-                    for start in range(0, len(data), self.options.part_bytes):
-                        piece = data[start : start + self.options.part_bytes]
-                        while piece:
-                            piece = piece[file.write(piece) :]
-                        on_part()
-                    os.fdatasync(file.fileno())
-                publish(part, path)
+                try:
+                    with open(handle, "wb", buffering=0) as file:
+                        for start in range(0, len(data), self.options.part_bytes):
+                            piece = data[start : start + self.options.part_bytes]
+                            while piece:
+                                piece = piece[file.write(piece) :]
+                            on_part()
+                        os.fdatasync(file.fileno())
+                    won = publish(part, name, folder)
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(part, dir_fd=folder)
+                os.fsync(folder)
             finally:
-                part.unlink(missing_ok=True)
-            self._sync_folder(path.parent)
-        except FileExistsError:
-            raise
+                os.close(folder)
         except OSError as error:
-            raise self._translate(error, f"write {key}") from error
+            raise self._translate(error, f"write {key}", key) from error
+        return won
 
-    @staticmethod
-    def _sync_folder(folder: Path) -> None:
-        handle = os.open(folder, os.O_RDONLY)
+    def _begin(self, folders: list[str], part: str) -> tuple[int, int]:
+        """Opens a folder, which is made, and a new file in it: another process may remove the folder in between."""
+        for tries in range(RACES):
+            try:
+                folder = self._folder(folders, make=True)
+            except FileNotFoundError:
+                if tries == RACES - 1:
+                    raise
+                continue
+            try:
+                return folder, os.open(part, NEW, 0o666, dir_fd=folder)
+            except OSError as error:
+                os.close(folder)
+                if not isinstance(error, FileNotFoundError) or tries == RACES - 1:
+                    raise
+        raise AssertionError("RACES must be at least 1")
+
+    def _folder(self, parts: Iterable[str], *, make: bool = False) -> int:
+        """Opens a folder below the root without following links; the caller closes it."""
+        if make:
+            os.makedirs(self.root, exist_ok=True)
+        handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in parts:
+            above = handle
+            try:
+                try:
+                    handle = os.open(part, FOLDER, dir_fd=above)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=above)
+                        os.fsync(above)
+                    handle = os.open(part, FOLDER, dir_fd=above)
+            finally:
+                os.close(above)
+        return handle
+
+    @contextlib.contextmanager
+    def _file(self, key: str) -> Iterator[int]:
+        """Opens an object for reading."""
+        *folders, name = checked_key(key).split("/")
+        folder = self._folder(folders)
         try:
-            os.fsync(handle)
+            handle = os.open(name, READ, dir_fd=folder)
+        finally:
+            os.close(folder)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise NotAnObjectError(f"{self.url}/{key} is not a file: nothing else belongs there; remove it")
+            yield handle
         finally:
             os.close(handle)
 
     def get(self, key: str) -> bytes:
         try:
-            return (self.root / key).read_bytes()
+            with self._file(key) as handle, open(handle, "rb", closefd=False) as file:
+                return file.read()
         except OSError as error:
-            raise self._translate(error, f"read {key}") from error
+            raise self._translate(error, f"read {key}", key) from error
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         self._read(key, start, out, len(out), lambda piece: None)
@@ -103,8 +173,7 @@ class FileStore(Store):
 
     def _read(self, key: str, start: int, out: memoryview, most: int, see: Callable[[memoryview], None]) -> None:
         try:
-            handle = os.open(f"{self.url}/{key}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
+            with self._file(key) as handle:
                 done = 0
                 while done < len(out):
                     count = os.preadv(handle, [out[done : done + most]], start + done)
@@ -114,67 +183,112 @@ class FileStore(Store):
                         )
                     see(out[done : done + count])
                     done += count
-            finally:
-                os.close(handle)
         except OSError as error:
-            raise self._translate(error, f"read {key}") from error
+            raise self._translate(error, f"read {key}", key) from error
 
     def identity(self, key: str) -> str | None:
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:
                 host = file.read().strip()
-            stat = (self.root / key).stat()
-        except OSError:
+            with self._file(key) as handle:
+                found = os.fstat(handle)
+        except (OSError, StoreError):
             return None
-        return f"{host} {stat.st_dev} {stat.st_ino}"
+        return f"{host} {found.st_dev} {found.st_ino}"
 
     def size_bytes(self, key: str) -> int | None:
         try:
-            return (self.root / key).stat().st_size
+            with self._file(key) as handle:
+                return os.fstat(handle).st_size
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise self._translate(error, f"look at {key}") from error
+            raise self._translate(error, f"look at {key}", key) from error
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         return iter(sorted(self._walk(prefix, unfinished=False), key=lambda entry: entry.key))
 
     def _walk(self, prefix: str, *, unfinished: bool) -> list[Entry]:
         found: list[Entry] = []
-        top = self.root / prefix.rpartition("/")[0]
+        top = prefix.rpartition("/")[0]
 
-        def raise_unless_missing(error: OSError) -> None:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                raise self._translate(error, f"list {prefix}") from error
+        def look(folder: int, above: str) -> None:
+            with os.scandir(folder) as items:
+                for item in items:
+                    key = above + item.name
+                    if item.is_dir(follow_symlinks=False):
+                        if unfinished or f"{key}/".startswith(prefix):
+                            visit(folder, item.name, key)
+                    elif item.name.startswith(UNFINISHED) is unfinished and (unfinished or key.startswith(prefix)):
+                        if not item.is_file(follow_symlinks=False):
+                            self._tell_strange(key)
+                            continue
+                        try:
+                            status = item.stat(follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue  # deleted while we look
+                        found.append(Entry(key=key, size_bytes=status.st_size, modified_s=status.st_mtime))
 
-        for folder, _, names in os.walk(top, onerror=raise_unless_missing):
-            for name in names:
-                path = Path(folder, name)
-                key = path.relative_to(self.root).as_posix()
-                if name.startswith(UNFINISHED) is unfinished and (unfinished or key.startswith(prefix)):
-                    try:
-                        stat = path.stat()
-                    except FileNotFoundError:
-                        continue  # deleted while we look
-                    found.append(Entry(key=key, size_bytes=stat.st_size, modified_s=stat.st_mtime))
+        def visit(folder: int, name: str, key: str) -> None:
+            try:
+                below = os.open(name, FOLDER, dir_fd=folder)
+            except FileNotFoundError:
+                return  # deleted while we look
+            try:
+                look(below, f"{key}/")
+            finally:
+                os.close(below)
+
+        try:
+            folder = self._folder(_parts(checked_key(top) if top else ""))
+            try:
+                look(folder, f"{top}/" if top else "")
+            finally:
+                os.close(folder)
+        except OSError as error:
+            translated = self._translate(error, f"list {prefix}".rstrip(), top)
+            if isinstance(translated, NotAnObjectError) or not isinstance(translated, NotFoundError):
+                raise translated from error
         return found
 
+    def _tell_strange(self, key: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            log.warning("Passed over %r in %s: it is a link or no file, which no checkpoint has.", key, self.url)
+
     def delete(self, keys: Iterable[str]) -> None:
-        folders = set()
-        try:
-            for key in keys:
-                path = self.root / key
-                path.unlink(missing_ok=True)
-                folders.add(path.parent)
-        except OSError as error:
-            raise self._translate(error, f"delete {key}") from error
-        for folder in sorted(folders, key=lambda path: -len(path.parts)):
-            while folder != self.root:
+        folders: dict[str, list[str]] = {}
+        for key in keys:
+            above, _, name = checked_key(key).rpartition("/")
+            folders.setdefault(above, []).append(name)
+        for above, names in folders.items():
+            try:
+                folder = self._folder(_parts(above))
                 try:
-                    folder.rmdir()
-                except OSError:
-                    break  # not empty, or gone already
-                folder = folder.parent
+                    for name in names:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=folder)
+                finally:
+                    os.close(folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._translate(error, f"delete from {above or 'the folder'}", above) from error
+        for above in sorted(folders, key=lambda path: -path.count("/")):
+            self._remove_empty(above)
+
+    def _remove_empty(self, path: str) -> None:
+        while path:
+            above, _, name = path.rpartition("/")
+            try:
+                folder = self._folder(_parts(above))
+                try:
+                    os.rmdir(name, dir_fd=folder)
+                finally:
+                    os.close(folder)
+            except OSError:
+                return  # not empty, or gone already
+            path = above
 
     def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
         limit_s = self.now_s() - older_than_s
@@ -183,10 +297,30 @@ class FileStore(Store):
         return len(stale)
 
     def now_s(self) -> float:
-        return time.time()
+        """The clock that stamps files: on a network file system the server's, which may be hours from this host's."""
+        name = f"{UNFINISHED}{secrets.token_hex(8)}-clock"
+        try:
+            folder = self._folder(())
+            try:
+                handle = os.open(name, NEW, 0o666, dir_fd=folder)
+                try:
+                    os.unlink(name, dir_fd=folder)
+                    os.write(handle, b"t")  # the server sets the time of what is written
+                    os.fsync(handle)
+                    return os.fstat(handle).st_mtime
+                finally:
+                    os.close(handle)
+            finally:
+                os.close(folder)
+        except OSError:
+            return time.time()  # who may only read deletes nothing by this clock
 
-    def _translate(self, error: OSError, action: str) -> StoreError:
+    def _translate(self, error: OSError, action: str, key: str) -> StoreError:
         where = f"could not {action} in {self.url}"
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and (link := self._link_in(key)):
+            return NotAnObjectError(
+                f"{where}: {link} is a symbolic link, and none is followed inside a folder of checkpoints; remove it"
+            )
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return NotFoundError(f"{where}: no such file or folder")
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
@@ -194,3 +328,21 @@ class FileStore(Store):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return FullError(f"{where}: the disk is full ({error.strerror}); free some space or lower `keep`")
         return StoreError(f"{where}: {error.strerror or error}")
+
+    def _link_in(self, key: str) -> str | None:
+        """The first part of a key's path that is a symbolic link."""
+        path = self.root
+        for part in key.split("/"):
+            path = path / part
+            if path.is_symlink():
+                return str(path)
+        return None
+
+
+def _parts(path: str) -> list[str]:
+    return path.split("/") if path else []
+
+
+def _replace(part: str, name: str, folder: int) -> bool:
+    os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+    return True

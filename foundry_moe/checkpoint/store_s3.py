@@ -17,8 +17,15 @@ import boto3
 import botocore.exceptions as bce
 from botocore.config import Config
 
-from foundry_moe.checkpoint.errors import ClockError, DeniedError, FullError, NotFoundError, StoreError
-from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, with_retries
+from foundry_moe.checkpoint.errors import (
+    ClockError,
+    DeniedError,
+    FullError,
+    NotAnObjectError,
+    NotFoundError,
+    StoreError,
+)
+from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key, with_retries
 
 SEND_BYTES = 2**20
 MAX_PARTS = 10_000  # S3's own limit
@@ -63,8 +70,6 @@ class S3Store(Store):
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
         self.bucket, _, prefix = folder.removeprefix("s3://").partition("/")
-        if not self.bucket:
-            raise ValueError(f"folder {folder!r} names no bucket: write s3://bucket/prefix")
         self.prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self._lock = threading.Lock()
@@ -95,7 +100,10 @@ class S3Store(Store):
             raise self._translate(error, "reach") from error
 
     def _key(self, key: str) -> str:
-        return self.prefix + key
+        return self.prefix + checked_key(key)
+
+    def exists(self) -> bool:
+        return next(self.scan(), None) is not None
 
     def _call(self, action: str, operation: str, **arguments: Any) -> Any:
         try:
@@ -199,21 +207,23 @@ class S3Store(Store):
         with_retries(attempt, attempts=self.options.attempts)
 
     def size_bytes(self, key: str) -> int | None:
+        name = self._key(key)
         try:
-            return self._call(f"look at {key}", "head_object", Key=self._key(key))["ContentLength"]
+            return self._call(f"look at {key}", "head_object", Key=name)["ContentLength"]
         except NotFoundError:
             return None
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        arguments: dict[str, Any] = {"Prefix": self._key(prefix)}
+        arguments: dict[str, Any] = {"Prefix": self.prefix + prefix}
         while True:
-            page = self._call(f"list {prefix}", "list_objects_v2", **arguments)
+            page = self._call(f"list {prefix}".rstrip(), "list_objects_v2", **arguments)
             for item in page.get("Contents", ()):
-                yield Entry(
-                    key=item["Key"].removeprefix(self.prefix),
-                    size_bytes=item["Size"],
-                    modified_s=item["LastModified"].timestamp(),
-                )
+                key = item["Key"].removeprefix(self.prefix)
+                try:
+                    checked_key(key)
+                except NotAnObjectError:
+                    continue  # `steps/` as the S3 console makes it, or a name by which somebody wants to lead us out
+                yield Entry(key=key, size_bytes=item["Size"], modified_s=item["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return
             arguments["ContinuationToken"] = page["NextContinuationToken"]
@@ -238,7 +248,7 @@ class S3Store(Store):
         return len(stale)
 
     def _unfinished(self, prefix: str) -> Iterator[dict[str, Any]]:
-        arguments: dict[str, Any] = {"Prefix": self._key(prefix)}
+        arguments: dict[str, Any] = {"Prefix": self.prefix + prefix}
         while True:
             page = self._call("list unfinished uploads", "list_multipart_uploads", **arguments)
             yield from page.get("Uploads", ())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -11,7 +14,15 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from foundry_moe.checkpoint.errors import ClockError, DeniedError, FullError, NotFoundError, StoreError
+from foundry_moe.checkpoint.config import checkpoint_config
+from foundry_moe.checkpoint.errors import (
+    ClockError,
+    DeniedError,
+    FullError,
+    NotAnObjectError,
+    NotFoundError,
+    StoreError,
+)
 from foundry_moe.checkpoint.store import StoreOptions, open_store
 
 LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one short
@@ -192,9 +203,10 @@ def test_a_folder_that_can_be_used_is_left_as_it_was(store) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_before_the_first_save(store, tmp_path, monkeypatch) -> None:
+    late = open_store(str(tmp_path / "file" / "run"))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(NotFoundError, match=r"could not write probe in .*/file/run"):
-        open_store(str(tmp_path / "file" / "run")).check()
+    with pytest.raises(NotFoundError, match=r"could not write to .*/file/run: .*/file is a file, not a folder"):
+        late.check()
 
     def deny(*_: object) -> None:
         raise DeniedError("no permission")
@@ -249,7 +261,7 @@ def test_what_the_file_system_refuses_leaves_nothing_behind(tmp_path, monkeypatc
 def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch, number) -> None:
     store = open_store(str(tmp_path))
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", refuse)
@@ -259,7 +271,130 @@ def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch, number
 
 
 def test_addresses_of_other_kinds_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gs:// is not supported; use s3://bucket/prefix or a path"):
+    with pytest.raises(ValueError, match=r"gs:// is not supported; use s3://bucket/run or a path"):
         open_store("gs://bucket/run")
     with pytest.raises(ValueError, match="names no bucket"):
         open_store("s3:///run")
+
+
+def test_a_path_that_can_be_no_folder_is_refused_at_once(tmp_path) -> None:
+    (tmp_path / "file").write_text("here first")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in {
+        tmp_path / "file": "file is a file, not a folder",
+        tmp_path / "file" / "run": "file is a file, not a folder",
+        tmp_path / "gone": "gone is a link to nothing",
+        tmp_path / "pipe": "pipe is a device or pipe",
+        "/dev/null": "/dev/null is a device or pipe, not a folder",
+        "s3:/bucket/run": "an address begins with s3://; write s3://bucket/run",
+        "S3:bucket/run": "write s3://bucket/run",
+        "file:/data/run": "write file:///data/run",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            open_store(str(path))
+        with pytest.raises(ValueError, match=words):
+            checkpoint_config({"folder": str(path)})
+    for path in (tmp_path / "link", tmp_path / "folder" / "new" / "run", tmp_path / "a:b"):
+        checkpoint_config({"folder": str(path)})
+        open_store(str(path)).check()
+
+
+@pytest.mark.parametrize("key", ["../victim", "steps/../../victim", "/etc/victim", "steps//x", "", "a/./b", "a\0b"])
+def test_no_key_leads_out_of_the_folder(store, key) -> None:
+    store.put("steps/x", b"1")
+    for action in (
+        lambda: store.get(key),
+        lambda: store.put(key, b"1"),
+        lambda: store.put_new(key, b"1"),
+        lambda: store.put_large(key, memoryview(b"1")),
+        lambda: store.delete([key]),
+        lambda: store.size_bytes(key),
+        lambda: store.read_into(key, 0, memoryview(bytearray(1))),
+    ):
+        with pytest.raises(NotAnObjectError, match="cannot be the name of an object"):
+            action()
+    assert [entry.key for entry in store.scan()] == ["steps/x"]
+
+
+def test_names_in_a_bucket_that_lead_out_are_not_listed(s3) -> None:
+    s3.put("steps/x", b"1")
+    for key in ("steps/../y", "steps/", "steps//y"):
+        s3._client.put_object(Bucket="bucket", Key=s3.prefix + key, Body=b"1")
+    assert [entry.key for entry in s3.scan()] == ["steps/x"]
+
+
+def test_links_and_pipes_below_the_folder_are_refused(tmp_path, caplog) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"precious")
+    store = open_store(str(tmp_path / "run"))
+    store.put("steps/1/x", b"1")
+    for name in ("steps/2", "steps/1/link", "holds"):
+        (tmp_path / "run" / name).symlink_to(outside)
+    (tmp_path / "run" / "steps" / "1" / "file").symlink_to(outside / "file")
+    os.mkfifo(tmp_path / "run" / "steps" / "1" / "pipe")
+    assert [entry.key for entry in store.scan()] == ["steps/1/x"]
+    assert "Passed over 'steps/1/link'" in caplog.text and "Passed over 'steps/1/pipe'" in caplog.text
+    for action in (
+        lambda: store.get("steps/2/file"),
+        lambda: store.get("steps/1/file"),
+        lambda: store.put("steps/2/new", b"1"),
+        lambda: store.delete(["steps/2/file"]),
+        lambda: list(store.scan("steps/2/")),
+        lambda: list(store.scan("holds/")),
+        lambda: store.size_bytes("steps/1/link/file"),
+    ):
+        with pytest.raises(NotAnObjectError, match="is a symbolic link, and none is followed"):
+            action()
+    with pytest.raises(NotAnObjectError, match="pipe is not a file"):
+        store.get("steps/1/pipe")
+    store.delete(["steps/1/file", "steps/1/link"])  # the links themselves
+    assert [path.name for path in outside.iterdir()] == ["file"] and (outside / "file").read_bytes() == b"precious"
+
+
+RACER = """
+import sys
+from foundry_moe.checkpoint.store import open_store
+store = open_store(sys.argv[1])
+for n in range(400):
+    store.put(f"holds/{sys.argv[2]}-{n}", b"1")
+    store.delete([f"holds/{sys.argv[2]}-{n}"])
+"""
+
+
+def test_processes_that_write_and_delete_in_one_folder_do_not_hurt_each_other(tmp_path) -> None:
+    """Who deletes the last file of a folder removes the folder, while the other is about to write there."""
+    racers = [
+        subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path), name], stderr=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    for racer in racers:
+        _, stderr = racer.communicate(timeout=120)
+        assert racer.returncode == 0, stderr
+
+
+def test_a_folder_removed_before_the_write_is_made_again(tmp_path, monkeypatch) -> None:
+    store = open_store(str(tmp_path))
+    real, visits = os.open, []
+
+    def racing(path, flags, *rest, **keys):
+        if str(path).startswith(".unfinished-") and len(visits) < 5:
+            visits.append(path)
+            os.rmdir(tmp_path / "holds")
+        return real(path, flags, *rest, **keys)
+
+    monkeypatch.setattr(os, "open", racing)
+    store.put("holds/x", b"1")
+    assert len(visits) == 5 and store.get("holds/x") == b"1"
+
+
+def test_the_clock_of_files_is_the_one_that_stamps_them(tmp_path, monkeypatch) -> None:
+    store = open_store(str(tmp_path))
+    store.put("x", b"1")
+    hours_off = time.time() - 5 * 3600
+    monkeypatch.setattr(time, "time", lambda: hours_off)
+    assert abs(store.now_s() - next(iter(store.scan())).modified_s) < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

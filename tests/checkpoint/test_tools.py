@@ -208,4 +208,14 @@ def test_what_is_no_weights_is_refused(tmp_path, capsys) -> None:
 
 def test_a_folder_that_cannot_be_reached_is_one_sentence(moto, capsys) -> None:
     assert tool("ls", "s3://nowhere/run", "--endpoint-url", f"http://{moto[0]}:{moto[1]}") == 1
-    assert capsys.readouterr().err.startswith("error: could not list commits/ in s3://nowhere/run: bucket 'nowhere'")
+    assert capsys.readouterr().err.startswith("error: could not list in s3://nowhere/run: bucket 'nowhere'")
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "gc", "export"])
+def test_a_folder_that_is_not_there_is_one_sentence(store, tmp_path, command, capsys, monkeypatch) -> None:
+    """On S3 a folder is there once it holds something."""
+    monkeypatch.setattr("foundry_moe.checkpoint.commands.open_store", lambda *_: store)
+    words = [command, store.url] + ([tmp_path / "out"] if command == "export" else [])
+    assert tool(*words) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err == f"error: there is nothing at {store.url}: name the folder of a run that has saved\n"
