@@ -125,9 +125,10 @@ def measure(processes: int, width: int, repeats: int, folder: str, endpoint: str
     import torch.distributed.checkpoint as dcp
     from composer.utils import checkpoint as composer_checkpoint
 
-    from foundry_moe.checkpoint.elastic_state import collect
+    from foundry_moe.callbacks.elastic_state import collect
     from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
-    from foundry_moe.checkpoint.store import StoreOptions, open_store
+    from foundry_moe.checkpoint.store import StoreOptions
+    from foundry_moe.checkpoint.stores import open_store
 
     if endpoint:
         os.environ["S3_ENDPOINT_URL"] = endpoint  # where Composer looks
@@ -285,7 +286,7 @@ def main() -> int:
         os.environ.setdefault(name, "testing")
     os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
     sys.path.insert(0, str(ROOT))
-    from foundry_moe.parallel.launch import run_processes
+    from foundry_moe.launch.processes import run_processes
     from tests.chaos.engine_kills import Moto
     from tests.distributed.launching import PRELOAD
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
-from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.stores import open_store
 
 
 class Layer(nn.Module):

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.experts import Experts
 from foundry_moe.ops.routes import Routes, combine, permute
 from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import FlatExchange, HostCopy, Splits
-from foundry_moe.parallel.launch import run_processes
 
 ROUNDS, WARM_UP = 30, 10
 

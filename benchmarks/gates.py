@@ -37,9 +37,9 @@ from timing import queued_ms
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from foundry_moe.callbacks.steps import RouterSteps
-from foundry_moe.conversion import moe_layers
+from foundry_moe.algorithms.router_schedule import RouterSteps
 from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, MoELayer
 
 ROOT = Path(__file__).parents[1]

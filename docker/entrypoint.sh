@@ -9,7 +9,7 @@
 #   Kubernetes          JOB_COMPLETION_INDEX of an Indexed Job, NNODES, MASTER_ADDR
 #   plain hosts         NNODES, NODE_RANK, MASTER_ADDR
 #   one node            none of them
-# LAUNCHER     torchrun (default: restarts, on fewer nodes too; through foundry_moe/torchrun.py) or composer
+# LAUNCHER     torchrun (default: restarts, on fewer nodes too; through foundry_moe/launch/torchrun.py) or composer
 # NPROC        processes on this node (default: the GPUs here, or 1)
 # MIN_NODES    go on with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
 # MAX_RESTARTS how often a failure is got over (default 100); what the user did wrong ends the job at once, with code 2
@@ -100,14 +100,14 @@ script=${TRAIN_SCRIPT:-foundry_moe/train.py}
 case ${LAUNCHER:-torchrun} in
     torchrun)
         if [ "$nodes" -eq 1 ]; then
-            set -- python -m foundry_moe.torchrun --standalone --nproc-per-node "$processes" --max-restarts "$restarts" "$script" "$@"
+            set -- python -m foundry_moe.launch.torchrun --standalone --nproc-per-node "$processes" --max-restarts "$restarts" "$script" "$@"
         else
             span=$nodes
             [ "$least" -eq "$nodes" ] || span=$least:$nodes
             # the store lives on node 0, also when a node is restarted there under another rank
             is_host=false
             [ "$rank" -ne 0 ] || is_host=true
-            set -- python -m foundry_moe.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
+            set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
                 --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "$master:$port" \
                 --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30}" "$script" "$@"
         fi

@@ -12,8 +12,8 @@ _PUBLIC = {
     "MoEConfig": "foundry_moe.config",
     "MeshConfig": "foundry_moe.config",
     "MoELayer": "foundry_moe.layers.moe",
-    "apply_dmoe": "foundry_moe.conversion",
-    "DMoE": "foundry_moe.algorithm",
+    "apply_dmoe": "foundry_moe.models.conversion",
+    "DMoE": "foundry_moe.algorithms.dmoe",
     "DMoECausalLM": "foundry_moe.models.mpt",
     "ExpertLoad": "foundry_moe.callbacks.expert_load",
 }

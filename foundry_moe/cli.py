@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from foundry_moe import __version__
-from foundry_moe.checkpoint import commands as checkpoints
-from foundry_moe.errors import run_cleanly
-from foundry_moe.parallel.commands import add_plan_parser, add_verify_parser
+from foundry_moe.commands import checkpoints
+from foundry_moe.commands.parsers import add_plan_parser, add_verify_parser
+from foundry_moe.launch.errors import run_cleanly
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +38,7 @@ def _add_check_parser(commands: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
 
     def run(arguments: argparse.Namespace) -> int:
-        from foundry_moe.run import check_files, check_run, load_run, plain
+        from foundry_moe.launch.run_config import check_files, check_run, load_run, plain
 
         run = plain(load_run(arguments.yaml, arguments.overrides))
         check_run(run)

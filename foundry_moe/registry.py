@@ -1,11 +1,11 @@
 """What LLM Foundry's entry points name; registration is their work, nothing happens at import."""
 
-from foundry_moe.algorithm import DMoE
+from foundry_moe.algorithms.dmoe import DMoE
+from foundry_moe.algorithms.mesh import MoEMesh, add_mesh_algorithm
+from foundry_moe.algorithms.router_schedule import RouterSteps, add_steps_algorithm
+from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
-from foundry_moe.callbacks.mesh import MoEMesh, add_mesh_algorithm
 from foundry_moe.callbacks.run_report import RunReport
-from foundry_moe.callbacks.steps import RouterSteps, add_steps_algorithm
-from foundry_moe.checkpoint.elastic import ElasticCheckpoint
 from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.mpt import DMoECausalLM, build_dmoe_ffn, init_moe_module
 from foundry_moe.optim import DecoupledAdamWFused

@@ -18,7 +18,7 @@ from torch import Tensor
 from foundry_moe.callbacks.heatmap import draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.config import refuse_unknown
-from foundry_moe.conversion import moe_layers
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, MoELayer
 
 

@@ -14,9 +14,9 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import nn
 
+from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.interval import at_interval
-from foundry_moe.checkpoint.elastic import ElasticCheckpoint
 from foundry_moe.config import refuse_unknown
 
 _LOSS = "loss/train/total"

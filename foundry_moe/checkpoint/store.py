@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import os
 import random
-import re
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from foundry_moe.checkpoint.errors import NotAnObjectError, StoreError
@@ -131,11 +127,6 @@ class Store(abc.ABC):
         return f"{type(self).__name__}({self.url!r})"
 
 
-def is_remote(folder: str) -> bool:
-    """Whether a folder is an address (`s3://...`) and not a path."""
-    return "://" in folder
-
-
 def checked_key(key: str) -> str:
     """The key, if it cannot lead out of the store's folder.
 
@@ -175,26 +166,6 @@ def folder_problem(folder: str) -> str | None:
             return f"{place} is {kind}, not a folder; name another path"
         return None
     return None
-
-
-def open_store(folder: str, options: StoreOptions | None = None) -> Store:
-    """The store for `s3://bucket/prefix`, `/a/path` or `file:///a/path`. Nothing is asked of it yet.
-
-    Raises:
-        ValueError: an address of another kind, or a path at which something else is.
-    """
-    options = options or StoreOptions()
-    problem = folder_problem(folder)
-    if problem:
-        raise ValueError(f"folder {folder!r}: {problem}")
-    scheme, separator, rest = folder.partition("://")
-    if not separator or scheme == "file":
-        from foundry_moe.checkpoint.store_file import FileStore
-
-        return FileStore(rest if separator else folder, options)
-    from foundry_moe.checkpoint.store_s3 import S3Store
-
-    return S3Store(folder, options)
 
 
 def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:

@@ -1,5 +1,5 @@
 """Spreads a model with MoE layers over a (replicate, shard, expert) mesh, from outside: layers ask for no rank.
 
 mesh.py plans and validates, placement.py shards parameters, dispatch.py moves tokens, gradients.py scales,
-measures and clips gradients, verify.py certifies that every mesh trains as one process does.
+measures and clips gradients.
 """

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from foundry_moe.conversion import moe_layers
+from foundry_moe.layers.lookup import moe_layers
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from foundry_moe.config import MeshConfig
-from foundry_moe.conversion import named_moe_layers
+from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import build_exchange
 from foundry_moe.parallel.gradients import LocalWeight

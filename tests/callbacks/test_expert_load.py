@@ -11,7 +11,7 @@ from composer.loggers import InMemoryLogger
 from foundry_moe.callbacks.expert_load import ExpertLoad, load_metrics
 from foundry_moe.callbacks.heatmap import draw_heatmap
 from foundry_moe.callbacks.run_report import RunReport
-from tests.test_algorithm import fit, mpt
+from tests.algorithms.test_dmoe import fit, mpt
 
 
 def test_figures_of_an_even_load():

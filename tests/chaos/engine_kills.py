@@ -43,7 +43,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
-from foundry_moe.checkpoint.store import Store, StoreOptions, open_store
+from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.stores import open_store
 from tests.ports import free_port
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4)]

@@ -34,7 +34,8 @@ import psutil
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.inspecting import verify
-from foundry_moe.checkpoint.store import StoreOptions, open_store
+from foundry_moe.checkpoint.store import StoreOptions
+from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.parallel.mesh import Mesh, parse_mesh
 from tests.chaos.engine_kills import Moto
 from tests.chaos.proxy import Proxy, at_random

@@ -9,7 +9,7 @@ import pytest
 
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.inspecting import verify
-from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.stores import open_store
 from tests.chaos import entrypoint
 from tests.chaos.run_kills import ROOT, Outcome, check, read_log
 

@@ -10,7 +10,8 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from foundry_moe.checkpoint.store import Store, StoreOptions, open_store
+from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.stores import open_store
 from tests.chaos.proxy import Choose, Proxy
 
 QUICK = {"timeout_s": 1.0, "part_bytes": 5 * 2**20}

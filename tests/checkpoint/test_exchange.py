@@ -6,7 +6,7 @@ import pytest
 
 from foundry_moe.checkpoint.failures import FirstError, portable
 from foundry_moe.checkpoint.sharing import SharedSlots
-from foundry_moe.parallel.launch import run_processes
+from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import exchange_worker as worker
 from tests.checkpoint.exchange_worker import Case
 from tests.distributed.launching import PRELOAD

@@ -8,7 +8,7 @@ from torch import nn
 
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.snapshot import merge
-from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.stores import open_store
 
 
 def test_merged_copies_bring_the_same_bytes() -> None:

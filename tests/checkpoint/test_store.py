@@ -23,7 +23,8 @@ from foundry_moe.checkpoint.errors import (
     NotFoundError,
     StoreError,
 )
-from foundry_moe.checkpoint.store import StoreOptions, open_store
+from foundry_moe.checkpoint.store import StoreOptions
+from foundry_moe.checkpoint.stores import open_store
 
 LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one short
 
@@ -357,7 +358,7 @@ def test_links_and_pipes_below_the_folder_are_refused(tmp_path, caplog) -> None:
 
 RACER = """
 import sys
-from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.stores import open_store
 store = open_store(sys.argv[1])
 for n in range(400):
     store.put(f"holds/{sys.argv[2]}-{n}", b"1")

@@ -57,7 +57,7 @@ class Witness(Callback):
 
 def digests(state: State) -> dict[str, str]:
     """A hash of each whole tensor of model and optimizer, equal on any mesh."""
-    from foundry_moe.checkpoint.elastic_state import collect
+    from foundry_moe.callbacks.elastic_state import collect
 
     everything = collect(state)
     found = {}

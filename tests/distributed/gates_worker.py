@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.commands.parity import Case, build_model, run_case
 from foundry_moe.config import MeshConfig
-from foundry_moe.conversion import batch_context, moe_layers
 from foundry_moe.layers.gates import Gate
+from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.ops.assignment import assign
-from foundry_moe.parallel.parity import Case, build_model, run_case
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.sharing import RankSums
 

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.commands import parity
+from foundry_moe.commands.parity import CASES, run_case
+from foundry_moe.commands.parity import whole as full
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.routes import plan_routes
-from foundry_moe.parallel import parity
 from foundry_moe.parallel.blocks import compile_blocks
 from foundry_moe.parallel.dispatch import ExpertDispatch
 from foundry_moe.parallel.exchange import Exchange, FlatExchange, Flight, Splits, build_exchange
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
-from foundry_moe.parallel.parity import CASES, run_case
-from foundry_moe.parallel.parity import whole as full
 from foundry_moe.parallel.placement import parallelize
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_tools import tool
+from tests.commands.test_checkpoints import tool
 from tests.distributed.test_elastic_trainer import launch, run
 
 ONE = (1, 1, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foundry_moe.parallel.launch import run_processes
+from foundry_moe.launch.processes import run_processes
 from tests.distributed import elastic_worker
 from tests.distributed.launching import PRELOAD
 

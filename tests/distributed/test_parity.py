@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_moe.parallel.launch import run_processes
-from foundry_moe.parallel.parity import CASES, run_case
-from foundry_moe.parallel.verify import (
+from foundry_moe.commands.parity import CASES, run_case
+from foundry_moe.commands.verify import (
     TOLERANCE,
     certify,
     compare,
@@ -18,6 +17,7 @@ from foundry_moe.parallel.verify import (
     run_alone,
     worst,
 )
+from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
 from tests.distributed.launching import PRELOAD
 

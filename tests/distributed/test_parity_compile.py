@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_moe.parallel.launch import run_processes
-from foundry_moe.parallel.parity import CASES, run_case
-from foundry_moe.parallel.verify import TOLERANCE, compare
+from foundry_moe.commands.parity import CASES, run_case
+from foundry_moe.commands.verify import TOLERANCE, compare
+from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker, trainer_worker
 from tests.distributed.launching import PRELOAD
 from tests.distributed.test_parity_trainer import YAML, largest_difference, mesh

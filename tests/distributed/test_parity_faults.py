@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.parallel.launch import run_processes
+from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
 from tests.distributed.launching import PRELOAD
 

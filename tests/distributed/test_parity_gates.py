@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_moe.parallel.launch import run_processes
-from foundry_moe.parallel.parity import run_case
-from foundry_moe.parallel.verify import TOLERANCE, compare
+from foundry_moe.commands.parity import run_case
+from foundry_moe.commands.verify import TOLERANCE, compare
+from foundry_moe.launch.processes import run_processes
 from tests.distributed import gates_worker
 from tests.distributed.launching import PRELOAD
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foundry_moe.parallel.launch import run_processes
+from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
 from tests.distributed.launching import PRELOAD
 

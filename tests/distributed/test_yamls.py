@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from foundry_moe.commands.plan import GIB, plan_run
 from foundry_moe.config import MeshConfig
-from foundry_moe.conversion import named_moe_layers
+from foundry_moe.launch.processes import run_processes
+from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel import placement
-from foundry_moe.parallel.launch import run_processes
-from foundry_moe.parallel.plan import GIB, plan_run
 from tests.distributed import trainer_worker
 from tests.distributed.launching import PRELOAD
 

@@ -52,7 +52,7 @@ def train_through_the_door(runs: list[list[str]]) -> list[dict[str, Any]]:
     """Each run's arguments through `foundry_moe/train.py`: losses, and placements of experts by layer."""
     import llmfoundry.command_utils as foundry
 
-    from foundry_moe.conversion import named_moe_layers
+    from foundry_moe.layers.lookup import named_moe_layers
     from foundry_moe.train import train
 
     os.environ["NODE_RANK"] = "0"  # Composer asks for it where a tokenizer is built

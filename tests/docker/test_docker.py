@@ -51,7 +51,7 @@ def tools(tmp_path) -> Path:
 
 def test_one_node_needs_nothing(tools) -> None:
     words = command("run.yaml", "max_duration=3ba", PATH=f"{tools}:/usr/bin:/bin")
-    assert words[:4] == ["python", "-m", "foundry_moe.torchrun", "--standalone"]
+    assert words[:4] == ["python", "-m", "foundry_moe.launch.torchrun", "--standalone"]
     assert after(words, "--nproc-per-node") == "3"
     assert after(words, "--max-restarts") == "100"
     assert words[-3:] == ["foundry_moe/train.py", "run.yaml", "max_duration=3ba"]
@@ -146,7 +146,7 @@ def test_a_process_that_fails_is_started_again(tmp_path) -> None:
 FAILING = """
 import os, sys
 from foundry_moe.checkpoint.errors import ResumeError, StoreError
-from foundry_moe.errors import run_cleanly
+from foundry_moe.launch.errors import run_cleanly
 
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
 print(f"life {life} rank {os.environ['RANK']}", flush=True)
@@ -232,7 +232,7 @@ def test_health_is_a_launcher_and_a_heartbeat(tmp_path) -> None:
     assert health() == (1, "unhealthy: no launcher is running\n")
     for launcher in (
         b"python\0/opt/venv/bin/torchrun\0--standalone\0",
-        b"python\0-m\0foundry_moe.torchrun\0--standalone\0",
+        b"python\0-m\0foundry_moe.launch.torchrun\0--standalone\0",
     ):
         (tmp_path / "proc" / "7" / "cmdline").write_bytes(launcher)
         assert health() == (0, "healthy\n")

@@ -104,7 +104,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch, tm
 
 
 def test_experts_in_ffn_config_are_checked_as_those_of_moe():
-    from foundry_moe.run import check_run
+    from foundry_moe.launch.run_config import check_run
 
     def checked(ffn: dict, **run):
         ffn = {"ffn_type": "dmoe", "num_experts": 4, **ffn}
@@ -156,7 +156,7 @@ def test_the_launcher_passes_the_sentence_and_the_code_on():
 
 
 def test_a_failure_that_is_not_the_users_keeps_its_traceback():
-    from foundry_moe.errors import run_cleanly
+    from foundry_moe.launch.errors import run_cleanly
 
     def broken() -> int:
         return int("seven")

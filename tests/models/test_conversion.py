@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from foundry_moe import MoEConfig, apply_dmoe
-from foundry_moe.conversion import moe_layers
+from foundry_moe.layers.lookup import moe_layers
 
 SIZES = {
     "hidden_size": 32,

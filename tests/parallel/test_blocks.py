@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from foundry_moe.commands.parity import CASES, build_model, shard_rest
 from foundry_moe.config import MeshConfig
 from foundry_moe.parallel.blocks import block_lists, prefetch_in_order
-from foundry_moe.parallel.parity import CASES, build_model, shard_rest
 from foundry_moe.parallel.placement import parallelize
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foundry_moe.commands.parity import take_share
+from foundry_moe.commands.verify import compare, difference
 from foundry_moe.parallel.exchange import _transpose_blocks
-from foundry_moe.parallel.parity import take_share
-from foundry_moe.parallel.verify import compare, difference
 
 
 def test_blocks_are_transposed_with_empty_ones_among_them() -> None:

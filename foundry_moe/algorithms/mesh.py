@@ -16,7 +16,7 @@ from composer.utils import FSDP2Config, dist
 from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.config import MeshConfig, check_compilation, from_mapping
-from foundry_moe.conversion import moe_layers
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.parallel.blocks import compile_blocks, prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm, clip_value
 from foundry_moe.parallel.mesh import plan_mesh

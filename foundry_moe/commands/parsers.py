@@ -34,7 +34,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch, compilation included")
 
     def run(arguments: argparse.Namespace) -> int:
-        from foundry_moe.parallel.verify import verify_command
+        from foundry_moe.commands.verify import verify_command
 
         return verify_command(arguments)
 
@@ -57,7 +57,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (default: 80)")
 
     def run(arguments: argparse.Namespace) -> int:
-        from foundry_moe.parallel.plan import plan_command
+        from foundry_moe.commands.plan import plan_command
 
         return plan_command(arguments)
 

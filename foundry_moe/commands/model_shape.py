@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig, section
-from foundry_moe.run import read_moe
+from foundry_moe.launch.run_config import read_moe
 
 MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 

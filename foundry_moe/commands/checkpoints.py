@@ -11,7 +11,8 @@ from foundry_moe.checkpoint.commits import Found, Ledger
 from foundry_moe.checkpoint.config import parse_interval
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.manifest import CommitKey
-from foundry_moe.checkpoint.store import Store, StoreOptions, open_store
+from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.stores import open_store
 
 FAILED = 1
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_moe.commands.parity import CASES, HIDDEN, WIDTH, Case, run_case
 from foundry_moe.config import MeshConfig
-from foundry_moe.parallel.launch import run_processes
+from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import Mesh, divisors, listed, plan_mesh
-from foundry_moe.parallel.parity import CASES, HIDDEN, WIDTH, Case, run_case
 
 DEFAULT_MESHES: tuple[Mesh, ...] = (
     (1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (1, 1, 8),
@@ -128,7 +128,7 @@ def certify(
     chunks: int = 1,
     backend: str = "auto",
     timeout_s: float = 600.0,
-    preload: Sequence[str] = ("foundry_moe.parallel.verify",),
+    preload: Sequence[str] = ("foundry_moe.commands.verify",),
 ) -> dict[Mesh, dict[str, dict[str, float]]]:
     """{mesh: {case: {row: largest relative difference from one process}}}; one launch for each number of processes.
 

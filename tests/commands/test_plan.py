@@ -13,8 +13,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from foundry_moe.parallel.plan import GIB, format_plan, plan_run, ranks_per_token
-from foundry_moe.parallel.shape import read_shape
+from foundry_moe.commands.model_shape import read_shape
+from foundry_moe.commands.plan import GIB, format_plan, plan_run, ranks_per_token
 
 ROOT = Path(__file__).parents[2]
 RUNS = {

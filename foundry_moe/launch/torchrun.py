@@ -1,4 +1,6 @@
-"""`torchrun`, but what a user did wrong ends the job at once: `python -m foundry_moe.torchrun --nnodes ... SCRIPT ...`.
+"""`torchrun`, but what a user did wrong ends the job at once.
+
+Usage: `python -m foundry_moe.launch.torchrun --nnodes ... SCRIPT ...`
 
 A wrong checkpoint folder, or a checkpoint of another model, would stay wrong as often as torchrun starts the processes
 anew. They exit with 2 then (`errors.run_cleanly`), and so does this. Only in the first life, with all nodes there: what
@@ -14,7 +16,7 @@ from torch.distributed import run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from foundry_moe.errors import USER_ERROR
+from foundry_moe.launch.errors import USER_ERROR
 
 
 def launch(arguments: list[str]) -> int:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from composer.core import Event
 
-from foundry_moe.callbacks import mesh as mesh_callback
-from foundry_moe.callbacks.mesh import MeshGradients, add_mesh_algorithm, count_samples
-from foundry_moe.run import check_run
+from foundry_moe.algorithms import mesh as mesh_callback
+from foundry_moe.algorithms.mesh import MeshGradients, add_mesh_algorithm, count_samples
+from foundry_moe.launch.run_config import check_run
 
 
 class _Recorder(torch.nn.Module):

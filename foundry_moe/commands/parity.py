@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from foundry_moe.config import MeshConfig, MoEConfig
-from foundry_moe.conversion import apply_dmoe, batch_context, moe_layers
+from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.layers.progress import Progress
 from foundry_moe.layers.steps import note_loads, step_gates
+from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.parallel.blocks import prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm
 from foundry_moe.parallel.placement import parallelize, replace_parameters

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from foundry_moe.algorithm import DMoE
-from foundry_moe.callbacks.steps import RouterSteps, add_steps_algorithm
+from foundry_moe.algorithms.dmoe import DMoE
+from foundry_moe.algorithms.router_schedule import RouterSteps, add_steps_algorithm
 from foundry_moe.config import MoEConfig
-from foundry_moe.conversion import batch_context, moe_layers
+from foundry_moe.layers.lookup import batch_context, moe_layers
 
 VOCABULARY, WIDTH, POSITIONS, BATCH = 24, 8, 6, 8
 

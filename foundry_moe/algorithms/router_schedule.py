@@ -14,9 +14,9 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from foundry_moe.callbacks.mesh import count_samples
-from foundry_moe.conversion import batch_context, moe_layers
+from foundry_moe.algorithms.mesh import count_samples
 from foundry_moe.layers.context import BatchContext, stay, unchanged
+from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.progress import Progress
 from foundry_moe.layers.steps import note_loads, step_gates

@@ -1,6 +1,6 @@
 """The Composer callback `elastic_checkpoint`: when to save, when to resume, and what the user is told.
 
-The work is `engine.CheckpointEngine`'s; what a state consists of is in `elastic_state`.
+The work is `checkpoint.engine.CheckpointEngine`'s; what a state consists of is in `elastic_state`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist
 
+from foundry_moe.callbacks.elastic_state import collect, describe_mesh, reseed, restore
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
-from foundry_moe.checkpoint.elastic_state import collect, describe_mesh, reseed, restore
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
-from foundry_moe.checkpoint.store import is_remote, open_store
+from foundry_moe.checkpoint.stores import is_remote, open_store
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,12 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import FSDP2Config
 
-from foundry_moe.callbacks.mesh import place_on_mesh
-from foundry_moe.callbacks.steps import RouterSteps
+from foundry_moe.algorithms.mesh import place_on_mesh
+from foundry_moe.algorithms.router_schedule import RouterSteps
 from foundry_moe.config import MoEConfig, from_mapping
-from foundry_moe.conversion import apply_dmoe, batch_context
+from foundry_moe.layers.lookup import batch_context
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.models.conversion import apply_dmoe
 
 __all__ = ["DMoE", "apply_dmoe"]
 

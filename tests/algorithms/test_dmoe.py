@@ -12,10 +12,10 @@ from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foundry_moe.algorithm import DMoE
+from foundry_moe.algorithms.dmoe import DMoE
+from foundry_moe.algorithms.router_schedule import RouterSteps, meaning_of
 from foundry_moe.callbacks.expert_load import ExpertLoad
-from foundry_moe.callbacks.steps import RouterSteps, meaning_of
-from foundry_moe.conversion import moe_layers
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.mpt import DMoECausalLM
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 24, "loss": {"balance": 0.5, "z": 0.1}}

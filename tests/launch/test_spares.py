@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from foundry_moe.config import AUTO, MeshConfig
-from foundry_moe.parallel import spares
-from foundry_moe.parallel.spares import ranks_in_use, take_place
+from foundry_moe.launch import spares
+from foundry_moe.launch.spares import ranks_in_use, take_place
 from tests.ports import free_port
 
 
@@ -77,7 +77,7 @@ def test_a_process_without_a_launcher_has_its_place(monkeypatch):
 RUN = """
     import os, sys, time
     import torch.distributed as dist
-    from foundry_moe.parallel.spares import dismiss, take_place, wait_as_spare
+    from foundry_moe.launch.spares import dismiss, take_place, wait_as_spare
     launched = int(os.environ["WORLD_SIZE"])
     if not take_place(2):
         wait_as_spare()
@@ -115,7 +115,7 @@ def test_spares_end_with_the_run():
 
 
 def test_a_spare_outlives_a_failed_run_until_its_launcher_or_its_patience_ends_it():
-    patience = "import foundry_moe.parallel.spares as s; s.POLL_S, s.SILENCE_S = 0.2, 8.0"
+    patience = "import foundry_moe.launch.spares as s; s.POLL_S, s.SILENCE_S = 0.2, 8.0"
     spare, *train = start(3, "fail", patience=patience)
     for process in train:
         process.communicate(timeout=120)

@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from foundry_moe.checkpoint.commands import add_parser
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
-from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.commands.checkpoints import add_parser
 from tests.checkpoint.test_engine import damage, make_state, save
 
 

@@ -41,13 +41,13 @@ def test_a_mistake_in_a_run_is_one_line(capsys, tmp_path):
 
 
 def test_a_plan_checks_a_run_as_training_does(capsys):
-    run = str(Path(__file__).parents[1] / "yamls/demo/cpu.yaml")
+    run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
     code, _, error = outcome(capsys, "plan", run, "model.moe.gate.name=swich", "--gpus", "1")
     assert code == 2 and "there is no gate 'swich'; did you mean 'switch'?" in error
 
 
 def test_a_check_is_silence_or_one_line(capsys, tmp_path, monkeypatch):
-    run, data = str(Path(__file__).parents[1] / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}"
+    run, data = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}"
     (tmp_path / "tokenizer").mkdir()
     assert outcome(capsys, "check", run, data) == (0, "", "")
     code, _, error = outcome(capsys, "check", run, data, "model.moe.top_k=9")

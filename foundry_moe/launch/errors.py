@@ -14,7 +14,9 @@ from foundry_moe.checkpoint.errors import CheckpointError
 PASSING_ERROR, USER_ERROR = 1, 2
 _KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # found and not imported: that takes seconds
 _OURS = tuple(
-    f"{Path(file).parent}{os.sep}" for file in (__file__, _KERNELS.origin if _KERNELS is not None else None) if file
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[1], Path(_KERNELS.origin).parent if _KERNELS and _KERNELS.origin else None)
+    if folder
 )
 
 

@@ -14,26 +14,11 @@ from torch.optim import Optimizer
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.gates.topk import TopKGate
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.ffn import DenseFFN, SparseFFN, expert_weights, find_ffns
 
 log = logging.getLogger(__name__)
-
-
-def named_moe_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """The model's MoE layers by name, in order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
-
-
-def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """The model's MoE layers, in order."""
-    return list(named_moe_layers(model).values())
-
-
-def batch_context(model: nn.Module) -> BatchContext | None:
-    """The context that the model's MoE layers share; None where it has no such layer."""
-    layers = moe_layers(model)
-    return layers[0].context if layers else None
 
 
 def apply_dmoe(

@@ -1,0 +1,1 @@
+"""Composer algorithms: MoE layers in place of FFNs, their mesh, and the schedule of their gates."""

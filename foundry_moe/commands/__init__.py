@@ -1,0 +1,1 @@
+"""The commands of `foundry-moe`: what each does, started by `cli.py`."""
