@@ -1,4 +1,4 @@
-"""The one place through which checkpoints reach storage: `Store`, what it promises, and `open_store`.
+"""The one place through which checkpoints reach storage: `Store`, and what it promises.
 
 A store holds named byte strings ("objects") below one folder. It knows nothing of checkpoints. `store_s3` speaks to
 S3 through boto3, `store_file` keeps the same promises on a file system.
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import random
+import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from foundry_moe.checkpoint.errors import NotAnObjectError, StoreError
