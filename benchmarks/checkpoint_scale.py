@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from foundry_moe.checkpoint.commits import new_attempt
 from foundry_moe.checkpoint.layout import Block, Layout, plan_writes, totals
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.ranges import coalesce, plan_reads
@@ -136,7 +137,9 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
         for rank, (blocks, _, size_bytes) in placed.items()
     }
     began = time.perf_counter()
-    manifest = build_manifest(snapshot, placed, reports, {"step": 0, "attempt": "simulated"})
+    manifest = build_manifest(
+        snapshot, placed, reports, {"step": 0, "attempt": new_attempt(0), "world_size": len(placed)}
+    )
     raw = manifest.to_bytes()
     manifest_seconds = time.perf_counter() - began
     began = time.perf_counter()

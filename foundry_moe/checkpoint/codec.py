@@ -1,6 +1,7 @@
 """Plain Python values and small tensors as JSON, exactly and without pickle: reading one runs no code.
 
-What JSON lacks is tagged: `{"$tuple": [...]}`. A type that is not listed here is refused by name when it is saved.
+What JSON lacks is tagged: `{"$tuple": [...]}`. A type that is not listed here is refused by name when it is saved,
+and whatever a save would not have written is a DamagedError when it is read.
 """
 
 from __future__ import annotations
@@ -9,13 +10,28 @@ import base64
 import datetime
 import enum
 import math
+import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.strict import (
+    INFLATED_BYTES,
+    MOST,
+    check_depth,
+    fail,
+    inflate,
+    integer,
+    most_inflated,
+    sequence,
+    shown,
+    text,
+)
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -28,6 +44,10 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PACK_BYTES = 4096  # byte strings above this are compressed
+DIMS = 64  # as many as PyTorch has
+DEPTH = 60  # lists and dictionaries in one another, each of up to three levels in JSON
+_NUMPY = re.compile(r"[<>|=][biufcSU][0-9]{1,5}")
+_DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,5})?")
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -44,8 +64,8 @@ def tensor_from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def _pack(raw: bytes) -> dict[str, Any]:
-    if len(raw) > PACK_BYTES:
-        return {"$z": base64.b85encode(zlib.compress(raw)).decode()}
+    if len(raw) > PACK_BYTES and len(raw) <= most_inflated(len(packed := zlib.compress(raw))):
+        return {"$z": base64.b85encode(packed).decode()}
     return {"$b": base64.b85encode(raw).decode()}
 
 
@@ -60,40 +80,53 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
 
     Raises:
         TypeError: a value of another type; the path is named.
+        ValueError: values that are nested too deep, or too many bytes, to be read again.
     """
+    packed_bytes = 0
 
-    def go(item: Any, path: str) -> Any:
+    def pack(raw: bytes, path: str) -> dict[str, Any]:
+        nonlocal packed_bytes
+        packed_bytes += len(raw)
+        if packed_bytes > INFLATED_BYTES:
+            raise ValueError(f"{path or 'the value'}: arrays and byte strings beside the tensors exceed 1 GiB")
+        return _pack(raw)
+
+    def go(item: Any, path: str, depth: int) -> Any:
         if item is None or isinstance(item, bool | str) or type(item) is int:
             return item
+        depth += 1
+        if depth > DEPTH:
+            raise ValueError(f"{path or 'the value'} is nested deeper than {DEPTH}, which a checkpoint cannot hold")
         if isinstance(item, enum.Enum):
-            return go(item.value, path)
+            return go(item.value, path, depth)
         if isinstance(item, Tensor):
             if tensor is not None:
                 return tensor(path, item)
             name = DTYPE_NAMES[item.dtype]
-            return {"$tensor": [name, list(item.shape), _pack(tensor_bytes(item))]}
+            return {"$tensor": [name, list(item.shape), pack(tensor_bytes(item), path)]}
         if type(item) is float:
             return item if math.isfinite(item) else {"$float": repr(item)}
         if isinstance(item, bytes | bytearray):
-            return _pack(bytes(item))
+            return pack(bytes(item), path)
         if isinstance(item, torch.Size):
             return {"$size": list(item)}
         if isinstance(item, tuple):
-            return {"$tuple": [go(v, f"{path}.{i}") for i, v in enumerate(item)]}
+            return {"$tuple": [go(v, f"{path}.{i}", depth) for i, v in enumerate(item)]}
         if isinstance(item, list):
-            return [go(v, f"{path}.{i}") for i, v in enumerate(item)]
+            return [go(v, f"{path}.{i}", depth) for i, v in enumerate(item)]
         if isinstance(item, set | frozenset):
-            return {"$set": [go(v, path) for v in sorted(item, key=repr)]}
+            return {"$set": [go(v, path, depth) for v in sorted(item, key=repr)]}
         if isinstance(item, Mapping):
             if all(type(k) is str and not k.startswith("$") for k in item):
-                return {k: go(v, f"{path}.{k}" if path else k) for k, v in item.items()}
-            return {"$dict": [[go(k, path), go(v, f"{path}.{k}" if path else str(k))] for k, v in item.items()]}
+                return {k: go(v, f"{path}.{k}" if path else k, depth) for k, v in item.items()}
+            pairs = ((go(k, path, depth), go(v, f"{path}.{k}" if path else str(k), depth)) for k, v in item.items())
+            return {"$dict": [list(pair) for pair in pairs]}
         if isinstance(item, np.ndarray | np.generic) and item.dtype.kind in "biufcSU":
             array = np.asarray(item)
             kind = "$numpy" if isinstance(item, np.ndarray) else "$scalar"
-            return {kind: [array.dtype.str, list(array.shape), _pack(array.tobytes())]}
+            return {kind: [array.dtype.str, list(array.shape), pack(array.tobytes(), path)]}
         if isinstance(item, int | float):  # a subclass, for example of IntEnum's kind
-            return go(int(item) if isinstance(item, int) else float(item), path)
+            return go(int(item) if isinstance(item, int) else float(item), path, depth)
         if isinstance(item, datetime.timedelta):
             return {"$timedelta": [item.days, item.seconds, item.microseconds]}
         if isinstance(item, datetime.datetime):
@@ -107,49 +140,145 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
             "hold: make its state_dict() of numbers, text, lists, dictionaries and tensors"
         )
 
-    return go(value, where)
+    return go(value, where, 0)
 
 
 def decode(value: Any, *, tensor: Callable[[str], Any] | None = None) -> Any:
-    """The inverse of `encode`; `tensor` gets the text of `{"$ref": ...}`, which a tensor callback may have written."""
+    """The inverse of `encode`; `tensor` gets the text of `{"$ref": ...}`, which a tensor callback may have written.
 
-    def bytes_of(packed: Mapping[str, str]) -> bytes:
-        if "$z" in packed:
-            return zlib.decompress(base64.b85decode(packed["$z"]))
-        return base64.b85decode(packed["$b"])
+    Raises:
+        DamagedError: anything that `encode` does not write. No more memory is used than 1 GiB and what `value` takes.
+    """
+    check_depth(value, "a value")
+    try:
+        return _Decoder(tensor).go(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        if isinstance(error, DamagedError):
+            raise
+        raise DamagedError(f"a value cannot be read: {shown(str(error))}") from error
 
-    def go(item: Any) -> Any:
+
+class _Decoder:
+    """One call of `decode`: the bytes that it may still make of compressed ones."""
+
+    def __init__(self, tensor: Callable[[str], Any] | None) -> None:
+        self._tensor, self._left_bytes = tensor, INFLATED_BYTES
+
+    def go(self, item: Any) -> Any:
         if isinstance(item, list):
-            return [go(v) for v in item]
+            return [self.go(v) for v in item]
         if not isinstance(item, dict):
             return item
-        if len(item) != 1 or not (tag := next(iter(item))).startswith("$"):
-            return {k: go(v) for k, v in item.items()}
+        tag = next(iter(item), "")
+        if not tag.startswith("$"):
+            if any(key.startswith("$") for key in item):
+                raise DamagedError(f"a dictionary holds a tag beside {shown(tag)}")
+            return {k: self.go(v) for k, v in item.items()}
+        if len(item) != 1:
+            raise DamagedError(f"the tag {shown(tag)} is not alone")
         body = item[tag]
         if tag in ("$b", "$z"):
-            return bytes_of(item)
+            return self._bytes(item)
         if tag == "$ref":
-            if tensor is None:
-                raise ValueError(f"tensor {body!r} is stored apart and was not given")
-            return tensor(body)
-        if tag == "$tensor":
-            return tensor_from_bytes(bytes_of(body[2]), DTYPES[body[0]], tuple(body[1]))
-        if tag in ("$numpy", "$scalar"):
-            array = np.frombuffer(bytes_of(body[2]), dtype=np.dtype(body[0])).reshape(body[1]).copy()
-            return array if tag == "$numpy" else array[()]
-        simple: dict[str, Callable[[Any], Any]] = {
-            "$float": float,
-            "$tuple": lambda b: tuple(go(v) for v in b),
-            "$set": lambda b: {go(v) for v in b},
-            "$size": torch.Size,
-            "$dict": lambda b: {go(k): go(v) for k, v in b},
-            "$timedelta": lambda b: datetime.timedelta(*b),
-            "$datetime": datetime.datetime.fromisoformat,
-            "$dtype": lambda b: DTYPES[b],
-            "$device": torch.device,
-        }
-        if tag not in simple:
-            raise ValueError(f"unknown tag {tag!r}: the checkpoint was written by a newer version")
-        return simple[tag](body)
+            text(body, "a tensor's name")
+            if self._tensor is None:
+                raise DamagedError(f"tensor {shown(body)} is stored apart and was not given")
+            return self._tensor(body)
+        if tag not in _TAGS:
+            raise DamagedError(f"unknown tag {shown(tag)}: the checkpoint was written by a newer version")
+        return _TAGS[tag](self, body)
 
-    return go(value)
+    def _bytes(self, packed: Any) -> bytes:
+        tag, coded = next(iter(packed.items())) if type(packed) is dict and len(packed) == 1 else ("", None)
+        if tag not in ("$b", "$z") or type(coded) is not str:
+            fail("packed bytes", packed, "a text under $b or $z")
+        raw = base64.b85decode(coded)
+        if tag == "$z":
+            raw = inflate(raw, "a byte string", self._left_bytes)
+        self._left_bytes -= len(raw)
+        return raw
+
+    def _tensor_of(self, body: Any) -> Tensor:
+        name, shape, raw = sequence(body, "an inline tensor", 3)
+        dtype = DTYPES.get(text(name, "a dtype"))
+        if dtype is None:
+            fail("a dtype", name, "known")
+        sizes = self._shape(shape)
+        data = self._bytes(raw)
+        if len(data) != math.prod(sizes) * dtype.itemsize:
+            raise DamagedError(f"an inline tensor {list(sizes)} of {name} has {len(data)} bytes")
+        return tensor_from_bytes(data, dtype, sizes)
+
+    def _array(self, body: Any) -> np.ndarray:
+        name, shape, raw = sequence(body, "an array", 3)
+        dtype = np.dtype(text(name, "an array's dtype", _NUMPY))
+        sizes = self._shape(shape)
+        data = self._bytes(raw)
+        if not dtype.itemsize or len(data) != math.prod(sizes) * dtype.itemsize:
+            raise DamagedError(f"an array {list(sizes)} of {name} has {len(data)} bytes")
+        return np.frombuffer(data, dtype=dtype).reshape(sizes).copy()
+
+    def _scalar(self, body: Any) -> Any:
+        array = self._array(body)
+        if array.shape != ():
+            fail("a scalar's shape", list(array.shape), "empty")
+        return array[()]
+
+    @staticmethod
+    def _shape(shape: Any) -> tuple[int, ...]:
+        sizes = tuple(integer(size, "a dimension") for size in sequence(shape, "a shape"))
+        if len(sizes) > DIMS or math.prod(max(size, 1) for size in sizes) > MOST:
+            fail("a shape", shape, f"one of at most {DIMS} dimensions and {MOST} elements")
+        return sizes
+
+    @staticmethod
+    def _float(body: Any) -> float:
+        if body not in ("nan", "inf", "-inf"):
+            fail("a number", body, "nan, inf or -inf")
+        return float(body)
+
+    @staticmethod
+    def _dtype(body: Any) -> torch.dtype:
+        dtype = DTYPES.get(text(body, "a dtype"))
+        return fail("a dtype", body, "known") if dtype is None else dtype
+
+    def _dict(self, body: Any) -> dict[Any, Any]:
+        pairs = (sequence(pair, "a key with its value", 2) for pair in sequence(body, "a dictionary's list"))
+        return {self.go(key): self.go(value) for key, value in pairs}
+
+    @staticmethod
+    def _timedelta(body: Any) -> datetime.timedelta:
+        numbers = sequence(body, "a span of time", 3)
+        return datetime.timedelta(*(integer(number, "a span of time", least=-MOST) for number in numbers))
+
+
+_TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
+    "$tensor": _Decoder._tensor_of,
+    "$numpy": _Decoder._array,
+    "$scalar": _Decoder._scalar,
+    "$float": lambda self, body: self._float(body),
+    "$tuple": lambda self, body: tuple(self.go(sequence(body, "a tuple"))),
+    "$set": lambda self, body: set(self.go(sequence(body, "a set"))),
+    "$size": lambda self, body: torch.Size(self._shape(body)),
+    "$dict": _Decoder._dict,
+    "$timedelta": lambda self, body: self._timedelta(body),
+    "$datetime": lambda self, body: datetime.datetime.fromisoformat(text(body, "a time")),
+    "$dtype": lambda self, body: self._dtype(body),
+    "$device": lambda self, body: torch.device(text(body, "a device", _DEVICE)),
+}
+
+
+def tensors_in(values: Any, path: str = "") -> Iterator[tuple[str, str | None, Any]]:
+    """The tensors among encoded values: (path, "$ref" or "$tensor", the node)."""
+    if isinstance(values, list):
+        for index, item in enumerate(values):
+            yield from tensors_in(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(values, dict):
+        tag = next(iter(values), "")
+        if tag in ("$ref", "$tensor"):
+            yield path, tag, values
+        elif tag in ("$tuple", "$set"):
+            yield from tensors_in(values[tag], path)
+        else:
+            for key, item in values["$dict"] if tag == "$dict" else values.items():
+                yield from tensors_in(item, f"{path}.{key}" if path else str(key))

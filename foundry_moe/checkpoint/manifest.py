@@ -1,13 +1,16 @@
 """What a checkpoint says about itself: tensors, their blocks, and where each block's bytes are. JSON, no pickle.
 
 A manifest is a line that names the format, then zlib-compressed JSON. The commit
-record, which makes a checkpoint exist, names it with its size and hash. Legend: B blocks of a tensor,
+record, which makes a checkpoint exist, names it with its size and hash. Both are data from a place where others may
+write: `from_bytes` takes nothing on trust, and all who read a Manifest or a Commit may. Legend: B blocks of a tensor,
 N its dimensions.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +19,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint import strict
+from foundry_moe.checkpoint.codec import DIMS, DTYPES, decode, tensors_in
+from foundry_moe.checkpoint.coverage import check_places, check_tiling
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 
 MAGIC = b"foundry-moe checkpoint 1\n"
 FORMAT = 1
 ALIGN_BYTES = 64  # blocks start at multiples of this, so that they can be viewed as any dtype
+RECORD_BYTES = 2**20  # the most that a commit record may have
+MANIFEST_BYTES = 2**29  # and a manifest, compressed
+RANKS = 2**20  # the most processes that a checkpoint may say have written it
+
+ATTEMPT = re.compile(r"steps/([0-9]{12,15})/[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")  # the only form of an attempt's name
+OBJECT = re.compile(r"data/[0-9]{6,9}\.bin")
+_COMMIT = re.compile(r"commits/([0-9]{6,9})-([0-9]{12,15})\.json")
+_HASH = re.compile(r"[0-9a-f]{32}")
+_HASHES = re.compile(r"[0-9a-f]*")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -109,37 +123,155 @@ class Manifest:
             },
             "values": self.values,
         }
-        return MAGIC + zlib.compress(json.dumps(body, separators=(",", ":")).encode(), 6)
+        text = json.dumps(body, separators=(",", ":")).encode()
+        raw = MAGIC + zlib.compress(text, 6)
+        if len(text) > strict.most_inflated(len(raw) - len(MAGIC)) or len(raw) > MANIFEST_BYTES:
+            raise CheckpointError(
+                f"the manifest would have {len(text)} bytes, {len(raw)} compressed, which is not read again: keep "
+                "large or monotonous data in tensors, not in lists"
+            )
+        return raw
 
     @staticmethod
     def from_bytes(raw: bytes) -> Manifest:
-        """Raises DamagedError for what is no manifest or of a newer format."""
+        """A manifest of which all is checked that needs no other object: types and ranges; that the blocks of each
+        tensor hold each of its elements once, and lie apart within their objects; that the values can be decoded and
+        refer to each tensor once.
+
+        Raises:
+            DamagedError: anything else, or a newer format.
+        """
         if not raw.startswith(MAGIC):
             raise DamagedError(f"not a checkpoint manifest: it begins with {raw[:16]!r}")
-        try:
-            body = json.loads(zlib.decompress(raw[len(MAGIC) :]))
-        except (zlib.error, ValueError) as error:
-            raise DamagedError(f"the manifest cannot be read: {error}") from error
-        if body.get("format") != FORMAT:
-            raise DamagedError(f"manifest format {body.get('format')} is not {FORMAT}: use the version that wrote it")
-        tensors = {}
-        for name, (dtype, shape, offsets, sizes, objects, starts, hashes) in body["tensors"].items():
-            count = len(objects)
-            tensors[name] = TensorEntry(
-                dtype=dtype,
-                shape=tuple(shape),
-                offsets_BN=np.array(offsets, dtype=np.int64).reshape(count, len(shape)),
-                sizes_BN=np.array(sizes, dtype=np.int64).reshape(count, len(shape)),
-                object_B=np.array(objects, dtype=np.int64),
-                start_B=np.array(starts, dtype=np.int64),
-                hash_B=np.frombuffer(bytes.fromhex(hashes), dtype=">u8").astype(np.uint64),
+        if len(raw) > MANIFEST_BYTES:
+            raise DamagedError(f"the manifest has {len(raw)} bytes, more than {MANIFEST_BYTES}")
+        text = strict.inflate(memoryview(raw)[len(MAGIC) :], "the manifest")
+        body = strict.mapping(strict.parse_json(text, "the manifest"), "the manifest", ("format",))
+        if body["format"] != FORMAT:
+            raise DamagedError(
+                f"manifest format {strict.shown(body['format'])} is not {FORMAT}: use the version that wrote it"
             )
-        return Manifest(
-            info=body["info"],
-            objects=[(key, size) for key, size in body["objects"]],
-            tensors=tensors,
-            values=body["values"],
-        )
+        strict.mapping(body, "the manifest", ("info", "objects", "tensors", "values"))
+        check_info(body["info"], "the manifest's info", ("step", "attempt", "world_size"))
+        check_attempt(body["info"]["attempt"], body["info"]["step"], "the manifest's info")
+        objects = _objects(body["objects"], body["info"]["world_size"])
+        tensors = {
+            strict.text(name, "a tensor's name"): _entry(name, columns)
+            for name, columns in strict.mapping(body["tensors"], "the manifest's tensors").items()
+        }
+        _check_blocks(objects, tensors)
+        _check_values(body["values"], tensors)
+        return Manifest(info=body["info"], objects=objects, tensors=tensors, values=body["values"])
+
+
+def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:
+    """The data objects, one for each rank that wrote anything."""
+    objects = []
+    for number, item in enumerate(strict.sequence(listed, "the manifest's objects")):
+        where = f"object {number}"
+        key, size = strict.sequence(item, where, 2)
+        objects.append((strict.text(key, where, OBJECT), strict.integer(size, f"the size of {where}", least=1)))
+    if len({key for key, _ in objects}) != len(objects) or len(objects) > world_size:
+        raise DamagedError(f"{len(objects)} objects of {world_size} processes: one is listed twice, or too many are")
+    if sum(size for _, size in objects) > strict.MOST:
+        raise DamagedError(f"the objects have more than {strict.MOST} bytes")
+    return objects
+
+
+def _entry(name: str, columns: Any) -> TensorEntry:
+    """One tensor's line. How its blocks lie is looked at for all tensors together."""
+    where = f"tensor {strict.shown(name)}"
+    dtype, shape, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
+    if type(dtype) is not str or dtype not in DTYPES:
+        strict.fail(f"the dtype of {where}", dtype, "one that this version knows")
+    dims = [strict.integer(size, f"a dimension of {where}") for size in strict.sequence(shape, f"the shape of {where}")]
+    if len(dims) > DIMS or math.prod(max(size, 1) for size in dims) * DTYPES[dtype].itemsize > strict.MOST:
+        strict.fail(f"the shape of {where}", shape, f"one of at most {DIMS} dimensions and {strict.MOST} bytes")
+    count = len(strict.sequence(objects, f"the objects of {where}"))
+    if type(hashes) is not str or len(hashes) != 16 * count or not _HASHES.fullmatch(hashes):
+        raise DamagedError(f"{where} has {count} blocks, and no hash of 16 digits for each")
+    return TensorEntry(
+        dtype=dtype,
+        shape=tuple(dims),
+        offsets_BN=strict.integers(offsets, f"offsets of {where}", count * len(dims)).reshape(count, len(dims)),
+        sizes_BN=strict.integers(sizes, f"sizes of {where}", count * len(dims)).reshape(count, len(dims)),
+        object_B=strict.integers(objects, f"objects of {where}", count),
+        start_B=strict.integers(starts, f"starts of {where}", count),
+        hash_B=np.frombuffer(bytes.fromhex(hashes), dtype=">u8").astype(np.uint64),
+    )
+
+
+def _check_blocks(objects: list[tuple[str, int]], tensors: Mapping[str, TensorEntry]) -> None:
+    entries = list(tensors.values())
+    if not entries:
+        return
+    check_tiling(
+        list(tensors),
+        [entry.shape for entry in entries],
+        [entry.offsets_BN for entry in entries],
+        [entry.sizes_BN for entry in entries],
+    )
+    check_places(
+        [size for _, size in objects],
+        np.concatenate([entry.object_B for entry in entries]),
+        np.concatenate([entry.start_B for entry in entries]),
+        np.concatenate([entry.bytes_B for entry in entries]),
+        ALIGN_BYTES,
+    )
+
+
+def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
+    refs: set[str] = set()
+
+    def refer(name: str) -> None:
+        if name not in tensors or name in refs:
+            raise DamagedError(f"the values refer to {strict.shown(name)}, which is no tensor, or twice to it")
+        refs.add(name)
+
+    decode(strict.mapping(values, "the manifest's values"), tensor=refer)
+    if len(refs) != len(tensors):
+        missing = next(name for name in tensors if name not in refs)
+        raise DamagedError(f"nothing in the values refers to tensor {strict.shown(missing)}")
+    inline = [path for path, tag, _ in tensors_in(values) if tag == "$tensor"]
+    twice = len(set(inline)) != len(inline) or not tensors.keys().isdisjoint(inline)
+    if twice:
+        raise DamagedError("two tensors of the manifest have the same path")
+
+
+def check_info(info: Any, where: str, keys: tuple[str, ...] = ()) -> None:
+    """What is known of a run's description, in manifests and records alike; other keys may be any JSON.
+
+    Raises:
+        DamagedError: a key of `keys` is missing, or one has another type, or cannot be shown to a person.
+    """
+    strict.plain(info, where)
+    strict.mapping(info, where, keys)
+    for key in ("step", "bytes", "objects", "tensors"):
+        if key in info:
+            strict.integer(info[key], f"{where}: {key}")
+    if "world_size" in info:
+        strict.integer(info["world_size"], f"{where}: world_size", least=1, most=RANKS)
+    for key in ("torch", "saved", "source"):
+        if key in info:
+            strict.text(info[key], f"{where}: {key}")
+    for key in ("milestone", "weights_only"):
+        if type(info.get(key, False)) is not bool:
+            strict.fail(f"{where}: {key}", info[key], "true or false")
+    for name, size in strict.mapping(info.get("mesh", {}), f"{where}: mesh").items():
+        strict.text(name, f"{where}: a mesh's dimension", most=64)
+        strict.integer(size, f"{where}: mesh.{name}", least=1, most=RANKS)
+
+
+def check_attempt(attempt: Any, step: Any, where: str) -> str:
+    """An attempt's name, which belongs to `step`.
+
+    Raises:
+        DamagedError: any other text; such a name could lead out of the folder.
+    """
+    name = strict.text(attempt, f"{where}: attempt", ATTEMPT, most=64)
+    if name.split("/")[1] != f"{step:012d}":
+        raise DamagedError(f"{where}: attempt {name} is not one of step {step}")
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -158,12 +290,12 @@ class CommitKey:
 
     @staticmethod
     def parse(key: str) -> CommitKey | None:
-        """From a key below `commits/`; None for what is no commit record."""
-        name = key.removeprefix("commits/").removesuffix(".json")
-        generation, _, step = name.partition("-")
-        if key != f"commits/{name}.json" or not (generation.isdigit() and step.isdigit()):
+        """From a key below `commits/`; None for what is no commit record: any name that `key` does not make."""
+        match = _COMMIT.fullmatch(key)
+        if match is None:
             return None
-        return CommitKey(generation=int(generation), step=int(step))
+        found = CommitKey(generation=int(match[1]), step=int(match[2]))
+        return found if found.key == key else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,23 +330,33 @@ class Commit:
 
     @staticmethod
     def from_bytes(raw: bytes, key: str) -> Commit:
-        """Raises DamagedError for a record that is torn, altered, or not in its place."""
-        try:
-            body = json.loads(raw)
-            claimed = body.pop("xxh3")
-            if claimed != file_hash(json.dumps(body, sort_keys=True).encode()):
-                raise DamagedError(f"{key}: the commit record does not have the hash it claims")
-            commit = Commit(
-                where=CommitKey(generation=body["generation"], step=body["step"]),
-                attempt=body["attempt"],
-                nonce=body["nonce"],
-                manifest_bytes=body["manifest"]["size"],
-                manifest_hash=body["manifest"]["xxh3"],
-                forked_from=body["forked_from"],
-                summary=body["summary"],
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{key}: the commit record cannot be read: {error}") from error
-        if commit.where.key != key:
-            raise DamagedError(f"{key}: the record is that of {commit.where.key}")
-        return commit
+        """Raises DamagedError for a record that is torn, altered, not in its place, or whose attempt has no attempt's
+        name."""
+        if len(raw) > RECORD_BYTES:
+            raise DamagedError(f"{key}: the commit record has {len(raw)} bytes, more than {RECORD_BYTES}")
+        where = CommitKey.parse(key)
+        if where is None:
+            raise DamagedError(f"{strict.shown(key)} is no commit record's name")
+        name = f"{key}: the commit record"
+        body = strict.mapping(strict.parse_json(raw, name), name, ("xxh3",))
+        strict.check_depth(body, name)
+        claimed = body.pop("xxh3")
+        if claimed != file_hash(json.dumps(body, sort_keys=True).encode()):
+            raise DamagedError(f"{key}: the commit record does not have the hash it claims")
+        strict.mapping(body, name, ("generation", "step", "attempt", "nonce", "manifest", "forked_from", "summary"))
+        manifest = strict.mapping(body["manifest"], f"{name}: manifest", ("size", "xxh3"))
+        for field_name, mine in (("generation", where.generation), ("step", where.step)):
+            if strict.integer(body[field_name], f"{name}: {field_name}") != mine:
+                raise DamagedError(f"{key}: the record is that of {field_name} {body[field_name]}")
+        if body["forked_from"] is not None:
+            strict.integer(body["forked_from"], f"{name}: forked_from")
+        check_info(body["summary"], f"{name}: summary")
+        return Commit(
+            where=where,
+            attempt=check_attempt(body["attempt"], where.step, name),
+            nonce=strict.text(body["nonce"], f"{name}: nonce", most=64),
+            manifest_bytes=strict.integer(manifest["size"], f"{name}: manifest size", most=MANIFEST_BYTES),
+            manifest_hash=strict.text(manifest["xxh3"], f"{name}: manifest hash", _HASH),
+            forked_from=body["forked_from"],
+            summary=body["summary"],
+        )

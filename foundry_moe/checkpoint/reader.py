@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, tensors_in
 from foundry_moe.checkpoint.commits import Found
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.exchange import Fetch, Needs, Traffic, exchange
@@ -186,21 +186,9 @@ class ElasticLoadPlanner(LoadPlanner):
         return _with_targets(decode(self.manifest.values, tensor=of_target), self.tensors, "")
 
 
-def inline_tensors(values: Any, path: str = "") -> dict[str, Tensor]:
+def inline_tensors(values: Any) -> dict[str, Tensor]:
     """The small tensors that the manifest itself holds, by path."""
-    found: dict[str, Tensor] = {}
-    if isinstance(values, list):
-        for index, item in enumerate(values):
-            found |= inline_tensors(item, f"{path}.{index}" if path else str(index))
-    elif isinstance(values, dict):
-        if "$tensor" in values:
-            return {path: decode(values)}
-        tagged = values.get("$tuple")
-        if tagged is not None:
-            return inline_tensors(tagged, path)
-        for key, item in values.get("$dict", values.items() if "$dict" not in values else ()):
-            found |= inline_tensors(item, f"{path}.{key}" if path else str(key))
-    return found
+    return {path: decode(node) for path, tag, node in tensors_in(values) if tag == "$tensor"}
 
 
 def _with_targets(tree: Any, tensors: Mapping[str, Tensor], path: str) -> Any:

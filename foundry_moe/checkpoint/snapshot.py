@@ -56,13 +56,18 @@ def flatten(state_dict: Mapping[str, Any], world_size: int, *, inline: bool = Tr
     tensors: dict[str, Tensor] = {}
     layouts: dict[str, Layout] = {}
 
+    paths: set[str] = set()
+
     def take(path: str, tensor: Tensor) -> Any:
+        if path in paths:
+            raise ValueError(f"two tensors have the path {path}: rename a key that contains a dot")
+        if len(path) > 4096 or not path.isprintable():
+            raise ValueError(f"a tensor has the path {path!a}, which a checkpoint cannot hold: rename its key")
+        paths.add(path)
         if inline and not isinstance(tensor, DTensor) and tensor.nbytes <= INLINE_BYTES:
             return encode(tensor)
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
             raise ValueError(f"{path} has dtype {tensor.dtype} and layout {tensor.layout}: it cannot be stored")
-        if path in tensors:
-            raise ValueError(f"two tensors have the path {path}: rename a key that contains a dot")
         tensors[path] = tensor
         layouts[path] = layout_of(tensor, world_size, path)
         return {"$ref": path}

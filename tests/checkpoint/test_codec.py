@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundry_moe.checkpoint.codec import DTYPES, decode, encode, tensor_bytes, tensor_from_bytes
+from foundry_moe.checkpoint.errors import DamagedError
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.just("$tuple"), st.booleans())
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
@@ -66,5 +67,5 @@ def test_what_json_cannot_hold_is_named_by_its_path() -> None:
 
 def test_nothing_in_a_file_runs_code() -> None:
     """Tags are a fixed set; none names a type to import."""
-    with pytest.raises(ValueError, match="unknown tag"):
+    with pytest.raises(DamagedError, match="unknown tag"):
         decode({"$call": ["os.system", "true"]})

@@ -1,0 +1,441 @@
+"""Manifests and records that were forged, hashes and all: each is damage, and the commit before is used."""
+
+from __future__ import annotations
+
+import base64
+import random
+import time
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from foundry_moe.checkpoint import strict
+from foundry_moe.checkpoint.coverage import check_tiling
+from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.layout import cut
+from foundry_moe.checkpoint.manifest import MAGIC, Commit, CommitKey, Manifest, TensorEntry
+from foundry_moe.checkpoint.store import open_store
+from tests.checkpoint.forging import forge_manifest, forge_record, key_of, put_manifest
+from tests.checkpoint.test_engine import blank, check, save
+from tests.checkpoint.test_tools import tool
+
+DTYPE, SHAPE, OFFSETS, SIZES, OBJECTS, STARTS, HASHES = range(7)
+
+
+def column(place, index, value, name="model.experts"):
+    """Changes one number, or the whole of one column, of a tensor."""
+
+    def change(body):
+        if index is None:
+            body["tensors"][name][place] = value
+        else:
+            body["tensors"][name][place][index] = value
+
+    return change
+
+
+def halves(first: int, second: int, start=2048 * 2):
+    """The experts in two blocks of two experts each, which begin at these."""
+
+    def change(body) -> None:
+        columns = body["tensors"]["model.experts"]
+        columns[OFFSETS], columns[SIZES] = [first, 0, 0, second, 0, 0], [2, 16, 64] * 2
+        columns[OBJECTS], columns[STARTS] = columns[OBJECTS] * 2, [columns[STARTS][0], columns[STARTS][0] + start]
+        columns[HASHES] *= 2
+
+    return change
+
+
+def drop_block(body) -> None:
+    body["tensors"]["model.experts"][OFFSETS:] = [], [], [], [], ""
+
+
+def share_bytes(body) -> None:
+    body["tensors"]["model.view"][STARTS] = body["tensors"]["model.dense"][STARTS]
+
+
+def nested(depth):
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def put(*path, value):
+    def change(body):
+        for key in path[:-1]:
+            body = body[key]
+        body[path[-1]] = value
+
+    return change
+
+
+BOMB = {"$z": base64.b85encode(zlib.compress(bytes(2**28), 9)).decode()}
+MANIFESTS = {
+    "an object that is not listed": column(OBJECTS, 0, 7),
+    "a negative object": column(OBJECTS, 0, -1),
+    "a huge integer": column(STARTS, 0, 10**30),
+    "a start behind the end": column(STARTS, 0, 2**40),
+    "a start that is not aligned": column(STARTS, 0, 3),
+    "a fraction as an offset": column(OFFSETS, 0, 0.5),
+    "a text as an offset": column(OFFSETS, 0, "0"),
+    "a negative offset": column(OFFSETS, 0, -1),
+    "an offset out of bounds": column(OFFSETS, 0, 4),
+    "sizes out of bounds": column(SIZES, 0, 9),
+    "a size of nothing": column(SIZES, 0, 0),
+    "too few offsets": column(OFFSETS, None, [0]),
+    "nested offsets": column(OFFSETS, None, [[0, 0, 0]] * 4),
+    "an unknown dtype": column(DTYPE, None, "float31"),
+    "a dtype that is none": column(DTYPE, None, ["float32"]),
+    "another dtype of the same size": column(DTYPE, None, "complex128"),
+    "a larger shape": column(SHAPE, 0, 8),
+    "a huge shape": column(SHAPE, None, [2**31, 2**31, 2**31]),
+    "a negative dimension": column(SHAPE, 0, -4),
+    "a shape of texts": column(SHAPE, None, ["4", "16", "64"]),
+    "ninety dimensions": column(SHAPE, None, [1] * 90),
+    "hashes of another length": column(HASHES, None, "00"),
+    "hashes that are none": column(HASHES, None, "zz" * 32),
+    "a column too few": lambda body: body["tensors"]["model.experts"].pop(),
+    "a block that is missing": drop_block,
+    "a block twice and another not": halves(0, 0),
+    "blocks that overlap": halves(0, 1),
+    "two blocks of overlapping bytes": halves(0, 2, start=64),
+    "two blocks of the same bytes": share_bytes,
+    "no such tensor": lambda body: body["tensors"].pop("model.dense"),
+    "a tensor that nothing refers to": lambda body: body["values"]["model"].pop("dense"),
+    "a tensor that is referred to twice": put("values", "more", value={"$ref": "model.dense"}),
+    "an inline tensor of the same name": put("values", "model.dense", value={"$tensor": ["int8", [1], {"$b": "00"}]}),
+    "an object's size as text": lambda body: body["objects"][0].__setitem__(1, "7"),
+    "an object that is larger than in the store": lambda body: body["objects"][0].__setitem__(1, 10**6),
+    "an object elsewhere": lambda body: body["objects"][0].__setitem__(0, "../../other/data/000000.bin"),
+    "an object twice": lambda body: body["objects"].append(body["objects"][0]),
+    "no objects": put("objects", value=[]),
+    "a billion processes": put("info", "world_size", value=10**9),
+    "a step as text": put("info", "step", value="2"),
+    "another step": put("info", "step", value=1),
+    "a mesh of texts": put("info", "mesh", value={"expert": "2"}),
+    "a mesh that writes to the terminal": put("info", "mesh", value={"\x1b[2J": 2}),
+    "half a character": put("info", "torch", value="\ud800"),
+    "info that is no object": put("info", value=[]),
+    "another format": put("format", value=[2]),
+    "no values": lambda body: body.pop("values"),
+    "tensors that are no object": put("tensors", value=[1]),
+    "an unknown tag": put("values", "x", value={"$call": ["os.system", "true"]}),
+    "a tag that is not alone": put("values", "x", value={"$tuple": [], "y": 1}),
+    "a tag of another kind": put("values", "x", value={"$tuple": 5}),
+    "an inline tensor of unknown dtype": put("values", "x", value={"$tensor": ["object", [1], {"$b": ""}]}),
+    "an inline tensor that is short": put("values", "x", value={"$tensor": ["int64", [2**40], {"$b": "00"}]}),
+    "an array of objects": put("values", "x", value={"$numpy": ["|O", [1], {"$b": "0000000000"}]}),
+    "an array of a large type": put("values", "x", value={"$numpy": ["(99999999,99)i4", [0], {"$b": ""}]}),
+    "a set of lists": put("values", "x", value={"$set": [[1]]}),
+    "a time of text": put("values", "x", value={"$timedelta": ["1", 0, 0]}),
+    "a time beyond all": put("values", "x", value={"$timedelta": [2**49, 0, 0]}),
+    "a device that is none": put("values", "x", value={"$device": "gpu9"}),
+    "values that are deep": put("values", "x", value=nested(400)),
+    "a byte string that grows": put("values", "x", value=BOMB),
+    "a manifest that is a list": lambda body: [body],
+    "a manifest that is a number": lambda body: 7,
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = open_store(str(tmp_path / "run"))
+    save(store, 1, 2)
+    return store
+
+
+def check_damaged(store, capsys) -> None:
+    """What a run, and each tool, makes of it if the commit of step 2 is not to be trusted."""
+    loaded = CheckpointEngine(store).load(blank())
+    check(loaded, 1)
+    assert len(loaded.rejected) == 1 and len(loaded.rejected[0]) < 600 and loaded.rejected[0].isprintable()
+    assert tool("verify", store.url) == 1
+    out = capsys.readouterr().out
+    assert "step 2: DAMAGED" in out and "step 1: good" in out
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_forged_manifest_is_damage(store, name, capsys) -> None:
+    forge_manifest(store, 2, MANIFESTS[name])
+    check_damaged(store, capsys)
+
+
+def raw_json(text: bytes):
+    return MAGIC + zlib.compress(text, 9)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        raw_json(b"[" * 100_000),
+        raw_json(b'{"a":' * 100_000),
+        raw_json(b"1" * 100_000),
+        raw_json(b"\xff\xfe"),
+        raw_json(b" " * 2**27),
+        raw_json(b"{}") + b"more",
+        raw_json(b"{}")[:-3],
+        MAGIC,
+        b"",
+    ],
+    ids=["lists", "objects", "a long number", "no text", "a bomb", "more behind it", "cut short", "nothing", "empty"],
+)
+def test_bytes_that_are_no_manifest_are_damage(store, raw, capsys) -> None:
+    put_manifest(store, 2, raw)
+    check_damaged(store, capsys)
+
+
+def test_a_bomb_costs_no_more_memory_than_its_limit(monkeypatch) -> None:
+    asked = []
+    real = zlib.decompressobj
+
+    class Watching:
+        def __init__(self) -> None:
+            self.real = real()
+
+        def decompress(self, raw, most):
+            asked.append(most)
+            return self.real.decompress(raw, most)
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+    monkeypatch.setattr(strict.zlib, "decompressobj", Watching)
+    with pytest.raises(DamagedError, match="become more than"):
+        Manifest.from_bytes(raw_json(b" " * 2**27))
+    assert asked == [strict.FREE_BYTES + 1]
+
+
+RECORDS = {
+    "an attempt of another run": put("attempt", value="../victim"),
+    "all attempts": put("attempt", value="steps"),
+    "all records": put("attempt", value="commits"),
+    "an attempt above": put("attempt", value="steps/000000000002/../000000000001"),
+    "an attempt that is absolute": put("attempt", value="/etc"),
+    "an attempt that ends in a line": lambda body: body.__setitem__("attempt", body["attempt"] + "\n"),
+    "an attempt with other digits": put("attempt", value="steps/00000000000²/20260101T000000-0123abcd"),
+    "the attempt of another step": put("attempt", value="steps/000000000001/20260101T000000-0123abcd"),
+    "an attempt that is no text": put("attempt", value=["steps"]),
+    "a step as text": put("step", value="2"),
+    "a step as truth": put("step", value=True),
+    "a step as a fraction": put("step", value=2.0),
+    "another step": put("step", value=1),
+    "another generation": put("generation", value=5),
+    "a manifest's size as text": put("manifest", "size", value="7"),
+    "a huge manifest": put("manifest", "size", value=2**45),
+    "a manifest's hash of another kind": put("manifest", "xxh3", value=7),
+    "a manifest that is no object": put("manifest", value=7),
+    "a fork from text": put("forked_from", value="1"),
+    "a nonce of a number": put("nonce", value=7),
+    "no nonce": lambda body: body.pop("nonce"),
+    "a summary that is a list": put("summary", value=[]),
+    "a size as text": put("summary", "bytes", value="many"),
+    "a huge size": put("summary", "bytes", value=10**400),
+    "a time that writes to the terminal": put("summary", "saved", value="\x1b]0;x\x07"),
+    "a mesh of lists": put("summary", "mesh", value={"expert": [2]}),
+    "a deep summary": put("summary", "x", value=nested(300)),
+    "a milestone of text": put("summary", "milestone", value="yes"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_forged_record_is_damage(store, name, capsys) -> None:
+    forge_record(store, 2, RECORDS[name])
+    check_damaged(store, capsys)
+    assert tool("ls", store.url) == 0
+    assert "damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("raw", [b"", b"7", b"[]", b"null", b"[" * 10**5, b'{"a":' * 10**5, b"\xff", b" " * 2**21])
+def test_bytes_that_are_no_record_are_damage(store, raw, capsys) -> None:
+    store.put(key_of(2), raw)
+    check_damaged(store, capsys)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "²-³.json",
+        "000000-00000000000٣.json",
+        "0-2.json",
+        "000000-000000000002.json.json",
+        "0000000-000000000002.json",
+        "-1-2.json",
+        "999999999999-000000000002.json",
+        "sub/000000-000000000009.json",
+        "000000-000000000009.json\n",
+    ],
+)
+def test_a_file_that_has_no_records_name_is_none(store, name) -> None:
+    store.put(f"commits/{name}", b"{}")
+    assert CommitKey.parse(f"commits/{name}") is None
+    loaded = CheckpointEngine(store).load(blank())
+    check(loaded, 2)
+    assert loaded.rejected == []
+
+
+def test_names_come_back() -> None:
+    for generation, step in ((0, 0), (7, 123), (10**6, 10**13)):
+        key = CommitKey(generation=generation, step=step)
+        assert CommitKey.parse(key.key) == key
+
+
+def test_forged_offsets_make_no_large_file(store, tmp_path, capsys) -> None:
+    def change(body) -> None:
+        columns = body["tensors"]["model.dense"]
+        columns[SHAPE] = [2**29, 64]
+        columns[OFFSETS][0] = 2**29 - 64
+
+    forge_manifest(store, 2, change)
+    assert tool("export", store.url, tmp_path / "out", "--step", 2) == 1
+    assert capsys.readouterr().err.startswith("error: no checkpoint in") and not (tmp_path / "out").exists()
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(strict, "FREE_BYTES", 2**16)
+    engine = CheckpointEngine(open_store(str(tmp_path / "run")), policy=Policy(max_failures=9))
+
+    def error_of(state) -> str | None:
+        try:
+            engine.save({"model": {}, "values": state}, 1)
+        except ValueError as error:
+            return str(error)
+        report = engine.wait()
+        return report.error if report is not None else None
+
+    deep: dict = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    assert "nested deeper than 60" in error_of(deep)
+    assert "rename its key" in error_of({"a\nb": torch.zeros(1)})
+    assert "two tensors have the path" in error_of({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(999)})
+    assert "large or monotonous data in tensors" in error_of([0] * 2**17)
+    assert error_of({"long": bytes(2**15), "noise": random.Random(0).randbytes(2**17)}) is None
+    loaded = CheckpointEngine(open_store(str(tmp_path / "run"))).load({"model": {}})
+    assert loaded.state["values"]["long"] == bytes(2**15) and len(loaded.state["values"]["noise"]) == 2**17
+
+
+# Whether blocks tile a tensor
+
+
+def tiles(shape, boxes) -> bool:
+    offsets = np.array([box[0] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    sizes = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    try:
+        check_tiling(["w"], [tuple(shape)], [offsets], [sizes])
+    except DamagedError:
+        return False
+    return True
+
+
+def covered_once(shape, boxes) -> bool:
+    """The slow way."""
+    count = np.zeros(shape, dtype=int)
+    for offsets, sizes in boxes:
+        if any(size < 1 or start + size > most for start, size, most in zip(offsets, sizes, shape, strict=True)):
+            return False
+        count[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    return bool((count == 1).all())
+
+
+def test_tiling_agrees_with_counting_each_element() -> None:
+    rng = np.random.default_rng(0)
+    outcomes = {True: 0, False: 0}
+    for _ in range(3000):
+        shape = rng.integers(1, 4, size=rng.integers(1, 5)).tolist()
+        boxes = list(cut((tuple([0] * len(shape)), tuple(shape)), 1, int(rng.integers(1, 5))))
+        for _ in range(rng.integers(0, 3)):  # moves, repeats, drops, stretches
+            kind, place = rng.integers(0, 4), int(rng.integers(0, len(boxes))) if boxes else 0
+            if not boxes:
+                break
+            offsets, sizes = (list(part) for part in boxes[place])
+            dim = int(rng.integers(0, len(shape)))
+            if kind == 0:
+                offsets[dim] = int(rng.integers(0, shape[dim]))
+                boxes[place] = (tuple(offsets), tuple(sizes))
+            elif kind == 1:
+                boxes.append(boxes[place])
+            elif kind == 2:
+                del boxes[place]
+            else:
+                sizes[dim] = int(rng.integers(0, shape[dim] + 1))
+                boxes[place] = (tuple(offsets), tuple(sizes))
+        rng.shuffle(boxes)
+        boxes = [(tuple(map(int, o)), tuple(map(int, s))) for o, s in boxes]
+        expected = covered_once(shape, boxes)
+        outcomes[expected] += 1
+        assert tiles(shape, boxes) is expected, (shape, boxes)
+    assert min(outcomes.values()) > 300
+
+
+def test_the_tensor_that_is_not_covered_is_named() -> None:
+    whole = np.zeros((1, 2), dtype=np.int64), np.array([[3, 4]])
+    with pytest.raises(DamagedError, match=r"'b' \[3, 4\] leave elements out or hold some twice"):
+        check_tiling(
+            ["a", "b", "c"],
+            [(3, 4)] * 3,
+            [whole[0], np.zeros((0, 2), dtype=np.int64), whole[0]],
+            [whole[1], np.zeros((0, 2), dtype=np.int64), whole[1]],
+        )
+    check_tiling(
+        ["none", "one"],
+        [(0, 5), ()],
+        [np.zeros((0, 2), np.int64), np.zeros((1, 0), np.int64)],
+        [np.zeros((0, 2), np.int64), np.ones((1, 0), np.int64)],
+    )
+
+
+def many_blocks(tensors: int, blocks: int) -> Manifest:
+    """`tensors` of three dimensions in `blocks` each."""
+    names = [f"model.layers.{i}.experts.w1" for i in range(tensors)]
+    starts = np.arange(blocks, dtype=np.int64)
+    offsets = np.stack([starts, 0 * starts, 0 * starts], axis=1)
+    entries = {
+        name: TensorEntry(
+            dtype="bfloat16",
+            shape=(blocks, 8, 4),
+            offsets_BN=offsets,
+            sizes_BN=np.tile(np.array([1, 8, 4]), (blocks, 1)),
+            object_B=starts % 100,
+            start_B=(starts // 100 + item * blocks) * 64,
+            hash_B=np.random.default_rng(item).integers(0, 2**63, blocks).astype(np.uint64),
+        )
+        for item, name in enumerate(names)
+    }
+    return Manifest(
+        info={"step": 1, "attempt": "steps/000000000001/20260101T000000-0123abcd", "world_size": 100},
+        objects=[(f"data/{i:06d}.bin", 64 * (tensors + 1) * blocks) for i in range(100)],
+        tensors=entries,
+        values={name: {"$ref": name} for name in names},
+    )
+
+
+def test_two_hundred_thousand_blocks_are_checked_in_a_fraction_of_the_time_of_reading_them() -> None:
+    raw = many_blocks(500, 400).to_bytes()
+    manifest = Manifest.from_bytes(raw)
+    assert sum(len(entry.object_B) for entry in manifest.tensors.values()) == 200_000
+    entries = list(manifest.tensors.values())
+    began = time.perf_counter()
+    check_tiling(
+        list(manifest.tensors),
+        [e.shape for e in entries],
+        [e.offsets_BN for e in entries],
+        [e.sizes_BN for e in entries],
+    )
+    assert time.perf_counter() - began < 1
+
+
+def test_a_record_reads_what_it_writes() -> None:
+    commit = Commit(
+        where=CommitKey(generation=1, step=5),
+        attempt="steps/000000000005/20260101T000000-0123abcd",
+        nonce="ab",
+        manifest_bytes=10,
+        manifest_hash="0" * 32,
+        forked_from=3,
+        summary={"bytes": 1, "mesh": {"expert": 2}, "of a later version": {"a": [1, None, 0.5]}},
+    )
+    assert Commit.from_bytes(commit.to_bytes(), commit.where.key) == commit
