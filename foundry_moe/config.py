@@ -7,8 +7,10 @@ This module imports neither torch nor Composer.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -169,6 +171,37 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         raise ValueError(str(error) if named else f"{where}: {error}") from None
 
 
+_AS_YAML = {None: "null", True: "true", False: "false"}
+_KEY_HELP = re.compile(r"^(\w+(?:, \w+)*): ")
+
+
+def key_help(cls: type) -> str:
+    """What a dataclass of user's keys says of each in its docstring, a line for each key, with its default."""
+    defaults = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        given = item.default if item.default_factory is MISSING else item.default_factory()
+        if isinstance(given, bool | None):
+            given = _AS_YAML[given]
+        defaults[item.name] = "needed" if given is MISSING else given
+    lines: list[str] = []
+    inside = False
+    for line in inspect.getdoc(cls).splitlines():  # type: ignore[union-attr]
+        found = _KEY_HELP.match(line)
+        if found and found.group(1) in defaults:
+            lines.append(f"{found.group(1)} ({defaults[found.group(1)]}): {line[found.end() :]}")
+            inside = True
+        elif inside and line.startswith(" "):
+            lines[-1] += f" {line.strip()}"
+        else:
+            inside = False
+    return "\n".join(lines)
+
+
+def with_keys(text: str | None, cls: type) -> str:
+    """A docstring with the keys of `cls` under it, for `llmfoundry registry find`."""
+    return f"{inspect.cleandoc(text or '')}\n\nKeys, with their defaults:\n\n{key_help(cls)}"
+
+
 # `init_device: meta` without `mesh`: Composer then draws parts, and experts are drawn by layer
 META_NEEDS_MESH = (
     "init_device (meta): experts are drawn from meta on a mesh only; add mesh: {expert: 1, shard: auto} to the MoE "
@@ -239,7 +272,8 @@ class MoEConfig:
     num_experts: experts in a layer.
     top_k: experts a token goes to.
     expert_hidden_size: width of one expert; auto = that of the FFN it replaces.
-    activation: a name in ACTIVATIONS; auto = that of the FFN it replaces.
+    activation: swiglu | geglu | geglu_tanh | reglu | silu | gelu | gelu_tanh | relu | relu2; auto = that of the FFN it
+        replaces.
     layers: all | {every: n} | a list of layer indices.
     gate: `{name: ..., ...}`; the other keys belong to the gate.
     loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`; auto = what the gate wants,

@@ -11,7 +11,7 @@ from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.mesh import place_on_mesh
 from foundry_moe.algorithms.router_schedule import RouterSteps
-from foundry_moe.config import MoEConfig, from_mapping
+from foundry_moe.config import MoEConfig, from_mapping, with_keys
 from foundry_moe.layers.lookup import batch_context
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.conversion import apply_dmoe
@@ -33,8 +33,6 @@ class DMoE(Algorithm):
             top_k: 2
             init: upcycle            # or random
             loss: {balance: 0.01, z: 0.001}
-
-    All keys are those of `foundry_moe.MoEConfig`.
 
     Raises:
         ValueError: an unknown key (the nearest is named), or a value that cannot be; before any GPU work.
@@ -79,6 +77,9 @@ class DMoE(Algorithm):
         for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once a layer
             warnings.warn(text, stacklevel=2)
         return layers
+
+
+DMoE.__doc__ = with_keys(DMoE.__doc__, MoEConfig)
 
 
 def check_parallelism(state: State) -> None:

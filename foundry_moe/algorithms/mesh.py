@@ -15,7 +15,7 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config, dist
 from torch.distributed.fsdp import FSDPModule
 
-from foundry_moe.config import MeshConfig, check_compilation, from_mapping
+from foundry_moe.config import MeshConfig, check_compilation, from_mapping, with_keys
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.parallel.blocks import compile_blocks, prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm, clip_value
@@ -184,8 +184,6 @@ class MoEMesh(Algorithm):
         algorithms:
           dmoe_mesh: {expert: 8, shard: auto, replicate: 1}
 
-    All keys are those of `foundry_moe.config.MeshConfig`.
-
     Raises:
         ValueError: an unknown key, or a mesh that cannot be; before any GPU work.
     """
@@ -198,6 +196,9 @@ class MoEMesh(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         place_on_mesh(state, self.config)
+
+
+MoEMesh.__doc__ = with_keys(MoEMesh.__doc__, MeshConfig)
 
 
 def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from foundry_moe.checkpoint.config import checkpoint_config
 from foundry_moe.config import (
@@ -46,22 +48,63 @@ def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
         usage: what to say beside that there is no such file.
 
     Raises:
-        ValueError: no such file, or an override that is not `key=value`.
+        ValueError: no such file, no YAML in it, or an override that is not `key=value`.
     """
     if not Path(path).is_file():
         raise ValueError(f"{path}: there is no such file" + (f"; {usage}" if usage else ""))
     for override in overrides:
         if "=" not in override:
             raise ValueError(f"{override}: an override is key=value, for example max_duration=100ba")
-    config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(overrides))
+    config = _read_yaml(path)
+    for override in overrides:
+        _override(config, override)
+    return config
+
+
+def _read_yaml(path: str) -> DictConfig:
+    try:
+        config = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {_one_line(error)}") from None
+    except OSError as error:  # a file that holds one number or word
+        raise ValueError(f"{path} must be a mapping of keys to values at its top level: {_one_line(error)}") from None
     if not isinstance(config, DictConfig):
         raise ValueError(f"{path} must be a mapping of keys to values at its top level")
     return config
 
 
+def _override(config: DictConfig, override: str) -> None:
+    """Merges `key=value` into the run; what names another thing, or is empty, takes the old one's place.
+
+    `gate={name: switch}` must not keep the keys of the gate that stood there, nor `loss={}` its losses.
+    """
+    key, _, text = override.partition("=")
+    try:
+        given = OmegaConf.from_cli([override])
+        value = OmegaConf.select(given, key, throw_on_resolution_failure=False)  # `${...}` may name keys of the file
+        old = OmegaConf.select(config, key) if isinstance(value, DictConfig) else None
+        if isinstance(old, DictConfig) and (not value or ("name" in value and value["name"] != old.get("name"))):
+            OmegaConf.update(config, key, value, merge=False)
+        else:
+            config.merge_with(given)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ValueError(f"{key}={text}: this override cannot be read: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def plain(run: DictConfig) -> dict[str, Any]:
-    """The run as dictionaries and lists, `${...}` resolved."""
-    resolved = OmegaConf.to_container(run, resolve=True)
+    """The run as dictionaries and lists, `${...}` resolved.
+
+    Raises:
+        ValueError: a `${...}` names nothing.
+    """
+    try:
+        resolved = OmegaConf.to_container(run, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(f"a ${{...}} in the run has no value: {_one_line(error)}") from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import warnings
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundry_moe.algorithms.dmoe import DMoE
+from foundry_moe.algorithms.mesh import MoEMesh
 from foundry_moe.algorithms.router_schedule import RouterSteps, meaning_of
 from foundry_moe.callbacks.expert_load import ExpertLoad
+from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.mpt import DMoECausalLM
 
@@ -93,6 +98,13 @@ def test_weights_do_not_depend_on_composers_seeding():
         Trainer(model=model, algorithms=[DMoE(**MOE)], device="cpu", seed=seed, progress_bar=False)
         layers.append(moe_layers(model)[1])
     assert all(torch.equal(p, q) for p, q in zip(layers[0].parameters(), layers[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "config"), [(DMoE, MoEConfig), (MoEMesh, MeshConfig)])
+def test_llm_foundrys_help_lists_every_key(kind, config):
+    """`llmfoundry registry find algorithms dmoe` prints what `inspect.getdoc` finds."""
+    found = re.findall(r"^(\w+) \(.*\): ", inspect.getdoc(kind), re.M)
+    assert found == [field.name for field in fields(config)]
 
 
 @pytest.mark.parametrize("build", [llama, mpt], ids=["algorithm", "model entry"])

@@ -1,0 +1,56 @@
+"""A run's YAML and what the command line says beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundry_moe.launch.run_config import load_run, plain
+
+DEMO = str(Path(__file__).parents[2] / "yamls" / "demo" / "cpu.yaml")
+
+
+def load(*overrides: str) -> dict[str, Any]:
+    return plain(load_run(DEMO, list(overrides)))
+
+
+def test_another_gate_on_the_command_line_brings_its_own_keys_alone() -> None:
+    assert load("model.moe.gate={name: switch, jitter: 0.1}")["model"]["moe"]["gate"] == {
+        "name": "switch",
+        "jitter": 0.1,
+    }
+
+
+def test_an_empty_mapping_on_the_command_line_empties_what_stood_there() -> None:
+    assert load("model.moe.loss={}")["model"]["moe"]["loss"] == {}
+
+
+@pytest.mark.parametrize("override", ["model.moe.gate={scale: 2.0}", "model.moe.gate={name: topk, scale: 2.0}"])
+def test_keys_of_the_same_gate_are_added(override: str) -> None:
+    gate = {"name": "topk", "score": "softmax", "normalize": True, "scale": 2.0}
+    assert load(override)["model"]["moe"]["gate"] == gate
+
+
+def test_an_override_may_name_other_keys_of_the_run() -> None:
+    assert (
+        load("model.max_seq_len=${max_seq_len}", "tokenizer={name: x, kwargs: {a: '${seed}'}}")["model"]["max_seq_len"]
+        == 256
+    )
+
+
+@pytest.mark.parametrize("override", ["a=${nope}", "a=${a}", "model.moe.gate={name: topk", "a={b: 1, b: 2}"])
+def test_an_override_that_cannot_be_read_is_one_sentence(override: str) -> None:
+    with pytest.raises(ValueError, match=r"has no value|cannot be read") as caught:
+        load(override)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: [", "3", "- 1", "a: !!python/none x", "a: &x [*x]", "\x00", "a: ${b}"])
+def test_a_file_that_is_no_run_is_one_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        plain(load_run(str(path), []))
+    assert "\n" not in str(caught.value)
