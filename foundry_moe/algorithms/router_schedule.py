@@ -20,6 +20,7 @@ from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.progress import Progress
 from foundry_moe.layers.steps import note_loads, step_gates
+from foundry_moe.models.same_run import check_model, describe_model
 from foundry_moe.parallel.sharing import RankSums
 
 _EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
@@ -78,12 +79,15 @@ class RouterSteps(Algorithm):
         self._before: list[Tensor] = []
         self._meaning: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
+        self._model: dict[str, Any] = {}
+        self._loaded_model: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "meaning": self._meaning}
+        return {**super().state_dict(), "meaning": self._meaning, "model": self._model}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state.get("meaning") or {}
+        self._loaded_model = state.get("model") or {}
 
     def match(self, event: Event, state: State) -> bool:
         return event in _EVENTS
@@ -94,6 +98,7 @@ class RouterSteps(Algorithm):
             return
         if event == Event.FIT_START:
             self._compare(moe_layers(state.model))
+            self._compare_models(describe_model(state.model))
             _share(context)
         elif event == Event.BATCH_START:
             context.progress = progress_of(state)
@@ -104,6 +109,10 @@ class RouterSteps(Algorithm):
         else:
             context.batch_counts = {}
             step_gates(moe_layers(state.model), self._before, progress_of(state))
+
+    def _compare_models(self, here: dict[str, Any]) -> None:
+        self._model = here
+        check_model(here, self._loaded_model)
 
     def _compare(self, layers: list[MoELayer]) -> None:
         self._meaning = meaning_of(layers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.stores import is_remote, open_store
+from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +77,7 @@ class ElasticCheckpoint(Callback):
         self._engine = self._make_engine(state)
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
-        loaded = self._engine.load(
-            lambda info: collect(state, weights_only=bool(info.get("weights_only"))), self.config.resume
-        )
+        loaded = self._engine.load(lambda info: _target(state, info), self.config.resume)
         if loaded is None:
             return
         autoresumed = any(
@@ -91,7 +91,13 @@ class ElasticCheckpoint(Callback):
                 f"load_path or autoresume ({state.load_path}) and {WHERE}.resume ({self.config.resume}) both name a "
                 "checkpoint to go on from: remove one of them"
             )
+        asked = describe_training(state)
         restore(state, loaded.state, logger)
+        holds = describe_training(state)
+        self._engine.info["training"] = holds
+        if dist.get_global_rank() == 0 and "composer" in loaded.state:
+            for sentence in training_changes(asked, loaded.info.get("training") or {}, holds):
+                log.warning("%s", sentence)
         self.resumed_from = loaded.step
         self._saved_step = loaded.step
         self._last = _counts(state)
@@ -112,7 +118,13 @@ class ElasticCheckpoint(Callback):
                 asynchronous=self.config.asynchronous,
                 stale_s=self.config.stale_s,
             ),
-            info={"mesh": describe_mesh(state.model), "torch": torch.__version__, "run_name": state.run_name},
+            info={
+                "mesh": describe_mesh(state.model),
+                "torch": torch.__version__,
+                "run_name": state.run_name,
+                "model": describe_model(state.model),
+                "training": describe_training(state),
+            },
         )
 
     def _tell_loaded(self, loaded: Loaded, logger: Logger) -> None:
@@ -239,6 +251,12 @@ class ElasticCheckpoint(Callback):
                 report.seconds_blocked,
                 report.seconds_total,
             )
+
+
+def _target(state: State, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint with this `info` is read into, once its weights are known to mean the same here."""
+    check_model(describe_model(state.model), info.get("model") or {})
+    return collect(state, weights_only=bool(info.get("weights_only")))
 
 
 def _counts(state: State) -> dict[str, float]:

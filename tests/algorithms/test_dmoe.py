@@ -234,6 +234,17 @@ def test_a_checkpoint_of_other_experts_is_refused_by_name(tmp_path, train, chang
         save_and_load(tmp_path, {**MOE, "activation": "swiglu"}, {**MOE, "activation": "swiglu", **change}, train)
 
 
+@pytest.mark.parametrize("change", [{"n_heads": 4}, {"attn_config": {"softmax_scale": 2.0}}])
+def test_a_checkpoint_of_another_formula_is_refused_by_name(tmp_path, change):
+    """Tensors of the same shapes: nothing else would notice."""
+
+    def train(keys, **more):
+        return fit(mpt(**keys), algorithms=[RouterSteps()], **more)
+
+    with pytest.raises(ValueError, match=rf"model\.{next(iter(change))}\S* \(.*: the checkpoint was trained with"):
+        save_and_load(tmp_path, {}, change, train)
+
+
 def test_saying_what_was_the_default_is_no_change(tmp_path):
     save_and_load(tmp_path, MOE, {**MOE, "gate": {"name": "topk", "score": "softmax"}}, built)
 

@@ -114,7 +114,7 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
     folder = tmp_path / "flipped"
-    flipped, step, never, both, missing, wrong_model, new = launch(
+    flipped, step, never, both, missing, wrong_model, other_formula, new = launch(
         1,
         run(folder, (1, 1, 1)),
         run(root / "broken", (1, 1, 1), keys={"resume": 2}, max_duration="3ba"),
@@ -122,6 +122,7 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
         run(tmp_path / "c", (1, 1, 1), save_folder=str(tmp_path / "c"), may_fail=True),
         run(root / "broken", (1, 1, 1), keys={"resume": 5}, may_fail=True),
         run(root / "broken", (1, 1, 1), may_fail=True, **{"model.n_layers": 1}),
+        run(root / "broken", (1, 1, 1), may_fail=True, **{"model.n_heads": 4}),
         run(tmp_path / "new", (1, 1, 1), keys={"resume": "never"}, max_duration="1ba"),
     )
     assert flipped["began_at"] == 2 and flipped["error"] is None
@@ -130,6 +131,7 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
     assert "save_folder and callbacks.elastic_checkpoint.folder are both" in both["error"]
     assert "holds no checkpoint of step 5; it holds: 2, 3, 4" in missing["error"]
     assert "is that of another model" in wrong_model["error"] and "blocks.1" in wrong_model["error"]
+    assert "model.n_heads (4): the checkpoint was trained with 2" in other_formula["error"]
     assert new["error"] is None
     # the run that fell back committed again, in a generation that is newer than the damaged commit
     names = sorted(path.name for path in (folder / "commits").iterdir())

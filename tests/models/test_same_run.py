@@ -1,0 +1,87 @@
+"""What makes a checkpoint that of another model or another training, though every tensor fits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foundry_moe.models.mpt import DMoECausalLM
+from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
+
+MPT = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 8, "vocab_size": 11, "no_bias": True}
+MOE = {"num_experts": 2, "top_k": 1}
+
+
+def mpt(**keys: Any) -> dict[str, Any]:
+    with torch.device("meta"):
+        return describe_model(DMoECausalLM(**{**MPT, "moe": MOE, "use_train_metrics": False, **keys}))
+
+
+def llama(**keys: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11}
+    with torch.device("meta"):
+        return describe_model(LlamaForCausalLM(LlamaConfig(**{"num_attention_heads": 2, **sizes, **keys})))
+
+
+@pytest.mark.parametrize(
+    ("describe", "key", "value"),
+    [
+        (mpt, "n_heads", 4),
+        (mpt, "norm_type", "low_precision_rmsnorm"),
+        (mpt, "attn_config", {"softmax_scale": 0.5}),
+        (mpt, "logit_scale", 0.5),
+        (llama, "num_attention_heads", 4),
+        (llama, "rope_theta", 7.0),
+        (llama, "rms_norm_eps", 1e-3),
+        (llama, "tie_word_embeddings", True),
+    ],
+)
+def test_what_changes_the_result_is_refused(describe: Any, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"model\.{key}\S* \(.*\): the checkpoint was trained with"):
+        check_model(describe(**{key: value}), describe())
+
+
+@pytest.mark.parametrize(
+    ("describe", "keys"),
+    [
+        (mpt, {"norm_type": "layernorm"}),
+        (mpt, {"attn_config": {"attn_impl": "torch"}}),
+        (mpt, {"init_config": {"name": "baseline_", "init_std": 0.1}}),
+        (mpt, {"resid_pdrop": 0.1, "emb_pdrop": 0.2, "attn_config": {"attn_pdrop": 0.1}}),
+        (mpt, {"max_seq_len": 16}),
+        (mpt, {"moe": {**MOE, "loss": {}}}),
+        (llama, {"attention_dropout": 0.5, "use_cache": False, "pad_token_id": 3, "initializer_range": 0.7}),
+    ],
+)
+def test_what_does_not_change_it_is_no_other_model(describe: Any, keys: dict[str, Any]) -> None:
+    check_model(describe(**keys), describe())
+
+
+def test_a_checkpoint_of_before_these_notes_is_taken() -> None:
+    check_model(mpt(), {})
+    assert training_changes({"optimizer.lr": 1.0}, {}) == []
+
+
+def test_another_learning_rate_is_said_with_what_holds() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def state(lr: float, size: int = 4) -> Any:
+        optimizer = torch.optim.AdamW(
+            [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}], lr=lr
+        )
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+        loader = SimpleNamespace(batch_size=size)
+        return SimpleNamespace(model=model, optimizers=[optimizer], precision="fp32", train_dataloader=loader)
+
+    before, asked = describe_training(state(0.1)), describe_training(state(0.2, 8))
+    assert before["optimizer.lr"] == 0.1 and before["optimizer.param_groups.0.weight_decay"] == 0.0
+    assert training_changes(before, before) == []
+    assert training_changes(asked, before, {**asked, "optimizer.lr": 0.1, "optimizer.param_groups.0.lr": 0.1}) == [
+        "global_train_batch_size: this run says 8, the checkpoint was trained with 4, and 8 holds",
+        "optimizer.lr: this run says 0.2, the checkpoint was trained with 0.1, and 0.1 holds",
+        "optimizer.param_groups.0.lr: this run says 0.2, the checkpoint was trained with 0.1, and 0.1 holds",
+    ]
