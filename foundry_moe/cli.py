@@ -48,9 +48,20 @@ def _add_check_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed arguments; `key=value` may stand after options too, which argparse alone does not take."""
+    parser = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
-    parsed = build_parser().parse_args(arguments)
+    parsed = parse(arguments)
     sys.exit(run_cleanly(lambda: int(parsed.run(parsed))))
 
 

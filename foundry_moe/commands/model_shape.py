@@ -143,7 +143,11 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     """
     model = section(run, "model")
     if model.get("name") not in MODELS:
-        raise ValueError(f"plan reads models {' and '.join(MODELS)}, not model.name: {model.get('name')}")
+        raise ValueError(
+            f"model.name ({model.get('name')}): plan reads the sizes that {' and '.join(MODELS)} have in their YAML; "
+            "to plan this model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to "
+            f"{MODELS[0]}, with the same algorithms.dmoe"
+        )
     moe, _ = planned_moe(run)
     d_model, layers, n_heads = (_required(model, key) for key in ("d_model", "n_layers", "n_heads"))
     attention, ffn = section(run, "model", "attn_config"), section(run, "model", "ffn_config")

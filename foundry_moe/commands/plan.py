@@ -24,6 +24,7 @@ GIB = 2**30
 OPTIMIZER_BYTES = {"adam": 8, "lion": 4}
 CONTEXT_BYTES = int(1.0 * GIB)  # an allowance for what CUDA and NCCL take beside the allocator
 NODE_BYTES_PER_S, NETWORK_BYTES_PER_S = 300e9, 50e9  # NVLink all-to-all of 256 MB on H200s; a 400 Gb/s NIC a GPU
+SAID_S = 0.01  # of messages in a step; with less, the step is too small for these rates to mean anything
 FLOPS_PER_S = 0.4 * 989e12  # 40% of an H100's or H200's dense bf16
 
 
@@ -298,12 +299,12 @@ def _warnings(
     compute_s = step.tokens * step.microbatches * shape.flops_per_token / FLOPS_PER_S
     network_s = sum(m.count * m.bytes for m in messages if m.across) / NETWORK_BYTES_PER_S
     node_s = sum(m.count * m.bytes for m in messages if not m.across) / NODE_BYTES_PER_S
-    if network_s > 0.5 * compute_s:
+    if network_s > max(0.5 * compute_s, SAID_S):
         found.append(
             f"slow: {network_s:.2f} s of messages between nodes at 50 GB/s a GPU beside {compute_s:.2f} s of "
             "arithmetic in a step; more sequences a step, or a smaller mesh.shard with more mesh.replicate, help"
         )
-    if node_s > 0.5 * compute_s:
+    if node_s > max(0.5 * compute_s, SAID_S):
         found.append(f"slow: {node_s:.2f} s of messages within nodes beside {compute_s:.2f} s of arithmetic in a step")
     rows = step.tokens * shape.top_k * mesh.expert / shape.num_experts
     if rows < 256:

@@ -46,6 +46,33 @@ def test_a_plan_checks_a_run_as_training_does(capsys):
     assert code == 2 and "there is no gate 'swich'; did you mean 'switch'?" in error
 
 
+def test_overrides_stand_anywhere_among_a_plans_options(capsys):
+    run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
+    wanted = outcome(capsys, "plan", run, "model.moe.mesh={expert: 2}", "model.n_layers=2", "--gpus", "2")
+    assert wanted[0] == 0 and "2 of 2 layers" in wanted[1] and "expert 2" in wanted[1]
+    for arguments in (
+        ["plan", run, "--gpus", "2", "model.moe.mesh={expert: 2}", "model.n_layers=2"],
+        ["plan", "--gpus", "2", run, "model.moe.mesh={expert: 2}", "model.n_layers=2"],
+        ["plan", run, "model.moe.mesh={expert: 2}", "--gpus", "2", "model.n_layers=2", "--gpus-per-node", "8"],
+    ):
+        assert outcome(capsys, *arguments) == wanted
+    code, _, error = outcome(capsys, "plan", run, "--gpus", "2", "a=b", "--nope")
+    assert code == 2 and "--nope" in error
+
+
+def test_a_plan_of_a_tiny_run_warns_of_no_slowness(capsys):
+    run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
+    code, out, _ = outcome(capsys, "plan", run, "model.moe.mesh={expert: 2}", "--gpus", "16", "--gpus-per-node", "2")
+    assert code == 0 and "messages" in out and "0.00 s" not in out
+
+
+def test_a_plan_says_what_to_do_with_a_hugging_face_model(capsys):
+    run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
+    model = "model={name: hf_causal_lm, pretrained_model_name_or_path: some/model}"
+    code, _, error = outcome(capsys, "plan", run, model, "algorithms.dmoe.num_experts=4", "--gpus", "2")
+    assert code == 2 and "give its d_model" in error and error.count("\n") == 1
+
+
 def test_a_check_is_silence_or_one_line(capsys, tmp_path, monkeypatch):
     run, data = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}"
     (tmp_path / "tokenizer").mkdir()
