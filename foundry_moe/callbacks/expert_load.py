@@ -15,7 +15,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from foundry_moe.callbacks.heatmap import draw_heatmap
+from foundry_moe.callbacks.heatmap import BalanceHistory, draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.config import refuse_unknown
 from foundry_moe.layers.lookup import moe_layers
@@ -61,7 +61,7 @@ class ExpertLoad(Callback):
           expert_load:
             interval: 10ba       # how often to log
             shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
-            heatmap: runs/x/expert_load.png   # drawn when training ends; null for none
+            heatmap: runs/x/expert_load.png   # loads, and balance by batch; drawn when training ends; null for none
 
     Args:
         interval: a Composer time string.
@@ -79,6 +79,7 @@ class ExpertLoad(Callback):
         self.heatmap = heatmap
         self.total_LE: Tensor | None = None
         self.latest_LE: Tensor | None = None
+        self.history: BalanceHistory | None = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.due(state, Event.BATCH_END):
@@ -97,6 +98,9 @@ class ExpertLoad(Callback):
             layer.statistics.reset()
         self.latest_LE = counts_LE
         self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
+        if self.heatmap:
+            self.history = self.history or BalanceHistory(len(layers))
+            self.history.add(state.timestamp.batch.value, counts_LE)
         logger.log_metrics(self._metrics(layers, counts_LE, losses))
 
     def _metrics(self, layers: list[MoELayer], counts_LE: Tensor, losses: dict[str, float]) -> dict[str, float]:
@@ -117,13 +121,23 @@ class ExpertLoad(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.heatmap and self.total_LE is not None and dist.get_global_rank() == 0:
             names = [f"layer {layer.layer_index}" for layer in moe_layers(state.model)]
-            draw_heatmap(self.total_LE, names, Path(self.heatmap))
+            draw_heatmap(self.total_LE, names, Path(self.heatmap), self.history)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"total_LE": self.total_LE}
+        if self.history is None:
+            return {"total_LE": self.total_LE}
+        return {
+            "total_LE": self.total_LE,
+            "history_batches_N": self.history.batches_N,
+            "history_worst_NL": self.history.worst_NL,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total_LE = state["total_LE"]
+        if "history_worst_NL" in state:  # written by runs that draw a picture
+            self.history = BalanceHistory(state["history_worst_NL"].shape[1])
+            self.history.batches_N = state["history_batches_N"]
+            self.history.worst_NL = state["history_worst_NL"]
 
 
 def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, float]]:
