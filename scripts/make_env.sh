@@ -36,7 +36,7 @@ fi
 "$env/bin/python" -m pip install --quiet --disable-pip-version-check "uv>=0.5"
 install=("$env/bin/uv" pip install --quiet --python "$env/bin/python")
 case $stack in
-    modern) "${install[@]}" --override requirements/modern.txt --editable ".[test,demo]" ;;
+    modern) "${install[@]}" --override requirements/modern.txt --editable ".[test,demo,docs]" ;;
     stock) "${install[@]}" --reinstall-package foundry_moe ".[test,demo]" ;;
     *) echo "make_env: STACK must be modern or stock, not $stack" >&2; exit 2 ;;
 esac

@@ -1,5 +1,6 @@
-"""The README is true: its tables name every key there is, and no other."""
+"""README and docs are true: their tables name every key there is, their YAML is accepted, their paths exist."""
 
+import csv
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -9,13 +10,17 @@ import yaml
 
 from foundry_moe.config import ACTIVATIONS, MeshConfig, MoEConfig, from_mapping
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+KEYS = (ROOT / "docs" / "configuration.md").read_text()
+DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 
 def keys_of_table(header: str) -> list[str]:
     """First column of the table that begins with this header."""
-    lines = README[README.index(header) :].splitlines()[2:]
+    lines = KEYS[KEYS.index(header) :].splitlines()[2:]
     rows = []
     for line in lines:
         if not line.startswith("|"):
@@ -32,7 +37,7 @@ def test_the_tables_name_every_key(header, config):
 
 
 def test_every_activation_is_named():
-    row = next(line for line in README.splitlines() if line.startswith("| `activation`"))
+    row = next(line for line in KEYS.splitlines() if line.startswith("| `activation`"))
     assert set(row.split("`")[3].split()) == set(ACTIVATIONS)
 
 
@@ -42,17 +47,37 @@ def test_the_yaml_to_copy_is_accepted():
     assert from_mapping(MoEConfig, blocks[1]["algorithms"]["dmoe"], "algorithms.dmoe").init == "upcycle"
 
 
-def test_the_tree_names_files_that_exist():
-    tree = README[README.index("## The tree") : README.index("## Status")]
-    folder = ROOT
+def test_the_tree_names_every_folder_of_the_package_and_no_other():
+    tree = DESIGN[DESIGN.index("## The tree") :].split("```")[1]
+    inside = {path.parent.name for path in (ROOT / "foundry_moe").glob("*/__init__.py")}
+    assert set(re.findall(r"^  (\w+)/", tree, re.M)) == inside
+    for name in re.findall(r"^(\w+)/", tree, re.M):
+        assert (ROOT / name).is_dir(), name
     for line in tree.splitlines():
-        head = line.split("  ")[0] if not line.startswith("  ") else line.strip().split(" ")[0]
-        if head.endswith("/") and "  " not in head.strip():
-            folder = ROOT / head if not line.startswith("  ") else ROOT / "foundry_moe" / head
-            assert folder.is_dir(), head
-        for name in re.findall(r"\b([a-z0-9_]+\.py)\b", line):
-            places = (folder / name, ROOT / "foundry_moe" / name)
-            assert any(place.exists() for place in places), f"{name} in {folder}"
+        folder = re.match(r"  (\w+)/ ", line)
+        for name in re.findall(r"\b(\w+\.py)\b", line):
+            assert (ROOT / "foundry_moe" / (folder[1] if folder else "") / name).exists(), line
+
+
+def test_what_the_status_names_exists():
+    """A claim that points at a test or a script that is gone has no proof any more."""
+    status = (ROOT / "docs" / "status.md").read_text()
+    named = set(re.findall(r"`((?:tests|benchmarks|docker)/[\w/.]+)`", status))
+    assert len(named) > 10 and not [name for name in named if not (ROOT / name).exists()]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"`make ([\w-]+)", status + README)) <= set(targets)
+
+
+def test_the_figures_are_those_of_the_results():
+    with (ROOT / "benchmarks" / "figures" / "layer.csv").open(newline="") as file:
+        _, *rows = csv.reader(file)
+    ours = {row[0]: [row[3], row[4], row[7], row[8]] for row in rows if row[1:3] == ["uniform", "ours"]}
+    shown = {
+        cells[0]: cells[1:]
+        for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines())
+        if len(cells) == 5 and cells[0] in ours
+    }
+    assert len(shown) == 4 and all(figures == ours[model] for model, figures in shown.items())
 
 
 def test_the_python_versions_are_those_of_the_package_and_its_environment():

@@ -1,0 +1,51 @@
+"""Draws the README's picture from figures/layer.csv: `python benchmarks/plot_layer.py`."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+PICTURE = HERE.parent / "docs" / "images" / "layer_time.svg"
+CASES = ("Mixtral", "DBRX", "OLMoE", "Qwen3")
+WAYS = {"ours": ("foundry_moe", "#1b6ca8"), "torch grouped": ("sort, torch._grouped_mm, scatter", "#b9c3cc")}
+
+
+def read_times() -> dict[tuple[str, str], float]:
+    """(case, way) -> time of the layer over the dense roof, uniform load."""
+    with (HERE / "figures" / "layer.csv").open(newline="", encoding="utf-8") as file:
+        _, *rows = csv.reader(file)
+    return {(case, way): float(over) for case, load, way, _, _, _, _, over, *_ in rows if load == "uniform"}
+
+
+def draw() -> Figure:
+    """Grouped bars, one pair a case, with the dense FFN of the same active arithmetic as a line at 1."""
+    times = read_times()
+    figure = Figure(figsize=(7.2, 2.9))
+    axes = figure.add_subplot()
+    for number, (way, (label, colour)) in enumerate(WAYS.items()):
+        places = [place + 0.38 * (number - 0.5) for place in range(len(CASES))]
+        bars = axes.bar(places, [times[case, way] for case in CASES], width=0.36, label=label, color=colour)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
+    axes.axhline(1, color="black", linewidth=0.9, linestyle="--", label="dense FFN, same active arithmetic")
+    axes.set_xticks(range(len(CASES)), CASES)
+    axes.set(ylabel="time over dense", title="MoE layer, forward and backward, one H200, bf16 (lower is better)")
+    axes.title.set_fontsize(10)
+    axes.set_ylim(0, 3.2)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+def main() -> None:
+    matplotlib.rcParams.update({"svg.hashsalt": "layer", "svg.fonttype": "none", "font.family": "sans-serif"})
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    draw().savefig(PICTURE, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

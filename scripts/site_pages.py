@@ -1,0 +1,48 @@
+"""MkDocs hooks: the site's pages that stand outside docs/, and links that hold both there and in the repository.
+
+In the repository a page links to another one by its path; on the site README.md is the first page, and the results and
+their log stand beside the other pages. A link to a file that is no page of the site stays as it is, so that
+`mkdocs build --strict` fails on it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+# place in the repository -> place on the site
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/gates.png": "images/gates.png",
+    **{f"benchmarks/log/{path.name}": f"log/{path.name}" for path in sorted((ROOT / "benchmarks/log").glob("*.md"))},
+}
+_IN_REPOSITORY = {site: place for place, site in OUTSIDE.items()}
+_LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Adds the pages that stand outside docs/."""
+    for place, site in OUTSIDE.items():
+        files.append(File.generated(config, site, abs_src_path=str(ROOT / place)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Links as the repository has them, turned into the site's."""
+    site = page.file.src_uri
+    folder = posixpath.dirname(_IN_REPOSITORY.get(site, f"docs/{site}"))
+
+    def on_site(link: re.Match[str]) -> str:
+        place = posixpath.normpath(posixpath.join(folder, link[2]))
+        target = OUTSIDE.get(place, place.removeprefix("docs/") if place.startswith("docs/") else None)
+        return link[0] if target is None else link[1] + posixpath.relpath(target, posixpath.dirname(site) or ".")
+
+    return _LINK.sub(on_site, markdown)
