@@ -1,9 +1,12 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each does all its own set-up, and nothing twice.
 #
 #   make env [STACK=modern|stock]   the environment alone: .venv or .venv-stock
-#   make demo                       trains a small dMoE on real text, 2 processes on the CPU
-#   make test [TESTS=...]           the test suite
+#   make demo [DEMO=...]            trains a small dMoE on real text, 2 processes on the CPU
+#   make test                       tests marked quick: something of every part, in minutes
+#   make test-all [TESTS=...]       the whole suite, or the part of it that TESTS names
+#   make test-rest                  what `make test` leaves out
 #   make lint                       ruff and mypy
+#   make docs                       the documentation site, in build/site; a broken link is an error
 #   make chaos                      1,000 kills of the checkpoint engine, and 24 of the demo's run: an hour
 #   make chaos-ceph                 the same on Ceph RGW, started here (Debian: scripts/ceph_rgw.sh says what it needs), or
 #                                   on any S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
@@ -21,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
-.PHONY: env demo test lint verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -33,12 +36,22 @@ demo: env data/demo/facts.json
 	$(BIN)/composer -n 2 foundry_moe/train.py yamls/demo/cpu.yaml $(DEMO)
 
 test: env
+	$(BIN)/python -m pytest -m quick $(TESTS)
+
+test-all: env
 	$(BIN)/python -m pytest $(TESTS)
+
+test-rest: env
+	$(BIN)/python -m pytest -m "not quick" $(TESTS)
 
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in build/site: open build/site/index.html"
 
 verify: env
 	$(BIN)/foundry-moe verify

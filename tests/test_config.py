@@ -4,6 +4,8 @@ import pytest
 
 from foundry_moe.config import MoEConfig, from_mapping
 
+pytestmark = pytest.mark.quick
+
 
 def parse(**keys):
     return from_mapping(MoEConfig, keys, "algorithms.dmoe")

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "foundry_moe"
 TRAINER = {"composer", "llmfoundry"}

@@ -78,6 +78,7 @@ def flat(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.quick
 def test_experts_are_trained_by_the_optimizer_that_knew_the_dense_ffn():
     model = llama()
     trainer = fit(model, algorithms=[DMoE(**MOE)])
@@ -136,6 +137,7 @@ def test_balance_loss_pulls_the_load_together():
     assert worst[1] < 0.8 * worst[0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layers", ["all", {"every": 9}])
 def test_a_run_in_which_nothing_matches_is_refused(layers):
     model = llama()
@@ -219,6 +221,7 @@ def save_and_load(tmp_path, first: dict, second: dict, train=converted) -> Train
     return train(second, duration="4ba", load_path=str(tmp_path / "ep0-ba2-rank0.pt"))
 
 
+@pytest.mark.quick
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):
     resumed = save_and_load(tmp_path, MOE, MOE)
     whole = fit(llama(), algorithms=[DMoE(**MOE)], duration="4ba")

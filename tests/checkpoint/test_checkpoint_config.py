@@ -7,6 +7,8 @@ import pytest
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import checkpoint_config
 
+pytestmark = pytest.mark.quick
+
 
 def test_defaults_and_units() -> None:
     config = checkpoint_config({"folder": "s3://bucket/run", "keep_every": "10ba", "async": False, "resume": 500})

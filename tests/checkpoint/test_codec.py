@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from foundry_moe.checkpoint.codec import DTYPES, decode, encode, tensor_bytes, tensor_from_bytes
 from foundry_moe.checkpoint.errors import DamagedError
 
+pytestmark = pytest.mark.quick
+
 KEYS = st.one_of(st.text(max_size=5), st.integers(), st.just("$tuple"), st.booleans())
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
 VALUES = st.recursive(

@@ -85,6 +85,7 @@ def steps_in(store) -> list[int]:
     return [key.step for key in Ledger(store).newest_first()]
 
 
+@pytest.mark.quick
 def test_state_comes_back_bit_for_bit(store) -> None:
     save(store, 7)
     state = blank()
@@ -172,6 +173,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_named_and_the_one_before_is_used(store, kind, caplog) -> None:
     save(store, 1, 2)
@@ -298,6 +300,7 @@ def test_a_slow_store_does_not_block_training(store) -> None:
     assert engine.wait().error is None and not engine.busy and steps_in(store) == [1]
 
 
+@pytest.mark.quick
 def test_retention_keeps_the_newest_the_milestones_and_what_is_read(store) -> None:
     ledger = Ledger(store)
     engine = save(store, 3, keep=2, keep_every=10)

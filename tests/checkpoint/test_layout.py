@@ -17,6 +17,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from foundry_moe.checkpoint.layout import Grid, Layout, cut, layout_of, plan_writes, replicated, totals
 from foundry_moe.checkpoint.ranges import bytes_before, narrow_to
 
+pytestmark = pytest.mark.quick
+
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 

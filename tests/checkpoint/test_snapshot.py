@@ -10,6 +10,8 @@ from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.snapshot import merge
 from foundry_moe.checkpoint.stores import open_store
 
+pytestmark = pytest.mark.quick
+
 
 def test_merged_copies_bring_the_same_bytes() -> None:
     source = torch.arange(60, dtype=torch.float32)

@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from foundry_moe.commands.model_shape import read_shape
 from foundry_moe.commands.plan import GIB, format_plan, plan_run, ranks_per_token
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 RUNS = {
     "yamls/bench/olmoe_1b_7b.yaml": (4, 4, 141),

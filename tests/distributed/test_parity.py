@@ -29,7 +29,9 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("processes", MESHES)
+@pytest.mark.parametrize(
+    "processes", [pytest.param(size, marks=pytest.mark.quick if size == 2 else ()) for size in MESHES]
+)
 def test_meshes_equal_one_process_in_fp64(processes: int) -> None:
     table = certify(MESHES[processes], preload=PRELOAD)
     rows = {row for cases in table.values() for rows in cases.values() for row in rows}

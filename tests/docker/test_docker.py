@@ -49,6 +49,7 @@ def tools(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.quick
 def test_one_node_needs_nothing(tools) -> None:
     words = command("run.yaml", "max_duration=3ba", PATH=f"{tools}:/usr/bin:/bin")
     assert words[:4] == ["python", "-m", "foundry_moe.launch.torchrun", "--standalone"]
@@ -58,6 +59,7 @@ def test_one_node_needs_nothing(tools) -> None:
     assert after(command("run.yaml", PATH="/usr/bin:/bin"), "--nproc-per-node") == "1"
 
 
+@pytest.mark.quick
 def test_slurm_says_who_and_where(tools) -> None:
     slurm = {"SLURM_JOB_ID": "9", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[07-08]"}
     words = command("run.yaml", PATH=f"{tools}:/usr/bin:/bin", NPROC="8", MIN_NODES="1", **slurm)
@@ -69,6 +71,7 @@ def test_slurm_says_who_and_where(tools) -> None:
     assert done.returncode == 2 and "set MASTER_ADDR in the job script" in done.stderr
 
 
+@pytest.mark.quick
 def test_kubernetes_and_plain_hosts_and_composer() -> None:
     words = command("run.yaml", JOB_COMPLETION_INDEX="1", NNODES="2", MASTER_ADDR="moe-0.moe", NPROC="8")
     assert after(words, "--rdzv-endpoint") == "moe-0.moe:29500" and after(words, "--nnodes") == "2"
@@ -79,6 +82,7 @@ def test_kubernetes_and_plain_hosts_and_composer() -> None:
     assert [after(words, option) for option in options] == ["12", "2", "8", "a", "1234", "4"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
@@ -250,6 +254,7 @@ def instructions() -> list[str]:
     return [line.strip() for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
 
 
+@pytest.mark.quick
 def test_dockerfile_follows_the_rules() -> None:
     """What hadolint's main rules ask: pinned bases, no root, no secrets, no cache left, no ADD, exec forms."""
     lines = instructions()
@@ -359,6 +364,7 @@ def test_image_takes_what_exists_and_the_versions_of_the_stack() -> None:
     assert len(pins) == 2 and all(pin in stack for pin in pins)
 
 
+@pytest.mark.quick
 def test_manifest_gives_what_the_entrypoint_reads() -> None:
     service, job = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
     spec = job["spec"]

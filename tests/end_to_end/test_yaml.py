@@ -25,6 +25,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.quick
 def test_llm_foundrys_own_command_trains_our_yaml(tiny_arguments, tmp_path):
     done = run(BIN / "llmfoundry", "train", DEMO, *tiny_arguments(tmp_path / "run"), FSDP_VERSION="2")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -90,6 +91,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("override", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch, tmp_path):
     from foundry_moe import train

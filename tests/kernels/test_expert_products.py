@@ -140,6 +140,7 @@ def test_down_backward_gives_every_gradient_of_the_second_product(loads, activat
         close(dots.sum(0), dots_true, used)
 
 
+@pytest.mark.quick
 def test_weight_gradient_is_zero_without_rows_and_reads_no_other_experts_rows(loads, tile):
     rows, offsets_E, used, _ = setup(loads)
     a, b = poison(new(2, ROWS, F), used, 1), poison(new(ROWS, D), used)
@@ -194,6 +195,7 @@ def test_tokens_are_taken_uncopied_by_narrow_experts_on_hopper_alone():
     assert not ep.gathers(x, 1025) and not ep.gathers(new(4, 264), 512) and not ep.gathers(new(0, 512), 512)
 
 
+@pytest.mark.quick
 def test_no_write_past_the_end(loads, tile):
     rows, _, used, (w1, _, _) = setup(loads)
     x = new(ROWS, D)

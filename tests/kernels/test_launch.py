@@ -38,6 +38,7 @@ def direct(monkeypatch):
     return hooks
 
 
+@pytest.mark.quick
 def test_the_second_launch_of_a_kind_is_direct_and_has_every_argument(direct):
     kernel, x = Kernel(), torch.zeros(64)
     for n in (32, 48):  # one kind: divisible by 16

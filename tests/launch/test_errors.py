@@ -11,6 +11,8 @@ from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError
 from foundry_moe.config import MoEConfig
 from foundry_moe.launch.errors import PASSING_ERROR, USER_ERROR, run_cleanly
 
+pytestmark = pytest.mark.quick
+
 
 def refuse_top_k():
     MoEConfig(num_experts=2, top_k=3)

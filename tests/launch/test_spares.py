@@ -15,6 +15,8 @@ from foundry_moe.launch import spares
 from foundry_moe.launch.spares import ranks_in_use, take_place
 from tests.ports import free_port
 
+pytestmark = pytest.mark.quick
+
 
 def used(gpus: int, batch: object = None, gpus_per_node: int = 8, **keys: Any) -> int:
     defaults: dict[str, Any] = {"expert": 8, "shard": 8, "replicate": AUTO, "spares": True}

@@ -1,9 +1,12 @@
 """What reaches the layers from the batch and from the trainer, with the model's code as it is."""
 
+import pytest
 import torch
 from torch import nn
 
 from foundry_moe.layers.context import BatchContext
+
+pytestmark = pytest.mark.quick
 
 
 class Model(nn.Module):

@@ -10,6 +10,8 @@ from torch.distributions import Normal
 from foundry_moe.layers import losses
 from tests.layers.gates.common import batch, build, context_of
 
+pytestmark = pytest.mark.quick
+
 T, E, K = 12, 5, 2
 
 

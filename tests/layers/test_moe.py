@@ -13,6 +13,8 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.losses import balance_loss
 from foundry_moe.layers.moe import MoELayer
 
+pytestmark = pytest.mark.quick
+
 CONFIG = MoEConfig(num_experts=5, top_k=2, expert_hidden_size=7, activation="swiglu", init_std=0.5, loss={})
 
 

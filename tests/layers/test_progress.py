@@ -4,6 +4,8 @@ import pytest
 
 from foundry_moe.layers.progress import Progress, parse_duration, parse_schedule
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "value", "unit"),

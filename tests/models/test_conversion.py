@@ -21,6 +21,8 @@ from transformers import (
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.layers.lookup import moe_layers
 
+pytestmark = pytest.mark.quick
+
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,

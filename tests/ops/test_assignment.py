@@ -6,6 +6,8 @@ from scipy.optimize import linear_sum_assignment
 
 from foundry_moe.ops.assignment import assign
 
+pytestmark = pytest.mark.quick
+
 
 def scores(kind: str, tokens: int, experts: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)

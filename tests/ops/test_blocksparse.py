@@ -99,11 +99,13 @@ def test_outputs_and_every_gradient_are_the_references(kind, gated, activation, 
     assert_close(ours, truth, TOLERANCE[dtype])
 
 
+@pytest.mark.quick
 def test_without_weights_rows_are_summed():
     leaf, experts_TK = leaves(DTYPES[-1], weighted=False), choices("ragged")
     assert_close(run(leaf, experts_TK), run(doubled(leaf), experts_TK, backend="reference"), TOLERANCE[DTYPES[-1]])
 
 
+@pytest.mark.quick
 def test_fewer_rows_than_choices_where_the_host_knows():
     leaf, experts_TK = leaves(DTYPES[-1]), choices("ragged")
     present = int((experts_TK >= 0).sum())
@@ -126,6 +128,7 @@ def test_no_tokens_at_all_gives_zero_gradients():
     assert all((out[name] == 0).all() for name in ("w1", "v1", "w2"))
 
 
+@pytest.mark.quick
 def test_expert_with_no_tokens_gets_zero_gradient():
     out = run(leaves(DTYPES[-1]), choices("ragged"))
     for name in ("w1", "v1", "w2"):

@@ -6,6 +6,8 @@ import torch
 from foundry_moe.ops import plan_routes, routed_mlp
 from foundry_moe.ops.activations import POINTWISE
 
+pytestmark = pytest.mark.quick
+
 
 def naive(x_TD, weights_TK, experts_TK, w1, v1, w2, act):
     out = []

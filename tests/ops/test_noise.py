@@ -7,6 +7,8 @@ import torch
 
 from foundry_moe.ops import noise
 
+pytestmark = pytest.mark.quick
+
 KEYS = noise.token_keys(torch.arange(20_000).view(20, 1000))
 STREAM = noise.stream_of(17, 3, 100, 1)
 

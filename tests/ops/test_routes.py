@@ -5,6 +5,8 @@ import torch
 
 from foundry_moe.ops import combine, permute, plan_routes
 
+pytestmark = pytest.mark.quick
+
 LOADS = {
     "uneven, one expert empty": torch.tensor([[0, 3], [3, 0], [3, 1], [0, 3], [3, 0]]),
     "all to one expert": torch.full((6, 1), 2),

@@ -8,6 +8,8 @@ from foundry_moe_kernels import topk as kernel
 from foundry_moe.ops import topk as ops_topk
 from foundry_moe.ops.topk import count_choices, keep_largest, pack, topk
 
+pytestmark = pytest.mark.quick
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

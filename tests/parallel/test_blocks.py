@@ -16,6 +16,8 @@ from foundry_moe.config import MeshConfig
 from foundry_moe.parallel.blocks import block_lists, prefetch_in_order
 from foundry_moe.parallel.placement import parallelize
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_block_is_asked_for_whole_while_its_neighbour_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []

@@ -9,6 +9,8 @@ from foundry_moe.commands.parity import take_share
 from foundry_moe.commands.verify import compare, difference
 from foundry_moe.parallel.exchange import _transpose_blocks
 
+pytestmark = pytest.mark.quick
+
 
 def test_blocks_are_transposed_with_empty_ones_among_them() -> None:
     blocks = ((2, 0, 1), (0, 0, 3))

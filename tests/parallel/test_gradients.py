@@ -10,6 +10,8 @@ import torch
 
 from foundry_moe.parallel.gradients import LocalWeight, clip_norm, clip_value, gradient_norm
 
+pytestmark = pytest.mark.quick
+
 
 def _parameters(seed: int) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)

@@ -16,6 +16,8 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.parallel.mesh import FLAT, HIERARCHICAL, MeshPlan, build_meshes, divisors, parse_mesh, plan_mesh
 from foundry_moe.parallel.placement import place_experts, shard_dimension
 
+pytestmark = pytest.mark.quick
+
 WORLD_SIZES = [1, 2, 3, 6, 7, 8, 24, 64, 97, 512, 1000, 3072, 4096, 16384, 65536, 99991, 100_000]
 
 

@@ -10,6 +10,8 @@ from foundry_moe.layers.gates.hash import balance_by_frequency
 from foundry_moe.layers.progress import Progress
 from tests.layers.gates.common import WIDTH, batch, build, context_of
 
+pytestmark = pytest.mark.quick
+
 
 def probs_of(gate, x_TD):
     return (x_TD @ gate.weight_ED.T).softmax(-1)

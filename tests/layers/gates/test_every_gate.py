@@ -14,6 +14,7 @@ def wanted(gate):
     return gate.LOSSES - {"load"} if not getattr(gate.config, "noise", False) else gate.LOSSES
 
 
+@pytest.mark.quick
 @every_gate
 @pytest.mark.parametrize("training", [True, False])
 def test_choices_are_well_formed(settings, top_k, training):

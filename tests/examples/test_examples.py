@@ -1,0 +1,59 @@
+"""The programs in examples/ run as they stand, from where a reader would start them, and do what they say."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.quick
+
+
+def run(*words: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_composer_script_trains_and_every_expert_has_tokens() -> None:
+    output = run("examples/composer_script.py")
+    loss = float(re.search(r"^loss ([\d.]+);", output, re.M)[1])
+    # the frequencies of its bytes alone are worth 3.2 nats a byte
+    assert 0.5 < loss < 3.2 < math.log(256)
+    shares = [float(share) for share in re.search(r"share of tokens by expert: (.*)", output)[1].split()]
+    assert len(shares) == 8 and 0 < min(shares) < max(shares) < 0.5 and sum(shares) == pytest.approx(1, abs=0.05)
+
+
+def test_converted_models_compute_what_they_did() -> None:
+    output = run("examples/convert_hugging_face.py")
+    differences = [float(number) for number in re.findall(r"largest difference of logits: (\S+)", output)]
+    # fp32: sums of a few dozen terms in another order
+    assert len(differences) == 2 and max(differences) < 1e-5
+    assert float(re.search(r"experts 0 and 1 differ by (\S+)", output)[1]) > 1e-4
+
+
+def test_a_gate_of_ones_own_is_installed_and_found_by_its_name(tmp_path: Path) -> None:
+    # as `pip install examples/own_gate`, but into a folder, and without asking an index for setuptools
+    package = tmp_path / "package"
+    subprocess.run(["cp", "-r", str(ROOT / "examples" / "own_gate"), str(package)], check=True)
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*install, "--target", str(tmp_path / "site"), str(package))
+    paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    steps = re.findall(r"loss ([\d.]+), ([\d.]+) experts", run("-m", "top_p_gate", PYTHONPATH=paths))
+    losses, experts = zip(*((float(loss), float(number)) for loss, number in steps), strict=True)
+    assert len(steps) == 3 and losses[-1] < 0.7 * losses[0]
+    assert all(1 <= number <= 4 for number in experts) and experts[-1] != experts[0]
