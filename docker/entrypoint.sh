@@ -11,8 +11,8 @@
 #   one node            none of them
 # LAUNCHER     torchrun (default: restarts, on fewer nodes too; through foundry_moe/launch/torchrun.py) or composer
 # NPROC        processes on this node (default: the GPUs here, or 1)
-# MIN_NODES    go on with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
-# MAX_RESTARTS how often a failure is got over (default 100); what the user did wrong ends the job at once, with code 2
+# MIN_NODES    continue with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
+# MAX_RESTARTS restarts after failures (default 100); a user's mistake ends the job at once, with exit code 2
 # MASTER_PORT  default 29500
 # LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30)
 # DRY_RUN=1    prints the command, one word a line, and runs nothing
@@ -84,7 +84,7 @@ restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 
 if [ "${DRY_RUN:-}" != 1 ] && command -v foundry-moe >/dev/null 2>&1; then
-    # What is wrong with the YAML stays wrong: torchrun would start it anew MAX_RESTARTS times.
+    # A mistake in the YAML fails every time: torchrun would restart it MAX_RESTARTS times.
     case $1 in
         *.yaml | *.yml)
             WORLD_SIZE=$((nodes * processes)) LOCAL_WORLD_SIZE=$processes foundry-moe check "$@" || [ $? -ne 2 ] || exit 2

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Plain hosts over ssh, without a cluster's scheduler:  docker/hosts.sh "host0 host1" IMAGE RUN.yaml [key=value ...]
-# Starts the container on each host and waits; a container that ends badly is started again by Docker. If a host is
+# Starts the container on each host and waits; a container that fails is restarted by Docker. If a host is
 # gone for good, the others go on: MIN_NODES=1. DATA of each host is /data in its container; checkpoints must lie where
 # all hosts see them: variables.run=s3://BUCKET/RUN, or a DATA that the hosts share.
 set -eu
