@@ -29,6 +29,7 @@ from foundry_moe.checkpoint.stores import open_store
 LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one short
 
 
+@pytest.mark.quick
 def test_objects_come_back_as_they_were(store) -> None:
     store.put("a/b", b"one")
     store.put("a/b", b"two")
@@ -55,12 +56,14 @@ def test_large_objects_go_in_parts_and_come_in_ranges(store) -> None:
         store.read_into("large", len(LARGE) - 4, memoryview(bytearray(5)))
 
 
+@pytest.mark.quick
 def test_of_many_writers_of_a_new_object_one_wins(store) -> None:
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(lambda n: store.put_new("commit", str(n).encode()), range(8)))
     assert sum(won) == 1 and store.get("commit") == str(won.index(True)).encode()
 
 
+@pytest.mark.quick
 def test_an_interrupted_upload_shows_nothing_and_is_collected(store) -> None:
     def die() -> None:
         raise KeyboardInterrupt
@@ -303,6 +306,7 @@ def test_a_path_that_can_be_no_folder_is_refused_at_once(tmp_path) -> None:
         open_store(str(path)).check()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("key", ["../victim", "steps/../../victim", "/etc/victim", "steps//x", "", "a/./b", "a\0b"])
 def test_no_key_leads_out_of_the_folder(store, key) -> None:
     store.put("steps/x", b"1")

@@ -24,6 +24,7 @@ def test_the_installed_command_answers():
     assert done.stdout.strip() == f"foundry_moe {__version__}"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("command", ["check", "verify", "plan", "checkpoints"])
 def test_each_command_explains_itself(capsys, command):
     code, out, _ = outcome(capsys, command, "--help")
@@ -35,6 +36,7 @@ def test_an_unknown_command_is_refused(capsys):
     assert code == 2 and "chekpoints" in error
 
 
+@pytest.mark.quick
 def test_a_mistake_in_a_run_is_one_line(capsys, tmp_path):
     code, _, error = outcome(capsys, "plan", str(tmp_path / "none.yaml"), "--gpus", "8")
     assert code != 0 and "none.yaml" in error and error.count("\n") == 1
@@ -73,6 +75,7 @@ def test_a_plan_says_what_to_do_with_a_hugging_face_model(capsys):
     assert code == 2 and "give its d_model" in error and error.count("\n") == 1
 
 
+@pytest.mark.quick
 def test_a_check_is_silence_or_one_line(capsys, tmp_path, monkeypatch):
     run, data = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}"
     (tmp_path / "tokenizer").mkdir()

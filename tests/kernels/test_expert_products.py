@@ -24,7 +24,10 @@ if CUDA:
 else:
     LOADS = {"ragged": [5, 0, 40, 1, 17], "one takes all": [0, 0, 70, 0, 0], "empty": [0, 0, 0, 0, 0]}
     ROWS, D, F = 70, 40, 72
-pytestmark = pytest.mark.skipif(CUDA and not ep.descriptors.device_supported(torch.device("cuda")), reason="not Hopper")
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(CUDA and not ep.descriptors.device_supported(torch.device("cuda")), reason="not Hopper"),
+]
 
 
 SMALL = Tile(bm=32, bn=64, bk=16)
@@ -140,7 +143,6 @@ def test_down_backward_gives_every_gradient_of_the_second_product(loads, activat
         close(dots.sum(0), dots_true, used)
 
 
-@pytest.mark.quick
 def test_weight_gradient_is_zero_without_rows_and_reads_no_other_experts_rows(loads, tile):
     rows, offsets_E, used, _ = setup(loads)
     a, b = poison(new(2, ROWS, F), used, 1), poison(new(ROWS, D), used)
@@ -195,7 +197,6 @@ def test_tokens_are_taken_uncopied_by_narrow_experts_on_hopper_alone():
     assert not ep.gathers(x, 1025) and not ep.gathers(new(4, 264), 512) and not ep.gathers(new(0, 512), 512)
 
 
-@pytest.mark.quick
 def test_no_write_past_the_end(loads, tile):
     rows, _, used, (w1, _, _) = setup(loads)
     x = new(ROWS, D)

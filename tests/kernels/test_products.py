@@ -10,6 +10,8 @@ import torch
 from foundry_moe_kernels import products, reference
 from foundry_moe_kernels.topology import build_topology
 
+pytestmark = pytest.mark.quick
+
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 ROWS = 45
@@ -58,7 +60,6 @@ def test_topology_lists_every_block_once_in_row_order_and_in_column_order(case):
     assert int(t.row_sizes_M.sum()) == int(loads.sum())
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("trans_a, trans_b", BOTH_WAYS)
 def test_sdd_is_the_dense_product_at_the_blocks(case, trans_a, trans_b):
     loads, widths, t = case
@@ -71,7 +72,6 @@ def test_sdd_is_the_dense_product_at_the_blocks(case, trans_a, trans_b):
     assert error(reference.expand(s, loads, ROWS, widths), truth) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("trans_s, trans_b", BOTH_WAYS)
 def test_dsd_and_dds_are_the_dense_products(case, trans_s, trans_b):
     loads, widths, t = case

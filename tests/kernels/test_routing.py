@@ -8,6 +8,8 @@ import torch
 from foundry_moe_kernels import permutation, reference, routing
 from foundry_moe_kernels.topk import topk
 
+pytestmark = pytest.mark.quick
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -54,7 +56,6 @@ def test_permute_and_combine_and_their_gradients(kind, tokens, k, width, dtype):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.quick
 def test_fewer_rows_than_choices_where_many_are_absent():
     experts_TK = torch.tensor([[0, -1], [-1, -1], [1, 0], [-1, 1]], device=DEVICE)
     _, _, offsets_E, _, row_TK = routing.plan(experts_TK, 2)
@@ -67,7 +68,6 @@ def test_fewer_rows_than_choices_where_many_are_absent():
     )
 
 
-@pytest.mark.quick
 def test_permute_takes_a_slice_of_columns():
     row_TK = routing.plan(choices("random", 20, 2, 4), 4)[4]
     x = torch.randn(20, 32, device=DEVICE)
@@ -83,7 +83,6 @@ def test_dots_of_absent_choices_are_zero():
     assert out.tolist() == [[22.0, 0.0], [11.0, 33.0]]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("softmax", ["none", "all", "chosen"])
 @pytest.mark.parametrize("experts, k", [(1, 1), (8, 2), (60, 8), (128, 4), (200, 6)])
 def test_topk_with_ties_towards_the_lower_expert(softmax, experts, k):

@@ -15,8 +15,6 @@ from foundry_moe.launch import spares
 from foundry_moe.launch.spares import ranks_in_use, take_place
 from tests.ports import free_port
 
-pytestmark = pytest.mark.quick
-
 
 def used(gpus: int, batch: object = None, gpus_per_node: int = 8, **keys: Any) -> int:
     defaults: dict[str, Any] = {"expert": 8, "shard": 8, "replicate": AUTO, "spares": True}
@@ -24,6 +22,7 @@ def used(gpus: int, batch: object = None, gpus_per_node: int = 8, **keys: Any) -
     return ranks_in_use(config, world_size=gpus, ranks_per_node=gpus_per_node, num_experts=16, batch_size=batch)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("gpus", "batch", "expected"),
     [
@@ -39,6 +38,7 @@ def test_the_most_ranks_that_make_a_mesh_and_divide_the_batch(gpus, batch, expec
     assert used(gpus, batch) == expected
 
 
+@pytest.mark.quick
 def test_ranks_of_one_host_and_of_whole_nodes():
     assert used(7, gpus_per_node=8, expert=2, shard=1) == 6
     assert used(24, gpus_per_node=8, expert=1, shard=16, replicate=1) == 16
@@ -58,6 +58,7 @@ def test_what_cannot_be_is_said_with_the_arithmetic_of_all_ranks():
         MeshConfig(spares=True)
 
 
+@pytest.mark.quick
 def test_those_that_train_see_a_smaller_job(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
@@ -70,6 +71,7 @@ def test_those_that_train_see_a_smaller_job(monkeypatch):
     assert os.environ["WORLD_SIZE"] == "7"
 
 
+@pytest.mark.quick
 def test_a_process_without_a_launcher_has_its_place(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -43,6 +43,7 @@ def naive_places(experts_TK, experts, room):
     return kept
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("capacity", [0.3, 1.0, 1.25, 3.0, "dynamic"])
 @pytest.mark.parametrize("kind", ["random", "ragged", "all to one"])
 def test_places_go_to_first_choices_first_and_never_twice(capacity, kind):
@@ -72,6 +73,7 @@ def test_places_go_to_first_choices_first_and_never_twice(capacity, kind):
     assert all(bool(used_C[: int(n)].all()) for used_C, n in zip(used_EC, used_EC.sum(1), strict=True))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("capacity", ["dynamic", 5.0])
 def test_dropping_nothing_is_the_dropless_layer_in_outputs_and_every_gradient(capacity):
     x_TD = torch.randn(17, 6, dtype=torch.float64, requires_grad=True)
@@ -85,6 +87,7 @@ def test_dropping_nothing_is_the_dropless_layer_in_outputs_and_every_gradient(ca
         torch.testing.assert_close(padded, dropless)
 
 
+@pytest.mark.quick
 def test_a_dropped_choice_adds_nothing_and_the_share_is_reported():
     layer = build(replace(CONFIG, capacity=0.5))
     x_TD = torch.randn(20, 6, dtype=torch.float64)
