@@ -1,7 +1,7 @@
 #!/bin/sh
 # Plain hosts over ssh, without a cluster's scheduler:  docker/hosts.sh "host0 host1" IMAGE RUN.yaml [key=value ...]
 # Starts the container on each host and waits; a container that fails is restarted by Docker. If a host is
-# gone for good, the others go on: MIN_NODES=1. DATA of each host is /data in its container; checkpoints must lie where
+# gone for good, the others continue: MIN_NODES=1. DATA of each host is /data in its container; checkpoints must lie where
 # all hosts see them: variables.run=s3://BUCKET/RUN, or a DATA that the hosts share.
 set -eu
 [ $# -ge 3 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
