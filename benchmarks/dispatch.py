@@ -28,9 +28,11 @@ from torch import Tensor
 
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.experts import Experts
-from foundry_moe.ops.routes import Routes, combine, permute
-from foundry_moe.parallel.dispatch import ExpertDispatch
-from foundry_moe.parallel.exchange import FlatExchange, HostCopy, Splits
+from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.token_dispatcher import Chunk
+from foundry_moe.ops.routes import combine, permute
+from foundry_moe.parallel.all_to_all import FlatAllToAll, HostCopy, Splits
+from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 
 ROUNDS, WARM_UP = 30, 10
 
@@ -51,11 +53,11 @@ def _milliseconds(step: Callable[[], object]) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-class _Recorder(FlatExchange):
-    """Keeps the splits of the last exchange."""
+class _Recorder(FlatAllToAll):
+    """Keeps the splits of the last all-to-all."""
 
-    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
-        splits = super().agree(announced)
+    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
+        splits = super().wait_for_splits(counts)
         self.last = splits[0]
         return splits
 
@@ -73,41 +75,51 @@ class _Nothing(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0]
 
 
-def _between_ranks(left: Any, in_parts: Callable[..., Any]) -> Any:
-    return in_parts(left, lambda x_QD, weights_QK, routes: _Nothing.apply(x_QD, weights_QK))
+Stage = Callable[[tuple[Chunk, ...]], tuple[Chunk, ...]]
 
 
-def _to_rows(left: Any, in_parts: Callable[..., Any]) -> Any:
-    def compute(x_QD: Tensor, weights_QK: Tensor, routes: Routes) -> Tensor:
-        return combine(permute(x_QD, routes), weights_QK, routes)
+def _between_ranks(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    outputs = []
+    for chunk in sent:
+        x_QD, weights_QK, _ = chunk.receive()
+        outputs.append(chunk.send_back(_Nothing.apply(x_QD, weights_QK)))
+    return tuple(outputs)
 
-    return in_parts(left, compute)
+
+def _to_rows(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    outputs = []
+    for chunk in sent:
+        x_QD, weights_QK, routes = chunk.receive()
+        outputs.append(chunk.send_back(combine(permute(x_QD, routes), weights_QK, routes)))
+    return tuple(outputs)
 
 
 def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, float]:
     """One rank's part; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
-    exchange = _Recorder(dist.group.WORLD)
-    dispatch = ExpertDispatch(exchange)
+    all_to_all = _Recorder(dist.group.WORLD)
+    dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts)
     x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
     experts_TK = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
     gradient = torch.randn_like(x_TD)
 
-    def forward(experts: Any) -> Tensor:
-        return dispatch(x_TD, weights_TK, experts_TK, num_experts, experts)
+    choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
+
+    def forward(experts: Stage) -> Tensor:
+        return dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
 
     forward(_between_ranks)
-    splits = exchange.last
+    splits = all_to_all.last
     to = splits.stages[0][0]
-    leaving = sum(n for rank, n in enumerate(to) if rank != exchange.rank)
+    leaving = sum(n for rank, n in enumerate(to) if rank != all_to_all.rank)
     rows = torch.randn(splits.sent, width, device="cuda", dtype=torch.bfloat16)
 
     def even(count: int) -> float:
         most = torch.tensor(count, device="cuda")
         dist.all_reduce(most, op=dist.ReduceOp.MAX)  # the same on all ranks
         count = int(most.item())
-        sent = torch.randn(count // exchange.size * exchange.size, width, device="cuda", dtype=torch.bfloat16)
+        sent = torch.randn(count // all_to_all.size * all_to_all.size, width, device="cuda", dtype=torch.bfloat16)
         received = torch.empty_like(sent)
         return _milliseconds(lambda: dist.all_to_all_single(received, sent))
 
@@ -116,7 +128,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
         "MB leaving": leaving * width * 2 / 1e6,
         "NCCL": even(splits.sent),
         "NCCL plain": even(tokens * top_k),
-        "exchange": _milliseconds(lambda: exchange.back(exchange.there(rows, splits).land(), splits).land()),
+        "exchange": _milliseconds(lambda: all_to_all.send_back(all_to_all.send(rows, splits).wait(), splits).wait()),
     }
     for name, experts in (("between ranks", _between_ranks), ("to experts' rows", _to_rows)):
         found[f"{name}, forward"] = _milliseconds(lambda e=experts: forward(e))  # type: ignore[misc]
@@ -131,7 +143,9 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
 
     def with_shared(meanwhile: bool) -> None:
         if meanwhile:
-            y_TD = dispatch(x_TD, weights_TK, experts_TK, num_experts, _to_rows, meanwhile=shared)
+            outputs = _to_rows(dispatcher.dispatch(x_TD, choices))
+            shared_TD = shared()
+            y_TD = dispatcher.combine(outputs) + shared_TD
         else:
             y_TD = forward(_to_rows) + shared()
         y_TD.backward(gradient)
@@ -147,9 +161,9 @@ def measure_layers(
 ) -> dict[int, tuple[float, float]]:
     """(forward, forward and backward) of a layer with experts, by chunks; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
-    exchange = FlatExchange(dist.group.WORLD)
+    all_to_all = FlatAllToAll(dist.group.WORLD)
     experts = Experts(
-        num_experts=num_experts // exchange.size,
+        num_experts=num_experts // all_to_all.size,
         d_model=width,
         hidden_size=hidden,
         activation="swiglu",
@@ -165,8 +179,10 @@ def measure_layers(
     experts_TK = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
     gradient = torch.randn_like(x_TD)
 
-    def layer(dispatch: ExpertDispatch, backward: bool) -> None:
-        y_TD = dispatch(x_TD, weights_TK, experts_TK, num_experts, experts)
+    choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
+
+    def layer(dispatcher: AllToAllDispatcher, backward: bool) -> None:
+        y_TD = dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
         if backward:
             for tensor in (x_TD, weights_TK, *experts.parameters()):
                 tensor.grad = None
@@ -174,8 +190,8 @@ def measure_layers(
 
     found = {}
     for count in chunks:
-        dispatch = ExpertDispatch(exchange, count)
-        forward, both = (_milliseconds(lambda d=dispatch, b=b: layer(d, b)) for b in (False, True))  # type: ignore[misc]
+        dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts, chunks=count)
+        forward, both = (_milliseconds(lambda d=dispatcher, b=b: layer(d, b)) for b in (False, True))  # type: ignore[misc]
         found[count] = (forward, both)
     return found
 

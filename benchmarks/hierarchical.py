@@ -117,25 +117,28 @@ def _time_layers() -> list[dict[str, float]]:
     import torch.distributed as dist
 
     from foundry_moe.layers.experts import Experts
-    from foundry_moe.ops.routes import plan_routes
-    from foundry_moe.parallel.dispatch import ExpertDispatch
-    from foundry_moe.parallel.exchange import FlatExchange
+    from foundry_moe.layers.gates import Choices
+    from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
+    from foundry_moe.parallel.all_to_all import FlatAllToAll
+    from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 
     torch.manual_seed(dist.get_rank())
-    exchange = FlatExchange(dist.group.WORLD)  # type: ignore[arg-type]
-    local = EXPERTS // exchange.size
+    all_to_all = FlatAllToAll(dist.group.WORLD)  # type: ignore[arg-type]
+    local = EXPERTS // all_to_all.size
     experts = Experts(num_experts=local, d_model=D_MODEL, hidden_size=HIDDEN, activation="swiglu", num_layers=1)
     experts.reset_parameters(seed=0, layer=0)
     x_TD = torch.randn(TOKENS, D_MODEL, requires_grad=True)
     weights_TK = torch.rand(TOKENS, TOP_K, requires_grad=True)
     experts_TK = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
-    routes = plan_routes(experts_TK % local, local)
+    choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
+    local_choices = Choices(experts_TK=experts_TK % local, weights_TK=weights_TK)
 
-    def through(chunks: int) -> Callable[[], object]:
-        dispatch = ExpertDispatch(exchange, chunks)
-        return lambda: dispatch(x_TD, weights_TK, experts_TK, EXPERTS, experts).sum().backward()
+    def through(dispatcher: TokenDispatcher, choices: Choices) -> Callable[[], object]:
+        return lambda: dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices))).sum().backward()
 
-    steps = {0: lambda: experts(x_TD, weights_TK, routes).sum().backward(), **{n: through(n) for n in CHUNKS}}
+    steps = {0: through(LocalDispatcher(local), local_choices)}
+    for chunks in CHUNKS:
+        steps[chunks] = through(AllToAllDispatcher(all_to_all, num_experts=EXPERTS, chunks=chunks), choices)
     return [{"chunks": chunks, "ms": ms} for chunks, ms in _in_turn(steps).items()]
 
 
@@ -144,23 +147,23 @@ def _time_exchanges(world_size: int, ranks_per_host: int) -> list[dict[str, floa
     import torch.distributed as dist
 
     from foundry_moe.config import MeshConfig
-    from foundry_moe.parallel.exchange import Exchange, FlatExchange, build_exchange
+    from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, build_all_to_all
     from foundry_moe.parallel.mesh import build_meshes, plan_mesh
 
     config = MeshConfig(expert=world_size, shard=1, all_to_all="hierarchical")
     plan = plan_mesh(config, world_size=world_size, ranks_per_node=ranks_per_host)
     exchanges = {
-        "flat": FlatExchange(dist.group.WORLD),
-        "hierarchical": build_exchange(build_meshes(plan, "cpu")),
+        "flat": FlatAllToAll(dist.group.WORLD),
+        "hierarchical": build_all_to_all(build_meshes(plan, "cpu")),
     }
     results = []
     for rows in ROWS:
         counts = torch.full((2, world_size, 1, 2), rows, dtype=torch.int64)
         tokens = torch.randn(world_size * rows, WIDTH)
 
-        def there_and_back(exchange: Exchange, counts: torch.Tensor = counts, tokens: torch.Tensor = tokens) -> None:
-            (splits,) = exchange.agree(exchange.announce(counts))
-            exchange.back(exchange.there(tokens, splits).land(), splits).land()
+        def there_and_back(all_to_all: AllToAll, counts: torch.Tensor = counts, tokens: torch.Tensor = tokens) -> None:
+            (splits,) = all_to_all.wait_for_splits(all_to_all.exchange_counts(counts))
+            all_to_all.send_back(all_to_all.send(tokens, splits).wait(), splits).wait()
 
         medians = _in_turn({name: partial(there_and_back, exchange) for name, exchange in exchanges.items()})
         results.append({"rows": rows, "bytes": rows * WIDTH * 4, **medians})

@@ -1,20 +1,19 @@
-"""The experts of a layer: their weights and nothing else. Knows no gate and no rank; E may be global or local.
+"""The experts of a layer: their weights and what they compute. Knows no gate and no rank; E may be global or local.
 
-Shapes: T tokens, K choices, D model width, F expert width, E experts.
+Shapes: T tokens, Q tokens of a chunk, K choices, D model width, F expert width, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.ops import Routes, routed_mlp
+from foundry_moe.layers.token_dispatcher import Chunk
+from foundry_moe.ops import routed_mlp
 from foundry_moe.ops.activations import POINTWISE
 
 
@@ -72,52 +71,31 @@ class Experts(nn.Module):
             for expert in range(parameter.shape[0]):
                 parameter[expert].copy_(self.initial(name, expert, seed=seed, layer=layer, device=parameter.device))
 
-    def forward(
-        self,
-        x_TD: Any,
-        weights_TK: Tensor | None = None,
-        routes: Routes | None = None,
-        in_parts: Callable[[Any, Callable[..., Tensor]], Any] | None = None,
-    ) -> Any:
-        """y_TD [T, D]: see `foundry_moe.ops.routed_mlp`.
+    def forward(self, sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+        """Chunk by chunk: receives tokens, computes, starts the results' way back.
 
-        Args:
-            in_parts: given `x_TD` and the experts as a function (of tokens, combine weights and routes), calls it as
-                often as it wants to, and what it returns is returned. To what wraps this module, FSDP2 for one, all
-                of it is one call: weights are gathered once.
+        All chunks are one call, so that FSDP2, which wraps this module, gathers its weights once.
         """
         w1_EFD, w2_EDF = self.local(self.w1_EFD), self.local(self.w2_EDF)
         v1_EFD = self.local(self.v1_EFD) if self.v1_EFD is not None else None
-        if in_parts is not None:
-            return in_parts(x_TD, partial(self._part, w1_EFD, v1_EFD, w2_EDF))
-        assert routes is not None
-        return self._mlp(w1_EFD, v1_EFD, w2_EDF, x_TD, weights_TK, routes)
-
-    def _part(self, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, x_TD: Tensor, *rest: Any) -> Tensor:
-        if not torch.is_autocast_enabled(x_TD.device.type):
-            x_TD = x_TD.to(w1_EFD.dtype)  # as FSDP2 does with what it sees come in; this it does not see
-        return self._mlp(w1_EFD, v1_EFD, w2_EDF, x_TD, *rest)
-
-    def _mlp(
-        self,
-        w1_EFD: Tensor,
-        v1_EFD: Tensor | None,
-        w2_EDF: Tensor,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
-        routes: Routes,
-    ) -> Tensor:
-        return routed_mlp(
-            x_TD,
-            weights_TK,
-            routes,
-            w1_EFD,
-            v1_EFD,
-            w2_EDF,
-            activation=self.activation,
-            backend=self.backend,
-            memory=self.memory,
-        )
+        outputs = []
+        for chunk in sent:
+            x_QD, weights_QK, routes = chunk.receive()
+            if not torch.is_autocast_enabled(x_QD.device.type):
+                x_QD = x_QD.to(w1_EFD.dtype)  # as FSDP2 casts inputs, but it does not see what is received here
+            y_QD = routed_mlp(
+                x_QD,
+                weights_QK,
+                routes,
+                w1_EFD,
+                v1_EFD,
+                w2_EDF,
+                activation=self.activation,
+                backend=self.backend,
+                memory=self.memory,
+            )
+            outputs.append(chunk.send_back(y_QD))
+        return tuple(outputs)
 
 
 class SharedExpert(nn.Module):

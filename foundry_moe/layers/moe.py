@@ -1,13 +1,11 @@
-"""The MoE layer: gate, dispatch, experts, combine. It never asks for a rank or a world size: a `dispatch` object does.
+"""The MoE layer: gate, dispatch, experts, combine. It never asks for a rank or a world size: a dispatcher does.
 
 Shapes: T tokens, D model width, E experts (of the whole layer), K choices a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,50 +16,12 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts, SharedExpert
 from foundry_moe.layers.gates.base import Choices
 from foundry_moe.layers.gates.registry import build_gate, resolve_losses
-from foundry_moe.ops import plan_routes
+from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.topk import count_choices
 
-
-class Dispatch(Protocol):
-    """Brings tokens to their experts, wherever these are, and the weighted results back.
-
-    Args: x_TD, weights_TK, experts_TK (int, -1 = no choice), the layer's number of experts, the module that holds
-    this process's experts; where the host knows, how many choices there are; and work of the layer that may be done
-    while tokens travel, whose result is added. Returns y_TD.
-    """
-
-    def __call__(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        num_experts: int,
-        experts: Experts,
-        rows: int | None = None,
-        meanwhile: Callable[[], Tensor] | None = None,
-    ) -> Tensor: ...
-
-
-# what `LoadStatistics` calls the share of choices that found no place, beside the losses
+# what `LoadStatistics` calls the share of choices that were dropped, beside the losses
 DROPPED = "dropped"
-
-
-class LocalDispatch:
-    """All experts are on this process."""
-
-    def __call__(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        num_experts: int,
-        experts: Experts,
-        rows: int | None = None,
-        meanwhile: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        y_TD = experts(x_TD, weights_TK, plan_routes(experts_TK, num_experts, rows))
-        return y_TD if meanwhile is None else y_TD + meanwhile()
 
 
 class MoELayer(nn.Module):
@@ -121,7 +81,7 @@ class MoELayer(nn.Module):
             if config.shared_expert_hidden_size
             else None
         )
-        self.dispatch: Dispatch = LocalDispatch()
+        self.dispatcher: TokenDispatcher = LocalDispatcher(config.num_experts)
         self.loss_weights = resolve_losses(config.gate, config.loss)
         self.gate.check_losses(self.loss_weights)
         self.wanted_losses = frozenset(self.loss_weights)
@@ -149,23 +109,22 @@ class MoELayer(nn.Module):
         )
         with torch.autocast(x.device.type, enabled=False):
             choices = self.gate(x_TD, context)
-        measured = dict(choices.losses)
-        shared = None if self.shared_expert is None else partial(self.shared_expert, x_TD)
-        if self.config.capacity is None:
-            y_TD = self.dispatch(
-                x_TD, choices.weights_TK, choices.experts_TK, self.num_experts, self.experts, choices.rows, shared
-            )
-        else:
-            y_TD, measured[DROPPED] = self._drop_and_dispatch(x_TD, choices, context.mask_T, shared)
+        measured, kept = dict(choices.losses), choices
+        if self.config.capacity is not None:
+            kept, measured[DROPPED] = self._drop(choices, context.mask_T)
+        sent = self.dispatcher.dispatch(x_TD, kept)
+        outputs = self.experts(sent)
+        shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel
+        y_TD = self.dispatcher.combine(outputs)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
         if self.training and torch.is_grad_enabled():
-            y_TD = self._attach(y_TD, measured, choices.experts_TK, context.mask_T)
+            y_TD = self._attach(y_TD, measured, choices, context.mask_T)
         y = y_TD.reshape(x.shape)
         return (y, choices.logits_TE) if self.returns_logits else y
 
-    def _drop_and_dispatch(
-        self, x_TD: Tensor, choices: Choices, mask_T: Tensor | None, shared: Callable[[], Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Output, and the share of choices that found no place. Padding takes no place, and goes to no expert."""
+    def _drop(self, choices: Choices, mask_T: Tensor | None) -> tuple[Choices, Tensor]:
+        """The choices that fit the experts' capacity, and the share that does not. Padding is given no slot."""
         assert self.config.capacity is not None
         wanted_TK = choices.experts_TK
         if mask_T is not None:
@@ -179,20 +138,15 @@ class MoELayer(nn.Module):
         )
         wanted = (wanted_TK >= 0).sum()
         dropped = (wanted - (routes.row_TK >= 0).sum()) / wanted.clamp(min=1)
-        if isinstance(self.dispatch, LocalDispatch):
-            y_TD = self.experts(x_TD, choices.weights_TK, routes)
-            return (y_TD if shared is None else y_TD + shared()), dropped
-        # over several processes the layout is the ragged one: what was dropped stays dropped
-        y_TD = self.dispatch(
-            x_TD, choices.weights_TK, routes.experts_TK, self.num_experts, self.experts, meanwhile=shared
-        )
-        return y_TD, dropped
+        return Choices(experts_TK=routes.experts_TK, weights_TK=choices.weights_TK, routes=routes), dropped
 
-    def _attach(self, y_TD: Tensor, measured: dict[str, Tensor], experts_TK: Tensor, mask_T: Tensor | None) -> Tensor:
+    def _attach(self, y_TD: Tensor, measured: dict[str, Tensor], choices: Choices, mask_T: Tensor | None) -> Tensor:
         """Adds the weighted auxiliary losses to the graph of `y_TD`, and the loads to the statistics."""
         weighted = [measured[name] * weight for name, weight in self.loss_weights.items()]
         loss = torch.stack(weighted).sum() if weighted else y_TD.new_zeros(())
         values = [measured[name].detach().float() for name in self.statistics.names]
         losses_L = torch.stack(values) if values else y_TD.new_zeros(0, dtype=torch.float32)
-        counts_E = count_choices(experts_TK, self.num_experts, mask_T)
+        counts_E = choices.counts_E
+        if counts_E is None:
+            counts_E = count_choices(choices.experts_TK, self.num_experts, mask_T)
         return attach(y_TD, loss, losses_L, counts_E, self.context.loss_scale(y_TD.device), self.statistics)

@@ -1,6 +1,6 @@
 """Places a model's experts on a mesh and tells FSDP2 where the rest goes.
 
-Knows MoE layers: `experts` (a module whose parameters have the experts first), `gate`, `shared_expert`, `dispatch`,
+Knows MoE layers: `experts` (a module whose parameters have the experts first), `gate`, `shared_expert`, `dispatcher`,
 `num_experts`, `context`, and how they draw weights. Must not know kernels or Composer.
 """
 
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from foundry_moe.config import MeshConfig
 from foundry_moe.layers.lookup import named_moe_layers
-from foundry_moe.parallel.dispatch import ExpertDispatch
-from foundry_moe.parallel.exchange import build_exchange
+from foundry_moe.parallel.all_to_all import build_all_to_all
+from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import Meshes, MeshPlan, build_meshes, divisors, listed, plan_mesh
 from foundry_moe.parallel.sharing import RankSums
@@ -113,16 +113,18 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
 
 
 def connect(layers: Iterable[Any], meshes: Meshes, chunks: int) -> None:
-    """Gives layers what passes between ranks: sums for losses and gates, and the exchange of tokens."""
+    """Gives layers what passes between ranks: sums for losses and gates, and the all-to-all of tokens."""
     divided = meshes.plan.expert > 1
-    dispatch = ExpertDispatch(build_exchange(meshes), chunks) if divided else None
+    all_to_all = build_all_to_all(meshes) if divided else None
     everyone = RankSums()
     for layer in layers:
         layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
         layer.context.shuffle = everyone.shuffle
-        if divided:
+        if all_to_all is not None:
             layer.context.sum_over_group = RankSums(meshes.expert.get_group()).sum
-            layer.dispatch = dispatch
+            layer.dispatcher = AllToAllDispatcher(all_to_all, num_experts=layer.num_experts, chunks=chunks)
+            # a compiled block leaves these to the host: how many rows experts receive differs from call to call
+            layer.experts.forward = torch.compiler.disable(layer.experts.forward)
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:

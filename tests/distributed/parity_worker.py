@@ -16,13 +16,15 @@ from foundry_moe.commands import parity
 from foundry_moe.commands.parity import CASES, run_case
 from foundry_moe.commands.parity import whole as full
 from foundry_moe.config import MeshConfig, MoEConfig
+from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
+from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.ops.routes import plan_routes
+from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
+from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, Handle, Splits, build_all_to_all
+from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from foundry_moe.parallel.blocks import compile_blocks
-from foundry_moe.parallel.dispatch import ExpertDispatch
-from foundry_moe.parallel.exchange import Exchange, FlatExchange, Flight, Splits, build_exchange
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
@@ -78,18 +80,23 @@ def _tokens(rank: int, case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return x_TD, weights_TK, experts_TK
 
 
-def _through(exchange: Exchange, case: str, dtype: torch.dtype, chunks: int = 1) -> dict[str, Tensor]:
+def _run(dispatcher: TokenDispatcher, experts: Experts, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    return dispatcher.combine(experts(dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))))
+
+
+def _through(all_to_all: AllToAll, case: str, dtype: torch.dtype, chunks: int = 1) -> dict[str, Tensor]:
     """One layer forward and backward; outputs and every gradient of this rank."""
     whole = _experts(dtype, 16)
-    local = 16 // exchange.size
+    local = 16 // all_to_all.size
     mine = _experts(dtype, local)
     with torch.no_grad():
         for name, parameter in mine.named_parameters():
-            parameter.copy_(whole.get_parameter(name)[exchange.rank * local : (exchange.rank + 1) * local])
-    x_TD, weights_TK, experts_TK = _tokens(exchange.rank, case, dtype)
+            parameter.copy_(whole.get_parameter(name)[all_to_all.rank * local : (all_to_all.rank + 1) * local])
+    x_TD, weights_TK, experts_TK = _tokens(all_to_all.rank, case, dtype)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    y_TD = ExpertDispatch(exchange, chunks)(x_TD, weights_TK, experts_TK, 16, mine)
+    dispatcher = AllToAllDispatcher(all_to_all, num_experts=16, chunks=chunks)
+    y_TD = _run(dispatcher, mine, x_TD, weights_TK, experts_TK)
     torch.sin(y_TD.double()).sum().backward()
     gradients = {name: p.grad for name, p in mine.named_parameters()}
     assert all(g is not None for g in gradients.values()), "a rank without rows must still have a gradient"
@@ -104,7 +111,7 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Te
         x_TD, weights_TK, experts_TK = _tokens(r, case, dtype)
         x_TD.requires_grad_()
         weights_TK.requires_grad_()
-        y_TD = whole(x_TD, weights_TK, plan_routes(experts_TK, 16))
+        y_TD = _run(LocalDispatcher(16), whole, x_TD, weights_TK, experts_TK)
         torch.sin(y_TD.double()).sum().backward()
         if r == rank:
             result = {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_TK.grad}
@@ -126,18 +133,18 @@ def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]
         num_experts=16,
     )
     assert plan.all_to_all == HIERARCHICAL
-    hierarchical = build_exchange(build_meshes(plan, "cpu"))
-    flat = FlatExchange(dist.group.WORLD)
+    hierarchical = build_all_to_all(build_meshes(plan, "cpu"))
+    flat = FlatAllToAll(dist.group.WORLD)
     assert hierarchical.rank == flat.rank == rank
     largest = {}
     for case in cases:
         expected = _alone(rank, case, torch.float64, world_size)
-        for name, exchange, chunks in (
+        for name, all_to_all, chunks in (
             ("flat", flat, 1),
             ("hierarchical", hierarchical, 1),
             ("chunks", hierarchical, 3),
         ):
-            measured = _through(exchange, case, torch.float64, chunks)
+            measured = _through(all_to_all, case, torch.float64, chunks)
             gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
             largest[f"{name}, {case}"] = max(gaps, default=0.0)
         one, two = _through(flat, case, torch.bfloat16), _through(hierarchical, case, torch.bfloat16)
@@ -166,27 +173,27 @@ class _Noted(torch.autograd.Function):
 
 
 def note_order(chunks: int) -> dict[str, list[str]]:
-    """What happens in one layer with a shared expert: messages that start and land, experts, and the shared expert."""
+    """What happens in one layer: messages that start and are waited for, experts, and the shared expert."""
     events: list[str] = []
 
-    class Noting(FlatExchange):
-        def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
-            return self._note(super().there(rows_SD, splits))
+    class Noting(FlatAllToAll):
+        def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
+            return self._note(super().send(rows_SD, splits))
 
-        def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
-            return self._note(super().back(rows_QD, splits, into))
+        def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
+            return self._note(super().send_back(rows_QD, splits, into))
 
-        def _note(self, flight: Flight) -> Flight:
+        def _note(self, handle: Handle) -> Handle:
             events.append("start")
-            return _Watched(flight, events)
+            return _Watched(handle, events)
 
     config = MoEConfig(num_experts=4, top_k=2, expert_hidden_size=8, activation="gelu", shared_expert_hidden_size=8)
     layer = MoELayer(8, config, layer_index=0, num_layers=1, context=BatchContext())
     layer.reset_parameters()
     layer.experts = _experts(torch.float32, 2)
-    layer.dispatch = ExpertDispatch(Noting(dist.group.WORLD), chunks)
-    compute = layer.experts._mlp
-    layer.experts._mlp = lambda *operands, **more: _Noted.apply(compute(*operands, **more), events, "experts")
+    layer.dispatcher = AllToAllDispatcher(Noting(dist.group.WORLD), num_experts=4, chunks=chunks)
+    compute = experts_module.routed_mlp
+    experts_module.routed_mlp = lambda *operands, **more: _Noted.apply(compute(*operands, **more), events, "experts")
     shared = layer.shared_expert
     assert shared is not None
     shared.w2.register_forward_hook(lambda module, inputs, output: _Noted.apply(output, events, "shared"))
@@ -197,13 +204,13 @@ def note_order(chunks: int) -> dict[str, list[str]]:
     return {"forward": forward, "backward": events}
 
 
-class _Watched(Flight):
-    def __init__(self, flight: Flight, events: list[str]) -> None:
-        self.flight, self.events = flight, events
+class _Watched(Handle):
+    def __init__(self, handle: Handle, events: list[str]) -> None:
+        self.handle, self.events = handle, events
 
-    def land(self) -> Tensor:
-        self.events.append("land")
-        return self.flight.land()
+    def wait(self) -> Tensor:
+        self.events.append("wait")
+        return self.handle.wait()
 
 
 def find_host_synchronisations(layers: int, chunks: int) -> dict[str, list[str]]:
@@ -213,7 +220,7 @@ def find_host_synchronisations(layers: int, chunks: int) -> dict[str, list[str]]
 
     os.environ["FOUNDRY_MOE_AUTOTUNE_S"] = "0"  # timing waits too
     torch.cuda.set_device(0)
-    dispatch = ExpertDispatch(FlatExchange(dist.group.WORLD), chunks)
+    dispatcher = AllToAllDispatcher(FlatAllToAll(dist.group.WORLD), num_experts=16, chunks=chunks)
     experts = Experts(num_experts=16, d_model=64, hidden_size=64, activation="swiglu", num_layers=1)
     experts.reset_parameters(seed=3, layer=0)
     experts = experts.to("cuda", torch.bfloat16)
@@ -224,7 +231,7 @@ def find_host_synchronisations(layers: int, chunks: int) -> dict[str, list[str]]
     def forward() -> Tensor:
         y_TD = x_TD
         for _ in range(layers):
-            y_TD = dispatch(y_TD, weights_TK, experts_TK, 16, experts)
+            y_TD = _run(dispatcher, experts, y_TD, weights_TK, experts_TK)
         return y_TD
 
     forward().sum().backward()  # compiles, allocates
@@ -254,7 +261,7 @@ def find_host_synchronisations(layers: int, chunks: int) -> dict[str, list[str]]
 
 def fail(kind: str, rank: int) -> Any:
     """Ranks exchange tokens for ever; one raises, dies, or stops answering."""
-    exchange = FlatExchange(dist.group.WORLD)
+    all_to_all = FlatAllToAll(dist.group.WORLD)
     for step in range(1_000_000):
         if step == 3 and dist.get_rank() == rank:
             if kind == "raises":
@@ -262,7 +269,7 @@ def fail(kind: str, rank: int) -> Any:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
-        exchange.agree(exchange.announce(torch.ones(2, exchange.size, 1, 2, dtype=torch.int64)))
+        all_to_all.wait_for_splits(all_to_all.exchange_counts(torch.ones(2, all_to_all.size, 1, 2, dtype=torch.int64)))
 
 
 def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int) -> float:

@@ -11,7 +11,7 @@ def under_way(events: list[str], what: str) -> list[int]:
     """How many messages are under way each time that something is computed."""
     found, flying = [], 0
     for event in events:
-        flying += {"start": 1, "land": -1}.get(event, 0)
+        flying += {"start": 1, "wait": -1}.get(event, 0)
         if event == what:
             found.append(flying)
     assert flying == 0, "each message is waited for"

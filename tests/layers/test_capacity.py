@@ -7,8 +7,9 @@ import torch
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
-from foundry_moe.layers.moe import LocalDispatch, MoELayer
-from foundry_moe.ops import plan_routes
+from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.moe import MoELayer
+from foundry_moe.layers.token_dispatcher import LocalDispatcher
 from foundry_moe.ops.padded import places_of, plan_padded
 
 CONFIG = MoEConfig(num_experts=5, top_k=2, expert_hidden_size=7, activation="swiglu", init_std=0.5, loss={})
@@ -20,6 +21,13 @@ def build(config=CONFIG, context=None) -> MoELayer:
     )  # fmt: skip
     layer.reset_parameters()
     return layer
+
+
+def dropless(layer, x_TD, experts_TK, weights_TK):
+    """What the layer's experts make of choices of which none is dropped."""
+    dispatcher = LocalDispatcher(layer.num_experts)
+    sent = dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))
+    return dispatcher.combine(layer.experts(sent))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_a_dropped_choice_adds_nothing_and_the_share_is_reported():
     choices = layer.gate(x_TD, BatchContext().for_tokens(20))
     kept_TK = naive_places(choices.experts_TK, 5, 4)
     assert not kept_TK.all()
-    truth_TD = layer.experts(x_TD, choices.weights_TK, plan_routes(choices.experts_TK.masked_fill(~kept_TK, -1), 5))
+    truth_TD = dropless(layer, x_TD, choices.experts_TK.masked_fill(~kept_TK, -1), choices.weights_TK)
     torch.testing.assert_close(y_TD, truth_TD)
     assert (y_TD[~kept_TK.any(1)] == 0).all()
     y_TD.sum().backward()
@@ -114,7 +122,7 @@ def test_dropping_by_weight_keeps_the_choices_that_weigh_most():
         for t, k in sorted(mine, key=lambda at: -choices.weights_TK[at[0], at[1]].item())[:4]:
             kept_TK[t, k] = True
     assert not torch.equal(kept_TK, naive_places(choices.experts_TK, 5, 4))
-    truth_TD = layer.experts(x_TD, choices.weights_TK, plan_routes(choices.experts_TK.masked_fill(~kept_TK, -1), 5))
+    truth_TD = dropless(layer, x_TD, choices.experts_TK.masked_fill(~kept_TK, -1), choices.weights_TK)
     torch.testing.assert_close(layer(x_TD), truth_TD)
 
 
@@ -132,16 +140,16 @@ def test_padding_takes_no_place():
 
 
 def test_over_several_processes_the_same_choices_are_dropped():
-    """A dispatch that is not the local one gets choices of -1 and lays them out itself."""
+    """A dispatcher that is not the local one gets choices of -1 and plans their rows itself."""
 
-    class Elsewhere:
-        def __call__(self, x_TD, weights_TK, experts_TK, num_experts, experts, rows=None, meanwhile=None):
-            return LocalDispatch()(x_TD, weights_TK, experts_TK, num_experts, experts, rows, meanwhile)
+    class Elsewhere(LocalDispatcher):
+        def dispatch(self, x_TD, choices):
+            return super().dispatch(x_TD, Choices(experts_TK=choices.experts_TK, weights_TK=choices.weights_TK))
 
     layer = build(replace(CONFIG, capacity=0.5))
     x_TD = torch.randn(20, 6, dtype=torch.float64)
     here_TD = layer(x_TD)
-    layer.dispatch = Elsewhere()
+    layer.dispatcher = Elsewhere(5)
     torch.testing.assert_close(layer(x_TD), here_TD)
 
 

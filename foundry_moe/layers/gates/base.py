@@ -16,6 +16,7 @@ from foundry_moe.layers.context import GateContext, unchanged
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import balance_loss, z_loss
 from foundry_moe.layers.progress import Progress, Schedule
+from foundry_moe.ops import Routes
 from foundry_moe.ops.scores import Jitter, router_scores
 from foundry_moe.ops.selection import Selection, balance
 
@@ -29,6 +30,8 @@ class Choices:
     losses: auxiliary losses by name, scalars, not yet weighted; at least those that the context asks for.
     logits_TE: the router's logits where it has any; None for gates without a router.
     rows: at most so many choices in all, where the host knows better than T * K; None = T * K.
+    counts_E: int64, choices per expert of the real tokens, where the gate has counted them.
+    routes: rows that are planned already (token dropping's padded layout), for experts that are all on this process.
     """
 
     experts_TK: Tensor
@@ -36,6 +39,8 @@ class Choices:
     losses: dict[str, Tensor] = field(default_factory=dict)
     logits_TE: Tensor | None = None
     rows: int | None = None
+    counts_E: Tensor | None = None
+    routes: Routes | None = None
 
 
 class Gate(nn.Module):
@@ -173,6 +178,11 @@ class LinearGate(Gate):
         """What `select` has to sum up for the losses that are wanted, as its arguments."""
         alone = context.sum_counts is unchanged
         return {"statistics": bool(context.losses), "with_balance": alone and "balance" in context.losses}
+
+    @staticmethod
+    def counts_of(selection: Selection, context: GateContext) -> Tensor | None:
+        """`Choices.counts_E` from what `select` has summed, where it has."""
+        return selection.counts_E if context.losses else None
 
     def losses_of(self, selection: Selection, context: GateContext) -> dict[str, Tensor]:
         """As `common_losses`, from what `select` has summed."""

@@ -88,11 +88,11 @@ class DenseToSparseGate(LinearGate):
         if self._is_hard(context):
             selection = select(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
             experts_TK, weights_TK = selection.experts_TK, selection.weights_TK
-            losses, rows = self.losses_of(selection, context), None
+            losses, rows, counts_E = self.losses_of(selection, context), None, self.counts_of(selection, context)
         else:
             soft_TE, ranked_TE = self._soft(logits_TE, context)
             most = min(self.config.max_experts, self.num_experts)
-            losses, rows = {}, None
+            losses, rows, counts_E = {}, None, None
             if most:
                 weights_TK, experts_TK = pack(soft_TE, ranked_TE, most)
             if context.losses:  # before the host waits: the device has something to do meanwhile
@@ -104,7 +104,14 @@ class DenseToSparseGate(LinearGate):
                 losses = self.losses_of(replace(selection, counts_E=counts_E), context)
             if not most:
                 experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
-        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, rows=rows)
+        return Choices(
+            experts_TK=experts_TK,
+            weights_TK=weights_TK,
+            losses=losses,
+            logits_TE=logits_TE,
+            rows=rows,
+            counts_E=counts_E,
+        )
 
     def _is_hard(self, context: GateContext) -> bool:
         if not self.training:

@@ -70,4 +70,6 @@ class HierarchicalGate(LinearGate):
         if "alignment" in context.losses:
             group_E = torch.arange(self.num_experts, device=x_TD.device) // size
             losses["alignment"] = alignment_loss(probs_TE, group_E == group_T1, weights_TK[:, -1], context.mask_T)
-        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE)
+        return Choices(
+            experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, counts_E=counts_E
+        )

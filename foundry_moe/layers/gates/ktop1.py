@@ -43,12 +43,19 @@ class KTop1Gate(LinearGate):
         weights_TK1, inside_TK1 = topk(probs_TKM, 1)
         first_K = torch.arange(self.top_k, device=x_TD.device) * size
         experts_TK = inside_TK1.squeeze(-1) + first_K
-        losses = {}
+        losses: dict[str, Tensor] = {}
+        counts_E = None
         if "balance" in context.losses:
-            counts_E = context.sum_counts(count_choices(experts_TK, self.num_experts, context.mask_T))
-            share_KM = counts_E.view(self.top_k, size).to(probs_TKM.dtype)
+            counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+            share_KM = context.sum_counts(counts_E).view(self.top_k, size).to(probs_TKM.dtype)
             share_KM = share_KM / share_KM.sum(-1, keepdim=True).clamp(min=1)
             losses["balance"] = size * (share_KM * masked_mean(probs_TKM, context.mask_T)).sum()
         if "z" in context.losses:
             losses["z"] = masked_mean(logits_TKM.logsumexp(-1).square(), context.mask_T).sum()
-        return Choices(experts_TK=experts_TK, weights_TK=weights_TK1.squeeze(-1), losses=losses, logits_TE=logits_TE)
+        return Choices(
+            experts_TK=experts_TK,
+            weights_TK=weights_TK1.squeeze(-1),
+            losses=losses,
+            logits_TE=logits_TE,
+            counts_E=counts_E,
+        )

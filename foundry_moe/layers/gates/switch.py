@@ -63,4 +63,5 @@ class SwitchGate(LinearGate):
             weights_TK=selection.weights_TK,
             losses=self.losses_of(selection, context),
             logits_TE=logits_TE,
+            counts_E=self.counts_of(selection, context),
         )

@@ -142,7 +142,7 @@ class TopKGate(LinearGate):
         jitter = self.jitter_of(self.jitter, context, x_TD, _JITTER)
         clean_TE = self.logits(x_TD, jitter)
         logits_TE, deviation_TE = self._noisy(x_TD, clean_TE, jitter, context)
-        losses = {}
+        losses: dict[str, Tensor] = {}
         if config.score == "softmax" and self.bias_E is None and not self._is_limited:
             selection = select(
                 logits_TE,
@@ -153,7 +153,7 @@ class TopKGate(LinearGate):
                 **self.sums(context),
             )
             weights_TK, experts_TK = selection.weights_TK, selection.experts_TK
-            losses = self.losses_of(selection, context)
+            losses, counts_E = self.losses_of(selection, context), self.counts_of(selection, context)
             if "z" in losses and logits_TE is not clean_TE:
                 losses["z"] = z_loss(clean_TE, context.mask_T)
         else:
@@ -166,6 +166,7 @@ class TopKGate(LinearGate):
             if config.normalize:
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
             weights_TK = weights_TK * config.scale
+            counts_E = None
             if context.losses:
                 counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
                 losses = self.common_losses(clean_TE, probs_TE, counts_E, context)
@@ -174,7 +175,9 @@ class TopKGate(LinearGate):
             losses["importance"] = importance_loss(gates_TE, context.mask_T)
         if "load" in context.losses:
             losses["load"] = self._load(clean_TE, logits_TE, deviation_TE, context)
-        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE)
+        return Choices(
+            experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, counts_E=counts_E
+        )
 
     def _noisy(
         self, x_TD: Tensor, clean_TE: Tensor, jitter: Jitter | None, context: GateContext

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foundry_moe.ops import plan_routes
+from foundry_moe.ops.topk import count_choices
 from tests.layers.gates.common import GATE_IDS, GATES, batch, build, context_of
 
 every_gate = pytest.mark.parametrize(("settings", "top_k"), GATES, ids=GATE_IDS)
@@ -32,6 +33,23 @@ def test_choices_are_well_formed(settings, top_k, training):
         assert (experts_TK >= 0).sum() <= choices.rows
     assert set(choices.losses) == (wanted(gate) if training else set())
     plan_routes(experts_TK, 8, choices.rows)
+
+
+@every_gate
+@pytest.mark.parametrize("padded", [False, True])
+def test_loads_that_a_gate_has_counted_are_those_of_its_choices(settings, top_k, padded):
+    """The layer does not count again what the gate gives it; without losses gates need not count."""
+    gate = build(settings, top_k).train()
+    ids_BS, x_TD = batch()
+    mask_BS = torch.ones_like(ids_BS)
+    mask_BS[:, 5:] = 0
+    context = context_of(ids_BS, mask_BS if padded else None, losses=wanted(gate))
+    choices = gate(x_TD, context)
+    if "balance" in gate.LOSSES and settings["name"] != "gshard":  # gshard's loss is over first choices
+        assert choices.counts_E is not None
+    if choices.counts_E is not None:
+        assert choices.counts_E.dtype is torch.int64
+        assert torch.equal(choices.counts_E, count_choices(choices.experts_TK, 8, context.mask_T))
 
 
 @every_gate

@@ -7,7 +7,7 @@ import torch
 
 from foundry_moe.commands.parity import take_share
 from foundry_moe.commands.verify import compare, difference
-from foundry_moe.parallel.exchange import _transpose_blocks
+from foundry_moe.parallel.all_to_all import _transpose_blocks
 
 pytestmark = pytest.mark.quick
 

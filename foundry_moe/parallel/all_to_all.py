@@ -1,9 +1,9 @@
-"""The all-to-all of an expert group: rows of uneven number from every rank to every rank, flat or hierarchical.
+"""The all-to-all of an expert group: rows from every rank to every rank, in uneven numbers, flat or hierarchical.
 
 Both ways deliver the same rows in the same order (by source rank), and neither computes on them, so results are
 the same to the bit. Must not know what a row holds.
 
-Rows of a call may travel in chunks, each an exchange of its own, whose numbers are all told at once.
+Rows of a call may travel in chunks, each an all-to-all of its own; the numbers of all chunks are sent at once.
 
 Shapes: P ranks of the group = N nodes x L ranks a node; H chunks; S rows sent, Q rows received, D their width.
 """
@@ -27,26 +27,26 @@ class Splits:
     """How many rows of a chunk go where: what the host must know before rows can move.
 
     sent, received: rows in all.
-    received_units: the sum of a second count that travels with the first.
-    stages: for each stage of the exchange, rows to and from each rank of the stage's group.
-    blocks: rows of each block between two stages, as [from a rank of this node][to a node]; empty for a flat exchange.
+    received_choices: choices of the rows received: a second number, summed, that is sent with that of rows.
+    stages: for each stage of the all-to-all, rows to and from each rank of the stage's group.
+    blocks: rows of each block between the two stages, as [from a rank of this node][to a node]; empty for a flat one.
     """
 
     sent: int
     received: int
-    received_units: int
+    received_choices: int
     stages: tuple[tuple[list[int], list[int]], ...]
     blocks: tuple[tuple[int, ...], ...] = ()
 
 
-class Flight:
-    """Rows under way. They may be used once `land` has returned them; until then nothing waits, where there is NCCL."""
+class Handle:
+    """Rows under way. They may be used once `wait` has returned them; until then nothing waits, where there is NCCL."""
 
-    def __init__(self, rows: Tensor, land: Callable[[], object], sent: Tensor) -> None:
-        self._rows, self._land, self._sent = rows, land, sent  # what is sent must outlive the message
+    def __init__(self, rows: Tensor, wait: Callable[[], object], sent: Tensor) -> None:
+        self._rows, self._wait, self._sent = rows, wait, sent  # what is sent must outlive the message
 
-    def land(self) -> Tensor:
-        self._land()
+    def wait(self) -> Tensor:
+        self._wait()
         return self._rows
 
 
@@ -87,7 +87,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Exchange(Protocol):
+class AllToAll(Protocol):
     """Moves rows between the ranks of an expert group.
 
     size, rank: of the group.
@@ -98,39 +98,39 @@ class Exchange(Protocol):
     rank: int
     nodes: int
 
-    def announce(self, counts_2PH2: Tensor) -> HostCopy:
-        """Tells every rank what it will get, and starts to tell the host.
+    def exchange_counts(self, counts_2PH2: Tensor) -> HostCopy:
+        """Sends every rank the number of rows that it will get, and starts a copy of all numbers to the host.
 
         Args:
-            counts_2PH2: int64; [0] has, by slot and chunk, rows for that rank, and a second number that is summed on
-                arrival; [1] is overwritten.
+            counts_2PH2: int64; [0] has, by slot and chunk, rows for that rank, and the choices of
+                these rows; [1] is overwritten.
         """
         ...
 
-    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
-        """What will come and go of each chunk. Waits for the host's copy: the only host synchronisation of a call."""
+    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
+        """What is sent and received of each chunk. Waits for the copy: the only host synchronisation of a call."""
         ...
 
-    def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
-        """Rows, by slot, to their ranks: rows [Q, D] by source rank."""
+    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
+        """Sends rows, by slot, to their ranks: rows [Q, D] by source rank."""
         ...
 
-    def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
-        """The inverse of `there`: rows [S, D] by slot, in `into` if given."""
+    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
+        """The inverse of `send`: rows [S, D] by slot, in `into` if given."""
         ...
 
 
 def _all_to_all(
     rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, into: Tensor | None = None
-) -> Flight:
+) -> Handle:
     rows = rows.contiguous()
     output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
     work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
     assert work is not None
-    return Flight(output, work.wait, rows)
+    return Handle(output, work.wait, rows)
 
 
-class FlatExchange:
+class FlatAllToAll:
     """Every rank sends to every rank: one message for each pair."""
 
     nodes = 1
@@ -140,36 +140,36 @@ class FlatExchange:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
-    def announce(self, counts_2PH2: Tensor) -> HostCopy:
+    def exchange_counts(self, counts_2PH2: Tensor) -> HostCopy:
         work = dist.all_to_all_single(counts_2PH2[1], counts_2PH2[0], group=self.group, async_op=True)
         assert work is not None
         return HostCopy(counts_2PH2, work.wait)
 
-    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
+    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
         return tuple(
-            self._splits(leaving, arriving)
-            for leaving, arriving in zip(*map(_by_chunk, announced.tolist()), strict=True)
+            self._splits(to_ranks, from_ranks)
+            for to_ranks, from_ranks in zip(*map(_by_chunk, counts.tolist()), strict=True)
         )
 
-    def _splits(self, leaving: list[list[int]], arriving: list[list[int]]) -> Splits:
-        to, from_ = [rows for rows, _ in leaving], [rows for rows, _ in arriving]
+    def _splits(self, sent: list[list[int]], received: list[list[int]]) -> Splits:
+        to, from_ = [rows for rows, _ in sent], [rows for rows, _ in received]
         return Splits(
             sent=sum(to),
             received=sum(from_),
-            received_units=sum(units for _, units in arriving),
+            received_choices=sum(choices for _, choices in received),
             stages=((to, from_),),
         )
 
-    def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
+    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
         to, from_ = splits.stages[0]
         return _all_to_all(rows_SD, to, from_, self.group)
 
-    def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
+    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
         to, from_ = splits.stages[0]
         return _all_to_all(rows_QD, from_, to, self.group, into)
 
 
-class HierarchicalExchange:
+class HierarchicalAllToAll:
     """First within the node, to the rank that has the destination's place; then between nodes, among equal places.
 
     A message between nodes is L times as long, and there are L times fewer: 2DH of Tutel (Hwang et al. 2022,
@@ -183,41 +183,41 @@ class HierarchicalExchange:
         self.size = self.local * self.nodes
         self.rank = dist.get_rank(peer_group) * self.local + dist.get_rank(node_group)
 
-    def announce(self, counts_2PH2: Tensor) -> HostCopy:
+    def exchange_counts(self, counts_2PH2: Tensor) -> HostCopy:
         chunks = counts_2PH2.shape[2]
-        leaving_LNH2 = counts_2PH2[0].view(self.local, self.nodes, chunks, 2)
-        middle_LNH2 = torch.empty_like(leaving_LNH2)
-        dist.all_to_all_single(middle_LNH2, leaving_LNH2, group=self.node_group)
+        sent_LNH2 = counts_2PH2[0].view(self.local, self.nodes, chunks, 2)
+        middle_LNH2 = torch.empty_like(sent_LNH2)
+        dist.all_to_all_single(middle_LNH2, sent_LNH2, group=self.node_group)
         middle_NLH2 = middle_LNH2.transpose(0, 1).contiguous()
-        arriving_NLH2 = torch.empty_like(middle_NLH2)
-        dist.all_to_all_single(arriving_NLH2, middle_NLH2, group=self.peer_group)
-        return HostCopy(torch.stack([counts.flatten(0, 1) for counts in (leaving_LNH2, middle_LNH2, arriving_NLH2)]))
+        received_NLH2 = torch.empty_like(middle_NLH2)
+        dist.all_to_all_single(received_NLH2, middle_NLH2, group=self.peer_group)
+        return HostCopy(torch.stack([counts.flatten(0, 1) for counts in (sent_LNH2, middle_LNH2, received_NLH2)]))
 
-    def agree(self, announced: HostCopy) -> tuple[Splits, ...]:
-        return tuple(self._splits(*stages) for stages in zip(*map(_by_chunk, announced.tolist()), strict=True))
+    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
+        return tuple(self._splits(*stages) for stages in zip(*map(_by_chunk, counts.tolist()), strict=True))
 
     def _splits(self, *stages: list[list[int]]) -> Splits:
-        leaving = _rows_of(stages[0], self.local, self.nodes)
+        sent = _rows_of(stages[0], self.local, self.nodes)
         middle = _rows_of(stages[1], self.local, self.nodes)
-        arriving = _rows_of(stages[2], self.nodes, self.local)
-        to_local, from_local = [sum(row) for row in leaving], [sum(row) for row in middle]
-        to_node, from_node = [sum(column) for column in zip(*middle, strict=True)], [sum(row) for row in arriving]
+        received = _rows_of(stages[2], self.nodes, self.local)
+        to_local, from_local = [sum(row) for row in sent], [sum(row) for row in middle]
+        to_node, from_node = [sum(column) for column in zip(*middle, strict=True)], [sum(row) for row in received]
         return Splits(
             sent=sum(to_local),
             received=sum(from_node),
-            received_units=sum(units for _, units in stages[2]),
+            received_choices=sum(choices for _, choices in stages[2]),
             stages=((to_local, from_local), (to_node, from_node)),
             blocks=tuple(map(tuple, middle)),
         )
 
-    def there(self, rows_SD: Tensor, splits: Splits) -> Flight:
+    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
         (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = _all_to_all(rows_SD, to_local, from_local, self.node_group).land()
+        middle = _all_to_all(rows_SD, to_local, from_local, self.node_group).wait()
         return _all_to_all(_transpose_blocks(middle, splits.blocks), to_node, from_node, self.peer_group)
 
-    def back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Flight:
+    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
         (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = _all_to_all(rows_QD, from_node, to_node, self.peer_group).land()
+        middle = _all_to_all(rows_QD, from_node, to_node, self.peer_group).wait()
         by_node = tuple(zip(*splits.blocks, strict=True))
         return _all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group, into)
 
@@ -240,9 +240,9 @@ def _transpose_blocks(rows: Tensor, blocks: tuple[tuple[int, ...], ...]) -> Tens
     return torch.cat([parts[i * inner + j] for j in range(inner) for i in range(len(blocks))])
 
 
-def build_exchange(meshes: Meshes) -> Exchange:
-    """The exchange that a plan asks for."""
+def build_all_to_all(meshes: Meshes) -> AllToAll:
+    """The all-to-all that a plan asks for."""
     if meshes.plan.all_to_all == HIERARCHICAL:
         assert meshes.node_group is not None and meshes.peer_group is not None
-        return HierarchicalExchange(meshes.node_group, meshes.peer_group)
-    return FlatExchange(meshes.expert.get_group())
+        return HierarchicalAllToAll(meshes.node_group, meshes.peer_group)
+    return FlatAllToAll(meshes.expert.get_group())

@@ -1,0 +1,97 @@
+"""The token dispatcher: brings tokens to their experts and the weighted results back. Here, that of one process.
+
+A layer calls `dispatch`, gives what has been sent to its experts, and gives what these send back to `combine`. What
+stands between two of these calls may overlap with messages.
+
+Shapes: T tokens of this process, Q tokens that its experts receive, K choices a token, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from foundry_moe.layers.gates.base import Choices
+from foundry_moe.ops import Routes, plan_routes
+
+
+class ExpertInput(NamedTuple):
+    """Tokens for the experts of this process: x_QD, their combine weights, and the rows of each expert."""
+
+    x_QD: Tensor
+    weights_QK: Tensor | None
+    routes: Routes
+
+
+class Transport(Protocol):
+    """How one chunk of tokens comes to the experts of this process, and its results go back."""
+
+    def receive(self, *tensors: Tensor) -> ExpertInput:
+        """Waits for the tokens. Takes the tensors that `Chunk` holds."""
+        ...
+
+    def send_back(self, y_QD: Tensor) -> Tensor:
+        """Starts the results' way back; a tensor for `TokenDispatcher.combine`."""
+        ...
+
+
+class Chunk(NamedTuple):
+    """A part of the tokens, sent to experts or, as their result, sent back.
+
+    tensors: what gradients flow through. FSDP2's hooks find tensors of a module's inputs and outputs in tuples alone.
+    """
+
+    tensors: tuple[Tensor, ...]
+    transport: Transport
+
+    def receive(self) -> ExpertInput:
+        """The tokens, once they are here."""
+        return self.transport.receive(*self.tensors)
+
+    def send_back(self, y_QD: Tensor) -> Chunk:
+        """Starts the way back of the experts' results for these tokens."""
+        return Chunk((self.transport.send_back(y_QD),), self.transport)
+
+
+class TokenDispatcher(Protocol):
+    """Moves tokens between the processes that experts are divided over."""
+
+    def dispatch(self, x_TD: Tensor, choices: Choices) -> tuple[Chunk, ...]:
+        """Plans where tokens go and sends them there; one chunk at least, with or without tokens in it."""
+        ...
+
+    def combine(self, outputs: tuple[Chunk, ...]) -> Tensor:
+        """Waits for the experts' results: y_TD, the weighted sum of each token's. `outputs`: by chunk, as sent back."""
+        ...
+
+
+class LocalTransport:
+    """Nothing travels."""
+
+    def __init__(self, routes: Routes) -> None:
+        self.routes = routes
+
+    def receive(self, *tensors: Tensor) -> ExpertInput:
+        x_TD, *weights = tensors
+        return ExpertInput(x_TD, weights[0] if weights else None, self.routes)
+
+    def send_back(self, y_QD: Tensor) -> Tensor:
+        return y_QD
+
+
+class LocalDispatcher:
+    """All experts are on this process: one chunk, which stays where it is."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(self, x_TD: Tensor, choices: Choices) -> tuple[Chunk, ...]:
+        routes = choices.routes
+        if routes is None:
+            routes = plan_routes(choices.experts_TK, self.num_experts, choices.rows)
+        return (Chunk((x_TD, choices.weights_TK), LocalTransport(routes)),)
+
+    def combine(self, outputs: tuple[Chunk, ...]) -> Tensor:
+        (output,) = outputs
+        return output.tensors[0]
