@@ -34,7 +34,8 @@ EXTRAS = {
     "gpu": ["nvidia-ml-py>=12"],
 }  # fmt: skip
 
-# LLM Foundry reads the groups `llmfoundry_*`; `foundry_moe_gates` is ours and open to other packages.
+# LLM Foundry reads the groups `llmfoundry_*`. Gates of other packages are entry points of `foundry_moe_gates`; our own
+# are listed in foundry_moe/layers/gates/factory.py.
 ENTRY_POINTS = {
     "console_scripts": ["foundry-moe = foundry_moe.cli:main"],
     "llmfoundry_algorithms": [
@@ -56,17 +57,6 @@ ENTRY_POINTS = {
     "llmfoundry_ffns": ["dmoe = foundry_moe.registry:build_dmoe_ffn"],
     "llmfoundry_attention_implementations": ["sdpa = foundry_moe.registry:sdpa_attention"],
     "llmfoundry_module_init_fns": ["dmoe = foundry_moe.registry:init_moe_module"],
-    "foundry_moe_gates": [
-        "base = foundry_moe.layers.gates.balanced:BaseGate",
-        "dense_to_sparse = foundry_moe.layers.gates.dense_to_sparse:DenseToSparseGate",
-        "expert_choice = foundry_moe.layers.gates.expert_choice:ExpertChoiceGate",
-        "gshard = foundry_moe.layers.gates.gshard:GShardGate",
-        "hash = foundry_moe.layers.gates.hash:HashGate",
-        "hierarchical = foundry_moe.layers.gates.hierarchical:HierarchicalGate",
-        "ktop1 = foundry_moe.layers.gates.ktop1:KTop1Gate",
-        "switch = foundry_moe.layers.gates.switch:SwitchGate",
-        "topk = foundry_moe.layers.gates.topk:TopKGate",
-    ],
 }
 
 packages = find_packages(include=["foundry_moe", "foundry_moe.*"])

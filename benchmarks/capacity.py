@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundry_moe.config import MoEConfig
-from foundry_moe.layers.auxiliary import LoadStatistics
+from foundry_moe.layers.aux_loss import LoadStatistics
 from foundry_moe.layers.context import BatchContext, GateContext
-from foundry_moe.layers.gates.base import Choices, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.moe import DROPPED, MoELayer
-from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.schedule import Progress
 
 # name -> width, microbatch of the paper's MegaBlocks runs; experts are MLPs of 4 D with GELU
 SHAPES = {"MoE-XS": (512, 64), "MoE-Small": (768, 32), "MoE-Medium": (1024, 8)}

@@ -30,7 +30,7 @@ from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.token_dispatcher import Chunk
-from foundry_moe.ops.routes import combine, permute
+from foundry_moe.ops.permute import permute, unpermute
 from foundry_moe.parallel.all_to_all import FlatAllToAll, HostCopy, Splits
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 
@@ -89,8 +89,8 @@ def _between_ranks(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
 def _to_rows(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
     outputs = []
     for chunk in sent:
-        x_QD, weights_QK, routes = chunk.receive()
-        outputs.append(chunk.send_back(combine(permute(x_QD, routes), weights_QK, routes)))
+        x_QD, weights_QK, plan = chunk.receive()
+        outputs.append(chunk.send_back(unpermute(permute(x_QD, plan), weights_QK, plan)))
     return tuple(outputs)
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext, GateContext
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.layers.progress import Progress
-from foundry_moe.ops import plan_routes
+from foundry_moe.layers.schedule import Progress
+from foundry_moe.ops import plan_permute
 
 EXPERTS, TOKENS, WIDTH, HIDDEN, SEQUENCE = 64, 16_384, 2048, 1024, 4096
 GATES: list[tuple[dict[str, Any], int]] = [
@@ -68,7 +68,7 @@ def gate_and_routing(
     """
     given = {} if given is None else given
     choices = layer.gate(x_TD, context)
-    plan_routes(choices.experts_TK, layer.num_experts, choices.rows)
+    plan_permute(choices.experts_TK, layer.num_experts, choices.rows)
     outputs = [choices.weights_TK, *choices.losses.values()]
     outputs = [o for o in outputs if o.requires_grad]
     if outputs:

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from timing import header, in_turn_ms, probabilities
 
-from foundry_moe.ops import plan_routes, routed_mlp
-from foundry_moe.ops.selection import select
+from foundry_moe.ops import expert_mlp, plan_permute
+from foundry_moe.ops.softmax_topk import softmax_topk
 
 # tokens, model width, expert width, experts, top-k, gated
 CASES = {
@@ -38,10 +38,10 @@ CASES = {
 
 
 def ours(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int, memory: str = "save") -> Tensor:
-    chosen = select(logits, k, normalize=True, statistics=False)
-    routes = plan_routes(chosen.experts_TK, w1.shape[0])
+    chosen = softmax_topk(logits, k, normalize=True, statistics=False)
+    plan = plan_permute(chosen.experts_TK, w1.shape[0])
     act = "gelu" if v1 is None else "silu"
-    return routed_mlp(x, chosen.weights_TK, routes, w1, v1, w2, activation=act, backend="blocksparse", memory=memory)
+    return expert_mlp(x, chosen.weights_TK, plan, w1, v1, w2, activation=act, backend="blocksparse", memory=memory)
 
 
 def torch_grouped(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int) -> Tensor:

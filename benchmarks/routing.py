@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from foundry_moe_kernels import permutation, routing
+from foundry_moe_kernels import permute, permute_plan
 from foundry_moe_kernels.topk import topk
 from timing import copy_tb_per_s, geometric_mean, header, median_ms
 
@@ -47,24 +47,24 @@ def report_permutation(name: str, tokens: int, d: int, k: int, experts: int, cop
     """Bytes that must move: each token read or written once, each row once (twice where outputs are read too)."""
     x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
     experts_TK = torch.rand(tokens, experts, device="cuda").topk(k).indices
-    _, _, offsets_E, source_R, row_TK = routing.plan(experts_TK, experts)
+    _, _, offsets_E, source_R, row_TK = permute_plan.plan_permute(experts_TK, experts)
     weights = torch.rand(tokens, k, device="cuda")
     weight_R1 = weights.flatten()[source_R.long(), None].bfloat16()
-    y = permutation.permute(x, row_TK, offsets_E)
+    y = permute.permute(x, row_TK, offsets_E)
     token_R = (source_R // k).long()
     moved = 2 * d * (tokens + tokens * k)
     lines = [
-        ("permute", moved, lambda: permutation.permute(x, row_TK, offsets_E, zero_tail=False), lambda: x[token_R]),
+        ("permute", moved, lambda: permute.permute(x, row_TK, offsets_E, zero_tail=False), lambda: x[token_R]),
         (
             "un-permute",
             moved,
-            lambda: permutation.combine(y, weights, row_TK),
+            lambda: permute.unpermute(y, weights, row_TK),
             lambda: torch.zeros_like(x).index_add_(0, token_R, y * weight_R1),
         ),
         (
             "un-permute backward",
             moved + 2 * d * tokens * k,
-            lambda: permutation.combine_backward(x, y, weights, row_TK, offsets_E),
+            lambda: permute.unpermute_backward(x, y, weights, row_TK, offsets_E),
             None,
         ),
     ]
@@ -73,7 +73,7 @@ def report_permutation(name: str, tokens: int, d: int, k: int, experts: int, cop
         theirs = f"{graph_ms(base):.3f}" if base else ""
         rate = size / ms / 1e9
         print(f"| {name} {label} | {ms:.3f} | {rate:.2f} | {rate / copy:.2f} | {theirs} |", flush=True)
-    plan_ms = graph_ms(lambda: routing.plan(experts_TK, experts))
+    plan_ms = graph_ms(lambda: permute_plan.plan_permute(experts_TK, experts))
     sort_ms = graph_ms(lambda: torch.sort(experts_TK.flatten(), stable=True))
     print(f"| {name} plan | {plan_ms:.3f} | | | {sort_ms:.3f} (its sort alone) |", flush=True)
 

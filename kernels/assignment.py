@@ -1,6 +1,7 @@
-"""The steps of BASE's assignment: prices by dual ascent, bids, and who keeps a place; one launch each.
+"""The steps of BASE's assignment: prices by dual ascent, bids, and who keeps a slot; one launch each.
 
-The twins are in `foundry_moe.ops.assignment`, which has the algorithm. No atomics: the same input gives the same bits.
+The plain twins are in `foundry_moe.ops.assignment`, which has the algorithm. No atomics: the same input gives the
+same bits.
 
 Shapes: T tokens, E experts, P parts that the tokens are summed in.
 """
@@ -107,7 +108,7 @@ def bid(
     values_TE: Tensor, price_E: Tensor, room_E: Tensor, expert_T: Tensor, bid_T: Tensor, *,
     most: Tensor, epsilon: float, final: bool,
 ) -> None:  # fmt: skip
-    """Tokens without a place (expert E) take their best offer, the lower expert of equal ones; in place.
+    """Tokens without a slot (expert E) take their best offer, the lower expert of equal ones; in place.
 
     Args:
         room_E: int32; read where `final`: only experts with room are looked at then.
@@ -141,7 +142,7 @@ def _settle_kernel(expert_ptr, bid_ptr, room_ptr, price_ptr, load_ptr, tokens, n
     for start in range(0, tokens, TOKENS):
         _t, mine, _bid, _key = _mine(expert_ptr, bid_ptr, start, tokens, TOKENS)
         load += tl.sum(mine.to(tl.int32), axis=0)
-    # the lowest bid that keeps a place, bit by bit: the largest key that `room` bids reach
+    # the lowest bid that keeps a slot, bit by bit: the largest key that `room` bids reach
     threshold = tl.full((), 0, tl.uint32)
     above = 0
     if load > room:

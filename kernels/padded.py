@@ -1,8 +1,8 @@
-"""The padded layout of token dropping: the place of each choice, and tokens copied to their places.
+"""The padded layout of token dropping: the slot of each choice, and tokens copied to their slots.
 
-Each place is written once, by the program that reads its token; places that nobody has are written as zeros.
+Each slot is written once, by the program that reads its token; slots that nobody has are written as zeros.
 
-Shapes: T tokens, K choices, A = T * K assignments, E experts, C places of an expert, R = E * C rows, D model width.
+Shapes: T tokens, K choices, A = T * K assignments, E experts, C slots of an expert, R = E * C rows, D model width.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels import routing
+from foundry_moe_kernels import permute_plan
 from torch import Tensor
 
 
 @triton.jit
-def _place_kernel(
-    experts_ptr, sorted_row_ptr, ends_ptr, order_ptr, experts_out, row_ptr, source_ptr, tokens, choices, places,
+def _slot_kernel(
+    experts_ptr, sorted_row_ptr, ends_ptr, order_ptr, experts_out, row_ptr, source_ptr, tokens, choices, capacity,
     ORDERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tokens * choices
     expert = tl.load(experts_ptr + i, mask=inside, other=-1)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    place = tl.load(sorted_row_ptr + i, mask=inside, other=-1) - first
-    kept = (expert >= 0) & (place < places)
-    # `i` counts choices in the order in which they are given places
+    slot = tl.load(sorted_row_ptr + i, mask=inside, other=-1) - first
+    kept = (expert >= 0) & (slot < capacity)
+    # `i` counts choices in the order in which they are given slots
     by_choice = tl.load(order_ptr + i, mask=inside, other=0).to(tl.int32) if ORDERED else i
     assignment = by_choice % tokens * choices + by_choice // tokens
-    row = expert * places + place
+    row = expert * capacity + slot
     tl.store(row_ptr + assignment, tl.where(kept, row, -1), mask=inside)
     tl.store(experts_out + assignment, tl.where(kept, expert, -1), mask=inside)
     tl.store(source_ptr + row, assignment, mask=kept)
@@ -48,7 +48,7 @@ def _gather_kernel(
 
 
 class Sorted:
-    """Choices sorted by expert, in the order in which they are given places: what `place` needs beside C.
+    """Choices sorted by expert, in the order in which they are given slots: what `assign_slots` needs beside C.
 
     Args:
         experts_TK: integers in [-1, E).
@@ -61,22 +61,22 @@ class Sorted:
             experts_A = experts_A[order_A]
         self.tokens, self.choices = experts_TK.shape
         self.order_A = order_A
-        self.experts_A, self.loads_E, self.offsets_E, _, self.row_A = routing.plan(
+        self.experts_A, self.loads_E, self.offsets_E, _, self.row_A = permute_plan.plan_permute(
             experts_A.contiguous()[:, None], num_experts
         )
 
-    def place(self, places: int) -> tuple[Tensor, Tensor, Tensor]:
-        """int32: experts_TK and row_TK (e * C + place), both -1 for who has no place, and source_R (-1: nobody's)."""
+    def assign_slots(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """int32: experts_TK and row_TK (e * C + slot), both -1 for who has no slot, and source_R (-1: nobody's)."""
         shape, device = (self.tokens, self.choices), self.experts_A.device
         experts_TK = torch.empty(shape, dtype=torch.int32, device=device)
         row_TK = torch.empty_like(experts_TK)
-        rows = self.loads_E.shape[0] * places
+        rows = self.loads_E.shape[0] * capacity
         source_R = torch.full((rows,), -1, dtype=torch.int32, device=device)
         if experts_TK.numel():
             block = 256
-            _place_kernel[(triton.cdiv(experts_TK.numel(), block),)](
+            _slot_kernel[(triton.cdiv(experts_TK.numel(), block),)](
                 self.experts_A, self.row_A, self.offsets_E, self.order_A, experts_TK, row_TK, source_R,
-                self.tokens, self.choices, places, ORDERED=self.order_A is not None, BLOCK=block,
+                self.tokens, self.choices, capacity, ORDERED=self.order_A is not None, BLOCK=block,
             )  # fmt: skip
         return experts_TK, row_TK, source_R
 

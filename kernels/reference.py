@@ -117,7 +117,7 @@ def weight_gradient(a_PRM: Tensor, b_RN: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def permute(x_TD: Tensor, row_TK: Tensor) -> Tensor:
-    """Twin of `permutation.permute`, rows past the end zero."""
+    """Twin of `permute.permute`, rows past the end zero."""
     tokens, choices = row_TK.shape
     x_RD = x_TD.new_zeros(tokens * choices, x_TD.shape[1])
     for k in range(choices):
@@ -126,16 +126,16 @@ def permute(x_TD: Tensor, row_TK: Tensor) -> Tensor:
     return x_RD
 
 
-def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
-    """Twin of `permutation.combine`."""
+def unpermute(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+    """Twin of `permute.unpermute`."""
     taken_TKD = y_RD[row_TK.clamp(min=0).long()].masked_fill((row_TK < 0)[..., None], 0)
     if weights_TK is not None:
         taken_TKD = taken_TKD * weights_TK[..., None].to(taken_TKD.dtype)
     return taken_TKD.sum(1)
 
 
-def combine_backward(dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Twin of `permutation.combine_backward`."""
+def unpermute_backward(dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of `permute.unpermute_backward`."""
     dy_RD = torch.zeros_like(y_RD)
     dweights_TK = torch.zeros_like(weights_TK)
     for k in range(row_TK.shape[1]):
@@ -163,8 +163,8 @@ def sparsity(tokens_per_expert_E: Tensor, num_rows: int, widths: list[int]) -> T
     return expand(ones, tokens_per_expert_E, num_rows, widths) > 0
 
 
-def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Twin of `routing.plan`."""
+def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Twin of `permute_plan.plan_permute`."""
     expert_A = experts_TK.reshape(-1).long()
     key_A = torch.where(expert_A >= 0, expert_A, num_experts)
     order_A = torch.sort(key_A, stable=True).indices
@@ -187,35 +187,3 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
     elif softmax == "chosen":
         values_TK = torch.softmax(values_TK, -1)
     return values_TK, experts_TK
-
-
-def departures(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Twin of `departures.count` and `departures.place`: counts_PH2 (the first half), row_TC, packed (used rows)."""
-    experts_TK = experts_TK.long()
-    tokens, choices = experts_TK.shape
-    rank_TK = torch.where(experts_TK >= 0, experts_TK // local_experts, -1)
-    rank_P = torch.arange(ranks, device=experts_TK.device)
-    slot_P = (rank_P % (ranks // nodes)) * nodes + rank_P // (ranks // nodes)
-    hits_TKP = rank_TK[:, :, None] == rank_P
-    by_slot_P = torch.argsort(slot_P)
-    chunk_tokens = max(-(-tokens // chunks), 1)
-    chunk_TH = torch.arange(tokens, device=experts_TK.device)[:, None] // chunk_tokens == torch.arange(
-        chunks, device=experts_TK.device
-    )
-    present_TPH = hits_TKP.any(1)[:, by_slot_P, None] & chunk_TH[:, None]
-    choices_TPH = hits_TKP.sum(1)[:, by_slot_P, None] * chunk_TH[:, None]
-    counts_PH2 = torch.stack([present_TPH.sum(0), choices_TPH.sum(0)], dim=2)
-    flat = present_TPH.permute(2, 1, 0).reshape(-1)
-    row_HST = torch.where(flat, flat.cumsum(0) - 1, -1).view(chunks, ranks, tokens)
-    row_TP = row_HST.amax(0)[slot_P].T
-    row_TC = row_TP
-    if ranks > choices:
-        first_TKP = hits_TKP & (hits_TKP.cumsum(1) == 1)
-        row_TC = torch.where(first_TKP.any(-1), (row_TP[:, None] * first_TKP).sum(-1), -1)
-    token, rank = (row_TP >= 0).nonzero(as_tuple=True)
-    local = torch.where(rank_TK[token] == rank[:, None], experts_TK[token] - rank[:, None] * local_experts, -1)
-    packed = torch.empty(len(token), 2 * choices, dtype=weights_TK.dtype, device=weights_TK.device)
-    packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
-    return counts_PH2, row_TC.int().contiguous(), packed

@@ -63,7 +63,7 @@ def own_imports(path: Path) -> set[str]:
     """The modules of this package that a file imports, as `name_of` names them."""
     known = {name_of(other) for other in modules()}
     ours = {full.removeprefix("foundry_moe.") for full in imports_of(path) if full.startswith("foundry_moe.")}
-    # of `from foundry_moe.ops import plan_routes` the package's `__init__` is what is imported
+    # of `from foundry_moe.ops import plan_permute` the package's `__init__` is what is imported
     return {name if name in known else name.rpartition(".")[0] or "__init__" for name in ours} - {name_of(path)}
 
 

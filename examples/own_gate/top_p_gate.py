@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.gates import Choices, Gate
-from foundry_moe.layers.gates.base import LinearGate
+from foundry_moe.layers.gates.gate import LinearGate
 
 
 class TopPGate(LinearGate):

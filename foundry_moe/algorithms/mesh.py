@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.config import MeshConfig, check_compilation, from_mapping, with_keys
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.parallel.blocks import compile_blocks, prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm, clip_value
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.parallel.placement import Placement, parallelize
+from foundry_moe.parallel.transformer_blocks import compile_blocks, prefetch_in_order
 
 log = logging.getLogger(__name__)
 

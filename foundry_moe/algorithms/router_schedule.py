@@ -16,12 +16,12 @@ from torch import Tensor
 
 from foundry_moe.algorithms.mesh import count_samples
 from foundry_moe.layers.context import BatchContext, stay, unchanged
+from foundry_moe.layers.gate_updates import note_loads, step_gates
 from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.layers.progress import Progress
-from foundry_moe.layers.steps import note_loads, step_gates
+from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.same_run import check_model, describe_model
-from foundry_moe.parallel.sharing import RankSums
+from foundry_moe.parallel.gate_collectives import GateCollectives
 
 _EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 
@@ -131,7 +131,7 @@ def _share(context: BatchContext) -> None:
     """Gives gates all ranks, where nobody has given them any."""
     if dist.get_world_size() == 1:
         return
-    ranks = RankSums()
+    ranks = GateCollectives()
     if context.sum_over_ranks is unchanged:
         context.sum_over_ranks = ranks.sum
     if context.max_over_ranks is unchanged:

@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from foundry_moe.config import MeshConfig, MoEConfig
+from foundry_moe.layers.gate_updates import note_loads, step_gates
 from foundry_moe.layers.lookup import batch_context, moe_layers
-from foundry_moe.layers.progress import Progress
-from foundry_moe.layers.steps import note_loads, step_gates
+from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.parallel.blocks import prefetch_in_order
 from foundry_moe.parallel.gradients import clip_norm
 from foundry_moe.parallel.placement import parallelize, replace_parameters
+from foundry_moe.parallel.transformer_blocks import prefetch_in_order
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, POSITIONS, SEQUENCES, STEPS = 40, 16, 24, 2, 6, 12, 3
 LEARNING_RATE = 0.01

@@ -27,7 +27,7 @@ from foundry_moe.config import (
     section,
 )
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
-from foundry_moe.layers.gates.registry import check_gate
+from foundry_moe.layers.gates.factory import check_gate
 
 MODEL = "dmoe_causal_lm"
 # our names, by the entry-point group in which LLM Foundry looks them up

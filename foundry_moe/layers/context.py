@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.layers.token_dispatcher import Chunk
-from foundry_moe.ops import routed_mlp
+from foundry_moe.ops import expert_mlp
 from foundry_moe.ops.activations import POINTWISE
 
 
@@ -80,13 +80,13 @@ class Experts(nn.Module):
         v1_EFD = self.local(self.v1_EFD) if self.v1_EFD is not None else None
         outputs = []
         for chunk in sent:
-            x_QD, weights_QK, routes = chunk.receive()
+            x_QD, weights_QK, plan = chunk.receive()
             if not torch.is_autocast_enabled(x_QD.device.type):
                 x_QD = x_QD.to(w1_EFD.dtype)  # as FSDP2 casts inputs, but it does not see what is received here
-            y_QD = routed_mlp(
+            y_QD = expert_mlp(
                 x_QD,
                 weights_QK,
-                routes,
+                plan,
                 w1_EFD,
                 v1_EFD,
                 w2_EDF,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import MoEConfig
-from foundry_moe.layers.auxiliary import LoadStatistics, attach
+from foundry_moe.layers.aux_loss import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts, SharedExpert
-from foundry_moe.layers.gates.base import Choices
-from foundry_moe.layers.gates.registry import build_gate, resolve_losses
+from foundry_moe.layers.gates.factory import build_gate, resolve_losses
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.topk import count_choices
@@ -129,7 +129,7 @@ class MoELayer(nn.Module):
         wanted_TK = choices.experts_TK
         if mask_T is not None:
             wanted_TK = wanted_TK.masked_fill(~mask_T[:, None], -1)
-        routes = plan_padded(
+        plan = plan_padded(
             wanted_TK,
             self.num_experts,
             top_k=self.config.top_k,
@@ -137,8 +137,8 @@ class MoELayer(nn.Module):
             weights_TK=choices.weights_TK if self.config.drop == "weight" else None,
         )
         wanted = (wanted_TK >= 0).sum()
-        dropped = (wanted - (routes.row_TK >= 0).sum()) / wanted.clamp(min=1)
-        return Choices(experts_TK=routes.experts_TK, weights_TK=choices.weights_TK, routes=routes), dropped
+        dropped = (wanted - (plan.row_TK >= 0).sum()) / wanted.clamp(min=1)
+        return Choices(experts_TK=plan.experts_TK, weights_TK=choices.weights_TK, plan=plan), dropped
 
     def _attach(self, y_TD: Tensor, measured: dict[str, Tensor], choices: Choices, mask_T: Tensor | None) -> Tensor:
         """Adds the weighted auxiliary losses to the graph of `y_TD`, and the loads to the statistics."""

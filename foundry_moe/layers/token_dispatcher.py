@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from foundry_moe.layers.gates.base import Choices
-from foundry_moe.ops import Routes, plan_routes
+from foundry_moe.layers.gates.gate import Choices
+from foundry_moe.ops import PermutePlan, plan_permute
 
 
 class ExpertInput(NamedTuple):
@@ -21,7 +21,7 @@ class ExpertInput(NamedTuple):
 
     x_QD: Tensor
     weights_QK: Tensor | None
-    routes: Routes
+    plan: PermutePlan
 
 
 class Transport(Protocol):
@@ -69,12 +69,12 @@ class TokenDispatcher(Protocol):
 class LocalTransport:
     """Nothing travels."""
 
-    def __init__(self, routes: Routes) -> None:
-        self.routes = routes
+    def __init__(self, plan: PermutePlan) -> None:
+        self.plan = plan
 
     def receive(self, *tensors: Tensor) -> ExpertInput:
         x_TD, *weights = tensors
-        return ExpertInput(x_TD, weights[0] if weights else None, self.routes)
+        return ExpertInput(x_TD, weights[0] if weights else None, self.plan)
 
     def send_back(self, y_QD: Tensor) -> Tensor:
         return y_QD
@@ -87,10 +87,10 @@ class LocalDispatcher:
         self.num_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, choices: Choices) -> tuple[Chunk, ...]:
-        routes = choices.routes
-        if routes is None:
-            routes = plan_routes(choices.experts_TK, self.num_experts, choices.rows)
-        return (Chunk((x_TD, choices.weights_TK), LocalTransport(routes)),)
+        plan = choices.plan
+        if plan is None:
+            plan = plan_permute(choices.experts_TK, self.num_experts, choices.rows)
+        return (Chunk((x_TD, choices.weights_TK), LocalTransport(plan)),)
 
     def combine(self, outputs: tuple[Chunk, ...]) -> Tensor:
         (output,) = outputs

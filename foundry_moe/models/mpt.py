@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig, from_mapping
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
-from foundry_moe.layers.gates.base import Gate
+from foundry_moe.layers.gates.gate import Gate
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.conversion import apply_dmoe

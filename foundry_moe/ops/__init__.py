@@ -1,6 +1,6 @@
 """Differentiable operations of an MoE layer, and the choice of backend that computes them."""
 
-from foundry_moe.ops.mlp import routed_mlp
-from foundry_moe.ops.routes import Routes, combine, permute, plan_routes
+from foundry_moe.ops.mlp import expert_mlp
+from foundry_moe.ops.permute import PermutePlan, permute, plan_permute, unpermute
 
-__all__ = ["Routes", "combine", "permute", "plan_routes", "routed_mlp"]
+__all__ = ["PermutePlan", "expert_mlp", "permute", "plan_permute", "unpermute"]

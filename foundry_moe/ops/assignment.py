@@ -1,8 +1,8 @@
 """The linear assignment of BASE layers: every expert gets the same number of tokens, and the scores' sum is large.
 
 Three steps, all on the scores' device: smoothed dual ascent finds prices of experts at which loads are nearly
-even; auction rounds (Bertsekas 1988; Bertsekas and Castanon 1989 for experts with many equal places) raise prices
-until tokens that compete for a place agree; what is left after the allowed rounds goes, by largest regret first,
+even; auction rounds (Bertsekas 1988; Bertsekas and Castanon 1989 for experts with many equal slots) raise prices
+until tokens that compete for a slot agree; what is left after the allowed rounds goes, by largest regret first,
 to experts with room. Knows nothing of gates or ranks.
 
 If the auction ends by itself, the sum is within T * epsilon of the optimum: each token is within epsilon of its
@@ -20,7 +20,8 @@ import torch
 from foundry_moe_kernels import assignment as kernels
 from torch import Tensor
 
-from foundry_moe.ops.places import places
+from foundry_moe.ops.operators import on_gpu
+from foundry_moe.ops.positions import positions_in_expert
 
 _ASCENT_STEPS = 40
 _WARM, _COLD = 1.0, 0.01  # temperatures of the ascent, in deviations of the scores
@@ -51,8 +52,8 @@ def assign(
     room_E = (real // experts + (torch.arange(experts, device=device) < real % experts)).int()
     values_TE = _standardise(scores_TE.float(), mask_T)
     values_TE = values_TE.masked_fill(room_E == 0, -torch.inf)
-    expert_T = torch.where(mask_T, experts, -1).int()  # E: a token without a place
-    steps = kernels if scores_TE.is_cuda else _Twins
+    expert_T = torch.where(mask_T, experts, -1).int()  # E: a token without a slot
+    steps = kernels if on_gpu()(scores_TE) else Plain
     price_E = steps.ascend(values_TE, expert_T, room_E.float().clamp(min=1).log(), _TEMPERATURES)
     _auction(steps, values_TE, price_E, expert_T, room_E, epsilon, rounds)
     _fill(steps, values_TE, price_E, expert_T, room_E)
@@ -65,7 +66,7 @@ def _(scores_TE, mask_T=None, *, epsilon=0.01, rounds=16):  # type: ignore[no-un
 
 
 def _standardise(scores_TE: Tensor, mask_T: Tensor) -> Tensor:
-    """Each token's scores less their mean, over the deviation of all: what is the same for all experts is no matter."""
+    """Each token's scores less their mean, over the deviation of all: a constant for all experts changes nothing."""
     centred_TE = scores_TE - scores_TE.mean(1, keepdim=True)
     real = mask_T.sum().clamp(min=1)
     deviation = (centred_TE.square().mean(1) * mask_T).sum().div(real).sqrt()
@@ -75,9 +76,9 @@ def _standardise(scores_TE: Tensor, mask_T: Tensor) -> Tensor:
 def _auction(
     steps: Any, values_TE: Tensor, price_E: Tensor, expert_T: Tensor, room_E: Tensor, epsilon: float, rounds: int | None
 ) -> None:
-    """Rounds of bids until every token has a place; `price_E` and `expert_T` are changed in place."""
+    """Rounds of bids until every token has a slot; `price_E` and `expert_T` are changed in place."""
     experts = room_E.shape[0]
-    # no offer is worth more than all there is to gain: bids stay finite where only one expert has room
+    # a bound on any gain, so that bids stay finite where only one expert has room
     finite_TE = values_TE.masked_fill(values_TE == -torch.inf, 0)
     most = finite_TE.max() - finite_TE.min()
     bid_T = torch.zeros_like(values_TE[:, 0])
@@ -91,24 +92,24 @@ def _auction(
 
 
 def _fill(steps: Any, values_TE: Tensor, price_E: Tensor, expert_T: Tensor, room_E: Tensor) -> None:
-    """Gives every token without a place one at an expert with room; nobody moves, so each round fills an expert."""
+    """Gives every token without a slot one at an expert with room; nobody moves, so each round fills an expert."""
     experts = room_E.shape[0]
     load_E1 = torch.zeros(experts + 1, dtype=torch.int32, device=expert_T.device)
-    housed_T = torch.where(expert_T < 0, experts, expert_T).long()
-    left_E = room_E - load_E1.scatter_add(0, housed_T, torch.ones_like(expert_T))[:experts]
+    assigned_T = torch.where(expert_T < 0, experts, expert_T).long()
+    left_E = room_E - load_E1.scatter_add(0, assigned_T, torch.ones_like(expert_T))[:experts]
     regret_T = torch.zeros_like(values_TE[:, 0])
     for step in range(experts):
-        homeless_T = expert_T == experts
-        if step % 2 == 0 and not bool(homeless_T.any()):
+        unassigned_T = expert_T == experts
+        if step % 2 == 0 and not bool(unassigned_T.any()):
             break
-        wanted_T = torch.where(homeless_T, experts, -1).int()
+        wanted_T = torch.where(unassigned_T, experts, -1).int()
         steps.bid(values_TE, price_E, left_E, wanted_T, regret_T, most=price_E[0], epsilon=0.0, final=True)
         left_E = (left_E - steps.settle(wanted_T, regret_T, left_E, torch.zeros_like(price_E))).clamp(min=0)
-        expert_T.copy_(torch.where(homeless_T, wanted_T, expert_T))
+        expert_T.copy_(torch.where(unassigned_T, wanted_T, expert_T))
 
 
-class _Twins:
-    """What `foundry_moe_kernels.assignment` does, in plain torch; arguments and results are explained there."""
+class Plain:
+    """The plain twins of `foundry_moe_kernels.assignment`; arguments and results are explained there."""
 
     @staticmethod
     def ascend(values_TE: Tensor, expert_T: Tensor, log_room_E: Tensor, temperatures: list[float]) -> Tensor:
@@ -140,8 +141,8 @@ class _Twins:
     def settle(expert_T: Tensor, bid_T: Tensor, room_E: Tensor, price_E: Tensor) -> Tensor:
         experts = room_E.shape[0]
         bin_T = torch.where(expert_T < 0, experts, expert_T).long()
-        place_T, load_E1 = places(bin_T, experts, bid_T)
-        outbid_T = (bin_T < experts) & (place_T >= torch.cat([room_E, room_E[:1]])[bin_T])
+        position_T, load_E1 = positions_in_expert(bin_T, experts, bid_T)
+        outbid_T = (bin_T < experts) & (position_T >= torch.cat([room_E, room_E[:1]])[bin_T])
         kept_T = torch.where(outbid_T, experts, bin_T)
         lowest_E1 = torch.full((experts + 1,), torch.inf, dtype=bid_T.dtype, device=bid_T.device)
         lowest_E = lowest_E1.scatter_reduce(0, kept_T, bid_T, "amin")[:experts]

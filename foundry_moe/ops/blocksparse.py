@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foundry_moe.ops import expert_steps as steps
 from foundry_moe.ops.operators import differentiable, operator
-from foundry_moe.ops.routes import Routes
+from foundry_moe.ops.permute import PermutePlan
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -172,7 +172,7 @@ def _save_down(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     try:
-        z_PRF, w2_EDF, weights_TK, *places = ctx.saved_tensors
+        z_PRF, w2_EDF, weights_TK, *rows = ctx.saved_tensors
     except RuntimeError as error:  # autograd's check of versions
         if not getattr(ctx, "spent", False):
             raise
@@ -182,7 +182,7 @@ def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         ) from error
     ctx.spent = True
     dz_PRF = z_PRF.detach()  # the same memory and version: what autograd kept is now the gradient
-    dw2_EDF, dweights_TK = _down_backward_(dy_TD, dz_PRF, w2_EDF, weights_TK, *places, ctx.activation)
+    dw2_EDF, dweights_TK = _down_backward_(dy_TD, dz_PRF, w2_EDF, weights_TK, *rows, ctx.activation)
     return dz_PRF, None, dw2_EDF, None if weights_TK is None else dweights_TK, None, None, None, None, None
 
 
@@ -225,17 +225,17 @@ def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-def routed_mlp(
+def blocksparse_mlp(
     x_TD: Tensor,
     weights_TK: Tensor | None,
-    routes: Routes,
+    plan: PermutePlan,
     w1_EFD: Tensor,
     v1_EFD: Tensor | None,
     w2_EDF: Tensor,
     activation: str,
     memory: str,
 ) -> Tensor:
-    """y_TD: what `foundry_moe.ops.routed_mlp` says, for operands it has checked.
+    """y_TD: what `foundry_moe.ops.expert_mlp` says, for operands it has checked.
 
     Raises:
         ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.
@@ -247,9 +247,9 @@ def routed_mlp(
             raise ValueError(
                 f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
             )
-    packed = _pack_rows(routes.offsets_E, routes.num_rows)
-    places = (routes.source_R, routes.row_TK, routes.offsets_E, packed)
+    packed = _pack_rows(plan.offsets_E, plan.num_rows)
+    rows = (plan.source_R, plan.row_TK, plan.offsets_E, packed)
     if memory == "recompute":
-        return expert_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *places, activation)
-    z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *places, activation)
-    return expert_down(z_PRF, h_RF, w2_EDF, weights_TK, *places, activation)
+        return expert_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *rows, activation)
+    z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *rows, activation)
+    return expert_down(z_PRF, h_RF, w2_EDF, weights_TK, *rows, activation)

@@ -10,7 +10,7 @@ GLU: gate, up; else 1).
 from __future__ import annotations
 
 import torch
-from foundry_moe_kernels import expert_products, permutation, products, reference
+from foundry_moe_kernels import expert_products, permute, products, reference
 from foundry_moe_kernels.expert_products import Tokens
 from foundry_moe_kernels.topology import Topology, build_topology
 from torch import Tensor
@@ -55,7 +55,7 @@ def up(
     if tokens is not None:
         ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         return expert_products.up(tokens, w1_EFD, v1_EFD, ragged, activation)
-    x_RD = permutation.permute(x_TD, row_TK, offsets_E, rows, zero_tail=False)
+    x_RD = permute.permute(x_TD, row_TK, offsets_E, rows, zero_tail=False)
     if _fused(weights):
         ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         return expert_products.up(x_RD, w1_EFD, v1_EFD, ragged, activation)
@@ -76,7 +76,7 @@ def down(
         y_RD = expert_products.rows_product(h_RF[None], (w2_EDF,), ragged, transposed=True)
     else:
         y_RD = products.dsd(h_RF, w2_EDF, _topology(offsets_E, rows, w2_EDF.shape[2]), trans_b=True)
-    return permutation.combine(y_RD, weights_TK, row_TK)
+    return permute.unpermute(y_RD, weights_TK, row_TK)
 
 
 def down_backward_(
@@ -94,7 +94,7 @@ def down_backward_(
     rows = z_PRF.shape[1]
     if rows == 0:
         return torch.zeros_like(w2_EDF), _like_weights(weights_TK, row_TK, dy_TD).zero_()
-    dy_RD = permutation.permute(dy_TD, row_TK, offsets_E, rows, zero_tail=False)
+    dy_RD = permute.permute(dy_TD, row_TK, offsets_E, rows, zero_tail=False)
     if _fused((w2_EDF,)):
         ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         h_RF, dots = expert_products.down_backward_(dy_RD, w2_EDF, z_PRF, ragged, activation, weights_TK, source_R)
@@ -116,7 +116,7 @@ def down_backward_(
     if weights_TK is None:
         return dw2_EDF, _like_weights(weights_TK, row_TK, dy_TD)
     assert dots is not None
-    return dw2_EDF, permutation.gather_dots(dots, row_TK, weights_TK.dtype)
+    return dw2_EDF, permute.gather_dots(dots, row_TK, weights_TK.dtype)
 
 
 def _like_weights(weights_TK: Tensor | None, row_TK: Tensor, like: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def up_backward(
             assert topology is not None
             parts = [products.dsd(dz, weight, topology).float() for dz, weight in zip(dz_PRF, weights, strict=True)]
             dx_RD = sum(parts[1:], parts[0]).to(x_TD.dtype)
-        dx_TD = permutation.combine(dx_RD, None, row_TK)
+        dx_TD = permute.unpermute(dx_RD, None, row_TK)
         del dx_RD
     dw_PEFD = torch.empty(len(weights), experts, hidden, width, dtype=w1_EFD.dtype, device=w1_EFD.device)
     if ragged is not None and copied_RD is not None:
@@ -168,7 +168,7 @@ def up_backward(
     halves = 2 if rows * width * x_TD.element_size() > _GATHER_BYTES and width % 512 == 0 else 1
     for part in range(halves):
         columns = slice(part * width // halves, (part + 1) * width // halves)
-        x_RD = permutation.permute(x_TD[:, columns], row_TK, offsets_E, rows, zero_tail=False)
+        x_RD = permute.permute(x_TD[:, columns], row_TK, offsets_E, rows, zero_tail=False)
         if ragged is not None:
             expert_products.weight_gradient(dz_PRF, x_RD, ragged, out=dw_PEFD[..., columns])
         else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.ops.activations import POINTWISE
-from foundry_moe.ops.routes import Routes
+from foundry_moe.ops.permute import PermutePlan
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -20,12 +20,12 @@ def is_available(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-def expert_mlp(
-    x_RD: Tensor, routes: Routes, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, activation: str
+def grouped_mlp(
+    x_RD: Tensor, plan: PermutePlan, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, activation: str
 ) -> Tensor:
     """y_RD [R, D]; rows past the end are undefined."""
     act = POINTWISE[activation]
-    offsets_E = routes.offsets_E
+    offsets_E = plan.offsets_E
     h_RF = act(torch._grouped_mm(x_RD, w1_EFD.transpose(1, 2), offs=offsets_E))
     if v1_EFD is not None:
         h_RF = h_RF * torch._grouped_mm(x_RD, v1_EFD.transpose(1, 2), offs=offsets_E)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from foundry_moe.ops import blocksparse, grouped, padded, reference
 from foundry_moe.ops.activations import POINTWISE
-from foundry_moe.ops.routes import Routes, combine, permute
+from foundry_moe.ops.permute import PermutePlan, permute, unpermute
 
-_EXPERT_MLPS = {"grouped": grouped.expert_mlp, "reference": reference.expert_mlp}
+_EXPERT_MLPS = {"grouped": grouped.grouped_mlp, "reference": reference.reference_mlp}
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -37,7 +37,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 
 
 def _check(
-    x_TD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, routes: Routes, activation: str
+    x_TD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, plan: PermutePlan, activation: str
 ) -> None:
     experts, hidden, width = w1_EFD.shape
     if x_TD.dim() != 2 or x_TD.shape[1] != width:
@@ -46,16 +46,16 @@ def _check(
         raise ValueError(f"w2_EDF {tuple(w2_EDF.shape)} must be {(experts, width, hidden)} to fit w1_EFD")
     if v1_EFD is not None and v1_EFD.shape != w1_EFD.shape:
         raise ValueError(f"v1_EFD {tuple(v1_EFD.shape)} must have w1_EFD's shape {tuple(w1_EFD.shape)}")
-    if routes.num_experts != experts:
-        raise ValueError(f"routes are for {routes.num_experts} experts, the weights for {experts}")
+    if plan.num_experts != experts:
+        raise ValueError(f"the plan is for {plan.num_experts} experts, the weights for {experts}")
     if activation not in POINTWISE:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(POINTWISE)}")
 
 
-def routed_mlp(
+def expert_mlp(
     x_TD: Tensor,
     weights_TK: Tensor | None,
-    routes: Routes,
+    plan: PermutePlan,
     w1_EFD: Tensor,
     v1_EFD: Tensor | None,
     w2_EDF: Tensor,
@@ -72,7 +72,7 @@ def routed_mlp(
     Args:
         x_TD: [T, D].
         weights_TK: combine weights [T, K], any float dtype; None = all one.
-        routes: from `plan_routes`, or from `plan_padded`: then batched products, whatever the backend.
+        plan: from `plan_permute`, or from `plan_padded`: then batched products, whatever the backend.
         w1_EFD, v1_EFD: [E, F, D]; v1_EFD None = an MLP without gate.
         w2_EDF: [E, D, F].
         activation: a name in `foundry_moe.ops.activations.POINTWISE`.
@@ -82,21 +82,21 @@ def routed_mlp(
     Raises:
         ValueError: shapes that do not fit, an unknown activation, a backend that cannot run here.
     """
-    _check(x_TD, w1_EFD, v1_EFD, w2_EDF, routes, activation)
+    _check(x_TD, w1_EFD, v1_EFD, w2_EDF, plan, activation)
     device_type = x_TD.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         x_TD, w1_EFD, w2_EDF = x_TD.to(dtype), w1_EFD.to(dtype), w2_EDF.to(dtype)
         v1_EFD = v1_EFD.to(dtype) if v1_EFD is not None else None
         with torch.autocast(device_type, enabled=False):
-            return _compute(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
-    return _compute(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
+            return _compute(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
+    return _compute(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
 
 
 def _compute(
     x_TD: Tensor,
     weights_TK: Tensor | None,
-    routes: Routes,
+    plan: PermutePlan,
     w1_EFD: Tensor,
     v1_EFD: Tensor | None,
     w2_EDF: Tensor,
@@ -104,10 +104,10 @@ def _compute(
     backend: str,
     memory: str,
 ) -> Tensor:
-    if routes.places is not None:
-        return padded.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation)
+    if plan.capacity is not None:
+        return padded.padded_mlp(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation)
     chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
     if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
-        return blocksparse.routed_mlp(x_TD, weights_TK, routes, w1_EFD, v1_EFD, w2_EDF, activation, memory)
-    y_RD = _EXPERT_MLPS[chosen](permute(x_TD, routes), routes, w1_EFD, v1_EFD, w2_EDF, activation)
-    return combine(y_RD, weights_TK, routes)
+        return blocksparse.blocksparse_mlp(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation, memory)
+    y_RD = _EXPERT_MLPS[chosen](permute(x_TD, plan), plan, w1_EFD, v1_EFD, w2_EDF, activation)
+    return unpermute(y_RD, weights_TK, plan)

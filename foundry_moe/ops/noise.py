@@ -12,10 +12,10 @@ import math
 from typing import Any
 
 import torch
-from foundry_moe_kernels import noise as kernel
+from foundry_moe_kernels import noise as kernels
 from torch import Tensor
 
-from foundry_moe.ops.operators import operator
+from foundry_moe.ops.operators import on_gpu, twins
 
 # odd 32-bit constants of the finaliser of MurmurHash3 (Appleby, public domain), and the golden ratio for streams
 _MIX_1, _MIX_2, _GOLDEN = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
@@ -75,9 +75,23 @@ def bits(keys_T: Tensor, columns: int, stream: int) -> Tensor:
 
 def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     """fp32 [T, N], uniform in the open interval (0, 1): (m + 1/2) / 2^23 for whole m, all exact in fp32."""
-    if keys_T.is_cuda:
-        return _uniform_kernel(keys_T.contiguous(), columns, stream)
+    return _uniform(keys_T, columns, stream)
+
+
+def _uniform_triton(keys_T: Tensor, columns: int, stream: int) -> Tensor:
+    return kernels.uniform(keys_T.contiguous(), columns, stream)
+
+
+def _uniform_plain(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return (_shifted(bits(keys_T, columns, stream), 9).float() + 0.5) * 2.0**-23
+
+
+_uniform = twins(
+    "uniform",
+    triton=_uniform_triton,
+    plain=_uniform_plain,
+    fake=lambda keys_T, columns, stream: keys_T.new_empty(keys_T.shape[0], columns, dtype=torch.float32),
+)
 
 
 def normal(keys_T: Tensor, columns: int, stream: int) -> Tensor:
@@ -113,9 +127,11 @@ class _Jitter(torch.autograd.Function):
         return _scale(grads[0], *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
-def _scale(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    if x_TD.is_cuda and x_TD.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return _jitter_kernel(x_TD, keys_T.contiguous(), amount, stream)
+def _scale_triton(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+    return kernels.jitter(x_TD, keys_T.contiguous(), amount, stream)
+
+
+def _scale_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     pair_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) // 2
     column_D = (pair_D + 1) * _signed(_GOLDEN)
@@ -124,7 +140,7 @@ def _scale(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     # multiplication by odd numbers: cheaper than another `mix`, and a byte of its upper half for each column
     number_TD = (keys_T * (_signed(stream) | 1) + stream)[:, None] * column_D
     shift_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) % 2 * 8 + 16
-    factor_B = 1 + _changes(kernel.step_of(amount), x_TD.device).to(dtype)
+    factor_B = 1 + _changes(kernels.step_of(amount), x_TD.device).to(dtype)
     return (x_TD * factor_B[((number_TD >> shift_D) & 0xFF).long()]).to(x_TD.dtype)
 
 
@@ -137,11 +153,10 @@ def _changes(step: int, device: torch.device) -> Tensor:
     return torch.cat([size_M, -size_M])
 
 
-@operator("uniform", lambda keys_T, columns, stream: keys_T.new_empty(keys_T.shape[0], columns, dtype=torch.float32))
-def _uniform_kernel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    return kernel.uniform(keys_T, columns, stream)
-
-
-@operator("jitter", lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format))
-def _jitter_kernel(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    return kernel.jitter(x_TD, keys_T, amount, stream)
+_scale = twins(
+    "jitter",
+    triton=_scale_triton,
+    plain=_scale_plain,
+    fake=lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+    takes=on_gpu(torch.float32, torch.float16, torch.bfloat16),
+)

@@ -1,6 +1,7 @@
-"""Custom operators that cost nothing where nothing traces: `torch.compile` sees one node, eager mode a plain call.
+"""Custom operators: a Triton kernel and its plain twin under one name, and the choice between them.
 
-Under a profiler the dispatch of custom operators was the host's largest expense in a layer's step (H200).
+They cost nothing where nothing traces: `torch.compile` sees one node, eager mode a plain call. Under a profiler the
+dispatch of custom operators was the host's largest expense in a layer's step (H200).
 """
 
 from __future__ import annotations
@@ -76,3 +77,44 @@ def differentiable(
 
     apply.__doc__ = call.__doc__
     return apply
+
+
+def on_gpu(*dtypes: torch.dtype) -> Callable[..., bool]:
+    """Whether an operator's first argument is on a GPU and, if dtypes are given, of one of them."""
+
+    def takes(tensor: Tensor, *_: Any) -> bool:
+        return tensor.is_cuda and (not dtypes or tensor.dtype in dtypes)
+
+    return takes
+
+
+def twins(
+    name: str,
+    *,
+    triton: Callable[..., Any],
+    plain: Callable[..., Any],
+    fake: Callable[..., Any],
+    takes: Callable[..., bool] | None = None,
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """One function of positional arguments: the operator `foundry_moe::name` where kernels run, else its plain twin.
+
+    Args:
+        triton: on kernels.
+        plain: the same in plain torch, which differentiates it itself.
+        fake: gives empty results of the right shapes.
+        takes: of the same arguments, whether the kernels take them; None = where the first one is on a GPU.
+        save, backward: the gradient of `triton`, as in `differentiable`; None = it has none.
+    """
+    call = operator(name, fake)(triton)
+    if save is not None and backward is not None:
+        call = differentiable(call, save, backward)
+    takes = takes or on_gpu()
+
+    def choose(*args: Any) -> Any:
+        return call(*args) if takes(*args) else plain(*args)
+
+    choose.__doc__ = triton.__doc__
+    choose.triton, choose.plain = call, plain  # type: ignore[attr-defined]
+    return choose

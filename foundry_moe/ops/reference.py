@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foundry_moe.ops.activations import POINTWISE
-from foundry_moe.ops.routes import Routes
+from foundry_moe.ops.permute import PermutePlan
 
 
 @torch.compiler.disable  # sizes come from the data: not for a compiled graph
-def expert_mlp(
-    x_RD: Tensor, routes: Routes, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, activation: str
+def reference_mlp(
+    x_RD: Tensor, plan: PermutePlan, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, activation: str
 ) -> Tensor:
     """y_RD [R, D]: each expert's MLP on its own rows; rows past the end are zeros."""
     act = POINTWISE[activation]
-    loads = routes.tokens_per_expert_E.tolist()
+    loads = plan.tokens_per_expert_E.tolist()
     rows = x_RD.split([*loads, x_RD.shape[0] - sum(loads)])
     # unbind and split have backwards that stack and concatenate once, where indexing would add E full-size gradients
     w1, w2 = w1_EFD.unbind(0), w2_EDF.unbind(0)

@@ -1,6 +1,8 @@
-"""The k largest scores of each token, ties towards the lower expert on every device.
+"""The k largest scores of each token, ties towards the lower expert on every device, and choices per expert.
 
-Shapes: T tokens, E experts, K choices. Also counts choices per expert without reading the device.
+Nothing here reads the device.
+
+Shapes: T tokens, E experts, K choices, N rows of C columns.
 """
 
 from __future__ import annotations
@@ -8,19 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from foundry_moe_kernels import routing
-from foundry_moe_kernels import topk as kernel
+from foundry_moe_kernels import permute_plan
+from foundry_moe_kernels import topk as kernels
 from torch import Tensor
 
-from foundry_moe.ops.operators import differentiable, operator
+from foundry_moe.ops.operators import on_gpu, operator, twins
 
-MAX_EXPERTS = kernel.MAX_EXPERTS
+MAX_EXPERTS = kernels.MAX_EXPERTS
 MAX_CHOICES = 32  # the choosing kernels take one maximum a choice: beyond, sorting all scores is the faster way
-
-
-def is_available(scores: Tensor) -> bool:
-    """Whether the kernels take these scores: fp32 on CUDA, and no more experts than a program holds."""
-    return scores.is_cuda and scores.dtype is torch.float32 and scores.shape[-1] <= MAX_EXPERTS
 
 
 def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -31,12 +28,9 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Args:
         scores_TE: [..., E].
     """
-    if is_available(scores_TE):
-        shape = scores_TE.shape[:-1]
-        values_TK, experts_TK = _topk(scores_TE.reshape(-1, scores_TE.shape[-1]), k)
-        return values_TK.view(*shape, k), experts_TK.view(*shape, k)
-    sorted_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
-    return sorted_TE[..., :k], experts_TE[..., :k]
+    shape = scores_TE.shape[:-1]
+    values_TK, experts_TK = _topk(scores_TE.reshape(-1, scores_TE.shape[-1]), k)
+    return values_TK.view(*shape, k), experts_TK.view(*shape, k)
 
 
 def pack(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -49,12 +43,7 @@ def pack(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Ten
         ranked_TE: the same without gradient, below zero where an expert is not chosen.
         columns: K, no less than the choices of any token.
     """
-    if is_available(probs_TE):
-        return _pack(probs_TE, ranked_TE, columns)
-    values_TK, experts_TK = topk(ranked_TE, columns)
-    absent_TK = values_TK < 0
-    weights_TK = probs_TE.gather(1, experts_TK).masked_fill(absent_TK, 0)
-    return weights_TK, experts_TK.masked_fill(absent_TK, -1)
+    return _pack(probs_TE, ranked_TE, columns)
 
 
 def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
@@ -64,25 +53,16 @@ def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
         scores_NC: without gradient; below zero = never kept.
         number: for all rows; a tensor where the host does not know it.
     """
-    if scores_NC.is_cuda and scores_NC.dtype is torch.float32:
-        return _keep_largest(scores_NC.contiguous(), *(None, number) if isinstance(number, int) else (number, 0))
-    order_NC = torch.sort(scores_NC, dim=-1, descending=True, stable=True)[1]
-    place_C = torch.arange(scores_NC.shape[1], device=scores_NC.device)
-    kept_NC = torch.zeros_like(scores_NC, dtype=torch.bool)
-    kept_NC.scatter_(1, order_NC, (place_C < number).expand_as(order_NC))
-    return torch.where(kept_NC & (scores_NC >= 0), scores_NC, -1)
+    return _keep_largest(scores_NC, *(None, number) if isinstance(number, int) else (number, 0))
 
 
 def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
     """Choices per expert, int64 [E]: those of -1, and of tokens that `mask_T` (True = real) leaves out, not counted."""
-    if experts_TK.is_cuda:
-        return _count(experts_TK.contiguous(), num_experts, mask_T)
-    counted_TK = experts_TK >= 0
-    if mask_T is not None:
-        counted_TK = counted_TK & mask_T[:, None]
-    bins_A = torch.where(counted_TK, experts_TK, num_experts).reshape(-1).long()
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts_TK.device)
-    return counts.scatter_add(0, bins_A, torch.ones_like(bins_A))[:num_experts]
+    return _count_choices(experts_TK, num_experts, mask_T)
+
+
+def _takes(scores_TE: Tensor, *_: Any) -> bool:
+    return on_gpu(torch.float32)(scores_TE) and scores_TE.shape[-1] <= MAX_EXPERTS
 
 
 def _fake(scores_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -90,29 +70,29 @@ def _fake(scores_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return scores_TE.new_empty(shape), scores_TE.new_empty(shape, dtype=torch.int64)
 
 
-@operator("topk_scores", _fake)
-def _topk_operator(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return kernel.topk(scores_TE.contiguous(), k)
+def _topk_triton(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return kernels.topk(scores_TE.contiguous(), k)
 
 
-@operator("pack", lambda probs_TE, ranked_TE, columns: _fake(probs_TE, columns))
-def _pack_operator(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    return kernel.ranked(ranked_TE, columns, absent_below_zero=True)
+def _topk_plain(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    sorted_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+    return sorted_TE[:, :k], experts_TE[:, :k]
+
+
+def _pack_triton(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    return kernels.ranked(ranked_TE, columns, absent_below_zero=True)
+
+
+def _pack_plain(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    values_TK, experts_TK = _topk_plain(ranked_TE, columns)
+    absent_TK = values_TK < 0
+    weights_TK = probs_TE.gather(1, experts_TK).masked_fill(absent_TK, 0)
+    return weights_TK, experts_TK.masked_fill(absent_TK, -1)
 
 
 @operator("spread", lambda values_TK, experts_TK, experts: values_TK.new_empty(values_TK.shape[0], experts))
 def _spread(values_TK: Tensor, experts_TK: Tensor, experts: int) -> Tensor:
-    return kernel.spread(values_TK, experts_TK, experts)
-
-
-@operator("keep_largest", lambda scores_NC, number_1, number: torch.empty_like(scores_NC))
-def _keep_largest(scores_NC: Tensor, number_1: Tensor | None, number: int) -> Tensor:
-    return kernel.keep_largest(scores_NC, number if number_1 is None else number_1)
-
-
-@operator("count", lambda experts_TK, experts, mask_T: experts_TK.new_empty(experts, dtype=torch.int64))
-def _count(experts_TK: Tensor, experts: int, mask_T: Tensor | None) -> Tensor:
-    return routing.count(experts_TK, experts, mask_T)
+    return kernels.spread(values_TK, experts_TK, experts)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -129,5 +109,55 @@ def _backward(ctx: Any, dvalues_TK: Tensor | None, _: Tensor | None) -> tuple[Te
     return _spread(dvalues_TK, experts_TK, ctx.num_experts), *[None] * ctx.extra
 
 
-_topk = differentiable(_topk_operator, _save, _backward)
-_pack = differentiable(_pack_operator, _save, _backward)
+_topk = twins("topk", triton=_topk_triton, plain=_topk_plain, fake=_fake, takes=_takes, save=_save, backward=_backward)
+_pack = twins(
+    "pack",
+    triton=_pack_triton,
+    plain=_pack_plain,
+    fake=lambda probs_TE, ranked_TE, columns: _fake(probs_TE, columns),
+    takes=_takes,
+    save=_save,
+    backward=_backward,
+)
+
+
+def _keep_triton(scores_NC: Tensor, number_1: Tensor | None, number: int) -> Tensor:
+    return kernels.keep_largest(scores_NC.contiguous(), number if number_1 is None else number_1)
+
+
+def _keep_plain(scores_NC: Tensor, number_1: Tensor | None, number: int) -> Tensor:
+    order_NC = torch.sort(scores_NC, dim=-1, descending=True, stable=True)[1]
+    position_C = torch.arange(scores_NC.shape[1], device=scores_NC.device)
+    kept_NC = torch.zeros_like(scores_NC, dtype=torch.bool)
+    kept_NC.scatter_(1, order_NC, (position_C < (number if number_1 is None else number_1)).expand_as(order_NC))
+    return torch.where(kept_NC & (scores_NC >= 0), scores_NC, -1)
+
+
+_keep_largest = twins(
+    "keep_largest",
+    triton=_keep_triton,
+    plain=_keep_plain,
+    fake=lambda scores_NC, number_1, number: scores_NC.new_empty(scores_NC.shape),
+    takes=on_gpu(torch.float32),
+)
+
+
+def _count_triton(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None) -> Tensor:
+    return permute_plan.count_choices(experts_TK.contiguous(), num_experts, mask_T)
+
+
+def _count_plain(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None) -> Tensor:
+    counted_TK = experts_TK >= 0
+    if mask_T is not None:
+        counted_TK = counted_TK & mask_T[:, None]
+    bins_A = torch.where(counted_TK, experts_TK, num_experts).reshape(-1).long()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts_TK.device)
+    return counts.scatter_add(0, bins_A, torch.ones_like(bins_A))[:num_experts]
+
+
+_count_choices = twins(
+    "count_choices",
+    triton=_count_triton,
+    plain=_count_plain,
+    fake=lambda experts_TK, num_experts, mask_T: experts_TK.new_empty(num_experts, dtype=torch.int64),
+)

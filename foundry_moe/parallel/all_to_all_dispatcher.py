@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.gates.base import Choices
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.token_dispatcher import Chunk, ExpertInput
-from foundry_moe.ops.departures import Departures, gather_rows, sum_rows
-from foundry_moe.ops.routes import plan_routes
+from foundry_moe.ops.dispatch_plan import DispatchPlan, gather_rows, sum_rows
+from foundry_moe.ops.permute import plan_permute
 from foundry_moe.parallel.all_to_all import AllToAll, Handle, Splits
 
 
@@ -172,8 +172,8 @@ class _Transport:
         choices_link, tokens_link = tensors
         weights_QK, local_QK = _ReceiveChoices.apply(choices_link, self.choices, self.chunk)
         used = self.choices.plan.splits[self.chunk].received_choices
-        routes = plan_routes(local_QK, self.local_experts, used)  # while tokens travel
-        return ExpertInput(_Receive.apply(tokens_link, self.tokens, self.chunk), weights_QK, routes)
+        rows_plan = plan_permute(local_QK, self.local_experts, used)  # while tokens travel
+        return ExpertInput(_Receive.apply(tokens_link, self.tokens, self.chunk), weights_QK, rows_plan)
 
     def send_back(self, y_QD: Tensor) -> Tensor:
         return _SendBack.apply(y_QD, self.results, self.chunk)
@@ -206,7 +206,7 @@ class AllToAllDispatcher:
         if weights_TK.dtype not in (torch.float32, torch.float64):
             weights_TK = weights_TK.float()  # experts' numbers travel with them, as exact below 2^24
         with torch.no_grad():
-            departures = Departures(
+            dispatch_plan = DispatchPlan(
                 choices.experts_TK,
                 weights_TK,
                 local_experts=self.local_experts,
@@ -214,8 +214,8 @@ class AllToAllDispatcher:
                 nodes=self.all_to_all.nodes,
                 chunks=self.chunks,
             )
-            counts = self.all_to_all.exchange_counts(departures.counts_2PH2)
-            row_TC, packed = departures.place()
+            counts = self.all_to_all.exchange_counts(dispatch_plan.counts_2PH2)
+            row_TC, packed = dispatch_plan.assign_rows()
             # as many rows as there could be: how many there are, the host learns while the device copies
             rows_SD = gather_rows(x_TD, row_TC)
             splits = self.all_to_all.wait_for_splits(counts)

@@ -21,9 +21,9 @@ from foundry_moe.config import MeshConfig
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel.all_to_all import build_all_to_all
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from foundry_moe.parallel.gate_collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import Meshes, MeshPlan, build_meshes, divisors, listed, plan_mesh
-from foundry_moe.parallel.sharing import RankSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +116,12 @@ def connect(layers: Iterable[Any], meshes: Meshes, chunks: int) -> None:
     """Gives layers what passes between ranks: sums for losses and gates, and the all-to-all of tokens."""
     divided = meshes.plan.expert > 1
     all_to_all = build_all_to_all(meshes) if divided else None
-    everyone = RankSums()
+    everyone = GateCollectives()
     for layer in layers:
         layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
         layer.context.shuffle = everyone.shuffle
         if all_to_all is not None:
-            layer.context.sum_over_group = RankSums(meshes.expert.get_group()).sum
+            layer.context.sum_over_group = GateCollectives(meshes.expert.get_group()).sum
             layer.dispatcher = AllToAllDispatcher(all_to_all, num_experts=layer.num_experts, chunks=chunks)
             # a compiled block leaves these to the host: how many rows experts receive differs from call to call
             layer.experts.forward = torch.compiler.disable(layer.experts.forward)

@@ -14,8 +14,8 @@ from foundry_moe.config import MeshConfig
 from foundry_moe.layers.gates import Gate
 from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.ops.assignment import assign
+from foundry_moe.parallel.gate_collectives import GateCollectives
 from foundry_moe.parallel.placement import parallelize
-from foundry_moe.parallel.sharing import RankSums
 
 LOSS = {"balance": 0.1, "z": 0.01}
 # gates by which a token's choice does not depend on the other tokens of its rank
@@ -57,7 +57,7 @@ def shuffled_assignment() -> dict[str, Tensor]:
     """Uneven ranks shuffle their scores, assign, and take experts back; rank 0 gets everybody's."""
     rank = dist.get_rank()
     scores_TE = torch.randn(21 + 3 * rank, 8, generator=torch.Generator().manual_seed(rank))
-    sums = RankSums()
+    sums = GateCollectives()
     rows_SX, give_back = sums.shuffle(scores_TE, stream=-5)
     again_SX, _ = sums.shuffle(scores_TE, stream=-5)
     other_SX, _ = sums.shuffle(scores_TE, stream=6)

@@ -24,10 +24,10 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, Handle, Splits, build_all_to_all
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from foundry_moe.parallel.blocks import compile_blocks
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
+from foundry_moe.parallel.transformer_blocks import compile_blocks
 
 
 def without_gradient_scale() -> dict[str, Tensor]:
@@ -192,8 +192,8 @@ def note_order(chunks: int) -> dict[str, list[str]]:
     layer.reset_parameters()
     layer.experts = _experts(torch.float32, 2)
     layer.dispatcher = AllToAllDispatcher(Noting(dist.group.WORLD), num_experts=4, chunks=chunks)
-    compute = experts_module.routed_mlp
-    experts_module.routed_mlp = lambda *operands, **more: _Noted.apply(compute(*operands, **more), events, "experts")
+    compute = experts_module.expert_mlp
+    experts_module.expert_mlp = lambda *operands, **more: _Noted.apply(compute(*operands, **more), events, "experts")
     shared = layer.shared_expert
     assert shared is not None
     shared.w2.register_forward_hook(lambda module, inputs, output: _Noted.apply(output, events, "shared"))

@@ -5,7 +5,7 @@ import torch
 from foundry_moe_kernels import assignment as kernels
 
 from foundry_moe.ops import assignment
-from foundry_moe.ops.assignment import _Twins, assign
+from foundry_moe.ops.assignment import Plain, assign
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(200, 7), (65, 64), (33, 1)]
@@ -34,7 +34,7 @@ def test_ascent_gives_the_twins_prices(tokens, experts):
     price_E = kernels.ascend(values_TE, expert_T, log_room_E, TEMPERATURES)
     # rounding of sums of up to 200 shares, and of their logarithms over falling temperatures
     torch.testing.assert_close(
-        price_E, _Twins.ascend(values_TE, expert_T, log_room_E, TEMPERATURES), rtol=1e-4, atol=1e-4
+        price_E, Plain.ascend(values_TE, expert_T, log_room_E, TEMPERATURES), rtol=1e-4, atol=1e-4
     )
 
 
@@ -44,7 +44,7 @@ def test_bids_are_the_twins(tokens, experts, final):
     values_TE, price_E, room_E, expert_T, bid_T = market(tokens, experts, room=5)
     room_E[1] = 0
     results = []
-    for steps in (kernels, _Twins):
+    for steps in (kernels, Plain):
         result = expert_T.clone(), bid_T.clone()
         most = torch.tensor(1.5, device=DEVICE)
         steps.bid(values_TE, price_E, room_E, *result, most=most, epsilon=0.25, final=final)
@@ -59,7 +59,7 @@ def test_bids_are_the_twins(tokens, experts, final):
 def test_who_keeps_a_place_is_the_twins(tokens, experts, room):
     _, price_E, room_E, expert_T, bid_T = market(tokens, experts, room)
     results = []
-    for steps in (kernels, _Twins):
+    for steps in (kernels, Plain):
         state = expert_T.clone(), bid_T.clone(), room_E, price_E.clone()
         load_E = steps.settle(*state)
         results.append((state[0], state[3], load_E))
@@ -89,7 +89,7 @@ def test_an_assignment_on_the_kernels_is_as_good_as_on_the_twins(tokens, experts
         return scores_TE[mask_T].gather(1, expert_T[mask_T, None]).mean().item() / scores_TE.std().item()
 
     on_twins = assign(scores_TE.cpu(), mask_T.cpu(), rounds=rounds).to(DEVICE)
-    monkeypatch.setattr(assignment, "_Twins", kernels)
+    monkeypatch.setattr(assignment, "Plain", kernels)
     on_kernels = assign(scores_TE, mask_T, rounds=rounds)
     assert torch.equal(on_kernels, assign(scores_TE, mask_T, rounds=rounds))
     loads_E = torch.bincount(on_kernels[mask_T], minlength=experts)

@@ -6,7 +6,7 @@ Shapes: R rows, D model width, F expert width, E experts.
 import pytest
 import torch
 from foundry_moe_kernels import expert_products as ep
-from foundry_moe_kernels import permutation, products
+from foundry_moe_kernels import permute, products
 from foundry_moe_kernels.topology import build_topology
 
 pytestmark = pytest.mark.gpu
@@ -46,9 +46,9 @@ def test_permutation_beyond_two_to_the_31_elements():
     x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
     row_TK = torch.randperm(tokens, device="cuda", dtype=torch.int32)[:, None].contiguous()
     end = torch.tensor([tokens], device="cuda", dtype=torch.int32)
-    x_RD = permutation.permute(x, row_TK, end)
+    x_RD = permute.permute(x, row_TK, end)
     assert torch.equal(x_RD[row_TK[-1, 0]], x[-1])
-    assert torch.equal(permutation.combine(x_RD, None, row_TK), x)
+    assert torch.equal(permute.unpermute(x_RD, None, row_TK), x)
 
 
 def test_error_is_at_most_a_tenth_more_than_that_of_torch_grouped_mm():

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 from foundry_moe_kernels import launch as module
-from foundry_moe_kernels import permutation, reference, routing
+from foundry_moe_kernels import permute, permute_plan, reference
 
 CUDA = torch.cuda.is_available()
 
@@ -83,10 +83,10 @@ def test_on_a_gpu_direct_launches_change_no_bit(monkeypatch):
     monkeypatch.setattr(module, "_known", {})
     for width, offset in [(64, 0), (64, 1), (1, 0), (64, 0), (80, 0), (1, 0), (64, 1), (48, 0)]:
         experts_TK = torch.randint(4, (33, 2), device="cuda")
-        row_TK, offsets_E = routing.plan(experts_TK, 4)[4], routing.plan(experts_TK, 4)[2]
+        row_TK, offsets_E = permute_plan.plan_permute(experts_TK, 4)[4], permute_plan.plan_permute(experts_TK, 4)[2]
         x = torch.randn(33, width + offset, device="cuda")[:, offset:]
-        assert torch.equal(permutation.permute(x, row_TK, offsets_E), reference.permute(x, row_TK))
+        assert torch.equal(permute.permute(x, row_TK, offsets_E), reference.permute(x, row_TK))
     assert module._DIRECT and module._known
     entered = len(module._known)
-    permutation.permute(x, row_TK, offsets_E)
+    permute.permute(x, row_TK, offsets_E)
     assert len(module._known) == entered

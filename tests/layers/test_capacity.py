@@ -10,7 +10,7 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.token_dispatcher import LocalDispatcher
-from foundry_moe.ops.padded import places_of, plan_padded
+from foundry_moe.ops.padded import capacity_of, plan_padded
 
 CONFIG = MoEConfig(num_experts=5, top_k=2, expert_hidden_size=7, activation="swiglu", init_std=0.5, loss={})
 
@@ -31,11 +31,11 @@ def dropless(layer, x_TD, experts_TK, weights_TK):
 
 
 @pytest.mark.parametrize(
-    ("factor", "tokens", "top_k", "experts", "places"),
+    ("factor", "tokens", "top_k", "experts", "slots"),
     [(1.0, 100, 1, 10, 10), (1.25, 100, 2, 10, 25), (1.0, 7, 2, 5, 3), (1.1, 100, 1, 1, 110), (0.01, 5, 1, 5, 1)],
 )
-def test_places_are_the_factor_times_the_even_share_rounded_up(factor, tokens, top_k, experts, places):
-    assert places_of(factor, tokens, top_k, experts) == places
+def test_places_are_the_factor_times_the_even_share_rounded_up(factor, tokens, top_k, experts, slots):
+    assert capacity_of(factor, tokens, top_k, experts) == slots
 
 
 def naive_places(experts_TK, experts, room):
@@ -63,21 +63,21 @@ def test_places_go_to_first_choices_first_and_never_twice(capacity, kind):
     elif kind == "all to one":
         experts_TK[:, 0] = 4
         experts_TK[:, 1:] = -1
-    routes = plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
+    plan = plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
     largest = int(torch.bincount(experts_TK[experts_TK >= 0], minlength=5).max())
-    room = largest if capacity == "dynamic" else places_of(capacity, 23, 3, 5)
+    room = largest if capacity == "dynamic" else capacity_of(capacity, 23, 3, 5)
     kept_TK = naive_places(experts_TK, 5, room)
-    assert routes.places == room and torch.equal(routes.row_TK >= 0, kept_TK)
-    rows = routes.row_TK[kept_TK]
+    assert plan.capacity == room and torch.equal(plan.row_TK >= 0, kept_TK)
+    rows = plan.row_TK[kept_TK]
     assert rows.unique().numel() == rows.numel()
     assert torch.equal(rows // room, experts_TK[kept_TK].int())
     assignment_TK = torch.arange(69).view(23, 3).int()
-    assert torch.equal(routes.source_R[rows.long()], assignment_TK[kept_TK])
-    assert (routes.source_R >= 0).sum() == kept_TK.sum()
-    assert torch.equal(routes.tokens_per_expert_E.long(), torch.bincount(experts_TK[kept_TK], minlength=5))
-    # an expert's used places are its first ones
-    used_EC = (routes.source_R >= 0).view(5, room)
-    assert torch.equal(used_EC.sum(1).int(), routes.tokens_per_expert_E)
+    assert torch.equal(plan.source_R[rows.long()], assignment_TK[kept_TK])
+    assert (plan.source_R >= 0).sum() == kept_TK.sum()
+    assert torch.equal(plan.tokens_per_expert_E.long(), torch.bincount(experts_TK[kept_TK], minlength=5))
+    # an expert's used slots are its first ones
+    used_EC = (plan.source_R >= 0).view(5, room)
+    assert torch.equal(used_EC.sum(1).int(), plan.tokens_per_expert_E)
     assert all(bool(used_C[: int(n)].all()) for used_C, n in zip(used_EC, used_EC.sum(1), strict=True))
 
 
@@ -131,7 +131,7 @@ def test_padding_takes_no_place():
     layer = build(replace(CONFIG, capacity=1.0, num_experts=2, top_k=1, gate={"name": "topk"}), context)
     with torch.no_grad():
         layer.gate.weight_ED[0], layer.gate.weight_ED[1] = 1.0, -1.0
-    x = torch.ones(1, 8, 6, dtype=torch.float64)  # all to expert 0, which has 4 places
+    x = torch.ones(1, 8, 6, dtype=torch.float64)  # all to expert 0, which has 4 slots
     context.note(torch.zeros(1, 8, dtype=torch.long), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
     y = layer(x)
     assert (y[0, :4] == 0).all() and (y[0, 4:] != 0).all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from foundry_moe.ops import blocksparse, plan_routes, routed_mlp
+from foundry_moe.ops import blocksparse, expert_mlp, plan_permute
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -53,10 +53,10 @@ def leaves(dtype, gated=True, weighted=True, tokens=TOKENS):
     return {n: None if t is None else t.requires_grad_() for n, t in made.items()}
 
 
-def run(leaf, experts_TK, activation="silu", backend="blocksparse", memory="save", call=routed_mlp):
-    routes = plan_routes(experts_TK, EXPERTS)
+def run(leaf, experts_TK, activation="silu", backend="blocksparse", memory="save", call=expert_mlp):
+    plan = plan_permute(experts_TK, EXPERTS)
     y = call(
-        leaf["x"], leaf["weights"], routes, leaf["w1"], leaf["v1"], leaf["w2"],
+        leaf["x"], leaf["weights"], plan, leaf["w1"], leaf["v1"], leaf["w2"],
         activation=activation, backend=backend, memory=memory,
     )  # fmt: skip
     names = [name for name, tensor in leaf.items() if tensor is not None]
@@ -110,9 +110,9 @@ def test_fewer_rows_than_choices_where_the_host_knows():
     leaf, experts_TK = leaves(DTYPES[-1]), choices("ragged")
     present = int((experts_TK >= 0).sum())
     everything = run(leaf, experts_TK)
-    routes = plan_routes(experts_TK, EXPERTS, rows=present + 1)
-    y = routed_mlp(
-        leaf["x"], leaf["weights"], routes, leaf["w1"], leaf["v1"], leaf["w2"], activation="silu", backend="blocksparse"
+    plan = plan_permute(experts_TK, EXPERTS, rows=present + 1)
+    y = expert_mlp(
+        leaf["x"], leaf["weights"], plan, leaf["w1"], leaf["v1"], leaf["w2"], activation="silu", backend="blocksparse"
     )
     assert torch.equal(y, everything["y"])
     torch.manual_seed(1)
@@ -155,18 +155,18 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant):
     leaf, experts_TK = leaves(DTYPES[-1]), choices("ragged")
 
     def checkpointed(*args, **kwargs):
-        return checkpoint(lambda x: routed_mlp(x, *args[1:], **kwargs), args[0], use_reentrant=use_reentrant)
+        return checkpoint(lambda x: expert_mlp(x, *args[1:], **kwargs), args[0], use_reentrant=use_reentrant)
 
     if use_reentrant:  # it takes backward alone
 
         def gradients(call):
             for tensor in leaf.values():
                 tensor.grad = None
-            routes = plan_routes(experts_TK, EXPERTS)
+            plan = plan_permute(experts_TK, EXPERTS)
             y = call(
                 leaf["x"],
                 leaf["weights"],
-                routes,
+                plan,
                 leaf["w1"],
                 leaf["v1"],
                 leaf["w2"],
@@ -176,7 +176,7 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant):
             y.sum().backward()
             return {name: tensor.grad.clone() for name, tensor in leaf.items()}
 
-        first, second = gradients(routed_mlp), gradients(checkpointed)
+        first, second = gradients(expert_mlp), gradients(checkpointed)
     else:
         first, second = run(leaf, experts_TK), run(leaf, experts_TK, call=checkpointed)
     for name in first:
@@ -185,13 +185,13 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant):
 
 def test_second_backward_through_one_graph_is_refused_or_right():
     leaf = leaves(torch.float32)
-    routes = plan_routes(choices("ragged"), EXPERTS)
-    args = (leaf["x"], leaf["weights"], routes, leaf["w1"], leaf["v1"], leaf["w2"])
-    y = routed_mlp(*args, activation="silu", backend="blocksparse")
+    plan = plan_permute(choices("ragged"), EXPERTS)
+    args = (leaf["x"], leaf["weights"], plan, leaf["w1"], leaf["v1"], leaf["w2"])
+    y = expert_mlp(*args, activation="silu", backend="blocksparse")
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"second backward pass through experts needs `memory: recompute`"):
         y.sum().backward()
-    y = routed_mlp(*args, activation="silu", backend="blocksparse", memory="recompute")
+    y = expert_mlp(*args, activation="silu", backend="blocksparse", memory="recompute")
     first, second = (torch.autograd.grad(y.sum(), leaf["w2"], retain_graph=True) for _ in range(2))
     assert torch.equal(first[0], second[0])
 
@@ -199,10 +199,10 @@ def test_second_backward_through_one_graph_is_refused_or_right():
 @pytest.mark.parametrize("memory", ["save", "recompute"])
 def test_surrounding_model_compiles_without_a_graph_break(memory):
     leaf, experts_TK = leaves(DTYPES[-1]), choices("ragged")
-    routes = plan_routes(experts_TK, EXPERTS)
+    plan = plan_permute(experts_TK, EXPERTS)
 
     def model(x, weights, w1, v1, w2):
-        y = routed_mlp(2 * x, weights, routes, w1, v1, w2, activation="silu", backend="blocksparse", memory=memory)
+        y = expert_mlp(2 * x, weights, plan, w1, v1, w2, activation="silu", backend="blocksparse", memory=memory)
         return torch.tanh(y)
 
     inputs = list(leaf.values())
@@ -220,9 +220,9 @@ def test_surrounding_model_compiles_without_a_graph_break(memory):
 
 def test_wrong_use_names_what_does_not_fit():
     leaf = leaves(torch.float32)
-    args = (leaf["x"], leaf["weights"], plan_routes(choices("ragged"), EXPERTS), leaf["w1"], leaf["v1"])
+    args = (leaf["x"], leaf["weights"], plan_permute(choices("ragged"), EXPERTS), leaf["w1"], leaf["v1"])
     with pytest.raises(ValueError, match="save or recompute"):
-        routed_mlp(*args, leaf["w2"], activation="silu", backend="blocksparse", memory="none")
+        expert_mlp(*args, leaf["w2"], activation="silu", backend="blocksparse", memory="none")
     with pytest.raises(ValueError, match=r"w2_EDF is torch.float16"):
-        routed_mlp(*args, leaf["w2"].half(), activation="silu", backend="blocksparse")
+        expert_mlp(*args, leaf["w2"].half(), activation="silu", backend="blocksparse")
     assert not blocksparse.is_available(torch.device("cpu"), torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops import plan_routes, routed_mlp
+from foundry_moe.ops import expert_mlp, plan_permute
 from foundry_moe.ops.activations import POINTWISE
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def test_reference_equals_a_loop_over_tokens_in_outputs_and_every_gradient(activ
     x, weights, w1, v1, w2 = (leaf.double().requires_grad_() for leaf in leaves)
     v1 = v1 if gated else None
     inputs = [t for t in (x, weights, w1, v1, w2) if t is not None]
-    y = routed_mlp(x, weights, plan_routes(experts_TK, 4), w1, v1, w2, activation=activation, backend="reference")
+    y = expert_mlp(x, weights, plan_permute(experts_TK, 4), w1, v1, w2, activation=activation, backend="reference")
     truth = naive(x, weights, experts_TK, w1, v1, w2, POINTWISE[activation])
     torch.testing.assert_close(y, truth)
     direction = torch.randn_like(y)
@@ -41,10 +41,8 @@ def test_reference_equals_a_loop_over_tokens_in_outputs_and_every_gradient(activ
 
 def test_expert_with_no_tokens_gets_zero_gradient():
     w = [torch.randn(3, 4, 4, requires_grad=True) for _ in range(2)]
-    routes = plan_routes(torch.tensor([[0], [2]]), 3)
-    routed_mlp(
-        torch.randn(2, 4), None, routes, w[0], None, w[1], activation="gelu", backend="reference"
-    ).sum().backward()
+    plan = plan_permute(torch.tensor([[0], [2]]), 3)
+    expert_mlp(torch.randn(2, 4), None, plan, w[0], None, w[1], activation="gelu", backend="reference").sum().backward()
     for parameter in w:
         assert parameter.grad[1].abs().sum() == 0 < parameter.grad[0].abs().sum()
 
@@ -52,7 +50,7 @@ def test_expert_with_no_tokens_gets_zero_gradient():
 def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters():
     x, w1, w2 = torch.randn(4, 8), torch.randn(2, 8, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        y = routed_mlp(x, None, plan_routes(torch.tensor([0, 1, 1, 0]), 2), w1, None, w2, activation="relu")
+        y = expert_mlp(x, None, plan_permute(torch.tensor([0, 1, 1, 0]), 2), w1, None, w2, activation="relu")
     assert y.dtype is torch.bfloat16
     y.sum().backward()
     assert w1.grad.dtype is torch.float32
@@ -64,18 +62,18 @@ def test_autocast_computes_in_its_dtype_and_leaves_gradients_in_the_parameters()
         ({"x": torch.randn(3, 5)}, r"x_TD \(3, 5\) must be \[tokens, 4\]"),
         ({"w2": torch.randn(2, 4, 4)}, r"w2_EDF \(2, 4, 4\) must be \(2, 4, 6\)"),
         ({"v1": torch.randn(2, 6, 5)}, "must have w1_EFD's shape"),
-        ({"experts": 3}, "routes are for 3 experts, the weights for 2"),
+        ({"experts": 3}, "the plan is for 3 experts, the weights for 2"),
         ({"activation": "swish"}, "activation 'swish' is not one of"),
         ({"backend": "grouped"}, "backend grouped needs bf16 on a CUDA device"),
     ],
 )
 def test_wrong_use_is_named(change, sentence):
-    routes = plan_routes(torch.tensor([0, 1, 1]), change.get("experts", 2))
+    plan = plan_permute(torch.tensor([0, 1, 1]), change.get("experts", 2))
     with pytest.raises(ValueError, match=sentence):
-        routed_mlp(
+        expert_mlp(
             change.get("x", torch.randn(3, 4)),
             None,
-            routes,
+            plan,
             torch.randn(2, 6, 4),
             change.get("v1"),
             change.get("w2", torch.randn(2, 4, 6)),
@@ -99,9 +97,9 @@ def test_grouped_equals_the_fp64_reference_as_closely_as_bf16_allows(gated):
     ]
     ours = [t.cuda().bfloat16().requires_grad_() if t is not None else None for t in leaves]
     truth = [t.detach().double().requires_grad_() if t is not None else None for t in ours]
-    routes = plan_routes(experts_TK, experts)
+    plan = plan_permute(experts_TK, experts)
     outputs = [
-        routed_mlp(x, w, routes, w1, v1, w2, activation="silu", backend=backend)
+        expert_mlp(x, w, plan, w1, v1, w2, activation="silu", backend=backend)
         for (x, w, w1, v1, w2), backend in ((ours, "grouped"), (truth, "reference"))
     ]
     direction = torch.randn_like(outputs[0])

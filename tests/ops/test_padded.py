@@ -31,9 +31,9 @@ def test_kernels_plan_what_torch_plans(kind, capacity, weighted):
     experts_TK = choices(kind)
     # few different weights, so that many choices are equal
     weight_A = torch.randint(4, (experts_TK.numel(),), device=DEVICE).float() if weighted else None
-    ours = padded._plan_on_kernels(experts_TK, 5, capacity, 3, weight_A)
-    truth = padded._plan_in_torch(experts_TK, 5, capacity, 3, weight_A)
-    assert ours.places == truth.places
+    ours = padded._plan_triton(experts_TK, 5, capacity, 3, weight_A)
+    truth = padded._plan_plain(experts_TK, 5, capacity, 3, weight_A)
+    assert ours.capacity == truth.capacity
     for name in ("experts_TK", "tokens_per_expert_E", "offsets_E", "source_R", "row_TK"):
         assert torch.equal(getattr(ours, name), getattr(truth, name)), name
 
@@ -42,12 +42,12 @@ def test_kernels_plan_what_torch_plans(kind, capacity, weighted):
 def test_each_expert_keeps_its_heaviest_choices(kind):
     experts_TK = choices(kind)
     weights_TK = torch.randint(6, experts_TK.shape, device=DEVICE) / 5
-    routes = padded.plan_padded(experts_TK, 5, top_k=3, capacity=0.6, weights_TK=weights_TK)
+    plan = padded.plan_padded(experts_TK, 5, top_k=3, capacity=0.6, weights_TK=weights_TK)
     tokens = experts_TK.shape[0]
     for e in range(5):
         mine = [(t, k) for k in range(3) for t in range(tokens) if experts_TK[t, k] == e]
-        heaviest = sorted(mine, key=lambda at: -weights_TK[at].item())[: routes.places]  # stable: first choices first
-        assert {at for at in mine if routes.row_TK[at] >= 0} == set(heaviest)
+        heaviest = sorted(mine, key=lambda at: -weights_TK[at].item())[: plan.capacity]  # stable: first choices first
+        assert {at for at in mine if plan.row_TK[at] >= 0} == set(heaviest)
 
 
 @pytest.mark.parametrize(("rows", "width", "k"), [(1, 1, 1), (7, 37, 2), (10, 1030, 3), (0, 8, 1)])
@@ -65,7 +65,7 @@ def test_gather_writes_every_place(rows, width, k):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(capacity, kind, activation, gated, weighted):
     experts_TK = choices(kind)
-    routes = padded.plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
+    plan = padded.plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
     shapes = {"x": (23, 6), "w1": (5, 7, 6), "v1": (5, 7, 6), "w2": (5, 6, 7), "weights": (23, 3)}
     drawn = {name: torch.randn(shape, device=DEVICE) for name, shape in shapes.items()}
     direction_TD = torch.randn(23, 6, device=DEVICE)
@@ -79,11 +79,11 @@ def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(capac
         return [y_TD, *torch.autograd.grad(y_TD, used, direction_TD.to(dtype))]
 
     def on_kernels(x, weights, w1, v1, w2):
-        return padded._PaddedMlp.apply(x, weights, w1, v1, w2, routes.source_R, routes.row_TK, activation)
+        return padded._PaddedMlp.apply(x, weights, w1, v1, w2, plan.source_R, plan.row_TK, activation)
 
     def in_torch(x, weights, w1, v1, w2):
-        y_RD = padded.expert_mlp(padded.permute(x, routes), routes, w1, v1, w2, activation)
-        return padded.combine(y_RD, weights, routes)
+        y_RD = padded._batched_mlp(padded.permute(x, plan), plan, w1, v1, w2, activation)
+        return padded.unpermute(y_RD, weights, plan)
 
     for ours, truth in zip(run(torch.float32, on_kernels), run(torch.float64, in_torch), strict=True):
         # fp32 beside fp64; tf32 is off by default
@@ -92,10 +92,10 @@ def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(capac
 
 def test_a_second_backward_is_refused():
     """The first one has overwritten what the second would read."""
-    routes = padded.plan_padded(choices("random"), 5, top_k=3, capacity=1.0)
+    plan = padded.plan_padded(choices("random"), 5, top_k=3, capacity=1.0)
     x = torch.randn(23, 6, device=DEVICE, requires_grad=True)
     w1, w2 = torch.randn(5, 7, 6, device=DEVICE), torch.randn(5, 6, 7, device=DEVICE)
-    y = padded._PaddedMlp.apply(x, None, w1, None, w2, routes.source_R, routes.row_TK, "gelu").sum()
+    y = padded._PaddedMlp.apply(x, None, w1, None, w2, plan.source_R, plan.row_TK, "gelu").sum()
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
@@ -108,7 +108,7 @@ def test_kernels_in_half_precision_at_real_widths(dtype):
     experts_TK = torch.multinomial(torch.rand(experts), tokens, replacement=True)[:, None].cuda()
     for capacity, heaviest in ((1.0, False), (1.0, True), ("dynamic", False)):
         weights_TK = torch.rand(tokens, 1, device="cuda")
-        routes = padded.plan_padded(
+        plan = padded.plan_padded(
             experts_TK, experts, top_k=1, capacity=capacity, weights_TK=weights_TK if heaviest else None
         )
         given = [torch.randn(tokens, width), torch.randn(experts, hidden, width) / 23, None]
@@ -118,7 +118,7 @@ def test_kernels_in_half_precision_at_real_widths(dtype):
         for to in (lambda t: t.to("cuda", dtype), lambda t: t.to("cuda", dtype).double()):
             x, w1, w2 = (to(t).requires_grad_() for t in given if t is not None)
             weights = weights_TK.to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
-            y = padded.routed_mlp(x, weights, routes, w1, None, w2, "gelu")
+            y = padded.padded_mlp(x, weights, plan, w1, None, w2, "gelu")
             results.append([y, *torch.autograd.grad(y, (x, weights, w1, w2), to(direction_TD))])
         for ours, truth in zip(*results, strict=True):
             error = (ours.double() - truth).norm() / truth.norm()

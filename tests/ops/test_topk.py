@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from foundry_moe_kernels import routing
+from foundry_moe_kernels import permute_plan
 from foundry_moe_kernels import topk as kernel
 
 from foundry_moe.ops import topk as ops_topk
@@ -98,5 +98,5 @@ def test_the_counting_kernel_is_its_twin(masked):
     experts_TK = torch.randint(-1, 40, (200, 3))
     mask_T = torch.rand(200) < 0.5 if masked else None
     truth = count_choices(experts_TK, 40, mask_T)
-    ours = routing.count(experts_TK.to(DEVICE), 40, None if mask_T is None else mask_T.to(DEVICE))
+    ours = permute_plan.count_choices(experts_TK.to(DEVICE), 40, None if mask_T is None else mask_T.to(DEVICE))
     assert torch.equal(ours.cpu(), truth) and ours.dtype is torch.int64

@@ -1,6 +1,6 @@
-"""Gates: one file each, found by name through the entry-point group `foundry_moe_gates`."""
+"""Gates: one file each; `factory` finds them by name."""
 
-from foundry_moe.layers.gates.base import Choices, Gate
-from foundry_moe.layers.gates.registry import build_gate, find_gate
+from foundry_moe.layers.gates.factory import build_gate, find_gate
+from foundry_moe.layers.gates.gate import Choices, Gate
 
 __all__ = ["Choices", "Gate", "build_gate", "find_gate"]

@@ -1,211 +1,96 @@
-"""The interface of a gate: from tokens to experts and combine weights.
+"""`base`: a linear assignment with equal loads (Lewis et al. 2021, BASE layers, arXiv 2103.16716).
 
-Shapes: T tokens, D model width, E experts, K choices a token at most.
+Shapes: T tokens, D model width, E experts, S tokens of the assignment that this process solves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foundry_moe.layers.context import GateContext, unchanged
+from foundry_moe.layers.context import GateContext
+from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
 from foundry_moe.layers.init import normal_matrix
-from foundry_moe.layers.losses import balance_loss, z_loss
-from foundry_moe.layers.progress import Progress, Schedule
-from foundry_moe.ops import Routes
-from foundry_moe.ops.scores import Jitter, router_scores
-from foundry_moe.ops.selection import Selection, balance
+from foundry_moe.ops.assignment import assign
+from foundry_moe.ops.topk import topk
+
+_SHUFFLE = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What a gate decides.
+class BaseGate(LinearGate):
+    """In training an assignment of tokens to experts with equal loads; in evaluation each token's best expert.
 
-    experts_TK: int64, -1 where a token has fewer than K choices.
-    weights_TK: combine weights, fp32 or better.
-    losses: auxiliary losses by name, scalars, not yet weighted; at least those that the context asks for.
-    logits_TE: the router's logits where it has any; None for gates without a router.
-    rows: at most so many choices in all, where the host knows better than T * K; None = T * K.
-    counts_E: int64, choices per expert of the real tokens, where the gate has counted them.
-    routes: rows that are planned already (token dropping's padded layout), for experts that are all on this process.
-    """
+    The weight is sigmoid(x w) of the expert, through which its embedding w learns. Over several processes, scores
+    are shuffled before the assignment and the assigned experts taken back after it, so that each process solves an
+    unbiased sample of the batch (section 3.2.1 of the paper).
 
-    experts_TK: Tensor
-    weights_TK: Tensor
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    logits_TE: Tensor | None = None
-    rows: int | None = None
-    counts_E: Tensor | None = None
-    routes: Routes | None = None
+    YAML: `gate: {name: base}`, with `top_k: 1` and `loss: {}`.
 
-
-class Gate(nn.Module):
-    """Base of all gates.
-
-    A subclass names its keys in `Config` (a frozen keyword-only dataclass), its losses in `LOSSES`, and those that
-    it wants where the user names none in `DEFAULT_LOSSES`. `MAY_CHANGE` names the keys that a resumed run may give
-    another value: in evaluation, saved weights choose and weigh as before. Its class is an entry point of the group
-    `foundry_moe_gates`. Buffers keep their dtype when the model is cast; state that must survive a checkpoint is a
-    persistent buffer, drawn by `reset_parameters` and changed by `after_step` only, so that recomputation and
-    evaluation leave it alone.
+    Raises:
+        ValueError: `top_k` other than 1; in training, fewer tokens than experts.
     """
 
     LOSSES: ClassVar[frozenset[str]] = frozenset()
-    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {}
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
+    DEFAULT_LOSSES: ClassVar[dict[str, float]] = {}
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"epsilon", "rounds"})
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Keys of `gate` beside `name`."""
-
-    def __init__(
-        self,
-        config: Any,
-        *,
-        d_model: int,
-        num_experts: int,
-        top_k: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.d_model = d_model
-        self.num_experts = num_experts
-        self.top_k = top_k
-
-    def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
-        """Draws initial weights from (seed, layer) alone, and sets buffers. Gates without either do nothing."""
-
-    def check_losses(self, names: Iterable[str]) -> None:
-        """Raises ValueError where a loss of `LOSSES` cannot be had with these keys."""
-
-    def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
-        raise NotImplementedError
-
-    @property
-    def learns_from_loads(self) -> bool:
-        """Whether `after_step` has to be called."""
-        return False
-
-    def after_step(self, counts_E: Tensor, progress: Progress) -> None:
-        """Once after each optimizer step, with the same arguments on every rank.
-
-        Args:
-            counts_E: int64, choices per expert of all real tokens of the step, of all ranks and microbatches.
+    class Config(Gate.Config):
+        """
+        epsilon: tolerance of the auction, in standard deviations of a token's scores.
+        rounds: of the auction at most.
         """
 
-    @property
-    def follows_time(self) -> bool:
-        """Whether this gate needs `GateContext.progress` in training."""
-        return self.learns_from_loads
+        epsilon: float = 0.01
+        rounds: int = 16
 
-    def progress(self, context: GateContext) -> Progress:
-        """How far training is.
+        def __post_init__(self) -> None:
+            if self.epsilon <= 0:
+                raise ValueError(f"epsilon ({self.epsilon}) must be above 0: it is what a bid raises a price by")
+            if self.rounds < 0:
+                raise ValueError(f"rounds ({self.rounds}) must be 0 or more")
 
-        Raises:
-            ValueError: nobody says; a schedule would stand still without a word.
-        """
-        if context.progress is None:
-            raise ValueError(
-                f"gate {type(self).__name__} follows the training's time, which nobody gives it: add "
-                "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or set "
-                "`batch_context(model).progress`"
-            )
-        return context.progress
+    config: Config
 
-    def need_top_k(self, top_k: int, why: str) -> None:
-        """Raises ValueError unless the user's `top_k` is this."""
-        if self.top_k != top_k:
-            raise ValueError(f"top_k ({self.top_k}) must be {top_k}: {why}")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
-        """As nn.Module's, but a cast of the model leaves buffers in their dtype: a bf16 bias would lose its steps."""
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = getattr(self, name)
-            if new.dtype != old.dtype:
-                setattr(self, name, old.to(new.device))
-        return self
-
-
-class LinearGate(Gate):
-    """A gate that scores experts by a linear map, computed in fp32 whatever the model's precision."""
-
-    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z"})
-    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {"balance": 0.01}
-
-    def __init__(
-        self,
-        config: Any,
-        *,
-        d_model: int,
-        num_experts: int,
-        top_k: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, d_model=d_model, num_experts=num_experts, top_k=top_k)
-        self.weight_ED = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+    def __init__(self, config: Config, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        self.need_top_k(1, "gate base assigns a token to one expert")
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
-        shape = (self.weight_ED.shape[0], self.weight_ED.shape[1])
+        """Orthogonal rows of length 0.1, as the authors' code (fairseq) has them; `std` has no say."""
+        experts, width = self.weight_ED.shape
         device = self.weight_ED.device
-        self.weight_ED.copy_(normal_matrix(shape, std, seed=seed, layer=layer, name="router", device=device))
+        tall = (max(experts, width), min(experts, width))
+        q, r = torch.linalg.qr(normal_matrix(tall, 1.0, seed=seed, layer=layer, name="router", device=device))
+        q = q * torch.diagonal(r).sign()
+        self.weight_ED.copy_(0.1 * (q.t() if experts <= width else q))
 
-    def logits(self, x_TD: Tensor, jitter: Jitter | None = None) -> Tensor:
-        """[T, E] in fp32, or fp64 for a model in fp64 (Fedus et al. 2021, section 2.4: selective precision)."""
-        return router_scores(x_TD, self.weight_ED, jitter)
+    def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
+        """See `Gate`. No losses."""
+        logits_TE = self.logits(x_TD)
+        if self.training:
+            experts_TK = self._assigned(logits_TE.detach(), context)[:, None]
+        else:
+            experts_TK = topk(logits_TE.detach(), 1)[1]
+        present_TK = experts_TK >= 0
+        chosen_TK = logits_TE.gather(1, experts_TK.clamp(min=0))
+        weights_TK = chosen_TK.sigmoid().masked_fill(~present_TK, 0)
+        return Choices(experts_TK=experts_TK, weights_TK=weights_TK, logits_TE=logits_TE)
 
-    def jitter_of(self, schedule: Schedule, context: GateContext, x_TD: Tensor, purpose: int) -> Jitter | None:
-        """The factors of this batch's input; None in evaluation, and where the schedule has come to zero."""
-        if not self.training:
-            return None
-        amount = schedule.start if schedule.is_constant else schedule.at(self.progress(context))
-        if not amount:
-            return None
-        keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
-        return Jitter(keys_T=keys_T, amount=amount, stream=context.stream(purpose))
-
-    @staticmethod
-    def sums(context: GateContext) -> dict[str, Any]:
-        """What `select` has to sum up for the losses that are wanted, as its arguments."""
-        alone = context.sum_counts is unchanged
-        return {"statistics": bool(context.losses), "with_balance": alone and "balance" in context.losses}
-
-    @staticmethod
-    def counts_of(selection: Selection, context: GateContext) -> Tensor | None:
-        """`Choices.counts_E` from what `select` has summed, where it has."""
-        return selection.counts_E if context.losses else None
-
-    def losses_of(self, selection: Selection, context: GateContext) -> dict[str, Tensor]:
-        """As `common_losses`, from what `select` has summed."""
-        losses = {}
-        if selection.balance is not None:
-            losses["balance"] = selection.balance
-        elif "balance" in context.losses:
-            losses["balance"] = balance(selection.mean_E, context.sum_counts(selection.counts_E))
-        if "z" in context.losses:
-            losses["z"] = selection.z
-        return losses
-
-    def common_losses(
-        self, logits_TE: Tensor, probs_TE: Tensor, counts_E: Tensor, context: GateContext
-    ) -> dict[str, Tensor]:
-        """`balance` and `z`, those of the two that are wanted.
-
-        Args:
-            counts_E: choices of these tokens; the context makes them those of all tokens that are balanced over.
-        """
-        losses = {}
-        if "balance" in context.losses:
-            losses["balance"] = balance_loss(probs_TE, context.sum_counts(counts_E), context.mask_T)
-        if "z" in context.losses:
-            losses["z"] = z_loss(logits_TE, context.mask_T)
-        return losses
+    def _assigned(self, logits_TE: Tensor, context: GateContext) -> Tensor:
+        """int64 [T]; padding has no expert."""
+        tokens = logits_TE.shape[0]
+        if tokens < self.num_experts:
+            raise ValueError(
+                f"gate base shares out tokens evenly: {tokens} tokens are fewer than num_experts ({self.num_experts}); "
+                "raise the microbatch or the sequence length"
+            )
+        real_T1 = torch.ones_like(logits_TE[:, :1]) if context.mask_T is None else context.mask_T[:, None]
+        rows_TX = torch.cat([logits_TE, real_T1.to(logits_TE.dtype)], dim=1)
+        rows_SX, give_back = context.shuffle(rows_TX, context.stream(_SHUFFLE))
+        expert_S = assign(rows_SX[:, :-1], rows_SX[:, -1] > 0, epsilon=self.config.epsilon, rounds=self.config.rounds)
+        return give_back(expert_S)

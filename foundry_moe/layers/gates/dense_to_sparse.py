@@ -12,12 +12,12 @@ from torch import Tensor
 
 from foundry_moe.config import said
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
 from foundry_moe.layers.gates.ragged import pack_choices
-from foundry_moe.layers.progress import A_TIME, parse_duration, parse_schedule
+from foundry_moe.layers.schedule import A_TIME, parse_duration, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.masked import masked_sum
-from foundry_moe.ops.selection import select
+from foundry_moe.ops.softmax_topk import softmax_topk
 from foundry_moe.ops.topk import count_choices, pack, topk
 
 _GUMBEL = 3
@@ -86,7 +86,7 @@ class DenseToSparseGate(LinearGate):
         """See `Gate`. Losses: `balance` of the choices and softmax(x W), `z`."""
         logits_TE = self.logits(x_TD)
         if self._is_hard(context):
-            selection = select(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
+            selection = softmax_topk(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
             experts_TK, weights_TK = selection.experts_TK, selection.weights_TK
             losses, rows, counts_E = self.losses_of(selection, context), None, self.counts_of(selection, context)
         else:
@@ -96,7 +96,7 @@ class DenseToSparseGate(LinearGate):
             if most:
                 weights_TK, experts_TK = pack(soft_TE, ranked_TE, most)
             if context.losses:  # before the host waits: the device has something to do meanwhile
-                selection = select(logits_TE, 1, mask_T=context.mask_T)
+                selection = softmax_topk(logits_TE, 1, mask_T=context.mask_T)
                 if most:
                     counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
                 else:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
-from foundry_moe.ops.selection import Draw, select
+from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.ops.softmax_topk import Draw, softmax_topk
 
 _SECOND = 2
 
@@ -50,7 +50,7 @@ class GShardGate(LinearGate):
         second = None
         if self.training and self.config.random_second:
             second = Draw(keys_T=context.token_keys(x_TD.shape[0], x_TD.device), stream=context.stream(_SECOND))
-        selection = select(
+        selection = softmax_topk(
             logits_TE,
             2,
             normalize=True,

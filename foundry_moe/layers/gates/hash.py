@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foundry_moe.config import one_of
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate
+from foundry_moe.layers.gates.gate import Choices, Gate
 from foundry_moe.ops import noise
 
 _TOKEN, _PAIR = 4, 5

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
 from foundry_moe.layers.losses import alignment_loss
 from foundry_moe.ops.topk import count_choices, topk
 

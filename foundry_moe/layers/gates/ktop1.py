@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.ops.masked import masked_mean
 from foundry_moe.ops.topk import count_choices, topk
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
-from foundry_moe.layers.progress import parse_schedule
-from foundry_moe.ops.selection import select
+from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.layers.schedule import parse_schedule
+from foundry_moe.ops.softmax_topk import softmax_topk
 
 _JITTER = 0
 
@@ -57,7 +57,7 @@ class SwitchGate(LinearGate):
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance`, `z`."""
         logits_TE = self.logits(x_TD, self.jitter_of(self.jitter, context, x_TD, _JITTER))
-        selection = select(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
+        selection = softmax_topk(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
         return Choices(
             experts_TK=selection.experts_TK,
             weights_TK=selection.weights_TK,

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from foundry_moe.config import one_of
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.base import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
 from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss, z_loss
-from foundry_moe.layers.progress import Progress, parse_schedule
+from foundry_moe.layers.schedule import Progress, parse_schedule
 from foundry_moe.ops import noise
-from foundry_moe.ops.scores import Jitter, router_scores
-from foundry_moe.ops.selection import select
+from foundry_moe.ops.router_logits import Jitter, router_logits
+from foundry_moe.ops.softmax_topk import softmax_topk
 from foundry_moe.ops.topk import count_choices, topk
 
 _JITTER, _NOISE = 0, 1
@@ -144,7 +144,7 @@ class TopKGate(LinearGate):
         logits_TE, deviation_TE = self._noisy(x_TD, clean_TE, jitter, context)
         losses: dict[str, Tensor] = {}
         if config.score == "softmax" and self.bias_E is None and not self._is_limited:
-            selection = select(
+            selection = softmax_topk(
                 logits_TE,
                 self.top_k,
                 normalize=config.normalize,
@@ -185,7 +185,7 @@ class TopKGate(LinearGate):
         """The logits to choose by, and the deviation of their noise."""
         if self.weight_noise_ED is None or not self.training:
             return clean_TE, None
-        deviation_TE = F.softplus(router_scores(x_TD, self.weight_noise_ED, jitter))
+        deviation_TE = F.softplus(router_logits(x_TD, self.weight_noise_ED, jitter))
         keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
         drawn_TE = noise.normal(keys_T, self.num_experts, context.stream(_NOISE)).to(clean_TE.dtype)
         return clean_TE + drawn_TE * deviation_TE, deviation_TE

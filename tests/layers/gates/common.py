@@ -3,9 +3,9 @@
 import torch
 
 from foundry_moe.layers.context import BatchContext, GateContext
-from foundry_moe.layers.gates.base import Gate
-from foundry_moe.layers.gates.registry import build_gate
-from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.gates.factory import build_gate
+from foundry_moe.layers.gates.gate import Gate
+from foundry_moe.layers.schedule import Progress
 
 WIDTH = 6
 EVERY_LOSS = frozenset({"balance", "z", "importance", "load", "alignment"})

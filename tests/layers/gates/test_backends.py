@@ -6,7 +6,7 @@ import torch
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.schedule import Progress
 from tests.layers.gates.common import GATE_IDS, GATES
 
 pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foundry_moe.layers.gates.hash import balance_by_frequency
-from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.schedule import Progress
 from tests.layers.gates.common import WIDTH, batch, build, context_of
 
 pytestmark = pytest.mark.quick

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops import plan_routes
+from foundry_moe.ops import plan_permute
 from foundry_moe.ops.topk import count_choices
 from tests.layers.gates.common import GATE_IDS, GATES, batch, build, context_of
 
@@ -32,7 +32,7 @@ def test_choices_are_well_formed(settings, top_k, training):
     if choices.rows is not None:
         assert (experts_TK >= 0).sum() <= choices.rows
     assert set(choices.losses) == (wanted(gate) if training else set())
-    plan_routes(experts_TK, 8, choices.rows)
+    plan_permute(experts_TK, 8, choices.rows)
 
 
 @every_gate
@@ -121,7 +121,7 @@ def test_a_cast_leaves_state_in_its_dtype(settings, top_k):
 @every_gate
 def test_a_gate_built_on_meta_has_its_state_once_drawn(settings, top_k):
     """As FSDP does it: `to_empty`, then `reset_parameters`."""
-    from foundry_moe.layers.gates.registry import build_gate
+    from foundry_moe.layers.gates.factory import build_gate
 
     gate = build_gate(settings, d_model=6, num_experts=8, top_k=top_k, dtype=torch.float64, device="meta")
     gate.to_empty(device="cpu")

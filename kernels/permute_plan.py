@@ -52,7 +52,7 @@ def _sum_kernel(counts_ptr, totals_ptr, blocks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _place_kernel(
+def _row_kernel(
     experts_ptr, counts_ptr, totals_ptr, experts_out, offsets_ptr, source_ptr, row_ptr,
     assignments, num_experts, blocks, SUMMED: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -108,7 +108,7 @@ def _count(experts_TK: Tensor, mask_T: Tensor | None, counts_EN: Tensor, totals_
         launch(_sum_kernel, (experts,), counts_EN, totals_E, blocks, CHUNK=1024)
 
 
-def count(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
+def count_choices(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) -> Tensor:
     """Choices per expert, int64 [E]: -1, and tokens that `mask_T` (bool, True = real) leaves out, not counted."""
     totals_E = torch.empty(num_experts, dtype=torch.int64, device=experts_TK.device)
     blocks = cdiv(experts_TK.numel(), BLOCK)
@@ -120,7 +120,7 @@ def count(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None = None) ->
     return totals_E
 
 
-def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows of every choice, sorted by expert, then by assignment t * K + k.
 
     Args:
@@ -149,7 +149,7 @@ def plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     summed = counts_EN.numel() > _SUMMED_FROM
     _count(experts_TK, None, counts_EN, totals_E if summed else None)
     launch(
-        _place_kernel, (blocks,),
+        _row_kernel, (blocks,),
         experts_TK, counts_EN, totals_E, experts_out, offsets_E, source_R, row_TK, assignments, num_experts, blocks,
         SUMMED=summed, BLOCK=BLOCK, EXPERTS=max(next_power_of_2(num_experts), BLOCK), CHUNK=32, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The place of each choice among those of the same expert. Knows nothing of gates or of what the places are for.
+"""The position of each choice among those of the same expert. Knows nothing of gates or of what it is for.
 
 Shapes: A choices, E experts.
 """
@@ -15,15 +15,15 @@ def _ordered(values_A: Tensor) -> Tensor:
     return torch.where(bits_A < 0, bits_A ^ 0x7FFFFFFF, bits_A).long()
 
 
-def places(expert_A: Tensor, experts: int, priority_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each choice's place, from 0, among those of its expert, and the loads.
+def positions_in_expert(expert_A: Tensor, experts: int, priority_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each choice's position, from 0, among those of its expert, and the loads.
 
     Args:
         expert_A: int64 in [0, E]; E is a bin of its own, for choices of nobody.
         priority_A: fp32, highest first, equals in order; None = all in order.
 
     Returns:
-        place_A: int64.
+        position_A: int64.
         load_E1: int64, choices of each expert and, last, of nobody.
     """
     if priority_A is None:
@@ -33,5 +33,5 @@ def places(expert_A: Tensor, experts: int, priority_A: Tensor | None = None) -> 
     load_E1 = torch.zeros(experts + 1, dtype=torch.int64, device=expert_A.device)
     load_E1 = load_E1.scatter_add(0, expert_A, torch.ones_like(expert_A))
     first_E1 = load_E1.cumsum(0) - load_E1
-    place_A = torch.arange(expert_A.shape[0], device=expert_A.device) - first_E1[expert_A[order_A]]
-    return torch.zeros_like(place_A).index_copy(0, order_A, place_A), load_E1
+    position_A = torch.arange(expert_A.shape[0], device=expert_A.device) - first_E1[expert_A[order_A]]
+    return torch.zeros_like(position_A).index_copy(0, order_A, position_A), load_E1

@@ -62,7 +62,7 @@ def _real(mask_ptr, t, tokens, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stream"])
-def _choose_kernel(
+def _softmax_topk_kernel(
     logits_ptr, mask_ptr, key_ptr, weights_ptr, experts_ptr, wanted_ptr, sums_ptr, stream, tokens, num_experts, scale,
     K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr,
     MASKED: tl.constexpr, STATISTICS: tl.constexpr, EXTRA: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -165,7 +165,7 @@ def _slope(counts_ptr, e, num_experts):
 
 
 @triton.jit
-def _choose_backward_kernel(
+def _softmax_topk_backward_kernel(
     logits_ptr, mask_ptr, experts_ptr, wanted_ptr, counts_ptr, dweights_ptr, dmean_ptr, dz_ptr, dloss_ptr, number_ptr,
     out_ptr, tokens, num_experts, scale,
     K: tl.constexpr, KP: tl.constexpr, NORMALIZE: tl.constexpr, RANDOM: tl.constexpr, MASKED: tl.constexpr,
@@ -216,7 +216,7 @@ def _blocks(experts: int, k: int, elements: int, tokens: int) -> tuple[int, int,
     return max(1, min(elements // wide, tokens)), wide, next_power_of_2(k)
 
 
-def choose(
+def softmax_topk(
     logits_TE: Tensor,
     k: int,
     rule: Rule,
@@ -260,7 +260,7 @@ def choose(
     sums = new(programs, 2 * experts + _EXTRA) if statistics else weights_TK
     mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
     launch(
-        _choose_kernel, (programs,),
+        _softmax_topk_kernel, (programs,),
         logits_TE, mask, keys_T, weights_TK, experts_TK, wanted_TK, sums, rule.stream or 0, tokens, experts, rule.scale,
         K=k, KP=columns, COUNTED=min(rule.counted, k), NORMALIZE=rule.normalize, RANDOM=random,
         MASKED=mask is not None, STATISTICS=statistics, EXTRA=_EXTRA, TOKENS=block, EXPERTS=wide, num_warps=8,
@@ -282,7 +282,7 @@ def choose(
     return weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number, loss
 
 
-def choose_backward(
+def softmax_topk_backward(
     logits_TE: Tensor,
     rule: Rule,
     mask_T: Tensor | None,
@@ -303,7 +303,7 @@ def choose_backward(
         block, wide, columns = _blocks(experts, k, _BACKWARD_ELEMENTS, _BACKWARD_TOKENS)
         mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
         launch(
-            _choose_backward_kernel, (cdiv(tokens, block),),
+            _softmax_topk_backward_kernel, (cdiv(tokens, block),),
             logits_TE, mask, experts_TK, wanted_TK, counts_E, dweights_TK.contiguous(), dmean_E, dz, dloss, number,
             out_TE, tokens, experts, rule.scale,
             K=k, KP=columns, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,

@@ -1,4 +1,4 @@
-"""A router's scores in fp32 on tensor cores, and their gradients, with the jitter of the input inside.
+"""A router's logits in fp32 on tensor cores, and their gradients, with the jitter of the input inside.
 
 A product of two bf16 numbers is exact in fp32, so bf16 products with fp32 sums are the fp32 product; an fp32 factor is
 split into bf16 parts of 8 bits each. Jitter multiplies x by hashed factors as it is loaded: nothing of the size of x is
@@ -34,8 +34,8 @@ class _Tile:
 
 # at OLMoE's shape on an H200, with jitter: 23 us against 27 with 64 columns, but for fp32 weights of many experts
 # 128 columns fill the shared memory
-_SCORES = _Tile(tokens=64, columns=128, warps=4, stages=3)
-_SCORES_OF_MORE = _Tile(tokens=64, columns=64, warps=4, stages=4)
+_LOGITS = _Tile(tokens=64, columns=128, warps=4, stages=3)
+_LOGITS_OF_MORE = _Tile(tokens=64, columns=64, warps=4, stages=4)
 _INPUT_GRADIENT = _Tile(tokens=64, columns=64, span=1024, warps=4, stages=3)
 _WEIGHT_GRADIENT = _Tile(tokens=64, columns=128, span=1024, warps=4, stages=3)
 
@@ -77,7 +77,7 @@ def _dot_parts(a, b, acc, PARTS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stream", "step"])
-def _scores_kernel(
+def _logits_kernel(
     x_ptr, w_ptr, key_ptr, out_ptr, stream, step, tokens, experts, width,
     JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
@@ -101,9 +101,9 @@ def _scores_kernel(
 
 
 @triton.jit
-def _load_split(ds_ptr, t, e, tokens, experts, DTYPE: tl.constexpr):
-    """Gradients of scores as two numbers of DTYPE: a result rounded to 8 bits needs 16 of its factors, not more."""
-    at = ds_ptr + t.to(tl.int64)[:, None] * experts + e[None, :]
+def _load_split(dlogits_ptr, t, e, tokens, experts, DTYPE: tl.constexpr):
+    """Gradients of logits as two numbers of DTYPE: a result rounded to 8 bits needs 16 of its factors, not more."""
+    at = dlogits_ptr + t.to(tl.int64)[:, None] * experts + e[None, :]
     ds = tl.load(at, mask=(t < tokens)[:, None] & (e < experts)[None, :], other=0.0)
     high = ds.to(DTYPE)
     return high, (ds - high.to(tl.float32)).to(DTYPE)
@@ -119,7 +119,7 @@ def _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS: tl.constexpr
 
 @triton.jit(do_not_specialize=["stream", "step"])
 def _input_gradient_kernel(
-    ds_ptr, w_ptr, key_ptr, dx_ptr, stream, step, tokens, experts, width,
+    dlogits_ptr, w_ptr, key_ptr, dx_ptr, stream, step, tokens, experts, width,
     JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _input_gradient_kernel(
     first_column = tl.program_id(0) * SPAN
     dtype: tl.constexpr = dx_ptr.dtype.element_ty
     row = _rows(key_ptr, t, tokens, stream, JITTER)
-    high, rest = _load_split(ds_ptr, t, e, tokens, experts, dtype)
+    high, rest = _load_split(dlogits_ptr, t, e, tokens, experts, dtype)
     for first in range(0, SPAN, BD):
         d = first_column + first + tl.arange(0, BD)
         acc = tl.zeros((BT, BD), tl.float32)
@@ -136,7 +136,7 @@ def _input_gradient_kernel(
             acc = _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS, dtype)
         else:
             for some in range(0, experts, BE):
-                high, rest = _load_split(ds_ptr, t, some + e, tokens, experts, dtype)
+                high, rest = _load_split(dlogits_ptr, t, some + e, tokens, experts, dtype)
                 acc = _split_dot(high, rest, w_ptr, some + e, d, acc, experts, width, PARTS, dtype)
         if JITTER:
             acc = jittered(acc, row[:, None], jitter_column(d)[None, :], d[None, :], step, dtype, PACKED)
@@ -145,9 +145,9 @@ def _input_gradient_kernel(
 
 
 @triton.jit
-def _split_kernel(ds_ptr, parts_ptr, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _split_kernel(dlogits_ptr, parts_ptr, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ds = tl.load(ds_ptr + i, mask=i < numbers, other=0.0)
+    ds = tl.load(dlogits_ptr + i, mask=i < numbers, other=0.0)
     for p in tl.static_range(PARTS):
         part = ds.to(parts_ptr.dtype.element_ty)
         tl.store(parts_ptr + p * numbers + i, part, mask=i < numbers)
@@ -218,7 +218,7 @@ def _most_experts(device: torch.device) -> int:
     return 128 if properties.shared_memory_per_block_optin >= 2**17 else 64  # type: ignore[attr-defined]
 
 
-def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
+def router_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
     """x Wᵀ, fp32 [T, E].
 
     Args:
@@ -231,9 +231,9 @@ def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Ten
     if out_TE.numel():
         block = _expert_block(experts, _most_experts(x_TD.device))
         parts = _parts(weight_ED, x_TD.dtype, 3)
-        tile = _SCORES if parts == 1 and block <= 64 else _SCORES_OF_MORE
+        tile = _LOGITS if parts == 1 and block <= 64 else _LOGITS_OF_MORE
         launch(
-            _scores_kernel, (cdiv(tokens, tile.tokens), cdiv(experts, block)),
+            _logits_kernel, (cdiv(tokens, tile.tokens), cdiv(experts, block)),
             x_TD, weight_ED, *_with_keys(jitter, out_TE), tokens, experts, width,
             JITTER=jitter is not None, PACKED=_packed(x_TD), PARTS=parts,
             BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
@@ -241,17 +241,17 @@ def scores(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Ten
     return out_TE
 
 
-def input_gradient(dscores_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
+def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
     """dx_TD in x's dtype."""
-    tokens, experts = dscores_TE.shape
+    tokens, experts = dlogits_TE.shape
     width = weight_ED.shape[1]
-    dx_TD = torch.empty(tokens, width, dtype=dtype, device=dscores_TE.device)
+    dx_TD = torch.empty(tokens, width, dtype=dtype, device=dlogits_TE.device)
     if dx_TD.numel():
         tile = _INPUT_GRADIENT
-        block = _expert_block(experts, _most_experts(dscores_TE.device))
+        block = _expert_block(experts, _most_experts(dlogits_TE.device))
         launch(
             _input_gradient_kernel, (cdiv(width, tile.span), cdiv(tokens, tile.tokens)),
-            dscores_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,
+            dlogits_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,
             JITTER=jitter is not None, PACKED=_packed(dx_TD), PARTS=_parts(weight_ED, dtype, 2),
             WHOLE=experts <= block, SPAN=tile.span,
             BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
@@ -259,9 +259,9 @@ def input_gradient(dscores_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None,
     return dx_TD
 
 
-def weight_gradient(dscores_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
+def weight_gradient(dlogits_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
     """dW [E, D] in the weight's dtype."""
-    tokens, experts = dscores_TE.shape
+    tokens, experts = dlogits_TE.shape
     width = x_TD.shape[1]
     tile = _WEIGHT_GRADIENT
     spans = cdiv(tokens, tile.span)
@@ -272,7 +272,7 @@ def weight_gradient(dscores_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dty
     parts = _parts(x_TD, torch.float32, 2 if dtype is x_TD.dtype else 3)
     parts_PTE = torch.empty(parts, tokens, experts, dtype=x_TD.dtype, device=x_TD.device)
     numbers = tokens * experts
-    launch(_split_kernel, (cdiv(numbers, 2048),), dscores_TE, parts_PTE, numbers, PARTS=parts, BLOCK=2048)
+    launch(_split_kernel, (cdiv(numbers, 2048),), dlogits_TE, parts_PTE, numbers, PARTS=parts, BLOCK=2048)
     sums_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
     block = _expert_block(experts, 64)
     launch(

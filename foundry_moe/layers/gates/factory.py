@@ -1,4 +1,4 @@
-"""Finds gates by name, ours and those of other packages, through the entry-point group `foundry_moe_gates`."""
+"""Finds gates by name, ours and those of other packages, and builds them from the user's keys."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from foundry_moe.config import from_mapping, nearest
-from foundry_moe.layers.gates.base import Gate
+from foundry_moe.layers.gates.gate import Gate
 
+# of entry points, for gates of other packages; one of the name of a gate of ours wins
 GROUP = "foundry_moe_gates"
 
-# Known without an installed distribution, so that a checkout on PYTHONPATH works; an entry point of the same name wins.
 _BUILT_IN = {
-    "base": "foundry_moe.layers.gates.balanced:BaseGate",
+    "base": "foundry_moe.layers.gates.base:BaseGate",
     "dense_to_sparse": "foundry_moe.layers.gates.dense_to_sparse:DenseToSparseGate",
     "expert_choice": "foundry_moe.layers.gates.expert_choice:ExpertChoiceGate",
     "gshard": "foundry_moe.layers.gates.gshard:GShardGate",
@@ -34,7 +34,8 @@ def find_gate(name: str) -> type[Gate]:
     Raises:
         ValueError: no such gate; the nearest name is given.
     """
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    # up to version 0.1 this package listed its own gates there too: an old installation must not shadow these
+    installed = {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
     if name in installed:
         return installed[name].load()
     if name in _BUILT_IN:

@@ -51,7 +51,7 @@ def _count_kernel(
 
 
 @triton.jit
-def _place_kernel(
+def _row_kernel(
     experts_ptr, weights_ptr, counts_ptr, totals_ptr, row_ptr, packed_ptr,
     tokens, chunk_tokens, blocks, local_experts, ranks, nodes, per_node,
     H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BY_RANK: tl.constexpr, BLOCK: tl.constexpr,
@@ -98,7 +98,9 @@ def _blocks(tokens: int, chunks: int) -> tuple[int, int]:
     return chunk_tokens, chunks * cdiv(chunk_tokens, BLOCK)
 
 
-def count(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1) -> tuple[Tensor, Tensor]:
+def count_rows(
+    experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1
+) -> tuple[Tensor, Tensor]:
     """How much goes to each rank.
 
     Args:
@@ -109,7 +111,7 @@ def count(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, ch
     Returns:
         counts_2PH2: int64 [2, P, H, 2]; its first half has, by slot and chunk, rows for that rank and choices among
             them, and its second half is for what the ranks answer (zeros).
-        counts_PN: rows of each block of tokens, for `place`.
+        counts_PN: rows of each block of tokens, for `assign_rows`.
     """
     if experts_TK.is_floating_point() or experts_TK.dim() != 2 or not experts_TK.is_contiguous():
         raise ValueError(f"experts_TK must be contiguous integers [T, K], not {experts_TK.dtype} {experts_TK.shape}")
@@ -127,14 +129,14 @@ def count(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, ch
     return counts_2PH2, counts_PN
 
 
-def place(
+def assign_rows(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_2PH2: Tensor, counts_PN: Tensor, nodes: int = 1
 ) -> tuple[Tensor, Tensor]:
     """The row of each token for each of its ranks, and what travels beside the token.
 
     Args:
         weights_TK: contiguous.
-        counts_2PH2, counts_PN: of `count` with the same arguments.
+        counts_2PH2, counts_PN: of `count_rows` with the same arguments.
 
     Returns:
         row_TC: int32, -1 = none. By rank where P <= K, else at the first of the token's choices with that rank.
@@ -149,7 +151,7 @@ def place(
     packed = torch.empty(tokens * most, 2 * choices, dtype=weights_TK.dtype, device=experts_TK.device)
     if tokens:
         launch(
-            _place_kernel, (blocks,),
+            _row_kernel, (blocks,),
             experts_TK, weights_TK, counts_PN, counts_2PH2, row_TC, packed,
             tokens, chunk_tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
             H=chunks, K=choices, KP=next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-class RankSums:
+class GateCollectives:
     """Reductions and a shuffle over the ranks of a group; callables for `foundry_moe.layers.context.BatchContext`.
 
     Args:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops import combine, permute, plan_routes
+from foundry_moe.ops import permute, plan_permute, unpermute
 
 pytestmark = pytest.mark.quick
 
@@ -23,13 +23,13 @@ def experts_TK(request):
 
 
 def test_routes_sort_assignments_by_expert_and_keep_their_order(experts_TK):
-    routes = plan_routes(experts_TK, 4)
+    plan = plan_permute(experts_TK, 4)
     flat = experts_TK.flatten().tolist()
     wanted = [a for e in range(4) for a, chosen in enumerate(flat) if chosen == e]
-    assert routes.source_R.tolist() == wanted + [-1] * (len(flat) - len(wanted))
-    assert routes.tokens_per_expert_E.tolist() == [flat.count(e) for e in range(4)]
-    assert routes.offsets_E.tolist() == torch.tensor([flat.count(e) for e in range(4)]).cumsum(0).tolist()
-    rows = routes.row_TK.flatten().tolist()
+    assert plan.source_R.tolist() == wanted + [-1] * (len(flat) - len(wanted))
+    assert plan.tokens_per_expert_E.tolist() == [flat.count(e) for e in range(4)]
+    assert plan.offsets_E.tolist() == torch.tensor([flat.count(e) for e in range(4)]).cumsum(0).tolist()
+    rows = plan.row_TK.flatten().tolist()
     assert [rows[a] for a in wanted] == list(range(len(wanted)))
     assert all(rows[a] == -1 for a, chosen in enumerate(flat) if chosen == -1)
 
@@ -39,10 +39,10 @@ def test_permute_and_combine_equal_a_loop_in_values_and_gradients(experts_TK):
     x_TD = torch.randn(tokens, 5, dtype=torch.float64, requires_grad=True)
     weights_TK = torch.rand(tokens, choices, dtype=torch.float64, requires_grad=True)
     scale_E = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
-    routes = plan_routes(experts_TK, 4)
-    x_RD = permute(x_TD, routes)
-    expert_R = experts_TK.flatten()[routes.source_R.clamp(min=0)].clamp(min=0) if len(x_RD) else routes.source_R.long()
-    y_TD = combine(x_RD * scale_E[expert_R][:, None], weights_TK, routes)
+    plan = plan_permute(experts_TK, 4)
+    x_RD = permute(x_TD, plan)
+    expert_R = experts_TK.flatten()[plan.source_R.clamp(min=0)].clamp(min=0) if len(x_RD) else plan.source_R.long()
+    y_TD = unpermute(x_RD * scale_E[expert_R][:, None], weights_TK, plan)
 
     wanted = [
         sum((weights_TK[t, k] * scale_E[e] * x_TD[t] for k, e in enumerate(row) if e >= 0), torch.zeros_like(x_TD[t]))
@@ -58,24 +58,24 @@ def test_permute_and_combine_equal_a_loop_in_values_and_gradients(experts_TK):
 
 
 def test_rows_past_the_end_are_zero_and_never_read():
-    routes = plan_routes(torch.tensor([[0, -1], [1, -1]]), 2)
+    plan = plan_permute(torch.tensor([[0, -1], [1, -1]]), 2)
     x_TD = torch.ones(2, 3, requires_grad=True)
-    x_RD = permute(x_TD, routes)
+    x_RD = permute(x_TD, plan)
     assert x_RD[2:].abs().sum() == 0
     poisoned_RD = x_RD.clone()
     poisoned_RD[2:] = float("nan")
-    combine(poisoned_RD, torch.ones(2, 2), routes).sum().backward()
+    unpermute(poisoned_RD, torch.ones(2, 2), plan).sum().backward()
     assert torch.isfinite(x_TD.grad).all()
 
 
 def test_combine_accumulates_bf16_in_fp32():
     """256 + 1 is not a bf16 number: a sum kept in bf16 would lose each of the ones."""
-    routes = plan_routes(torch.zeros(1, 9, dtype=torch.int64), 1)
+    plan = plan_permute(torch.zeros(1, 9, dtype=torch.int64), 1)
     y_RD = torch.tensor([256.0] + [1.0] * 8, dtype=torch.bfloat16)[:, None]
-    assert combine(y_RD, None, routes).item() == 264.0
+    assert unpermute(y_RD, None, plan).item() == 264.0
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(2, 2), torch.zeros(2, 2, 2, dtype=torch.int64)])
 def test_experts_of_another_kind_are_refused(bad):
     with pytest.raises(ValueError, match="must be integers of shape"):
-        plan_routes(bad, 4)
+        plan_permute(bad, 4)

@@ -5,8 +5,8 @@ Shapes: T tokens, D model width, E experts.
 
 import pytest
 import torch
-from foundry_moe_kernels import router
-from foundry_moe_kernels.router import Jitter
+from foundry_moe_kernels import router_logits
+from foundry_moe_kernels.router_logits import Jitter
 
 from tests.kernels.compiling import run_for
 
@@ -48,12 +48,12 @@ def test_scores_and_gradients_with_jitter_inside(tokens, width, experts, weight_
     xj_TD = (x_TD.double() * factor_TD).to(DTYPE).double()
     x, w, d = (t.to(DEVICE) for t in (x_TD, w_ED, d_TE))
 
-    scores_TE = router.scores(x, w, jitter)
+    scores_TE = router_logits.router_logits(x, w, jitter)
     assert scores_TE.dtype is torch.float32
     truth_TE = xj_TD @ w_ED.double().T
-    dx_TD = router.input_gradient(d, w, jitter, DTYPE)
+    dx_TD = router_logits.input_gradient(d, w, jitter, DTYPE)
     truth_dx = (d_TE.double() @ w_ED.double()) * factor_TD
-    dw_ED = router.weight_gradient(d, x, jitter, weight_dtype)
+    dw_ED = router_logits.weight_gradient(d, x, jitter, weight_dtype)
     truth_dw = d_TE.double().T @ xj_TD
     assert dx_TD.dtype is DTYPE and dw_ED.dtype is weight_dtype
     half_unit = 2**-8  # of a result in bf16
@@ -75,17 +75,17 @@ import torch
 from types import SimpleNamespace
 
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
-from foundry_moe_kernels import router
+from foundry_moe_kernels import router_logits
 
-most = router._most_experts(torch.device("cuda"))
-router._most_experts = lambda device: most
-router.launch = lambda kernel, grid, *args, **constants: print(
+most = router_logits._most_experts(torch.device("cuda"))
+router_logits._most_experts = lambda device: most
+router_logits.launch = lambda kernel, grid, *args, **constants: print(
     kernel.warmup(*args, grid=grid, **constants).metadata.shared
 )
 x, w, d = torch.zeros(64, 256, dtype=torch.bfloat16), torch.zeros(130, 256), torch.zeros(64, 130)
-router.scores(x, w)
-router.input_gradient(d, w, None, x.dtype)
-router.weight_gradient(d, x, None, w.dtype)
+router_logits.router_logits(x, w)
+router_logits.input_gradient(d, w, None, x.dtype)
+router_logits.weight_gradient(d, x, None, w.dtype)
 """
 
 

@@ -1,4 +1,4 @@
-"""Ragged permutation: tokens to the rows of their choices, rows back to tokens, and what the backward pass needs.
+"""The ragged permutation: tokens to the rows of their choices, rows back to tokens, and what the backward pass needs.
 
 Gathers and scatters alone, no atomics: every output element is written by one program, so the bits never change.
 
@@ -66,7 +66,7 @@ def _weighted_row(
 
 
 @triton.jit
-def _combine_kernel(
+def _unpermute_kernel(
     y_ptr, out_ptr, row_ptr, weights_ptr, tokens, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _combine_kernel(
 
 
 @triton.jit
-def _combine_backward_kernel(
+def _unpermute_backward_kernel(
     dy_ptr, y_ptr, out_ptr, row_ptr, weights_ptr, dweights_ptr, end_ptr, tokens, rows, width, K: tl.constexpr,
     WIDTH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +178,7 @@ def permute(
     return out
 
 
-def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+def unpermute(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     """y_TD: the weighted sum of each token's rows, accumulated in fp32 (fp64 for fp64). None weighs all by one."""
     _check(y_RD, row_TK)
     tokens, choices = row_TK.shape
@@ -188,7 +188,7 @@ def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
         return out
     block, columns, warps = _blocks(width, y_RD.element_size())
     launch(
-        _combine_kernel, (cdiv(tokens, block), cdiv(width, columns)),
+        _unpermute_kernel, (cdiv(tokens, block), cdiv(width, columns)),
         y_RD.contiguous(), out, row_TK, None if weights_TK is None else weights_TK.contiguous(), tokens, width,
         K=choices, WEIGHTED=weights_TK is not None, TOKENS=block, WIDTH=columns, ACC=_accumulator(y_RD.dtype),
         SPARSE=_sparse(choices), num_warps=warps,
@@ -196,10 +196,10 @@ def combine(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     return out
 
 
-def combine_backward(
+def unpermute_backward(
     dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `combine`: dy_RD (zeros past the end) and dweights_TK (zeros where there is no choice)."""
+    """Gradients of `unpermute`: dy_RD (zeros past the end) and dweights_TK (zeros where there is no choice)."""
     _check(y_RD, row_TK)
     tokens, choices = row_TK.shape
     width = y_RD.shape[1]
@@ -209,7 +209,7 @@ def combine_backward(
     if dweights.numel() == 0 or width == 0:
         return out, dweights.zero_()
     launch(
-        _combine_backward_kernel, (tokens,),
+        _unpermute_backward_kernel, (tokens,),
         dy_TD.contiguous(), y_RD, out, row_TK, weights_TK.contiguous(), dweights, offsets_E[-1:],
         tokens, y_RD.shape[0], width,
         K=choices, WIDTH=min(next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,

@@ -5,7 +5,7 @@ Shapes: T tokens, K choices, R rows, E experts, D width.
 
 import pytest
 import torch
-from foundry_moe_kernels import permutation, reference, routing
+from foundry_moe_kernels import permute, permute_plan, reference
 from foundry_moe_kernels.topk import topk
 
 pytestmark = pytest.mark.quick
@@ -29,9 +29,11 @@ KINDS = ["random", "some absent", "one takes all", "none chosen"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens, k, experts", [(1, 1, 1), (300, 2, 5), (129, 3, 40), (5000, 1, 3), (0, 2, 4)])
 def test_plan_is_a_stable_sort_by_expert(kind, tokens, k, experts, summed_from, monkeypatch):
-    monkeypatch.setattr(routing, "_SUMMED_FROM", summed_from)
+    monkeypatch.setattr(permute_plan, "_SUMMED_FROM", summed_from)
     experts_TK = choices(kind, tokens, k, experts)
-    for ours, truth in zip(routing.plan(experts_TK, experts), reference.plan(experts_TK, experts), strict=True):
+    for ours, truth in zip(
+        permute_plan.plan_permute(experts_TK, experts), reference.plan_permute(experts_TK, experts), strict=True
+    ):
         assert torch.equal(ours, truth)
 
 
@@ -40,46 +42,46 @@ def test_plan_is_a_stable_sort_by_expert(kind, tokens, k, experts, summed_from, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_permute_and_combine_and_their_gradients(kind, tokens, k, width, dtype):
     experts_TK = choices(kind, tokens, k, 4)
-    _, _, offsets_E, _, row_TK = routing.plan(experts_TK, 4)
+    _, _, offsets_E, _, row_TK = permute_plan.plan_permute(experts_TK, 4)
     x = torch.randn(tokens, width, dtype=dtype, device=DEVICE)
-    x_RD = permutation.permute(x, row_TK, offsets_E)
+    x_RD = permute.permute(x, row_TK, offsets_E)
     assert torch.equal(x_RD, reference.permute(x, row_TK))
     y = torch.randn_like(x_RD)
     y[int(offsets_E[-1]) :] = float("nan")
     weights = torch.rand(tokens, k, device=DEVICE)
     # sums of three products, in another order
     near = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(permutation.combine(y, weights, row_TK), reference.combine(y, weights, row_TK), **near)
-    torch.testing.assert_close(permutation.combine(y, None, row_TK), reference.combine(y, None, row_TK), **near)
-    ours = permutation.combine_backward(x, y, weights, row_TK, offsets_E)
-    for a, b in zip(ours, reference.combine_backward(x, y, weights, row_TK), strict=True):
+    torch.testing.assert_close(permute.unpermute(y, weights, row_TK), reference.unpermute(y, weights, row_TK), **near)
+    torch.testing.assert_close(permute.unpermute(y, None, row_TK), reference.unpermute(y, None, row_TK), **near)
+    ours = permute.unpermute_backward(x, y, weights, row_TK, offsets_E)
+    for a, b in zip(ours, reference.unpermute_backward(x, y, weights, row_TK), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_fewer_rows_than_choices_where_many_are_absent():
     experts_TK = torch.tensor([[0, -1], [-1, -1], [1, 0], [-1, 1]], device=DEVICE)
-    _, _, offsets_E, _, row_TK = routing.plan(experts_TK, 2)
+    _, _, offsets_E, _, row_TK = permute_plan.plan_permute(experts_TK, 2)
     x = torch.randn(4, 8, device=DEVICE)
-    x_RD = permutation.permute(x, row_TK, offsets_E, 5)
+    x_RD = permute.permute(x, row_TK, offsets_E, 5)
     assert torch.equal(x_RD, reference.permute(x, row_TK)[:5])
     assert (x_RD[4] == 0).all()
     torch.testing.assert_close(
-        permutation.combine(x_RD, None, row_TK), torch.tensor([[1.0], [0], [2], [1]]).to(DEVICE) * x
+        permute.unpermute(x_RD, None, row_TK), torch.tensor([[1.0], [0], [2], [1]]).to(DEVICE) * x
     )
 
 
 def test_permute_takes_a_slice_of_columns():
-    row_TK = routing.plan(choices("random", 20, 2, 4), 4)[4]
+    row_TK = permute_plan.plan_permute(choices("random", 20, 2, 4), 4)[4]
     x = torch.randn(20, 32, device=DEVICE)
     offsets = torch.tensor([40], device=DEVICE, dtype=torch.int32)
-    out = permutation.permute(x[:, 8:24], row_TK, offsets)
+    out = permute.permute(x[:, 8:24], row_TK, offsets)
     assert torch.equal(out, reference.permute(x, row_TK)[:, 8:24])
 
 
 def test_dots_of_absent_choices_are_zero():
     row_TK = torch.tensor([[1, -1], [0, 2]], dtype=torch.int32, device=DEVICE)
     dots = torch.tensor([[1.0, 2.0, 3.0, float("nan")], [10.0, 20.0, 30.0, float("nan")]], device=DEVICE)
-    out = permutation.gather_dots(dots, row_TK, torch.float32)
+    out = permute.gather_dots(dots, row_TK, torch.float32)
     assert out.tolist() == [[22.0, 0.0], [11.0, 33.0]]
 
 
@@ -101,7 +103,7 @@ def test_wrong_use_names_what_does_not_fit():
     with pytest.raises(ValueError, match=r"k \(5\) <= experts \(4\)"):
         topk(torch.zeros(3, 4, device=DEVICE), 5)
     with pytest.raises(ValueError, match="contiguous integers"):
-        routing.plan(torch.zeros(3, 4, device=DEVICE), 5)
+        permute_plan.plan_permute(torch.zeros(3, 4, device=DEVICE), 5)
     with pytest.raises(ValueError, match="7 tokens, row_TK 4"):
         rows = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
-        permutation.permute(torch.zeros(7, 4, device=DEVICE), rows, rows[0, :1])
+        permute.permute(torch.zeros(7, 4, device=DEVICE), rows, rows[0, :1])

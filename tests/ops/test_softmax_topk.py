@@ -5,10 +5,11 @@ Shapes: T tokens, E experts, K choices.
 
 import pytest
 import torch
-from foundry_moe_kernels import gating
+from foundry_moe_kernels import softmax_topk as kernels
 
-from foundry_moe.ops import noise, selection
-from foundry_moe.ops.selection import Draw, balance, select
+from foundry_moe.ops import noise
+from foundry_moe.ops import softmax_topk as ops
+from foundry_moe.ops.softmax_topk import Draw, balance, softmax_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -24,10 +25,8 @@ def poisoned_memory(monkeypatch):
 
 def by_kernel(logits_TE, k, normalize, scale, second, counted, mask_T):
     keys_T, stream = (second.keys_T, second.stream) if second else (None, None)
-    out = selection._choose(logits_TE, k, normalize, scale, stream, counted or k, mask_T, keys_T, True, True)
-    return selection.Selection(
-        experts_TK=out[1], weights_TK=out[0], mean_E=out[3], counts_E=out[4], z=out[5], balance=out[7]
-    )
+    out = ops._softmax_topk.triton(logits_TE, k, normalize, scale, stream, counted or k, mask_T, keys_T, True, True)
+    return ops.Selection(experts_TK=out[1], weights_TK=out[0], mean_E=out[3], counts_E=out[4], z=out[5], balance=out[7])
 
 
 CASES = [
@@ -44,7 +43,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}={v}" for k, v in case.items()))
 def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case, at_once, monkeypatch):
     if not at_once:  # many programs sum, as for sizes beyond a test's
-        monkeypatch.setattr(gating, "_SUMMED_AT_ONCE", 0)
+        monkeypatch.setattr(kernels, "_SUMMED_AT_ONCE", 0)
     tokens, experts, k = case.get("tokens", 45), case.get("experts", 12), case["k"]
     logits_TE = 2 * torch.randn(tokens, experts)
     logits_TE[0] = 0.5  # ties go to the lower expert
@@ -53,7 +52,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case, at_once, monke
     rest = {"normalize": case.get("normalize", False), "scale": case.get("scale", 1.0), "counted": case.get("counted")}
     true_TE = logits_TE.double().requires_grad_()
     rest["with_balance"] = True
-    truth = select(true_TE, k, second_by_chance=second, mask_T=mask_T, **rest)
+    truth = softmax_topk(true_TE, k, second_by_chance=second, mask_T=mask_T, **rest)
 
     logits_TE = logits_TE.to(DEVICE).requires_grad_()
     mask, draw = mask_T, second
@@ -85,7 +84,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case, at_once, monke
             torch.autograd.grad(getattr(got, name).square().sum(), leaf)[0].cpu().double()
             for got, leaf in (
                 (by_kernel(logits_TE, k, rest["normalize"], rest["scale"], draw, rest["counted"], mask), logits_TE),
-                (select(true_TE, k, second_by_chance=second, mask_T=mask_T, **rest), true_TE),
+                (softmax_topk(true_TE, k, second_by_chance=second, mask_T=mask_T, **rest), true_TE),
             )
         ]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
@@ -100,24 +99,24 @@ def test_no_tokens_give_no_choices_and_even_statistics():
 def test_balance_and_its_slope():
     mean_E = torch.rand(7, device=DEVICE).requires_grad_()
     counts_E = torch.tensor([3, 0, 1, 9, 2, 2, 4], device=DEVICE)
-    loss, slope_E = selection._balance_operator(mean_E.detach(), counts_E)
+    loss, slope_E = kernels.balance(mean_E.detach(), counts_E)
     true_E = mean_E.detach().cpu().double().requires_grad_()
     truth = balance(true_E, counts_E.cpu())
     truth.backward()
     torch.testing.assert_close(loss.cpu().double(), truth.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(slope_E.cpu().double(), true_E.grad, rtol=1e-6, atol=0)
-    (grad,) = torch.autograd.grad(3 * selection._balance(mean_E, counts_E)[0], mean_E)
+    (grad,) = torch.autograd.grad(3 * ops._balance.triton(mean_E, counts_E)[0], mean_E)
     torch.testing.assert_close(grad, 3 * slope_E)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_select_takes_the_kernel():
     logits_TE = torch.randn(300, 64, device="cuda", requires_grad=True)
-    out = select(logits_TE, 8)
+    out = softmax_topk(logits_TE, 8)
     assert "Eager" in type(out.weights_TK.grad_fn).__name__
 
     def loss(logits_TE):
-        return select(logits_TE, 8).weights_TK.square().sum()
+        return softmax_topk(logits_TE, 8).weights_TK.square().sum()
 
     grads = [torch.autograd.grad(f(logits_TE), logits_TE)[0] for f in (loss, torch.compile(loss, fullgraph=True))]
     torch.testing.assert_close(*grads)

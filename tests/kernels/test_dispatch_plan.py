@@ -5,9 +5,17 @@ Shapes: T tokens, K choices, P ranks, C ranks a token goes to at most, H chunks.
 
 import pytest
 import torch
-from foundry_moe_kernels import departures, reference
+from foundry_moe_kernels import dispatch_plan
+
+from foundry_moe.ops.dispatch_plan import plan_plain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def twin(*operands, **more):
+    """counts_PH2, row_TC and the packed rows of the plain twin."""
+    counts_2PH2, assign_rows = plan_plain(*operands, **more)
+    return (counts_2PH2[0], *assign_rows())
 
 
 @pytest.mark.parametrize("kind", ["random", "some absent", "all to one", "none"])
@@ -27,9 +35,9 @@ def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, rank
     if kind == "none":
         experts_TK.fill_(-1)
     weights_TK = torch.rand(tokens, choices, device=DEVICE, dtype=dtype)
-    counts_2PH2, counts_PN = departures.count(experts_TK, local, ranks, nodes, chunks)
-    row_TC, packed = departures.place(experts_TK, weights_TK, local, counts_2PH2, counts_PN, nodes)
-    expected_PH2, expected_TC, expected = reference.departures(experts_TK, weights_TK, local, ranks, nodes, chunks)
+    counts_2PH2, counts_PN = dispatch_plan.count_rows(experts_TK, local, ranks, nodes, chunks)
+    row_TC, packed = dispatch_plan.assign_rows(experts_TK, weights_TK, local, counts_2PH2, counts_PN, nodes)
+    expected_PH2, expected_TC, expected = twin(experts_TK, weights_TK, local, ranks, nodes, chunks)
     assert torch.equal(counts_2PH2[0], expected_PH2) and not counts_2PH2[1].any()
     assert torch.equal(row_TC, expected_TC)
     assert torch.equal(packed[: len(expected)], expected)
@@ -37,7 +45,7 @@ def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, rank
 
 def test_a_token_goes_once_to_each_rank_with_an_expert_of_its():
     experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)  # 5 experts a rank
-    counts_PH2, row_TC, packed = reference.departures(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3)
+    counts_PH2, row_TC, packed = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3)
     assert counts_PH2[:, 0].tolist() == [[2, 3], [2, 3], [1, 1]]
     assert row_TC.tolist() == [[0, 2, -1], [1, -1, -1], [-1, 3, 4]]
     assert packed[:, 3:].tolist() == [[0, 1, -1], [-1, 4, -1], [-1, -1, 4], [0, 0, -1], [-1, -1, 4]]
@@ -45,9 +53,9 @@ def test_a_token_goes_once_to_each_rank_with_an_expert_of_its():
 
 def test_rows_of_a_chunk_lie_together_by_rank_within_it():
     experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)
-    counts_PH2, row_TC, _ = reference.departures(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
+    counts_PH2, row_TC, _ = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
     assert counts_PH2.tolist() == [[[2, 3], [0, 0]], [[1, 1], [1, 2]], [[0, 0], [1, 1]]]
     assert row_TC.tolist() == [[0, 2, -1], [1, -1, -1], [-1, 3, 4]]
     experts_TK = experts_TK[[2, 1, 0]]
-    _, row_TC, _ = reference.departures(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
+    _, row_TC, _ = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
     assert row_TC.tolist() == [[-1, 1, 2], [0, -1, -1], [3, 4, -1]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foundry_moe.layers.progress import Progress, parse_duration, parse_schedule
+from foundry_moe.layers.schedule import Progress, parse_duration, parse_schedule
 
 pytestmark = pytest.mark.quick
 

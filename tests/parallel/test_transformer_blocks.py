@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.commands.parity import CASES, build_model, shard_rest
 from foundry_moe.config import MeshConfig
-from foundry_moe.parallel.blocks import block_lists, prefetch_in_order
 from foundry_moe.parallel.placement import parallelize
+from foundry_moe.parallel.transformer_blocks import block_lists, prefetch_in_order
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.layers.progress import Progress
+from foundry_moe.layers.schedule import Progress
 
 
 def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from foundry_moe_kernels import gating
+from foundry_moe_kernels import softmax_topk as kernels
 from torch import Tensor
 
 from foundry_moe.ops import noise
 from foundry_moe.ops.masked import masked_mean
-from foundry_moe.ops.operators import differentiable, operator
+from foundry_moe.ops.operators import on_gpu, operator, twins
 from foundry_moe.ops.topk import MAX_CHOICES, MAX_EXPERTS, count_choices, topk
 
 
@@ -30,7 +30,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What `select` gives.
+    """What `softmax_topk` gives.
 
     experts_TK: int64, -1 where a choice was dropped.
     weights_TK: combine weights.
@@ -48,7 +48,7 @@ class Selection:
     balance: Tensor | None = None
 
 
-def select(
+def softmax_topk(
     logits_TE: Tensor,
     k: int,
     *,
@@ -73,41 +73,17 @@ def select(
         statistics: whether `mean_E`, `counts_E` and `z` are wanted; otherwise they may hold nothing.
         with_balance: whether `balance` is, over these tokens' own choices; needs `statistics`.
     """
-    experts = logits_TE.shape[1]
-    if logits_TE.is_cuda and logits_TE.dtype is torch.float32 and k <= MAX_CHOICES and experts <= MAX_EXPERTS:
-        keys_T, stream = (second_by_chance.keys_T, second_by_chance.stream) if second_by_chance else (None, None)
-        chosen = _choose(
-            logits_TE.contiguous(), k, normalize, scale, stream, counted or k, mask_T, keys_T, statistics, with_balance
-        )  # fmt: skip
-        weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = chosen
-        return Selection(
-            experts_TK=experts_TK,
-            weights_TK=weights_TK,
-            mean_E=mean_E,
-            counts_E=counts_E,
-            z=z,
-            balance=loss if with_balance else None,
-        )
-    probs_TE = logits_TE.softmax(-1)
-    weights_TK, experts_TK = topk(probs_TE, k)
-    if normalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    weights_TK = weights_TK * scale
-    counts_E = count_choices(experts_TK[:, :counted], experts, mask_T)
-    if second_by_chance is not None:
-        drawn_T1 = noise.uniform(second_by_chance.keys_T, 1, second_by_chance.stream)
-        dropped_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
-        dropped_TK[:, 1:] = 2 * weights_TK[:, 1:].detach() <= drawn_T1
-        experts_TK = experts_TK.masked_fill(dropped_TK, -1)
-        weights_TK = weights_TK.masked_fill(dropped_TK, 0)
-    mean_E = masked_mean(probs_TE, mask_T)
+    keys_T, stream = (second_by_chance.keys_T, second_by_chance.stream) if second_by_chance else (None, None)
+    weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = _softmax_topk(
+        logits_TE, k, normalize, scale, stream, counted or k, mask_T, keys_T, statistics, with_balance
+    )
     return Selection(
         experts_TK=experts_TK,
         weights_TK=weights_TK,
         mean_E=mean_E,
         counts_E=counts_E,
-        z=masked_mean(torch.logsumexp(logits_TE, dim=-1).square(), mask_T),
-        balance=balance(mean_E, counts_E) if with_balance else None,
+        z=z,
+        balance=loss if with_balance else None,
     )
 
 
@@ -118,13 +94,46 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> Tensor:
         mean_E: mean router probabilities; carries the gradient.
         counts_E: int64, choices per expert, of this process or of many.
     """
-    if mean_E.is_cuda and mean_E.dtype is torch.float32 and counts_E.dtype is torch.int64:
-        return _balance(mean_E.contiguous(), counts_E.contiguous())[0]
+    return _balance(mean_E, counts_E)[0]
+
+
+def _plain(
+    logits_TE: Tensor,
+    k: int,
+    normalize: bool,
+    scale: float,
+    stream: int | None,
+    counted: int,
+    mask_T: Tensor | None,
+    keys_T: Tensor | None,
+    statistics: bool,
+    with_balance: bool,
+) -> tuple[Tensor, Tensor, None, Tensor, Tensor, Tensor, None, Tensor | None]:
+    """The plain twin of `_triton`, without the results that its gradient needs."""
+    probs_TE = logits_TE.softmax(-1)
+    weights_TK, experts_TK = topk(probs_TE, k)
+    if normalize:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    weights_TK = weights_TK * scale
+    counts_E = count_choices(experts_TK[:, :counted], logits_TE.shape[1], mask_T)
+    if stream is not None and keys_T is not None:
+        drawn_T1 = noise.uniform(keys_T, 1, stream)
+        dropped_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
+        dropped_TK[:, 1:] = 2 * weights_TK[:, 1:].detach() <= drawn_T1
+        experts_TK = experts_TK.masked_fill(dropped_TK, -1)
+        weights_TK = weights_TK.masked_fill(dropped_TK, 0)
+    mean_E = masked_mean(probs_TE, mask_T)
+    z = masked_mean(torch.logsumexp(logits_TE, dim=-1).square(), mask_T)
+    loss = balance(mean_E, counts_E) if with_balance else None
+    return weights_TK, experts_TK, None, mean_E, counts_E, z, None, loss
+
+
+def _balance_plain(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, None]:
     share_E = counts_E.to(mean_E.dtype) / counts_E.sum().clamp(min=1)
-    return mean_E.shape[0] * (share_E * mean_E).sum()
+    return mean_E.shape[0] * (share_E * mean_E).sum(), None
 
 
-def _fake_choose(  # type: ignore[no-untyped-def]
+def _fake(  # type: ignore[no-untyped-def]
     logits_TE, k, normalize, scale, stream, counted, mask_T, keys_T, statistics, with_balance
 ):
     tokens, experts = logits_TE.shape
@@ -141,8 +150,7 @@ def _fake_choose(  # type: ignore[no-untyped-def]
     )
 
 
-@operator("choose", _fake_choose)
-def _choose_operator(
+def _triton(
     logits_TE: Tensor,
     k: int,
     normalize: bool,
@@ -154,13 +162,16 @@ def _choose_operator(
     statistics: bool,
     with_balance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `foundry_moe_kernels.gating.choose`."""
-    rule = gating.Rule(normalize=normalize, scale=scale, stream=stream, counted=counted)
-    return gating.choose(logits_TE, k, rule, mask_T, keys_T, statistics, with_balance)
+    """See `foundry_moe_kernels.softmax_topk.softmax_topk`."""
+    rule = kernels.Rule(normalize=normalize, scale=scale, stream=stream, counted=counted)
+    return kernels.softmax_topk(logits_TE.contiguous(), k, rule, mask_T, keys_T, statistics, with_balance)
 
 
-@operator("choose_backward", lambda logits_TE, *_: torch.empty_like(logits_TE))
-def _choose_backward(
+@operator(
+    "softmax_topk_backward",
+    lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format),
+)
+def _triton_backward(
     logits_TE: Tensor,
     normalize: bool,
     scale: float,
@@ -175,13 +186,13 @@ def _choose_backward(
     dz: Tensor | None,
     dloss: Tensor | None,
 ) -> Tensor:
-    rule = gating.Rule(normalize=normalize, scale=scale, stream=0 if random else None)
-    return gating.choose_backward(
-        logits_TE, rule, mask_T, experts_TK, wanted_TK, counts_E, number, dweights_TK, dmean_E, dz, dloss
+    rule = kernels.Rule(normalize=normalize, scale=scale, stream=0 if random else None)
+    return kernels.softmax_topk_backward(
+        logits_TE.contiguous(), rule, mask_T, experts_TK, wanted_TK, counts_E, number, dweights_TK, dmean_E, dz, dloss
     )  # fmt: skip
 
 
-def _save_choose(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits_TE, _, normalize, scale, stream, _, mask_T, *_ = inputs
     _, experts_TK, wanted_TK, _, counts_E, _, number, _ = output
     ctx.rule = (normalize, scale, stream is not None)
@@ -190,22 +201,27 @@ def _save_choose(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(logits_TE, mask_T, experts_TK, wanted_TK, counts_E, number)
 
 
-def _choose_gradient(ctx: Any, dweights_TK: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, dweights_TK: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_TE, mask_T, *chosen = ctx.saved_tensors
     if dweights_TK is None:
         dweights_TK = torch.zeros_like(chosen[0], dtype=logits_TE.dtype)
     _, _, dmean_E, _, dz, _, dloss = grads
-    dlogits_TE = _choose_backward(logits_TE, *ctx.rule, mask_T, *chosen, dweights_TK, dmean_E, dz, dloss)
+    dlogits_TE = _triton_backward(logits_TE, *ctx.rule, mask_T, *chosen, dweights_TK, dmean_E, dz, dloss)
     return dlogits_TE, *[None] * 9
 
 
-_choose = differentiable(_choose_operator, _save_choose, _choose_gradient)
+def _takes(logits_TE: Tensor, k: int, *_: Any) -> bool:
+    return on_gpu(torch.float32)(logits_TE) and k <= MAX_CHOICES and logits_TE.shape[1] <= MAX_EXPERTS
 
 
-@operator("balance", lambda mean_E, counts_E: (mean_E.new_empty(()), torch.empty_like(mean_E)))
-def _balance_operator(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-    """See `foundry_moe_kernels.gating.balance`."""
-    return gating.balance(mean_E, counts_E)
+_softmax_topk = twins(
+    "softmax_topk", triton=_triton, plain=_plain, fake=_fake, takes=_takes, save=_save, backward=_gradient
+)
+
+
+def _balance_triton(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+    """See `foundry_moe_kernels.softmax_topk.balance`."""
+    return kernels.balance(mean_E.contiguous(), counts_E.contiguous())
 
 
 def _save_balance(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -214,8 +230,12 @@ def _save_balance(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.save_for_backward(output[1])
 
 
-_balance = differentiable(
-    _balance_operator,
-    _save_balance,
-    lambda ctx, dloss, _: (None if dloss is None else dloss * ctx.saved_tensors[0], None),
-)  # fmt: skip
+_balance = twins(
+    "balance",
+    triton=_balance_triton,
+    plain=_balance_plain,
+    fake=lambda mean_E, counts_E: (mean_E.new_empty(()), torch.empty_like(mean_E)),
+    takes=lambda mean_E, counts_E: on_gpu(torch.float32)(mean_E) and counts_E.dtype is torch.int64,
+    save=_save_balance,
+    backward=lambda ctx, dloss, _: (None if dloss is None else dloss * ctx.saved_tensors[0], None),
+)

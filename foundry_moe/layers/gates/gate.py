@@ -1,0 +1,211 @@
+"""The interface of a gate: from tokens to experts and combine weights.
+
+Shapes: T tokens, D model width, E experts, K choices a token at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foundry_moe.layers.context import GateContext, unchanged
+from foundry_moe.layers.init import normal_matrix
+from foundry_moe.layers.losses import balance_loss, z_loss
+from foundry_moe.layers.schedule import Progress, Schedule
+from foundry_moe.ops import PermutePlan
+from foundry_moe.ops.router_logits import Jitter, router_logits
+from foundry_moe.ops.softmax_topk import Selection, balance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a gate decides.
+
+    experts_TK: int64, -1 where a token has fewer than K choices.
+    weights_TK: combine weights, fp32 or better.
+    losses: auxiliary losses by name, scalars, not yet weighted; at least those that the context asks for.
+    logits_TE: the router's logits where it has any; None for gates without a router.
+    rows: at most so many choices in all, where the host knows better than T * K; None = T * K.
+    counts_E: int64, choices per expert of the real tokens, where the gate has counted them.
+    plan: rows that are planned already (token dropping's padded layout), for experts that are all on this process.
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    logits_TE: Tensor | None = None
+    rows: int | None = None
+    counts_E: Tensor | None = None
+    plan: PermutePlan | None = None
+
+
+class Gate(nn.Module):
+    """Base of all gates.
+
+    A subclass names its keys in `Config` (a frozen keyword-only dataclass), its losses in `LOSSES`, and those that
+    it wants where the user names none in `DEFAULT_LOSSES`. `MAY_CHANGE` names the keys that a resumed run may give
+    another value: in evaluation, saved weights choose and weigh as before. Its class is an entry point of the group
+    `foundry_moe_gates`. Buffers keep their dtype when the model is cast; state that must survive a checkpoint is a
+    persistent buffer, drawn by `reset_parameters` and changed by `after_step` only, so that recomputation and
+    evaluation leave it alone.
+    """
+
+    LOSSES: ClassVar[frozenset[str]] = frozenset()
+    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {}
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Keys of `gate` beside `name`."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.d_model = d_model
+        self.num_experts = num_experts
+        self.top_k = top_k
+
+    def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
+        """Draws initial weights from (seed, layer) alone, and sets buffers. Gates without either do nothing."""
+
+    def check_losses(self, names: Iterable[str]) -> None:
+        """Raises ValueError where a loss of `LOSSES` cannot be had with these keys."""
+
+    def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
+        raise NotImplementedError
+
+    @property
+    def learns_from_loads(self) -> bool:
+        """Whether `after_step` has to be called."""
+        return False
+
+    def after_step(self, counts_E: Tensor, progress: Progress) -> None:
+        """Once after each optimizer step, with the same arguments on every rank.
+
+        Args:
+            counts_E: int64, choices per expert of all real tokens of the step, of all ranks and microbatches.
+        """
+
+    @property
+    def follows_time(self) -> bool:
+        """Whether this gate needs `GateContext.progress` in training."""
+        return self.learns_from_loads
+
+    def progress(self, context: GateContext) -> Progress:
+        """How far training is.
+
+        Raises:
+            ValueError: nobody says; a schedule would stand still without a word.
+        """
+        if context.progress is None:
+            raise ValueError(
+                f"gate {type(self).__name__} follows the training's time, which nobody gives it: add "
+                "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or set "
+                "`batch_context(model).progress`"
+            )
+        return context.progress
+
+    def need_top_k(self, top_k: int, why: str) -> None:
+        """Raises ValueError unless the user's `top_k` is this."""
+        if self.top_k != top_k:
+            raise ValueError(f"top_k ({self.top_k}) must be {top_k}: {why}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
+        """As nn.Module's, but a cast of the model leaves buffers in their dtype: a bf16 bias would lose its steps."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.dtype != old.dtype:
+                setattr(self, name, old.to(new.device))
+        return self
+
+
+class LinearGate(Gate):
+    """A gate that scores experts by a linear map, computed in fp32 whatever the model's precision."""
+
+    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z"})
+    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {"balance": 0.01}
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, d_model=d_model, num_experts=num_experts, top_k=top_k)
+        self.weight_ED = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
+        shape = (self.weight_ED.shape[0], self.weight_ED.shape[1])
+        device = self.weight_ED.device
+        self.weight_ED.copy_(normal_matrix(shape, std, seed=seed, layer=layer, name="router", device=device))
+
+    def logits(self, x_TD: Tensor, jitter: Jitter | None = None) -> Tensor:
+        """[T, E] in fp32, or fp64 for a model in fp64 (Fedus et al. 2021, section 2.4: selective precision)."""
+        return router_logits(x_TD, self.weight_ED, jitter)
+
+    def jitter_of(self, schedule: Schedule, context: GateContext, x_TD: Tensor, purpose: int) -> Jitter | None:
+        """The factors of this batch's input; None in evaluation, and where the schedule has come to zero."""
+        if not self.training:
+            return None
+        amount = schedule.start if schedule.is_constant else schedule.at(self.progress(context))
+        if not amount:
+            return None
+        keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
+        return Jitter(keys_T=keys_T, amount=amount, stream=context.stream(purpose))
+
+    @staticmethod
+    def sums(context: GateContext) -> dict[str, Any]:
+        """What `softmax_topk` has to sum up for the losses that are wanted, as its arguments."""
+        alone = context.sum_counts is unchanged
+        return {"statistics": bool(context.losses), "with_balance": alone and "balance" in context.losses}
+
+    @staticmethod
+    def counts_of(selection: Selection, context: GateContext) -> Tensor | None:
+        """`Choices.counts_E` from what `softmax_topk` has summed, where it has."""
+        return selection.counts_E if context.losses else None
+
+    def losses_of(self, selection: Selection, context: GateContext) -> dict[str, Tensor]:
+        """As `common_losses`, from what `softmax_topk` has summed."""
+        losses = {}
+        if selection.balance is not None:
+            losses["balance"] = selection.balance
+        elif "balance" in context.losses:
+            losses["balance"] = balance(selection.mean_E, context.sum_counts(selection.counts_E))
+        if "z" in context.losses:
+            losses["z"] = selection.z
+        return losses
+
+    def common_losses(
+        self, logits_TE: Tensor, probs_TE: Tensor, counts_E: Tensor, context: GateContext
+    ) -> dict[str, Tensor]:
+        """`balance` and `z`, those of the two that are wanted.
+
+        Args:
+            counts_E: choices of these tokens; the context makes them those of all tokens that are balanced over.
+        """
+        losses = {}
+        if "balance" in context.losses:
+            losses["balance"] = balance_loss(probs_TE, context.sum_counts(counts_E), context.mask_T)
+        if "z" in context.losses:
+            losses["z"] = z_loss(logits_TE, context.mask_T)
+        return losses

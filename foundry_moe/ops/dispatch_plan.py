@@ -1,0 +1,120 @@
+"""Which rows are sent to which rank: planned on Triton kernels where these run, else in plain torch. Sends nothing.
+
+Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, H chunks, S rows, D model width,
+N blocks of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from foundry_moe_kernels import dispatch_plan as kernels
+from foundry_moe_kernels import permute as permute_kernels
+from torch import Tensor
+
+from foundry_moe.ops.operators import on_gpu
+from foundry_moe.ops.permute import sum_choices
+
+
+class DispatchPlan:
+    """A plan in two parts, so that ranks can tell each other how much is sent while the second is made.
+
+    Args:
+        experts_TK: integers; -1 = no choice. Rank e // local_experts has expert e.
+        weights_TK: their combine weights, fp32 or fp64.
+        nodes: rows lie by slot: by a rank's index on its node, then by the node; 1 = by rank.
+        chunks: H; tokens are sent in so many parts, ceil(T / H) in each, and rows lie by part, then by slot.
+
+    counts_2PH2: int64; its first half has, by slot and chunk, rows for that rank and choices among them; its second,
+        zeros, is for what the ranks answer.
+    """
+
+    def __init__(
+        self,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        local_experts: int,
+        ranks: int,
+        nodes: int = 1,
+        chunks: int = 1,
+    ) -> None:
+        plan = _plan_triton if on_gpu()(experts_TK) else plan_plain
+        self.counts_2PH2, self._assign_rows = plan(
+            experts_TK.contiguous(), weights_TK.detach().contiguous(), local_experts, ranks, nodes, chunks
+        )
+
+    def assign_rows(self) -> tuple[Tensor, Tensor]:
+        """row_TC (int32, -1 = none), and by row [S or more, 2 K] weights and experts as that rank numbers its own."""
+        return self._assign_rows()
+
+
+def _plan_triton(
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int, chunks: int
+) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
+    counts_2PH2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes, chunks)
+    return counts_2PH2, lambda: kernels.assign_rows(
+        experts_TK, weights_TK, local_experts, counts_2PH2, counts_PN, nodes
+    )
+
+
+def plan_plain(
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1
+) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
+    """The plain twin of both kernels: counts_2PH2, and what gives row_TC and the packed rows (those in use alone)."""
+    experts_TK = experts_TK.long()
+    tokens, choices = experts_TK.shape
+    rank_TK = torch.where(experts_TK >= 0, experts_TK // local_experts, -1)
+    rank_P = torch.arange(ranks, device=experts_TK.device)
+    slot_P = (rank_P % (ranks // nodes)) * nodes + rank_P // (ranks // nodes)
+    hits_TKP = rank_TK[:, :, None] == rank_P
+    by_slot_P = torch.argsort(slot_P)
+    chunk_tokens = max(-(-tokens // chunks), 1)
+    chunk_TH = torch.arange(tokens, device=experts_TK.device)[:, None] // chunk_tokens == torch.arange(
+        chunks, device=experts_TK.device
+    )
+    present_TPH = hits_TKP.any(1)[:, by_slot_P, None] & chunk_TH[:, None]
+    choices_TPH = hits_TKP.sum(1)[:, by_slot_P, None] * chunk_TH[:, None]
+    counts_PH2 = torch.stack([present_TPH.sum(0), choices_TPH.sum(0)], dim=2)
+    flat = present_TPH.permute(2, 1, 0).reshape(-1)
+    row_HST = torch.where(flat, flat.cumsum(0) - 1, -1).view(chunks, ranks, tokens)
+    row_TP = row_HST.amax(0)[slot_P].T
+    row_TC = row_TP
+    if ranks > choices:
+        first_TKP = hits_TKP & (hits_TKP.cumsum(1) == 1)
+        row_TC = torch.where(first_TKP.any(-1), (row_TP[:, None] * first_TKP).sum(-1), -1)
+    token, rank = (row_TP >= 0).nonzero(as_tuple=True)
+    local = torch.where(rank_TK[token] == rank[:, None], experts_TK[token] - rank[:, None] * local_experts, -1)
+    packed = torch.empty(len(token), 2 * choices, dtype=weights_TK.dtype, device=weights_TK.device)
+    packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
+    return torch.stack([counts_PH2, torch.zeros_like(counts_PH2)]), lambda: (row_TC.int().contiguous(), packed)
+
+
+def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor:
+    """x_SD: tokens copied to their rows; rows of nobody are undefined. Without gradient.
+
+    Args:
+        rows: S; None = T * C, as many as there could be.
+    """
+    rows = row_TC.numel() if rows is None else rows
+    return (_gather_triton if on_gpu()(x_TD) else gather_plain)(x_TD, row_TC, rows)
+
+
+def _gather_triton(x_TD: Tensor, row_TC: Tensor, rows: int) -> Tensor:
+    return permute_kernels.permute(x_TD.contiguous(), row_TC, row_TC, rows, zero_tail=False)
+
+
+def gather_plain(x_TD: Tensor, row_TC: Tensor, rows: int) -> Tensor:
+    """The plain twin of `gather_rows`."""
+    x_SD = x_TD.new_empty(rows, x_TD.shape[1])
+    token, column = (row_TC >= 0).nonzero(as_tuple=True)
+    x_SD[row_TC[token, column].long()] = x_TD[token]
+    return x_SD
+
+
+def sum_rows(y_SD: Tensor, row_TC: Tensor) -> Tensor:
+    """y_TD: the sum of each token's rows, in fp32 or better; zeros for a token without. Without gradient."""
+    if on_gpu()(y_SD):
+        return permute_kernels.unpermute(y_SD.contiguous(), None, row_TC)
+    return sum_choices(y_SD, None, row_TC)
