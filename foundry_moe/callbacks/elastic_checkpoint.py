@@ -18,7 +18,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist
 
-from foundry_moe.callbacks.elastic_state import collect, describe_mesh, reseed, restore
+from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, reseed, restore
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
@@ -77,7 +77,13 @@ class ElasticCheckpoint(Callback):
         self._engine = self._make_engine(state)
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
-        loaded = self._engine.load(lambda info: _target(state, info), self.config.resume)
+        here: dict[str, Any] = {}
+
+        def target(info: Mapping[str, Any]) -> dict[str, Any]:
+            here.update(_target(state, info))
+            return here
+
+        loaded = self._engine.load(target, self.config.resume, check=lambda brought: check(brought, here))
         if loaded is None:
             return
         autoresumed = any(

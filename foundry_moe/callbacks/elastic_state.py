@@ -3,11 +3,16 @@
 The model and the optimizer are taken apart by parameter name, as DTensors in place; all else goes through the
 `state_dict` and `load_state_dict` of Composer's own objects. Left out on purpose: the tokenizer, which Composer puts
 in byte by byte, and random states by rank (see `reseed`).
+
+A checkpoint is data that others may have written, and Composer's loader trusts what it is given: it strips underscores
+from keys, adds algorithms by evaluating their `repr`, and sets attributes. It is handed what `check` has looked at, and
+of that only what `collect` writes.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +28,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.strict import shown
+
 BY_NAME = ("schedulers", "algorithms", "callbacks", "scaler", "timestamp")
+PLAIN = ("rank_zero_seed", "dataset_state")
+SECTIONS = ("model", "optim", "composer")
+NEVER = ("repr", "required_on_load")  # of an algorithm's state: Composer evaluates the first as Python
 
 
 def collect(state: State, *, weights_only: bool = False) -> dict[str, Any]:
@@ -45,23 +56,125 @@ def collect(state: State, *, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _named(objects: Any) -> dict[str, Any]:
-    """State dicts by class name, as Composer keeps them."""
-    several = objects if isinstance(objects, list | tuple) else [objects] if objects is not None else []
-    return {type(item).__qualname__: item.state_dict() for item in several}
+    """State dicts by class name, as Composer keeps them, without what would be evaluated."""
+    return {
+        type(item).__qualname__: {key: value for key, value in item.state_dict().items() if key not in NEVER}
+        for item in _several(objects)
+    }
+
+
+def _several(objects: Any) -> Sequence[Any]:
+    return objects if isinstance(objects, list | tuple) else [objects] if objects is not None else []
+
+
+def check(loaded: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Compares a loaded state, before any of it is used, with what `collect` gives in this run.
+
+    Raises:
+        DamagedError: a section or a key that `collect` does not write, or a value of another kind than this run's.
+    """
+    _only(loaded, SECTIONS, "the checkpoint")
+    optim = _mapping(loaded.get("optim", {}), "optim")
+    ours = here.get("optim") or {}
+    _only(optim, ("state", "param_groups"), "optim")
+    groups = optim.get("param_groups", [])
+    if not isinstance(groups, list):
+        raise DamagedError(f"optim.param_groups is a {type(groups).__name__}, not a list")
+    for number, group in enumerate(groups):
+        like = (ours.get("param_groups") or [{}])[0]
+        for key, value in _mapping(group, f"optim.param_groups.{number}").items():
+            _alike(value, like.get(key), f"optim.param_groups.{number}.{key}")
+    for name, value in _mapping(optim.get("state", {}), "optim.state").items():
+        _mapping(value, f"optim.state.{name}")
+    composer = _mapping(loaded.get("composer", {}), "composer")
+    _only(composer, (*BY_NAME, *PLAIN), "composer")
+    mine = here.get("composer") or {}
+    for section in BY_NAME:
+        for name, state in _mapping(composer.get(section) or {}, f"composer.{section}").items():
+            where, like = f"composer.{section}.{name}", (mine.get(section) or {}).get(name, {})
+            for key, value in _mapping(state, where).items():
+                if section == "algorithms":
+                    _alike(value, like.get(key), f"{where}.{key}", inner=False)
+                elif section != "callbacks":  # a callback's state is its own affair; it is data in any case
+                    _alike(value, like.get(key), f"{where}.{key}")
+    for name, timestamp in (composer.get("timestamp") or {}).items():
+        lacking = [key for key in (mine.get("timestamp") or {}).get(name, {}) if key not in timestamp]
+        if lacking or any(isinstance(value, int) and value < 0 for value in timestamp.values()):
+            raise DamagedError(f"composer.timestamp.{name} lacks {lacking} or counts below zero")
+    _only(_mapping(composer.get("dataset_state") or {}, "composer.dataset_state"), ("train", "eval"), "dataset_state")
+    for key in PLAIN:
+        _alike(composer.get(key), mine.get(key), f"composer.{key}")
+
+
+def _only(found: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    for key in found:
+        if key not in keys:
+            raise DamagedError(f"{where} holds {shown(key)}, which is not on the list of what is loaded: {list(keys)}")
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise DamagedError(f"{where} is a {type(value).__name__}, not a dictionary by name")
+    return value
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "truth value"
+    if isinstance(value, int | float | np.number) or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        return "number"
+    for kind, types in (("dictionary", Mapping), ("list", (list, tuple)), ("text", str), ("tensor", torch.Tensor)):
+        if isinstance(value, types):
+            return kind
+    return type(value).__name__
+
+
+def _alike(value: Any, like: Any, where: str, *, inner: bool = True) -> None:
+    """Refuses a value of another kind than `like`; None stands for any, and an empty list for a list of any."""
+    if value is None or like is None:
+        return
+    if _kind(value) != _kind(like):
+        raise DamagedError(f"{where} is a {_kind(value)}, where this run has a {_kind(like)}")
+    if inner and isinstance(like, Mapping):
+        for key, item in value.items():
+            _alike(item, like.get(key), f"{where}.{key}")
+    elif inner and isinstance(like, list | tuple) and like:
+        for number, item in enumerate(value):
+            _alike(item, like[min(number, len(like) - 1)], f"{where}.{number}")
 
 
 def restore(state: State, loaded: dict[str, Any], logger: Logger) -> None:
-    """Puts a loaded state in place. The model's tensors were filled already: `loaded` refers to the live ones."""
+    """Puts a loaded state, which `check` has passed, in place. The model's tensors were filled already: `loaded` refers
+    to the live ones."""
     if "composer" not in loaded:
         return  # weights alone: a new run begins from them
     if state.optimizers:
         for optimizer in state.optimizers:
             set_optimizer_state_dict(state.model, optimizer, loaded["optim"])
-    rest = {key: value for key, value in loaded["composer"].items() if value is not None}
-    here = {name: _named(getattr(state, name)) for name in BY_NAME}
-    for name in BY_NAME:  # what this run has and the checkpoint lacks starts anew, without Composer's warning
-        rest[name] = {**here[name], **rest.get(name, {})}
-    state.load_state_dict(rest, logger)
+    saved = loaded["composer"]
+    rest = {key: saved[key] for key in PLAIN if saved.get(key) is not None}
+    for name in BY_NAME:
+        rest[name] = {}
+        for item in _several(getattr(state, name)):
+            (kind, own), there = next(iter(_named(item).items())), saved.get(name) or {}
+            # what this run has and the checkpoint lacks starts anew, without Composer's warning
+            rest[name][kind] = _handed_on(item, own, there[kind]) if kind in there else own
+            if name == "schedulers":
+                rest[name][kind] = {**own, **rest[name][kind]}
+    try:
+        state.load_state_dict(rest, logger)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DamagedError(f"the state of a callback, algorithm or scheduler cannot be loaded: {error!r}") from error
+
+
+def _handed_on(item: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an object's saved state what it may be given: schedulers and some algorithms set each key as an attribute, so
+    a key that it does not write itself must not name one of its methods."""
+    return {
+        key: value
+        for key, value in saved.items()
+        if key not in NEVER and (key in own or not (key.startswith("__") or hasattr(type(item), key)))
+    }
 
 
 def reseed(seed: int, batch: int, rank: int) -> None:

@@ -252,6 +252,8 @@ class CheckpointEngine:
         self,
         state_dict: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]],
         resume: str | int = "auto",
+        *,
+        check: Callable[[Mapping[str, Any]], object] = lambda state: None,
     ) -> Loaded | None:
         """Fills `state_dict` in place from the newest commit that can be used, whatever mesh wrote it.
 
@@ -260,6 +262,7 @@ class CheckpointEngine:
                 function is called, with the checkpoint's `info`, only if there is something to load: making an
                 optimizer's state changes it, and a checkpoint that is `weights_only` has none.
             resume: "auto", "never", or a step.
+            check: raises DamagedError for a state, tensors and values, that is not to be used; on all ranks alike.
 
         Returns:
             None if there is nothing to go on from.
@@ -283,7 +286,9 @@ class CheckpointEngine:
             if callable(state_dict):
                 state_dict = state_dict(choice.found.manifest.info)
             try:
-                return self._load_from(choice.found, state_dict, choice.rejected)
+                loaded = self._load_from(choice.found, state_dict, choice.rejected)
+                check(loaded.state)
+                return loaded
             except DamagedError as error:
                 skip.append(choice.found.commit.where)
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", skip[-1].step, error)

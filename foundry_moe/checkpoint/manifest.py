@@ -254,6 +254,8 @@ def check_info(info: Any, where: str, keys: tuple[str, ...] = ()) -> None:
     for key in ("torch", "saved", "source"):
         if key in info:
             strict.text(info[key], f"{where}: {key}")
+    for key in ("model", "training"):
+        strict.mapping(info.get(key, {}), f"{where}: {key}")
     for key in ("milestone", "weights_only"):
         if type(info.get(key, False)) is not bool:
             strict.fail(f"{where}: {key}", info[key], "true or false")
