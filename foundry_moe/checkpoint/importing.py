@@ -1,56 +1,76 @@
 """Weights of other formats as a folder's first commit, from which a run begins as from any checkpoint.
 
 Read are safetensors, a plain state dict saved by `torch.save`, Composer's single-file checkpoints, and folders that
-torch.distributed.checkpoint wrote, Composer's sharded ones among them. The last keep their index as pickle: import
-only what you trust. The weights are held in memory once.
+torch.distributed.checkpoint wrote, Composer's sharded ones among them. Nothing in them is run: pickles are read by
+`weights_only` and by an unpickler with a list of classes, and what asks for more is refused, unless the user trusts
+it and says so. The weights are held in memory once.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.codec import DTYPE_NAMES
 from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.distributed_files import check_archive, read_tensors
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.store import Store
+from foundry_moe.checkpoint.strict import shown
 
-COMPOSER_MODEL = "state.model."
-_TENSOR_PARTS = {
-    ("collections", "OrderedDict"),
-    ("torch._utils", "_rebuild_tensor"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch.storage", "UntypedStorage"),
-    ("torch", "Size"),
-}
-_TORCH_NAMES = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+PREFIXES = ("state.model.", "model.")  # Composer's, and a common one
+SHARED = 4  # tensors that share memory, as tied embeddings do, may be so many times as large as their file
+TRUST = "if you trust whoever made it, add --trust-pickle, which lets it run code"
+_REBUILD, _SCALAR = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]
+# beside tensors: Composer's times and random states
+_HARMLESS: list[Any] = [
+    datetime.timedelta,
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(name)) for name in ("b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")),
+    *((_REBUILD, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]
 
 
-def import_weights(source: str, store: Store, *, prefix: str = "") -> tuple[int, int]:
+def import_weights(source: str, store: Store, *, prefix: str = "", trust_pickle: bool = False) -> tuple[int, int]:
     """Commits the weights of `source` as step 0; returns how many tensors and bytes.
 
+    Args:
+        prefix: put before each name.
+        trust_pickle: read pickles as Python does, which runs whatever code is in them.
+
     Raises:
-        CheckpointError: no such source, a format that is not known, or a folder that holds commits already.
+        CheckpointError: no such source, a format that is not known, a pickle of more than tensors and plain values, or
+            a folder that holds commits already.
     """
     if Ledger(store).newest_first():
         raise CheckpointError(f"{store.url} holds checkpoints already: import into an empty folder")
-    weights = {prefix + name: tensor for name, tensor in read_weights(Path(source)).items()}
+    weights = {prefix + name: tensor for name, tensor in read_weights(Path(source), trust_pickle).items()}
     if not weights:
         raise CheckpointError(f"{source} holds no tensors")
+    for name, tensor in weights.items():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{source}: {shown(name)} is a {tensor.layout} of {tensor.dtype}, which is no weight")
     engine = CheckpointEngine(
-        store, policy=Policy(asynchronous=False, max_failures=2), info={"weights_only": True, "source": source}
+        store,
+        policy=Policy(asynchronous=False, max_failures=2),
+        info={"weights_only": True, "source": source if source.isprintable() else ascii(source)},
     )
-    engine.save({"model": weights}, 0)
+    try:
+        engine.save({"model": weights}, 0)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from error
     report = engine.wait()
     assert report is not None
     if report.error is not None:
@@ -58,7 +78,7 @@ def import_weights(source: str, store: Store, *, prefix: str = "") -> tuple[int,
     return len(weights), sum(tensor.nbytes for tensor in weights.values())
 
 
-def read_weights(source: Path) -> dict[str, Tensor]:
+def read_weights(source: Path, trust_pickle: bool = False) -> dict[str, Tensor]:
     """The model's tensors by name.
 
     Raises:
@@ -66,86 +86,116 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     """
     if not source.exists():
         raise CheckpointError(f"{source}: there is no such file or folder")
-    if (source / ".metadata").is_file():
-        return _read_distributed(source)
     if source.is_dir():
-        index = source / "model.safetensors.index.json"
-        files = sorted(
-            {source / name for name in json.loads(index.read_text())["weight_map"].values()}
-            if index.is_file()
-            else source.glob("*.safetensors")
-        )
-        if not files:
+        files = _safetensors_in(source)
+        if files:
+            return {name: tensor for file in files for name, tensor in _read_safetensors(file).items()}
+        if not (source / ".metadata").is_file():
             raise CheckpointError(f"{source} holds neither .metadata nor safetensors files")
-        return {name: tensor for file in files for name, tensor in _read_safetensors(file).items()}
+        if trust_pickle:
+            return _read_distributed_trusted(source)
+        try:
+            return read_tensors(source, PREFIXES, _load_tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {TRUST}") from error
+    if not source.is_file():
+        raise CheckpointError(f"{source} is neither a file nor a folder")
     if source.suffix == ".safetensors":
         return _read_safetensors(source)
-    return _read_torch(source)
+    return _read_torch(source, trust_pickle)
+
+
+def _safetensors_in(folder: Path) -> list[Path]:
+    """The folder's safetensors files, those that its index names if it has one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read as an index of safetensors: {error!r}") from error
+    if strange or not names:
+        raise CheckpointError(f"{index} names {shown(strange)}, not safetensors files beside it")
+    return sorted(folder / name for name in names)
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return load_file(file)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def _read_torch(file: Path) -> dict[str, Tensor]:
+def _load_tensors(file: IO[bytes], where: str) -> Any:
+    """What a file of `torch.save` holds, if it is made of tensors and plain values."""
+    size = check_archive(file, where)
+    try:
+        with torch.serialization.safe_globals(_HARMLESS):
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error).split("\n")[0])
+        raise CheckpointError(f"{where} cannot be read as tensors alone ({reason.strip()})") from error
+    _check_sizes(content if isinstance(content, Mapping) else {"": content}, size, where)
+    return content
+
+
+def _check_sizes(content: Mapping[Any, Any], size_bytes: int, where: str) -> None:
+    """Refuses tensors of a few stored elements that claim to be many."""
+    total, todo, seen = 0, list(content.values()), 0
+    while todo and seen < 10**7:
+        item, seen = todo.pop(), seen + 1
+        if isinstance(item, Tensor):
+            if item.layout is not torch.strided or item.device.type != "cpu" or item.dtype not in DTYPE_NAMES:
+                continue  # no weight is one
+            total += item.numel() * item.element_size()
+        elif isinstance(item, Mapping):
+            todo.extend(item.values())
+        elif isinstance(item, list | tuple):
+            todo.extend(item)
+    if total > SHARED * size_bytes:
+        raise CheckpointError(f"{where}: its tensors would have {total} bytes, and the file has {size_bytes}")
+
+
+def _read_torch(file: Path, trust_pickle: bool) -> dict[str, Tensor]:
     """A state dict, alone or as `state.model`, `model` or `state_dict` of a larger one."""
     try:
-        content: Any = torch.load(file, map_location="cpu", weights_only=False, pickle_module=_TensorsAlone)
+        if trust_pickle:
+            content: Any = torch.load(file, map_location="cpu", weights_only=False)
+        else:
+            with open(file, "rb") as opened:
+                content = _load_tensors(opened, str(file))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; save its state dict by itself, or, {TRUST}") from error
     except Exception as error:
-        raise CheckpointError(
-            f"{file} cannot be read as tensors alone ({str(error).splitlines()[0]}); save its state dict by itself"
-        ) from error
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
     for path in (("state", "model"), ("model",), ("state_dict",), ()):
         inner = content
         for key in path:
             inner = inner.get(key) if isinstance(inner, Mapping) else None
         if isinstance(inner, Mapping) and inner and all(isinstance(value, Tensor) for value in inner.values()):
+            if not all(isinstance(name, str) for name in inner):
+                raise CheckpointError(f"{file} holds tensors whose names are no texts")
             return dict(inner)
     raise CheckpointError(f"{file} holds no state dict: it is a {type(content).__name__} of other things")
 
 
-class _Ignored:
-    """Stands for any object of a pickle that is no tensor; takes whatever the pickle does to it."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Ignored:
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __setstate__(self, state: Any) -> None: ...
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-    def append(self, value: Any) -> None: ...
-    def extend(self, values: Any) -> None: ...
-    def add(self, value: Any) -> None: ...
-
-
-class _TensorsAlone:
-    """A pickle module for `torch.load` that makes tensors and runs nothing else: Composer's checkpoints hold timestamps
-    and random states, and are refused by `weights_only`."""
-
-    __name__ = "pickle"
-
-    class Unpickler(pickle.Unpickler):
-        """Knows what tensors are made of by name."""
-
-        def find_class(self, module: str, name: str) -> Any:
-            if (module, name) in _TENSOR_PARTS or (module == "torch" and name in _TORCH_NAMES):
-                return super().find_class(module, name)
-            return _Ignored
-
-    load, loads = pickle.load, pickle.loads
-
-
-def _read_distributed(folder: Path) -> dict[str, Tensor]:
-    reader = dcp.FileSystemReader(folder)
-    metadata = reader.read_metadata().state_dict_metadata
-    names = {name for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-    prefix = next((p for p in (COMPOSER_MODEL, "model.") if any(name.startswith(p) for name in names)), "")
-    wanted = {}
-    for name in sorted(names):
-        entry = metadata[name]
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
-            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(wanted, storage_reader=reader, no_dist=True)
+def _read_distributed_trusted(folder: Path) -> dict[str, Tensor]:
+    """As torch.distributed.checkpoint reads it: the index is unpickled."""
+    try:
+        reader = dcp.FileSystemReader(folder)
+        metadata = reader.read_metadata().state_dict_metadata
+        names = {name for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+        prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in names)), "")
+        wanted = {}
+        for name in sorted(names):
+            entry = metadata[name]
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+                wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
     return {name.removeprefix(prefix): tensor for name, tensor in wanted.items()}

@@ -56,6 +56,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "source", help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files"
     )
     importing.add_argument("--prefix", default="", help="put this before each name, for example model.")
+    importing.add_argument(
+        "--trust-pickle", action="store_true", help="read pickles as Python does: whoever made them can run code here"
+    )
     importing.set_defaults(run=_guarded(run_import))
 
 
@@ -241,7 +244,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.importing import import_weights
 
     store, _ = _open(arguments, new=True)
-    count, size = import_weights(arguments.source, store, prefix=arguments.prefix)
+    count, size = import_weights(arguments.source, store, prefix=arguments.prefix, trust_pickle=arguments.trust_pickle)
     print(
         f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; a run with this folder begins there"
     )
