@@ -17,10 +17,10 @@ from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.layout import cut
 from foundry_moe.checkpoint.manifest import MAGIC, Commit, CommitKey, Manifest, TensorEntry
-from foundry_moe.checkpoint.store import open_store
+from foundry_moe.checkpoint.stores import open_store
 from tests.checkpoint.forging import forge_manifest, forge_record, key_of, put_manifest
 from tests.checkpoint.test_engine import blank, check, save
-from tests.checkpoint.test_tools import tool
+from tests.commands.test_checkpoints import tool
 
 DTYPE, SHAPE, OFFSETS, SIZES, OBJECTS, STARTS, HASHES = range(7)
 
