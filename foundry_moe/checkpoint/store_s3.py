@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3
 import botocore.exceptions as bce
 from botocore.config import Config
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from foundry_moe.checkpoint.errors import (
     ClockError,
@@ -28,12 +32,24 @@ from foundry_moe.checkpoint.errors import (
 from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key, with_retries
 
 SEND_BYTES = 2**20
+PIECE_BYTES = 2**18  # the most that is taken from a connection at once
+SLOWEST_BYTES_PER_S = 2**16  # a transfer that is slower is taken for one that stands still
 MAX_PARTS = 10_000  # S3's own limit
 DELETE_BATCH = 1_000  # S3's own limit
 MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
 DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
 WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
+ALWAYS = {  # what every answer of S3's has
+    "list_objects_v2": ("Name",),
+    "list_multipart_uploads": ("Bucket",),
+    "put_object": ("ETag",),
+    "upload_part": ("ETag",),
+    "create_multipart_upload": ("UploadId",),
+    "complete_multipart_upload": ("ETag",),
+    "get_object": ("ETag", "ContentLength"),
+    "head_object": ("ETag", "ContentLength"),
+}
 FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"}
 
 
@@ -62,6 +78,48 @@ class _View:
 
     def tell(self) -> int:
         return self.position
+
+
+def limit_of(timeout_s: float, size_bytes: int) -> float:
+    """How long one try of a request may take in all that moves so many bytes."""
+    return timeout_s + size_bytes / SLOWEST_BYTES_PER_S
+
+
+class _Limited:
+    """A botocore HTTP session whose requests end in time: each wait for a byte has a limit already, their sum has not.
+
+    A request that overstays goes on in a thread of its own, which ends when the store says its last word.
+    """
+
+    def __init__(self, session: Any, timeout_s: float) -> None:
+        self._session, self._timeout_s = session, timeout_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def send(self, request: Any) -> Any:
+        limit_s = 2 * limit_of(self._timeout_s, _length(request))  # its own waits come first, with their own words
+        box: list[Any] = []
+
+        def work() -> None:
+            try:
+                box.append(self._session.send(request))
+            except BaseException as error:
+                box.append(error)
+
+        thread = threading.Thread(target=work, name="checkpoint-request", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if not box:
+            raise bce.ReadTimeoutError(endpoint_url=urlsplit(request.url).hostname)
+        if isinstance(box[0], BaseException):
+            raise box[0]
+        return box[0]
+
+
+def _length(request: Any) -> int:
+    value = request.headers.get("Content-Length") or 0
+    return int(value)
 
 
 class S3Store(Store):
@@ -95,7 +153,10 @@ class S3Store(Store):
         )
         try:
             session = boto3.session.Session(profile_name=options.profile, region_name=options.region)
-            return session.client("s3", endpoint_url=options.endpoint_url, config=config)
+            client = session.client("s3", endpoint_url=options.endpoint_url, config=config)
+            # a try ends in time though the store sends a byte now and then; botocore has no place for such a limit
+            client._endpoint.http_session = _Limited(client._endpoint.http_session, options.timeout_s)
+            return client
         except (bce.BotoCoreError, ValueError) as error:
             raise self._translate(error, "reach") from error
 
@@ -107,9 +168,27 @@ class S3Store(Store):
 
     def _call(self, action: str, operation: str, **arguments: Any) -> Any:
         try:
-            return getattr(self._client, operation)(Bucket=self.bucket, **arguments)
-        except (bce.BotoCoreError, bce.ClientError, OSError) as error:
+            answer = getattr(self._client, operation)(Bucket=self.bucket, **arguments)
+        except (bce.BotoCoreError, bce.ClientError, ResponseParserError, OSError) as error:
             raise self._translate(error, action) from error
+        return self._checked(answer, action, operation)
+
+    def _checked(self, answer: Any, action: str, operation: str) -> Any:
+        """The answer, if it is one of S3's: a proxy or a login page says 200 to everything, and an empty folder would
+        be a new run.
+
+        Raises:
+            StoreError: it is not.
+        """
+        lacks = [name for name in ALWAYS.get(operation, ()) if name not in answer]
+        if operation == "get_object" and answer.get("ContentType", "").startswith("text/html"):
+            lacks.append("object")
+        if lacks:
+            raise StoreError(
+                f"could not {action} in {self.url}: what answers is not S3, for it sent a page or nothing where S3 "
+                f"gives {lacks[0]}; check `endpoint_url`, and the proxies in between"
+            )
+        return answer
 
     def put(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", "put_object", Key=self._key(key), Body=data)
@@ -117,14 +196,13 @@ class S3Store(Store):
     def put_new(self, key: str, data: bytes) -> bool:
         def attempt() -> bool:
             try:
-                self._client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data, IfNoneMatch="*")
-                return True
-            except bce.ClientError as error:
-                if _code(error) in ("PreconditionFailed", "412"):
+                self._call(f"write {key}", "put_object", Key=self._key(key), Body=data, IfNoneMatch="*")
+            except StoreError as error:
+                cause = error.__cause__
+                if isinstance(cause, bce.ClientError) and _code(cause) in ("PreconditionFailed", "412"):
                     return False
-                raise self._translate(error, f"write {key}") from error
-            except (bce.BotoCoreError, OSError) as error:
-                raise self._translate(error, f"write {key}") from error
+                raise
+            return True
 
         return with_retries(attempt, attempts=self.options.attempts)  # 409: another conditional write was under way
 
@@ -179,10 +257,9 @@ class S3Store(Store):
     def get(self, key: str) -> bytes:
         def attempt() -> bytes:
             answer = self._call(f"read {key}", "get_object", Key=self._key(key))
-            try:
-                return answer["Body"].read()
-            except (bce.BotoCoreError, OSError) as error:
-                raise self._translate(error, f"read {key}") from error
+            pieces: list[bytes] = []
+            self._receive(key, answer, answer["ContentLength"], pieces.append)
+            return b"".join(pieces)
 
         return with_retries(attempt, attempts=self.options.attempts)
 
@@ -194,17 +271,43 @@ class S3Store(Store):
             wanted = f"bytes={start}-{start + len(out) - 1}"
             answer = self._call(f"read {key}", "get_object", Key=self._key(key), Range=wanted)
             done = 0
-            try:
-                while done < len(out) and (count := answer["Body"].readinto(out[done:])):
-                    done += count
-            except (bce.BotoCoreError, OSError) as error:
-                raise self._translate(error, f"read {key}") from error
-            finally:
+
+            def place(piece: bytes) -> None:
+                nonlocal done
+                out[done : done + len(piece)] = piece
+                done += len(piece)
+
+            if answer["ContentLength"] > len(out):
                 answer["Body"].close()
-            if done < len(out):
-                raise StoreError(f"{self.url}/{key}: {done} of {len(out)} bytes came from byte {start} on")
+                raise StoreError(f"{self.url}/{key}: {answer['ContentLength']} bytes came where {len(out)} were asked")
+            self._receive(key, answer, len(out), place)
 
         with_retries(attempt, attempts=self.options.attempts)
+
+    def _receive(self, key: str, answer: Any, size_bytes: int, take: Callable[[bytes], None]) -> None:
+        """Gives an answer's body to `take`, in pieces as they come.
+
+        Raises:
+            StoreError: it is shorter, or comes so slowly that it would take longer than `timeout` and its size allow.
+        """
+        limit_s = limit_of(self.options.timeout_s, size_bytes)
+        body, done, began_s = answer["Body"], 0, time.monotonic()
+        try:
+            while done < size_bytes and (piece := body._raw_stream.read1(min(PIECE_BYTES, size_bytes - done))):
+                take(piece)
+                done += len(piece)
+                if done < size_bytes and time.monotonic() - began_s > limit_s:
+                    raise StoreError(
+                        f"could not read {key} in {self.url}: {done} of {size_bytes} bytes came in {limit_s:.0f} s"
+                    )
+        except (bce.BotoCoreError, HTTPError, OSError) as error:
+            raise self._translate(error, f"read {key}") from error
+        finally:
+            if done < size_bytes:
+                body._raw_stream.close()  # the connection is of no more use
+            body.close()
+        if done < size_bytes:
+            raise StoreError(f"{self.url}/{key}: {done} of {size_bytes} bytes came")
 
     def size_bytes(self, key: str) -> int | None:
         name = self._key(key)
@@ -272,6 +375,8 @@ class S3Store(Store):
             return DeniedError(f"{where}: {error}; correct `profile` or AWS_PROFILE")
         if isinstance(error, bce.EndpointConnectionError):
             return StoreError(f"{where}: no answer from {error.kwargs.get('endpoint_url')}; check `endpoint_url`")
+        if isinstance(error, ResponseParserError):
+            return StoreError(f"{where}: what answers is not S3, for its answer cannot be read; check `endpoint_url`")
         if not isinstance(error, bce.ClientError):
             return StoreError(f"{where}: {error}")
         code, message = _code(error), error.response.get("Error", {}).get("Message", "")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import parse_qs, urlsplit
 
@@ -23,7 +25,7 @@ from foundry_moe.checkpoint.errors import (
     NotFoundError,
     StoreError,
 )
-from foundry_moe.checkpoint.store import StoreOptions
+from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 
 LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one short
@@ -105,7 +107,8 @@ class Pages(BaseHTTPRequestHandler):
         truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{after if more else ''}"
         is_listing = "uploads" in urlsplit(self.path).query.split("&")
         name = "ListMultipartUploadsResult" if is_listing else "ListBucketResult"
-        body = f"<{name}>{truncated}{items}</{name}>" if is_listing else f"<{name}></{name}>"
+        body = f"<{name}>{truncated}{items}<Bucket>bucket</Bucket></{name}>"
+        body = body if is_listing else f"<{name}><Name>bucket</Name></{name}>"
         self.reply(200, body.encode())
 
     def do_DELETE(self) -> None:
@@ -177,6 +180,96 @@ def refused(code: str, status: int) -> HTTPServer:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     return server
+
+
+class Page(BaseHTTPRequestHandler):
+    """Says 200 and a page to everything, as a login page does."""
+
+    body = b"<html><body>Please log in</body></html>"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(self.body)
+
+    do_PUT = do_POST = do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(handler: type[BaseHTTPRequestHandler], **options) -> Iterator[Store]:
+    """A store on S3 where this handler answers."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield open_store("s3://bucket/run", StoreOptions(endpoint_url=url, **options))
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("body", [Page.body, b"<!doctype html><p>no <b>XML", b"", b'{"error": "proxy"}'])
+def test_what_is_not_s3_is_no_empty_folder(moto, body) -> None:
+    with served(type("Handler", (Page,), {"body": body}), attempts=1) as store:
+        for action in (
+            store.check,
+            store.exists,
+            lambda: list(store.scan("commits/")),
+            lambda: store.put("x", b"1"),
+            lambda: store.put_new("x", b"1"),
+            lambda: store.put_large("x", memoryview(LARGE)),
+            lambda: store.get("x"),
+            lambda: store.read_into("x", 0, memoryview(bytearray(5))),
+            lambda: store.size_bytes("x"),
+        ):
+            with pytest.raises(StoreError, match=r"what answers is not S3|500 Internal Server Error"):
+                action()
+
+
+class Trickle(BaseHTTPRequestHandler):
+    """Sends a byte now and then, more often than any wait for one would end."""
+
+    every_s, head_too = 0.1, False
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        head = b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 1000\r\nContent-Type: binary/octet-stream\r\n\r\n"
+        with contextlib.suppress(OSError):
+            if not self.head_too:
+                self.wfile.write(head)
+            for byte in (head if self.head_too else b"") + b"<" * 1000:
+                self.wfile.write(bytes([byte]))
+                time.sleep(self.every_s)
+
+    do_PUT = do_POST = do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("head_too", [False, True])
+@pytest.mark.parametrize("what", ["get", "range", "list", "put"])
+def test_a_store_that_trickles_is_given_up_in_time(moto, head_too, what) -> None:
+    """At this pace an answer would take 100 s, and no wait for a byte of it longer than 0.1 s."""
+    if what == "put" and not head_too:
+        return  # its answer is the head
+    with served(type("Handler", (Trickle,), {"head_too": head_too}), attempts=1, timeout_s=0.5) as store:
+        began_s = time.monotonic()
+        with pytest.raises(StoreError):
+            {
+                "get": lambda: store.get("x"),
+                "range": lambda: store.read_into("x", 0, memoryview(bytearray(1000))),
+                "list": lambda: list(store.scan()),
+                "put": lambda: store.put("x", b"1"),
+            }[what]()
+        assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize(
