@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,11 @@ from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist
 
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, reseed, restore
+from foundry_moe.callbacks.starting_point import StartingPoint
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
+from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.stores import is_remote, open_store
 from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
 
@@ -57,6 +60,7 @@ class ElasticCheckpoint(Callback):
         self._last: dict[str, float] = {}  # counts of the newest save, by unit
         self._prepared = False
         self._saved_step: int | None = None
+        self._starting_point = StartingPoint()
 
     # Resuming
 
@@ -72,9 +76,14 @@ class ElasticCheckpoint(Callback):
         if dist.get_global_rank() == 0:
             store.check()
 
+    def before_load(self, state: State, logger: Logger) -> None:
+        self._starting_point.skip_if_committed(open_store(self.config.folder, self.config.store_options))
+
     def after_load(self, state: State, logger: Logger) -> None:
-        """Finds the newest good commit and puts it in place of what Composer made or loaded."""
+        """Makes the folder this run's, finds the newest good commit, and puts it in place of what Composer has."""
+        self._starting_point.restore()
         self._engine = self._make_engine(state)
+        self._engine.claim(_identity(state))
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
         here: dict[str, Any] = {}
@@ -191,6 +200,11 @@ class ElasticCheckpoint(Callback):
             self._save(state)
             self._tell(self._engine.wait(), logger)
 
+    def close(self, state: State, logger: Logger) -> None:
+        self._starting_point.restore()
+        if self._engine is not None:
+            self._engine.close()
+
     def _visit(self, state: State, logger: Logger, *, epoch_ended: bool) -> None:
         assert self._engine is not None
         self._tell(self._engine.poll(), logger)
@@ -263,6 +277,13 @@ def _target(state: State, info: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint with this `info` is read into, once its weights are known to mean the same here."""
     check_model(describe_model(state.model), info.get("model") or {})
     return collect(state, weights_only=bool(info.get("weights_only")))
+
+
+def _identity(state: State) -> Identity:
+    """What is the same in all lives of this run. A name that Composer made up is another in each."""
+    made_up = re.fullmatch(r"[0-9]{10}-[a-z]+(-[a-z]+)*", state.run_name)
+    tensors = collect(state, weights_only=True)["model"]
+    return Identity(run_name="" if made_up else state.run_name, model=tensors_digest(tensors))
 
 
 def _counts(state: State) -> dict[str, float]:

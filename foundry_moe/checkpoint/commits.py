@@ -1,7 +1,7 @@
-"""The ledger of commits in a store: list, read, check, record, retain, collect. One process at a time writes it.
+"""The ledger of commits in a store: list, read, check, record, choose. One process at a time writes it.
 
 What is not committed does not exist. The order of every change keeps that true at each instant: data, manifest,
-record when a checkpoint appears; record, then data when one goes.
+record when a checkpoint appears; record, then data when one goes (`retention`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, ResumeError, StoreError
+from foundry_moe.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    NotAnObjectError,
+    NotFoundError,
+    ResumeError,
+    StoreError,
+)
 from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, file_hash
 from foundry_moe.checkpoint.store import Store
 
-HOLD_S = 24 * 3600.0  # a reader that died is forgotten after this
+BURIED = "BURIED"  # below an attempt: somebody is about to delete it as stale
+CONFIRM_WAITS_S = (0.2, 0.4, 0.8, 1.6)  # between two looks whether who wants to delete an attempt leaves it after all
 
 
 def new_attempt(step: int) -> str:
@@ -60,6 +67,8 @@ class Ledger:
         """A commit record. Raises DamagedError if it is gone or torn."""
         try:
             return Commit.from_bytes(self.store.get(key.key), key.key)
+        except NotAnObjectError as error:
+            raise DamagedError(f"{key.key}: {error}") from error
         except NotFoundError as error:
             raise DamagedError(f"{key.key}: the commit record is gone") from error
 
@@ -69,12 +78,19 @@ class Ledger:
         Raises:
             DamagedError: something is missing, short, or has another hash. Data blocks are not read here.
         """
-        commit = self.read(key)
+        try:
+            return self._open(key, self.read(key))
+        except NotAnObjectError as error:
+            raise DamagedError(f"{key.key}: {error}") from error
+
+    def _open(self, key: CommitKey, commit: Commit) -> Found:
         name = f"{commit.attempt}/MANIFEST"
         raw = b""
         for _ in range(3):  # a byte may have been turned on its way
             try:
                 raw = self.store.get(name)
+            except NotAnObjectError:
+                raise
             except NotFoundError as error:
                 raise DamagedError(f"{key.key}: {name} is missing") from error
             if len(raw) == commit.manifest_bytes and file_hash(raw) == commit.manifest_hash:
@@ -121,6 +137,31 @@ class Ledger:
                 f"step {commit.step} was committed to {self.store.url} by another run (attempt {other.attempt}); "
                 "this attempt is dropped and that one kept: give each run a folder of its own"
             )
+
+    def confirm(self, commit: Commit, objects: Iterable[tuple[str, int]]) -> None:
+        """Looks, after `record`, whether all is there still: else the record is withdrawn.
+
+        Somebody may have begun to delete the attempt as stale before it saw the record; see `Retention.bury`.
+
+        Raises:
+            CheckpointError: the checkpoint does not exist after all.
+        """
+        wanted = [*((f"{commit.attempt}/{key}", size) for key, size in objects)]
+        wanted.append((f"{commit.attempt}/MANIFEST", commit.manifest_bytes))
+        for wait_s in (*CONFIRM_WAITS_S, None):
+            there = {entry.key: entry.size_bytes for entry in self.store.scan(f"{commit.attempt}/")}
+            lost = [key for key, size in wanted if there.get(key) != size]
+            if not lost and f"{commit.attempt}/{BURIED}" not in there:
+                return
+            if lost or wait_s is None:
+                break
+            time.sleep(wait_s)
+        self.store.delete([commit.where.key])
+        what = f"{lost[0]} and {len(lost) - 1} more objects are gone" if lost else "it is marked as about to go"
+        raise CheckpointError(
+            f"step {commit.step} was not committed: while that was done its data was removed ({what}), as `gc` with a "
+            "short --older-than does; older checkpoints are kept"
+        )
 
     def choose(self, resume: str | int, *, skip: Iterable[CommitKey] = ()) -> Choice:
         """Picks the commit to go on from; see `CheckpointConfig.resume`.
@@ -195,75 +236,3 @@ class Ledger:
             if held:
                 with contextlib.suppress(StoreError):
                     self.store.delete([key])
-
-    def _held(self) -> set[CommitKey]:
-        limit_s = None
-        held = set()
-        for entry in self.store.scan("holds/"):
-            limit_s = self.store.now_s() - HOLD_S if limit_s is None else limit_s
-            generation, _, rest = entry.key.removeprefix("holds/").partition("-")
-            step = rest.partition("-")[0]
-            if entry.modified_s > limit_s and generation.isdigit() and step.isdigit():
-                held.add(CommitKey(generation=int(generation), step=int(step)))
-        return held
-
-    def retain(self, keep: int) -> list[CommitKey]:
-        """Deletes all but the newest `keep` commits, milestones, and those being read; returns what went."""
-        assert keep >= 1
-        keys, gone = self.newest_first(), []
-        surplus = keys[keep:]
-        if not surplus:
-            return []
-        held = self._held()
-        for key in reversed(surplus):
-            if key in held:
-                continue
-            try:
-                commit = self.read(key)
-            except DamagedError:
-                continue  # a person may still want to look
-            if commit.summary.get("milestone"):
-                continue
-            self.store.delete([key.key])
-            faults.point("retention.record_deleted")
-            self.delete_attempt(commit.attempt)
-            faults.point("retention.data_deleted")
-            gone.append(key)
-        return gone
-
-    def delete_attempt(self, attempt: str) -> int:
-        """Deletes an attempt's data, which no commit names; returns the bytes freed."""
-        entries = list(self.store.scan(f"{attempt}/"))
-        self.store.delete([entry.key for entry in entries])
-        return sum(entry.size_bytes for entry in entries)
-
-    def stale_attempts(self, older_than_s: float) -> dict[str, int]:
-        """Attempts that no commit names and that nothing was added to for `older_than_s`, with their bytes.
-
-        A step whose commit record cannot be read is left alone, whichever attempt it meant.
-        """
-        limit_s = self.store.now_s() - older_than_s
-        attempts: dict[str, list[float]] = {}
-        for entry in self.store.scan("steps/"):  # before the records: an attempt committed meanwhile is seen as such
-            attempt = "/".join(entry.key.split("/")[:3])
-            sums = attempts.setdefault(attempt, [0.0, 0.0])
-            sums[0] = max(sums[0], entry.modified_s)
-            sums[1] += entry.size_bytes
-        named, unclear = set(), set()
-        for key in self.newest_first():
-            try:
-                named.add(self.read(key).attempt)
-            except DamagedError:
-                unclear.add(f"{key.step:012d}")
-        return {
-            attempt: int(size)
-            for attempt, (modified_s, size) in attempts.items()
-            if attempt not in named and attempt.split("/")[1] not in unclear and modified_s <= limit_s
-        }
-
-    def collect(self, older_than_s: float) -> tuple[int, int]:
-        """Deletes stale attempts and unfinished uploads; returns (attempts, bytes)."""
-        stale = self.stale_attempts(older_than_s)
-        freed = sum(self.delete_attempt(attempt) for attempt in stale)
-        self.store.discard_unfinished("steps/", older_than_s=older_than_s)
-        return len(stale), freed

@@ -23,13 +23,17 @@ from foundry_moe.checkpoint.commits import Choice, Found, Ledger
 from foundry_moe.checkpoint.errors import (
     DamagedError,
     MismatchError,
+    OwnedError,
     StoreError,
+    TakenOverError,
     TooManyFailuresError,
 )
 from foundry_moe.checkpoint.exchange import Traffic
 from foundry_moe.checkpoint.failures import portable
 from foundry_moe.checkpoint.manifest import CommitKey, Manifest
+from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners
 from foundry_moe.checkpoint.reader import ElasticLoadPlanner, ElasticReader
+from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.writer import CommitRequest, ElasticSavePlanner, ElasticWriter, PlanCache
@@ -106,6 +110,45 @@ class CheckpointEngine:
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None
         self._collected_s: float | None = None
+        self._retention, self._owners = Retention(self.ledger), Owners(store)
+        self._claim: Claim | None = None  # on rank 0
+        self._heart: Heart | None = None  # on rank 0
+        self._other_model: OwnedError | None = None
+        self._taken_over: TakenOverError | None = None
+
+    # Owning
+
+    def claim(self, identity: Identity) -> None:
+        """Makes the folder this run's, and of its processes this group's: an older one stops at its next save.
+
+        A run whose model alone differs from what the folder has is refused by `load`, which names the tensors.
+
+        Raises:
+            OwnedError: the folder is another run's.
+        """
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                self._claim = self._owners.claim(identity, has_commits=lambda: bool(self.ledger.newest_first()))
+                self._heart = Heart(self._owners, self._claim)
+            except Exception as error:
+                box[0] = portable(error)
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        if isinstance(box[0], OwnedError) and box[0].model_differs:
+            self._other_model = box[0]
+        elif box[0] is not None:
+            raise box[0]
+
+    def close(self) -> None:
+        """This process saves no more: its heartbeat ends."""
+        if self._heart is not None:
+            self._heart.stop()
+
+    def _check_owner(self) -> None:
+        if self._claim is not None:
+            self._owners.check(self._claim)
+            self._owners.beat(self._claim)
 
     # Saving
 
@@ -134,6 +177,8 @@ class CheckpointEngine:
             TypeError, ValueError: the state holds something that cannot be stored.
         """
         assert not self.busy, "one save at a time: look at `busy`"
+        if self._other_model is not None:
+            raise self._other_model
         self.poll()
         began = time.perf_counter()
         snapshot = self._snapshotter.take(state_dict)
@@ -164,7 +209,7 @@ class CheckpointEngine:
         return {"milestone": True} if step // every > max(before, 0) else {}
 
     def _run(self, snapshot: Snapshot, request: CommitRequest, began: float, blocked: float) -> None:
-        writer = ElasticWriter(self.ledger, request, self._plans)
+        writer = ElasticWriter(self.ledger, request, self._plans, self._check_owner)
         error: str | None = None
         try:
             with warnings.catch_warnings():
@@ -177,7 +222,9 @@ class CheckpointEngine:
                     no_dist=self.group is None,
                 )
         except CheckpointException as failed:
-            error = "; ".join(sorted({str(reason) for reason, _ in failed.failures.values()}))
+            reasons = [reason for reason, _ in failed.failures.values()]
+            error = "; ".join(sorted({str(reason) for reason in reasons}))
+            self._taken_over = next((reason for reason in reasons if isinstance(reason, TakenOverError)), None)
         except Exception as failed:  # a lost connection to another rank, or a fault of ours: never silently
             error = f"{type(failed).__name__}: {failed}"
         if self.rank == 0:
@@ -195,10 +242,11 @@ class CheckpointEngine:
         """Retention after a commit; after a failure the attempt goes, unless it may have been committed after all."""
         try:
             if not failed:
-                self.ledger.retain(self.policy.keep)
+                self._check_owner()
+                self._retention.retain(self.policy.keep, made=writer.request.where)
                 self._collect()
             elif writer.attempt is not None and not writer.recording:
-                self.ledger.delete_attempt(writer.attempt)
+                self._retention.delete_attempt(writer.attempt)
         except Exception as error:  # else this rank would have no report, and count failures otherwise than the others
             log.warning("Old checkpoints were not cleaned up, the new ones are safe: %s", error)
 
@@ -206,19 +254,22 @@ class CheckpointEngine:
         now = time.monotonic()
         if self._collected_s is None or now - self._collected_s > self.policy.stale_s:
             self._collected_s = now
-            attempts, freed = self.ledger.collect(self.policy.stale_s)
-            if attempts:
-                log.info("Removed %d unfinished attempts at checkpoints, %d bytes.", attempts, freed)
+            gone = self._retention.collect(self.policy.stale_s, own=self._claim is not None)
+            if gone:
+                log.info("Removed %d unfinished attempts at checkpoints, %d bytes.", len(gone), sum(gone.values()))
 
     def poll(self) -> SaveReport | None:
         """The report of a save that has ended since the last call, None if there is none.
 
         Raises:
+            TakenOverError: the folder is another process's: nothing that this one still does will be kept.
             TooManyFailuresError: this was one failure too many.
         """
         if self.busy or self._report is None:
             return None
         report, self._report, self._thread = self._report, None, None
+        if self._taken_over is not None:
+            raise self._taken_over
         if report.error is None:
             self.failures_in_a_row = 0
             self._last_step = report.step
@@ -281,6 +332,8 @@ class CheckpointEngine:
             for sentence in choice.rejected:
                 log.warning("Passed over a checkpoint: %s", sentence)
             if choice.found is None:
+                if self._other_model is not None:
+                    raise self._other_model
                 return None
             faults.point("load.manifest_read")
             if callable(state_dict):
@@ -288,6 +341,8 @@ class CheckpointEngine:
             try:
                 loaded = self._load_from(choice.found, state_dict, choice.rejected)
                 check(loaded.state)
+                if self._other_model is not None:
+                    raise self._other_model
                 return loaded
             except DamagedError as error:
                 skip.append(choice.found.commit.where)

@@ -55,5 +55,20 @@ class ResumeError(CheckpointError, ValueError):
     """What `resume` asks for is not what the folder holds."""
 
 
+class OwnedError(CheckpointError, ValueError):
+    """The folder belongs to another run; `model_differs` says that the models' tensors alone tell them apart."""
+
+    def __init__(self, sentence: str, model_differs: bool = False) -> None:
+        super().__init__(sentence, model_differs)
+        self.model_differs = model_differs
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class TakenOverError(CheckpointError, ValueError):
+    """A newer process of this run owns the folder: this one must write no more, and a restart of it would be wrong."""
+
+
 class TooManyFailuresError(CheckpointError):
     """So many saves in a row failed that training would run on unprotected."""

@@ -18,8 +18,10 @@ POINTS = (
     "commit.sizes_checked",  # the coordinator found all objects with their sizes
     "commit.manifest_written",
     "commit.recorded",  # the checkpoint exists from here on
+    "commit.confirmed",  # and its data was there still after that
     "retention.record_deleted",  # an old commit is gone, its data not yet
     "retention.data_deleted",
+    "collect.marked",  # a stale attempt is about to be deleted
     "load.listed",  # the coordinator chose a commit
     "load.manifest_read",
     "load.range_read",  # a range was read and its hashes agree

@@ -8,7 +8,7 @@ know of Composer, nor when to save.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +103,16 @@ class ElasticSavePlanner(SavePlanner):
 class ElasticWriter(StorageWriter):
     """Writes one attempt at a checkpoint, and commits it."""
 
-    def __init__(self, ledger: Ledger, request: CommitRequest, plans: PlanCache | None = None) -> None:
-        self.ledger, self.request = ledger, request
+    def __init__(
+        self,
+        ledger: Ledger,
+        request: CommitRequest,
+        plans: PlanCache | None = None,
+        check_owner: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check_owner` raises if the folder is another process's by now; the coordinator calls it, before anything is
+        written and again before the record."""
+        self.ledger, self.request, self.check_owner = ledger, request, check_owner
         self.attempt: str | None = None  # known to all ranks once the plan is scattered
         self.commit: Commit | None = None  # on the coordinator, once the commit is recorded
         self.recording = False  # on the coordinator: from here on the commit may exist
@@ -122,7 +130,9 @@ class ElasticWriter(StorageWriter):
         faults.point("save.planned")
         return plan
 
+    @portable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.check_owner()
         attempt = new_attempt(self.request.where.step)
         return [SavePlan(items=[], storage_data=attempt, planner_data=plan.planner_data) for plan in plans]
 
@@ -183,9 +193,12 @@ class ElasticWriter(StorageWriter):
                 "tensors": len(manifest.tensors),
             },
         )
+        self.check_owner()
         self.recording = True
         self.ledger.record(commit)
         faults.point("commit.recorded")
+        self.ledger.confirm(commit, manifest.objects)
+        faults.point("commit.confirmed")
         self.commit = commit
         self.seconds["commit"] = time.perf_counter() - began
 

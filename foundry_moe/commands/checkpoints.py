@@ -1,4 +1,4 @@
-"""`foundry-moe checkpoints ls | show | verify | gc | export | import`: what a person does with a folder of commits."""
+"""`foundry-moe checkpoints ls | show | verify | gc | release | export | import`: what a person does with a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from foundry_moe.checkpoint.commits import Found, Ledger
 from foundry_moe.checkpoint.config import parse_interval
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.manifest import CommitKey
+from foundry_moe.checkpoint.owners import Owners
+from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 
@@ -45,6 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     gc.add_argument("--keep", type=int, help="remove all but so many of the newest checkpoints, and milestones")
     gc.add_argument("--dry-run", action="store_true", help="say what would go")
     gc.set_defaults(run=_guarded(run_gc))
+    release = command("release", "let another run go on with this folder")
+    release.set_defaults(run=_guarded(run_release))
     export = command("export", "the model as safetensors files, without holding it in memory")
     export.add_argument("out", type=Path)
     export.add_argument("--step", type=int, help="default: the newest that is good")
@@ -189,37 +193,28 @@ def run_gc(arguments: argparse.Namespace) -> int:
         raise CheckpointError(f"--older-than ({arguments.older_than}) must be a time, for example 6h")
     if arguments.keep is not None and arguments.keep < 1:
         raise CheckpointError(f"--keep ({arguments.keep}) must be at least 1: the newest checkpoint always stays")
+    retention, verb = Retention(ledger), "would remove" if arguments.dry_run else "removed"
     if arguments.keep is not None:
-        _check_one_stays(ledger, arguments.keep)
-    if arguments.keep is not None and not arguments.dry_run:
-        for key in ledger.retain(arguments.keep):
-            print(f"removed the checkpoint of step {key.step}")
-    elif arguments.keep is not None:
-        for key in ledger.newest_first()[arguments.keep :]:
-            print(f"would remove the checkpoint of step {key.step}, unless it is a milestone or being read")
-    stale = ledger.stale_attempts(older.amount)
+        for key in retention.retain(arguments.keep, dry_run=arguments.dry_run):
+            print(f"{verb} the checkpoint of step {key.step}")
+    stale = retention.stale_attempts(older.amount) if arguments.dry_run else retention.collect(older.amount)
     for attempt, size in stale.items():
-        print(f"{'would remove' if arguments.dry_run else 'removed'} the unfinished attempt {attempt}, {_size(size)}")
-    if not arguments.dry_run:
-        ledger.collect(older.amount)
+        print(f"{verb} the unfinished attempt {attempt}, {_size(size)}")
+    owner = Owners(store)
+    if owner.living_since_s() is not None:
+        print(f"what {owner.newest()} has written since it began is left alone: it is running")
     print(f"{len(ledger.newest_first())} checkpoints in {store.url}")
     return 0
 
 
-def _check_one_stays(ledger: Ledger, keep: int) -> None:
-    """Refuses to remove good checkpoints where all that would stay are damaged."""
-    keys = ledger.newest_first()
-    for place, key in enumerate(keys):
-        try:
-            ledger.open(key)
-        except DamagedError:
-            continue
-        if place >= keep:
-            raise CheckpointError(
-                f"--keep ({keep}) would leave none but damaged checkpoints: the newest good one is that of step "
-                f"{key.step}, number {place + 1}; use --keep {place + 1} or more"
-            )
-        return
+def run_release(arguments: argparse.Namespace) -> int:
+    store, _ = _open(arguments)
+    owner = Owners(store).release()
+    if owner is None:
+        print(f"{store.url} belongs to nobody")
+    else:
+        print(f"{store.url} belonged to {owner}; now any run may go on with it, and that one stops at its next save")
+    return 0
 
 
 def run_export(arguments: argparse.Namespace) -> int:

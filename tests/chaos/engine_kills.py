@@ -43,6 +43,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.owners import Identity
+from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from tests.ports import free_port
@@ -120,6 +122,7 @@ def live(rank: int, mesh: tuple[int, int, int], store: Store, port: int, shared:
         group = dist.group.WORLD
     faults.hook = faults.hook_from_environment(fault, rank)
     engine = CheckpointEngine(store, group=group, policy=Policy(keep=KEEP, stale_s=30.0))
+    engine.claim(Identity(run_name="storm"))
     state = make_state(0, mesh)
     for tensor in state["model"].values():
         local(tensor).fill_(-1)
@@ -243,9 +246,9 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
         if sum(counts.values()) % check_every == 0:
             check_all(store)
     commits = check_all(store)
-    ledger = Ledger(store)
-    ledger.collect(0.0)
-    assert not ledger.stale_attempts(0.0)
+    retention = Retention(Ledger(store))
+    retention.collect(0.0, own=True)
+    assert not retention.stale_attempts(0.0, own=True)
     assert check_all(store) == commits
     counts["commits at the end"] = commits
     counts["steps"] = shared.committed

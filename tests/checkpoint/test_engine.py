@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint import commits as commits_module
+from foundry_moe.checkpoint import retention as retention_module
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import (
@@ -27,6 +28,7 @@ from foundry_moe.checkpoint.errors import (
     TooManyFailuresError,
 )
 from foundry_moe.checkpoint.manifest import CommitKey
+from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.snapshot import Snapshotter
 
 
@@ -203,9 +205,9 @@ def test_an_attempt_that_was_not_committed_does_not_exist(store) -> None:
     save(store, 1, 2)
     store.delete([CommitKey(generation=0, step=2).key])
     check(CheckpointEngine(store).load(blank()), 1)
-    ledger = Ledger(store)
-    assert list(ledger.stale_attempts(3600)) == [] and len(ledger.stale_attempts(-1)) == 1
-    assert ledger.collect(-1)[0] == 1
+    retention = Retention(Ledger(store))
+    assert list(retention.stale_attempts(3600)) == [] and len(retention.stale_attempts(-1)) == 1
+    assert len(retention.collect(-1)) == 1
     assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000001"}
 
 
@@ -324,7 +326,7 @@ def test_a_holder_that_died_is_forgotten(store, monkeypatch) -> None:
     ledger = Ledger(store)
     save(store, 1)
     ledger.hold(ledger.read(ledger.newest_first()[0])).__enter__()
-    monkeypatch.setattr(commits_module, "HOLD_S", -1.0)
+    monkeypatch.setattr(retention_module, "HOLD_S", -1.0)
     save(store, 2, keep=1)
     assert steps_in(store) == [2]
 

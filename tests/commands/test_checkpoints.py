@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine
+from foundry_moe.checkpoint.errors import OwnedError
 from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
+from foundry_moe.checkpoint.owners import Identity, Owners
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.commands.checkpoints import add_parser
 from tests.checkpoint.test_engine import damage, make_state, save
@@ -71,7 +73,7 @@ def test_verify_reads_everything(folder, capsys) -> None:
 
 def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
     store = open_store(str(folder))
-    store.put("steps/000000000009/20260101T000000-dead/data/000000.bin", b"12345")
+    store.put("steps/000000000009/20260101T000000-deadbeef/data/000000.bin", b"12345")
     assert tool("gc", folder) == 0 and "removed" not in capsys.readouterr().out
     assert tool("gc", folder, "--older-than", "0.001s", "--dry-run", "--keep", 1) == 0
     out = capsys.readouterr().out
@@ -89,9 +91,10 @@ def test_gc_keeps_the_newest_good_checkpoint(folder, capsys) -> None:
     ledger = Ledger(store)
     store.put(ledger.newest_first()[0].key, b"torn")
     store.delete([f"{ledger.read(ledger.newest_first()[1]).attempt}/MANIFEST"])
-    assert tool("gc", folder, "--keep", 2) == 1
-    assert "the newest good one is that of step 1, number 3; use --keep 3" in capsys.readouterr().err
-    assert len(ledger.newest_first()) == 3
+    assert tool("gc", folder, "--keep", 1, "--dry-run") == 0
+    assert tool("gc", folder, "--keep", 1) == 0
+    assert "checkpoint of step" not in capsys.readouterr().out
+    assert len(ledger.newest_first()) == 3 and tool("verify", folder, "--step", 1) == 0
 
 
 def test_export_is_the_model_bit_for_bit_in_files_of_a_size(folder, tmp_path, capsys) -> None:
@@ -187,11 +190,27 @@ def test_a_folder_that_cannot_be_reached_is_one_sentence(moto, capsys) -> None:
     assert capsys.readouterr().err.startswith("error: could not list in s3://nowhere/run: bucket 'nowhere'")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "gc", "export"])
-def test_a_folder_that_is_not_there_is_one_sentence(store, tmp_path, command, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "gc", "export", "release"])
+@pytest.mark.parametrize("kind", ["files", "s3"])
+def test_a_folder_that_is_not_there_is_one_sentence(kind, tmp_path, command, capsys, request) -> None:
     """On S3 a folder is there once it holds something."""
-    monkeypatch.setattr("foundry_moe.checkpoint.commands.open_store", lambda *_: store)
-    words = [command, store.url] + ([tmp_path / "out"] if command == "export" else [])
-    assert tool(*words) == 1
+    url, words = str(tmp_path / "nowhere"), []
+    if kind == "s3":
+        host, port = request.getfixturevalue("moto")
+        url, words = "s3://bucket/nowhere", ["--endpoint-url", f"http://{host}:{port}"]
+    words += [tmp_path / "out"] if command == "export" else []
+    assert tool(command, url, *words) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err == f"error: there is nothing at {store.url}: name the folder of a run that has saved\n"
+    assert out == "" and err == f"error: there is nothing at {url}: name the folder of a run that has saved\n"
+
+
+def test_a_folder_that_is_freed_goes_to_another_run(folder, capsys) -> None:
+    store = open_store(str(folder))
+    assert tool("release", folder) == 0 and "belongs to nobody" in capsys.readouterr().out
+    owners = Owners(store)
+    owners.claim(Identity(run_name="a"), has_commits=lambda: True)
+    assert tool("gc", folder) == 0 and "run 'a'" in capsys.readouterr().out
+    with pytest.raises(OwnedError):
+        owners.claim(Identity(run_name="b"), has_commits=lambda: True)
+    assert tool("release", folder) == 0 and "belonged to run 'a'" in capsys.readouterr().out
+    assert owners.claim(Identity(run_name="b"), has_commits=lambda: True).run_name == "b"

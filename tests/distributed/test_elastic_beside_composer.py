@@ -26,6 +26,10 @@ def runs(tmp_path_factory) -> dict[str, Any]:
         "broken": run(root / "ours", ONE, keys=keys, save_folder=theirs, break_at=2, **saver),
         "load_path, no commit": run(root / "a", ONE, load_path=first, max_duration="2ba"),
         "load_path, commits": run(root / "ours", ONE, load_path=first, max_duration="3ba", may_fail=True),
+        "load_path gone, commits": run(
+            root / "ours", ONE, load_path=str(root / "gone.pt"), max_duration="3ba", may_fail=True
+        ),
+        "load_path gone, no commit": run(root / "d", ONE, load_path=str(root / "gone.pt"), may_fail=True),
         "load_path, step": run(root / "ours", ONE, keys={"resume": 2}, load_path=first, may_fail=True),
         "autoresume, both": run(root / "ours", ONE, save_folder=theirs, may_fail=True, **again),
         "autoresume, ours": run(root / "ours", ONE, save_folder=str(root / "new"), **again),
@@ -42,6 +46,12 @@ def runs(tmp_path_factory) -> dict[str, Any]:
 def test_load_path_counts_only_where_there_is_no_commit(runs) -> None:
     assert runs["load_path, no commit"]["began_at"] == 1
     assert runs["load_path, commits"]["error"] is None and runs["load_path, commits"]["began_at"] == 2
+
+
+def test_load_path_may_be_gone_once_there_is_a_commit(runs) -> None:
+    gone = runs["load_path gone, commits"]
+    assert gone["error"] is None and gone["began_at"] == 3
+    assert "gone.pt" in runs["load_path gone, no commit"]["error"]
 
 
 def test_a_step_beside_load_path_is_an_error(runs) -> None:

@@ -1,0 +1,272 @@
+"""A folder belongs to one run, and to the process of that run which came last."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from foundry_moe.checkpoint import owners as owners_module
+from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.errors import DamagedError, MismatchError, OwnedError, TakenOverError
+from foundry_moe.checkpoint.failures import portable
+from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners, tensors_digest
+from foundry_moe.checkpoint.stores import open_store
+from tests.checkpoint.test_engine import blank, check, make_state, steps_in
+
+A, B = Identity(run_name="a", model="m"), Identity(run_name="b", model="m")
+
+
+class Clock:
+    """A store whose clock a test moves."""
+
+    def __init__(self, store) -> None:
+        self._store, self.ahead_s = store, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def now_s(self) -> float:
+        return self._store.now_s() + self.ahead_s
+
+
+def claim(store, identity: Identity, *, commits: bool = False) -> Claim:
+    return Owners(store).claim(identity, has_commits=lambda: commits)
+
+
+def start(store, identity: Identity, **policy) -> CheckpointEngine:
+    engine = CheckpointEngine(store, policy=Policy(**{"keep": 10, **policy}))
+    engine.claim(identity)
+    return engine
+
+
+def test_a_second_run_is_refused_at_its_start(store) -> None:
+    claim(store, A)
+    with pytest.raises(OwnedError, match=r"belongs to run 'a' \(process \d+ on .*\), heard of .*this is run 'b': give"):
+        claim(store, B)
+
+
+def test_a_restart_takes_over_at_once_and_the_older_process_stops(store) -> None:
+    first = start(store, A)
+    first.save(make_state(1), 1)
+    assert first.wait().error is None
+    second = start(store, A)
+    check(second.load(blank()), 1)
+    first.save(make_state(2), 2)
+    with pytest.raises(TakenOverError, match="another process has taken over: run 'a'"):
+        first.wait()
+    assert steps_in(store) == [1]
+    assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000001"}
+    second.save(make_state(2), 2)
+    assert second.wait().error is None and steps_in(store) == [2, 1]
+    assert second._claim.run == first._claim.run, "one run in all its lives"
+
+
+def test_who_is_taken_over_while_it_writes_commits_and_deletes_nothing(store, monkeypatch) -> None:
+    first = start(store, A, keep=1)
+    for step in (1, 2):
+        first.save(make_state(step), step)
+        assert first.wait().error is None
+    real, others = first.ledger.size_problems, []
+
+    def meanwhile(*arguments):
+        others.append(start(store, A))
+        return real(*arguments)
+
+    monkeypatch.setattr(first.ledger, "size_problems", meanwhile)
+    first.save(make_state(3), 3)
+    with pytest.raises(TakenOverError):
+        first.wait()
+    assert steps_in(store) == [2] and others
+
+
+def test_the_heartbeat_notices_it_between_two_saves(store, caplog) -> None:
+    owners = Owners(store)
+    mine = claim(store, A)
+    heart = Heart(owners, mine, every_s=0.05)
+    claim(store, A)
+    heart._thread.join(30)
+    assert heart.lost is not None and "another process has taken over" in caplog.text
+
+
+def test_a_name_that_nobody_gave_and_a_model_without_a_digest_agree_with_any(store) -> None:
+    for identity in (Identity(), A, Identity(model="m"), Identity(run_name="a")):
+        assert claim(store, identity, commits=True).run_name in ("", "a")
+    with pytest.raises(OwnedError, match="this is run 'b'"):
+        claim(store, B)
+
+
+def test_the_dead_are_passed_over_only_where_they_left_nothing(store) -> None:
+    clock = Clock(store)
+    claim(clock, A)
+    clock.ahead_s = 3600.0
+    with pytest.raises(OwnedError, match="not running now, and this is run 'b'"):
+        claim(clock, B, commits=True)
+    assert claim(clock, B).run_name == "b"
+    with pytest.raises(OwnedError):
+        claim(store, A)
+
+
+def test_a_folder_that_was_freed_is_anyones_and_its_owner_stops(store) -> None:
+    first = start(store, A)
+    assert Owners(store).release().run_name == "a" and Owners(store).release() is None
+    first.save(make_state(1), 1)
+    with pytest.raises(TakenOverError, match="somebody freed the folder"):
+        first.wait()
+    assert claim(store, B, commits=True).number == 3
+
+
+def test_another_model_is_refused_before_the_first_commit_and_told_by_tensors_after_it(store) -> None:
+    other = Identity(run_name="a", model="other")
+    first = start(store, A)
+    with pytest.raises(OwnedError, match="this run's model has other tensors"):
+        start(store, other).load(blank)
+    first.save(make_state(1), 1)
+    assert first.wait().error is None
+    late = start(store, other)
+    state = blank()
+    state["model"]["dense"] = torch.zeros(3)
+    with pytest.raises(MismatchError, match=r"model.dense is float32 \[3\] here"):
+        late.load(state)
+    with pytest.raises(OwnedError):
+        late.save(make_state(2), 2)
+    first.save(make_state(2), 2)
+    assert first.wait().error is None, "who was there goes on"
+
+
+def test_a_models_digest_is_that_of_names_and_shapes() -> None:
+    state = {"b": torch.zeros(2, 3), "a": torch.zeros(4)}
+    same = {"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.zeros(2, 3)}
+    assert tensors_digest(state) == tensors_digest(same) != tensors_digest({**state, "a": torch.zeros(5)})
+
+
+def test_of_many_that_start_at_once_one_owns_the_folder(store) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        claims = list(pool.map(lambda _: claim(store, A), range(6)))
+    assert len({item.number for item in claims}) == 6
+    owners, last = Owners(store), max(claims, key=lambda item: item.number)
+    owners.check(last)
+    for item in claims:
+        if item is not last:
+            with pytest.raises(TakenOverError):
+                owners.check(item)
+
+
+def test_of_two_runs_that_start_at_once_one_is_refused(store) -> None:
+    def enter(identity: Identity) -> str:
+        try:
+            return claim(store, identity).run_name
+        except OwnedError:
+            return "refused"
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(enter, (A, B))) in (["a", "refused"], ["b", "refused"])
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b"[1]", b"\xff", b"[" * 10**5, b'{"xxh3": "0", "number": 7}', b"9" * 99999]
+)
+def test_a_claim_that_cannot_be_read_is_passed_over(store, raw, caplog) -> None:
+    for number in (1, 2, 7, 999999):
+        store.put(f"owners/{number:06d}.json", raw)
+    with pytest.raises(DamagedError):
+        Claim.from_bytes(raw, "owners/000007.json")
+    mine = claim(store, A)
+    Owners(store).check(mine)
+    assert mine.number == 3 and "Passed over owners/000007.json" in caplog.text
+    assert claim(store, A).number == 4
+
+
+def test_old_claims_go_and_who_lost_its_own_sees_the_newer(store) -> None:
+    first = claim(store, A)
+    for _ in range(9):
+        last = claim(store, A)
+    assert len([e for e in store.scan("owners/") if e.key.endswith(".json")]) == owners_module.KEPT + 1
+    with pytest.raises(TakenOverError):
+        Owners(store).check(first)
+    store.delete([entry.key for entry in store.scan("owners/")])
+    Owners(store).check(last)
+    assert Owners(store).newest() == last, "a claim that was removed is made again"
+
+
+def test_these_errors_reach_other_ranks_whole() -> None:
+    arrived = portable(OwnedError("mine", True))
+    assert isinstance(arrived, OwnedError) and arrived.model_differs and str(arrived) == "mine"
+
+
+WRITER = """
+import sys, time
+from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.errors import OwnedError, TakenOverError
+from foundry_moe.checkpoint.owners import Identity
+from foundry_moe.checkpoint.stores import open_store
+from tests.checkpoint.test_engine import blank, check, make_state
+folder, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+engine = CheckpointEngine(open_store(folder), policy=Policy(keep=2))
+try:
+    engine.claim(Identity(run_name=name))
+except OwnedError as error:
+    sys.exit(f"refused: {error}")
+loaded = engine.load(blank())
+begin = loaded.step if loaded else 0
+if loaded:
+    check(loaded, begin)
+print("ready", begin, flush=True)
+for step in range(begin + 1, begin + steps + 1):
+    engine.save(make_state(step), step)
+    try:
+        report = engine.wait()
+    except TakenOverError as error:
+        sys.exit(f"taken over at {step}: {error}")
+    assert report.error is None, report
+    print("saved", step, flush=True)
+    time.sleep(0.05)
+"""
+
+
+def writer(folder, name: str, steps: int) -> subprocess.Popen:
+    words = [sys.executable, "-c", WRITER, str(folder), name, str(steps)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def test_two_processes_in_one_folder(tmp_path) -> None:
+    """The older of one run's processes stops within two saves; another run's never begins; nothing saved is lost."""
+    folder = tmp_path / "run"
+    older = writer(folder, "a", 10**6)
+    seen: list[str] = []
+    first_saves = threading.Event()
+
+    def listen() -> None:
+        for line in older.stdout:
+            seen.append(line.strip())
+            if len(seen) > 3:
+                first_saves.set()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    assert first_saves.wait(60)
+    stranger, newer = writer(folder, "b", 1), writer(folder, "a", 20)
+    assert newer.stdout.readline().startswith("ready")
+    begun = time.monotonic()
+    saved_before = len(seen)
+    older.wait(60)
+    listener.join(10)
+    assert time.monotonic() - begun < 30 and len(seen) - saved_before <= 2
+    assert older.returncode == 1 and "another process has taken over: run 'a'" in older.stderr.read()
+    _, refusal = stranger.communicate(timeout=60)
+    assert stranger.returncode == 1 and "refused" in refusal and "belongs to run 'a'" in refusal
+    out, err = newer.communicate(timeout=60)
+    assert newer.returncode == 0, err
+    last = int(out.split()[-1])
+    store = open_store(str(folder))
+    assert steps_in(store) == [last, last - 1]
+    check(CheckpointEngine(store).load(blank()), last)
+    for key in Ledger(store).newest_first():
+        Ledger(store).open(key)

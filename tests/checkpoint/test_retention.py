@@ -1,0 +1,235 @@
+"""What deletion must never touch, whatever somebody has put into the folder and whoever else deletes meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+
+import pytest
+
+from foundry_moe.checkpoint import commits as commits_module
+from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint.commits import BURIED, Ledger
+from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.manifest import Commit, CommitKey, file_hash
+from foundry_moe.checkpoint.owners import Identity
+from foundry_moe.checkpoint.retention import Retention
+from foundry_moe.checkpoint.stores import open_store
+from tests.checkpoint.test_engine import blank, check, damage, make_state, save, steps_in
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """`at(point, action)`: runs the action once when the engine is at a named point."""
+
+    def arrange(point: str, action) -> None:
+        left = [action]
+
+        def hook(name: str) -> None:
+            if name == point and left:
+                left.pop()()
+
+        monkeypatch.setattr(faults, "hook", hook)
+
+    return arrange
+
+
+def forge(store, key: CommitKey, attempt: str) -> None:
+    """A record of another's making whose hash is right."""
+    body = json.loads(
+        Commit(where=key, attempt=attempt, nonce="0" * 16, manifest_bytes=9, manifest_hash="0" * 32).to_bytes()
+    )
+    body.pop("xxh3")
+    store.put(key.key, json.dumps({**body, "xxh3": file_hash(json.dumps(body, sort_keys=True).encode())}).encode())
+
+
+VICTIMS = ["../victim", "steps", "commits", "", ".", "steps/000000000001", "steps/000000000001/../../../victim"]
+
+
+@pytest.mark.parametrize("attempt", VICTIMS)
+def test_a_record_that_names_something_else_deletes_nothing(store, attempt) -> None:
+    parent = open_store(store.url.rpartition("/")[0], store.options)
+    parent.put("victim/precious", b"1")
+    save(store, 1, 2, 3)
+    before = {entry.key for entry in store.scan()}
+    forge(store, CommitKey(generation=0, step=0), attempt)
+    retention = Retention(Ledger(store))
+    retention.retain(3)
+    retention.collect(-1)
+    after = {entry.key for entry in store.scan()}
+    assert before <= after and parent.get("victim/precious") == b"1"
+    with pytest.raises(CheckpointError, match="is not the name of an attempt"):
+        retention.delete_attempt(attempt)
+    parent.delete(["victim/precious"])
+
+
+def test_a_record_that_names_anothers_data_does_not_take_it_along(store) -> None:
+    save(store, 1, 2, 3)
+    ledger = Ledger(store)
+    good = ledger.read(CommitKey(generation=0, step=2)).attempt
+    forge(store, CommitKey(generation=0, step=0), good)  # of another step
+    store.put(
+        CommitKey(generation=1, step=2).key,
+        Commit(
+            where=CommitKey(generation=1, step=2), attempt=good, nonce="n", manifest_bytes=1, manifest_hash="0" * 32
+        ).to_bytes(),
+    )  # of the same step; it sorts as the newest, and cannot be opened
+    Retention(ledger).retain(1)
+    assert any(entry.key.startswith(f"{good}/data/") for entry in store.scan("steps/"))
+
+
+def test_a_linked_attempt_is_left_alone_with_what_it_points_to(tmp_path, caplog) -> None:
+    store = open_store(str(tmp_path / "run"))
+    save(store, 1, 2, 3)
+    outside = tmp_path / "outside"
+    real = tmp_path / "run" / Ledger(store).read(CommitKey(generation=0, step=1)).attempt
+    real.rename(outside)
+    real.symlink_to(outside)
+    with pytest.raises(DamagedError, match="is a symbolic link"):
+        Ledger(store).open(CommitKey(generation=0, step=1))
+    retention = Retention(Ledger(store))
+    retention.collect(-1)
+    retention.retain(1)
+    assert steps_in(store) == [3]
+    assert (outside / "MANIFEST").exists() and list((outside / "data").iterdir())
+    assert "is a symbolic link" in caplog.text
+
+
+def test_junk_among_the_commits_costs_no_good_one(store, caplog) -> None:
+    engine = save(store, 1, 2, keep=3)
+    for step in (1, 2, 3):
+        store.put(f"commits/999999-{step:012d}.json", b"{}")
+    forge(store, CommitKey(generation=999998, step=9), "steps/000000000009/20260101T000000-deadbeef")
+    with caplog.at_level(logging.WARNING):
+        for step in (3, 4, 5):
+            engine.save(make_state(step), step)
+            assert engine.wait().error is None
+    good = [key.step for key in Ledger(store).newest_first() if key.generation == 0]
+    assert good == [5, 4, 3]
+    assert caplog.text.count("passed over commits/999999-000000000001.json") == 1, "said, and once"
+    assert "MANIFEST is missing" in caplog.text
+    loaded = CheckpointEngine(store).load(blank())
+    check(loaded, 5)
+    # who resumes passes over the junk too, and what it commits is the newest
+    save(store, 6, keep=2)
+    check(CheckpointEngine(store).load(blank()), 6)
+    assert [key.step for key in Ledger(store).newest_first() if key.generation in (0, 10**6)] == [6, 5]
+
+
+@pytest.mark.parametrize("kind", ["object missing", "manifest missing", "commit torn", "object truncated"])
+def test_damaged_commits_do_not_count(store, kind) -> None:
+    save(store, 1, 2, 3)
+    for step in (2, 3):
+        damage(store, step, kind)
+    Retention(Ledger(store)).retain(1)
+    assert 1 in steps_in(store)
+    check(CheckpointEngine(store).load(blank()), 1)
+
+
+def test_the_commit_just_made_stays_though_others_sort_as_newer(store) -> None:
+    """As when a second run, which has forked, commits to the folder of a first."""
+    old, new = CheckpointEngine(store, policy=Policy(keep=1)), CheckpointEngine(store, policy=Policy(keep=9))
+    new.generation = 5
+    for step in (1, 2):
+        new.save(make_state(step), step)
+        assert new.wait().error is None
+    old.save(make_state(7), 7)
+    assert old.wait().error is None
+    check(CheckpointEngine(store).load(blank(), 7), 7)
+
+
+def gc(store, older_than_s: float = -1.0) -> dict[str, int]:
+    """Another process's `gc`, to which all is old enough."""
+    return Retention(Ledger(open_store(store.url, store.options))).collect(older_than_s)
+
+
+@pytest.mark.parametrize("point", ["save.written", "commit.sizes_checked", "commit.manifest_written"])
+def test_a_save_whose_data_was_collected_under_it_is_not_reported_as_good(store, at, point) -> None:
+    engine = save(store, 1)
+    at(point, lambda: gc(store))
+    engine.save(make_state(2), 2)
+    report = engine.wait()
+    assert report.error is not None and steps_in(store) == [1]
+    check(CheckpointEngine(store).load(blank()), 1)
+    engine.save(make_state(3), 3)
+    assert engine.wait().error is None
+    check(CheckpointEngine(store).load(blank()), 3)
+
+
+def test_gc_sees_the_record_or_the_committer_sees_its_mark(store, at, monkeypatch) -> None:
+    """The worst moment: gc has listed the records, then the record comes, then gc goes on."""
+    engine = save(store, 1)
+    marked, go_on = threading.Event(), threading.Event()
+    slow = Retention(Ledger(open_store(store.url, store.options)))
+    looked = slow._others_name
+
+    def others_name(*arguments) -> bool:
+        named = looked(*arguments)
+        marked.set()
+        assert go_on.wait(30)
+        return named
+
+    monkeypatch.setattr(slow, "_others_name", others_name)
+    collector = threading.Thread(target=slow.collect, args=(-1,))
+
+    def begin() -> None:
+        collector.start()
+        assert marked.wait(30)
+
+    monkeypatch.setattr(commits_module, "CONFIRM_WAITS_S", (0.01,))
+    at("commit.manifest_written", begin)
+    engine.save(make_state(2), 2)
+    report = engine.wait()
+    go_on.set()
+    collector.join()
+    assert "its data was removed" in report.error and "marked as about to go" in report.error
+    assert steps_in(store) == [1]
+
+
+def test_a_mark_that_goes_away_again_costs_nothing(store, at) -> None:
+    engine = save(store, 1)
+    marks = []
+
+    def mark() -> None:
+        attempt = next(e.key.rpartition("/")[0] for e in store.scan("steps/000000000002/") if "MANIFEST" in e.key)
+        marks.append(f"{attempt}/{BURIED}")
+        store.put(marks[0], b"")
+        threading.Timer(0.3, lambda: store.delete(marks)).start()  # gc saw the record and leaves the attempt
+
+    at("commit.manifest_written", mark)
+    engine.save(make_state(2), 2)
+    assert engine.wait().error is None and marks
+    check(CheckpointEngine(store).load(blank()), 2)
+
+
+def test_gc_leaves_a_living_run_alone_and_clears_up_after_a_dead_one(store, at) -> None:
+    dead = "steps/000000000001/20260101T000000-deadbeef/data/000000.bin"
+    store.put(dead, b"12345")
+    time.sleep(1.1)  # S3 has whole seconds
+    engine = CheckpointEngine(store)
+    engine.claim(Identity(run_name="a"))
+    found = []
+    at("commit.sizes_checked", lambda: found.append(gc(store)))
+    engine.save(make_state(2), 2)
+    assert engine.wait().error is None
+    assert [sorted(gone) for gone in found] == [[dead.rpartition("/data/")[0]]]
+    check(CheckpointEngine(store).load(blank()), 2)
+    store.delete([CommitKey(generation=0, step=2).key])
+    assert gc(store) == {}
+    engine.close()
+    assert len(gc(store)) == 1, "the owner has ended"
+
+
+def test_ages_are_of_the_stores_clock(tmp_path, at, monkeypatch) -> None:
+    """A host whose clock is hours ahead collects nothing that was written just now."""
+    store = open_store(str(tmp_path / "run"))
+    engine = save(store, 1)
+    found = []
+    at("commit.sizes_checked", lambda: found.append(gc(store, 3600.0)))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 5 * 3600)
+    engine.save(make_state(2), 2)
+    assert engine.wait().error is None and found == [{}]
