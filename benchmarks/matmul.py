@@ -1,6 +1,8 @@
 """The six expert products beside cuBLAS (`torch.bmm`) and `torch._grouped_mm`, TFLOP/s: `python benchmarks/matmul.py`.
 
-The first three cases are the MegaBlocks paper's 18 problems (Gale et al. 2022, figure 9); the others models' shapes.
+`ours` is what a Hopper runs; `sparse`, for any chip, is SDD, DSD and DDS over the hybrid CSR-COO topology: fwd1
+is SDD, fwd2 DSD, dgrad2 SDD, dgrad1 DSD, wgrad2 DDS, wgrad1 DSD of a transposed S. FOUNDRY_MOE_KERNELS=portable leaves
+`ours` out. The first three cases are the MegaBlocks paper's 18 problems (Gale et al. 2022, figure 9).
 
 Shapes: R rows, D model width, F expert width, E experts.
 """
@@ -8,13 +10,18 @@ Shapes: R rows, D model width, F expert width, E experts.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foundry_moe_kernels import expert_products as ep
+from foundry_moe_kernels import products
+from foundry_moe_kernels.sparse_tiles import BLOCK
+from foundry_moe_kernels.topology import topology_from_offsets
 from timing import geometric_mean, header, in_turn_ms, loads
 
 CASES = {
@@ -31,7 +38,7 @@ PRODUCTS = ("fwd1", "fwd2", "dgrad2", "dgrad1", "wgrad2", "wgrad1")
 
 
 def measure(case: str, load: str) -> dict[str, dict[str, float]]:
-    """TFLOP/s of each product: ours, grouped and, with uniform load, bmm."""
+    """TFLOP/s of each product: ours, sparse, grouped and, with uniform load, bmm."""
     rows, d, f, experts = CASES[case]
     counts = loads(rows, experts, load)
     offsets_E = torch.tensor(counts, device="cuda").cumsum(0).int()
@@ -52,6 +59,15 @@ def measure(case: str, load: str) -> dict[str, dict[str, float]]:
         "wgrad2": lambda: ep.weight_gradient(dy[None], h, ragged, out=dw2),
         "wgrad1": lambda: ep.weight_gradient(dh[None], x, ragged, out=dw1),
     }
+    topology = topology_from_offsets(offsets_E, rows, [f] * experts, BLOCK)
+    sparse = {
+        "fwd1": lambda: products.sdd(x, w1, topology, trans_b=True, zero_tail=False),
+        "fwd2": lambda: products.dsd(h, w2, topology, trans_b=True, zero_tail=False),
+        "dgrad2": lambda: products.sdd(dy, w2, topology, zero_tail=False),
+        "dgrad1": lambda: products.dsd(dh, w1, topology, zero_tail=False),
+        "wgrad2": lambda: products.dds(dy, h, topology, trans_a=True, stacked=True, out=dw2[0]),
+        "wgrad1": lambda: products.dsd(dh, x, topology, trans_s=True, stacked=True, out=dw1[0]),
+    }
     grouped = {
         "fwd1": lambda: g(x, w1.mT, offs=offsets_E),
         "fwd2": lambda: g(h, w2.mT, offs=offsets_E),
@@ -60,7 +76,9 @@ def measure(case: str, load: str) -> dict[str, dict[str, float]]:
         "wgrad2": lambda: g(dy.t(), h, offs=offsets_E),
         "wgrad1": lambda: g(dh.t(), x, offs=offsets_E),
     }
-    variants = {"ours": ours, "grouped": grouped}
+    variants = {"sparse": sparse, "grouped": grouped}
+    if os.environ.get("FOUNDRY_MOE_KERNELS") != "portable":
+        variants["ours"] = ours
     if load == "uniform" and rows % experts == 0:
         x3, h3, dy3, dh3 = (t.view(experts, rows // experts, -1) for t in (x, h, dy, dh))
         variants["bmm"] = {
@@ -85,30 +103,25 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     print(header(), flush=True)
-    over_bmm: dict[str, list[float]] = {"paper": [], "models": []}
-    over_grouped: dict[str, list[float]] = {"uniform": [], "zipf": []}
+    ratios: dict[str, list[float]] = defaultdict(list)
     print("| case | load | | " + " | ".join(PRODUCTS) + " |\n" + "|---" * 9 + "|")
     for case in args.cases.split(","):
+        shapes = "the paper's problems" if case in PAPER else "models' shapes"
         for load in ("uniform", "zipf"):
             result = measure(case, load)
             for name in next(iter(result.values())):
                 rates = " | ".join(f"{result[product][name]:.0f}" for product in PRODUCTS)
                 print(f"| {case} | {load} | {name} | {rates} |", flush=True)
             for values in result.values():
-                over_grouped[load].append(values["ours"] / values["grouped"])
-                if "bmm" in values:
-                    over_bmm["paper" if case in PAPER else "models"].append(values["ours"] / values["bmm"])
+                for way in ("ours", "sparse"):
+                    if way not in values:
+                        continue
+                    ratios[f"{way} / _grouped_mm, {load}"].append(values[way] / values["grouped"])
+                    if "bmm" in values:
+                        ratios[f"{way} / bmm, {shapes}"].append(values[way] / values["bmm"])
         torch.cuda.empty_cache()
-    ratios = {
-        "ours / bmm, the paper's problems": over_bmm["paper"],
-        "ours / bmm, models' shapes": over_bmm["models"],
-        "ours / _grouped_mm, uniform": over_grouped["uniform"],
-        "ours / _grouped_mm, Zipf": over_grouped["zipf"],
-    }
     for label, values in ratios.items():
-        if values:
-            mean = geometric_mean(values)
-            print(f"{label}: geometric mean {mean:.3f}, min {min(values):.3f}, max {max(values):.3f}")
+        print(f"{label}: geometric mean {geometric_mean(values):.3f}, min {min(values):.3f}, max {max(values):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,117 +1,26 @@
-"""Block-sparse products of any shape, dtype and orientation on a topology: SDD, DSD, DDS with plain pointer kernels.
+"""Block-sparse products of any shape, dtype and orientation on a topology: SDD, DSD, DDS, on any chip from sm_80.
 
 S is sparse [R, C] (R rows of tokens, C columns: all experts' widths side by side); its values are as `topology` lays
-them out. The fast kernels of a layer are in `expert_products`; these are their fallback on any Triton from 3.3, and the
-general interface (experts of different widths, blocks of any power of two).
+them out. Where a chip has faster kernels for a whole layer (`expert_products`), layers use those.
 
 A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
 one matrix an expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
+
+Shapes: R rows, C columns of S, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+from foundry_moe_kernels.launch import launch
+from foundry_moe_kernels.sizes import cdiv
+from foundry_moe_kernels.sparse_inner import inner_kernel
+from foundry_moe_kernels.sparse_rows import rows_kernel
+from foundry_moe_kernels.sparse_tiles import SparseTile, choose
 from foundry_moe_kernels.topology import Topology
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@triton.jit
-def _sdd_kernel(
-    a_ptr, b_ptr, s_ptr, row_starts, row_sizes, strides, row_offsets, columns, rows, values, column_sizes, column_bases,
-    block_rows, inner, a_row, a_k, b_column, b_k,
-    BLOCK: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    z = tl.program_id(0)
-    if z >= tl.load(row_offsets + block_rows):
-        return
-    m, n = tl.load(rows + z), tl.load(columns + z)
-    i, j, k = tl.arange(0, BLOCK), tl.arange(0, BLOCK), tl.arange(0, BK)
-    keep_i, keep_j = i < tl.load(row_sizes + m), j < tl.load(column_sizes + n)
-    a = a_ptr + (tl.load(row_starts + m) + i).to(tl.int64)[:, None] * a_row
-    b = b_ptr + tl.load(column_bases + n) + j.to(tl.int64)[None, :] * b_column
-    acc = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for first in range(0, inner, BK):
-        keep_k = first + k < inner
-        at_k = (first + k).to(tl.int64)
-        a_tile = tl.load(a + at_k[None, :] * a_k, mask=keep_i[:, None] & keep_k[None, :], other=0.0)
-        b_tile = tl.load(b + at_k[:, None] * b_k, mask=keep_k[:, None] & keep_j[None, :], other=0.0)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-    s = s_ptr + tl.load(values + z) + i.to(tl.int64)[:, None] * tl.load(strides + m) + j[None, :]
-    tl.store(s, acc.to(s_ptr.dtype.element_ty), mask=keep_i[:, None] & keep_j[None, :])
-
-
-@triton.jit
-def _dsd_kernel(
-    s_ptr, b_ptr, out_ptr, row_starts, row_sizes, strides, row_offsets, columns, values, column_sizes, column_bases,
-    width, b_inner, b_n, out_row, out_n,
-    BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out = S B: a block row of S, one column tile of B."""
-    m = tl.program_id(0)
-    rows = tl.load(row_sizes + m)
-    if rows == 0:
-        return
-    i, j, k = tl.arange(0, BLOCK), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    keep_i, keep_j = i < rows, j < width
-    stride = tl.load(strides + m).to(tl.int64)
-    acc = tl.zeros((BLOCK, BN), tl.float32)
-    for z in range(tl.load(row_offsets + m), tl.load(row_offsets + m + 1)):
-        n = tl.load(columns + z)
-        size = tl.load(column_sizes + n)
-        s = s_ptr + tl.load(values + z) + i.to(tl.int64)[:, None] * stride
-        b = b_ptr + tl.load(column_bases + n) + j.to(tl.int64)[None, :] * b_n
-        for first in range(0, size, BK):
-            keep_k = first + k < size
-            s_tile = tl.load(s + (first + k)[None, :], mask=keep_i[:, None] & keep_k[None, :], other=0.0)
-            b_at = b + (first + k).to(tl.int64)[:, None] * b_inner
-            b_tile = tl.load(b_at, mask=keep_k[:, None] & keep_j[None, :], other=0.0)
-            acc = tl.dot(s_tile, b_tile, acc, input_precision=PRECISION)
-    out = out_ptr + (tl.load(row_starts + m) + i).to(tl.int64)[:, None] * out_row + j.to(tl.int64)[None, :] * out_n
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=keep_i[:, None] & keep_j[None, :])
-
-
-@triton.jit
-def _dtsd_kernel(
-    s_ptr, b_ptr, out_ptr, row_starts, row_sizes, strides, column_offsets, transposed, rows, values, column_sizes,
-    column_bases, width, b_row, b_n, out_inner, out_n,
-    BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out = S^T B: a block column of S by the secondary index; its blocks' rows are the inner, ragged dimension."""
-    n = tl.program_id(0)
-    size = tl.load(column_sizes + n)
-    i, j, k = tl.arange(0, BLOCK), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    keep_i, keep_j = i < size, j < width
-    acc = tl.zeros((BLOCK, BN), tl.float32)
-    for y in range(tl.load(column_offsets + n), tl.load(column_offsets + n + 1)):
-        z = tl.load(transposed + y)
-        m = tl.load(rows + z)
-        inner = tl.load(row_sizes + m)
-        s = s_ptr + tl.load(values + z) + i[:, None]
-        stride = tl.load(strides + m).to(tl.int64)
-        b = b_ptr + j.to(tl.int64)[None, :] * b_n
-        start = tl.load(row_starts + m)
-        for first in range(0, inner, BK):
-            keep_k = first + k < inner
-            s_tile = tl.load(s + (first + k)[None, :] * stride, mask=keep_i[:, None] & keep_k[None, :], other=0.0)
-            b_at = b + (start + first + k).to(tl.int64)[:, None] * b_row
-            b_tile = tl.load(b_at, mask=keep_k[:, None] & keep_j[None, :], other=0.0)
-            acc = tl.dot(s_tile, b_tile, acc, input_precision=PRECISION)
-    out = out_ptr + tl.load(column_bases + n) + i.to(tl.int64)[:, None] * out_inner + j.to(tl.int64)[None, :] * out_n
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=keep_i[:, None] & keep_j[None, :])
-
-
-def _bases(matrix: Tensor, topology: Topology) -> tuple[Tensor, int]:
-    """(int64 offset of every block column in a dense operand [C, N] or [E, F, N], stride along S's columns)."""
-    if matrix.dim() == 3:
-        offsets = topology.column_experts_N.long() * matrix.stride(0) + topology.column_locals_N.long() * matrix.stride(
-            1
-        )
-        return offsets, matrix.stride(1)
-    return topology.column_starts_N.long() * matrix.stride(0), matrix.stride(0)
 
 
 def _check_columns(matrix: Tensor, topology: Topology, name: str) -> None:
@@ -137,108 +46,222 @@ def _check_values(s: Tensor, topology: Topology) -> None:
         )
 
 
-def _tiles(topology: Topology, dtype: torch.dtype) -> tuple[int, int]:
-    """(BN, BK) that keep a 128-block's accumulator and operands within a Hopper or Ampere SM."""
-    return min(topology.block, 128), min(topology.block, 32 if dtype is torch.float32 else 64)
+def _strides(matrix: Tensor) -> tuple[int, int, int]:
+    """Of a matrix [rows, columns] or a stack of them: (between experts, along rows, along columns)."""
+    return (matrix.stride(0) if matrix.dim() == 3 else 0), matrix.stride(-2), matrix.stride(-1)
+
+
+def _precision(tf32: bool) -> str:
+    return "tf32" if tf32 else "ieee"
+
+
+def _rows(
+    a_P: tuple[Tensor, ...],
+    b_P: tuple[Tensor, ...],
+    out: Tensor,
+    topology: Topology,
+    tile: SparseTile,
+    *,
+    sdd: bool,
+    tf32: bool,
+    source_R: Tensor | None = None,
+    choices: int = 0,
+    h: Tensor | None = None,
+    glu: bool = False,
+    activation: str | None = None,
+) -> None:
+    """Launches `rows_kernel`. A is S where not `sdd`; B is [inner, columns] or a stack of such."""
+    a, b = a_P[0], b_P[0]
+    uniform, block = topology.uniform, topology.block
+    width = topology.widths[0] if uniform else 0  # 0: the kernel reads each expert's
+    inner, columns = (b.shape[-2], width) if sdd else (width, b.shape[-1])
+    b_expert, b_k, b_n = _strides(b)
+    values = not (sdd or uniform)
+    a_row, a_k = (0, 1) if values else (a.stride(0), a.stride(1))
+    if sdd:
+        programs = topology.rows_Z.shape[0] * block // tile.bn
+    else:
+        programs = topology.block_rows * cdiv(columns, tile.bn)
+    launch(
+        rows_kernel, (programs,),
+        a, b, a_P[-1], b_P[-1], out, h, source_R,
+        topology.starts_M, topology.sizes_M, topology.experts_M, topology.locals_M, topology.heights_M,
+        topology.values_M, topology.row_offsets_M1, topology.rows_Z, topology.widths_E, topology.columns_E,
+        topology.block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out.stride(-2) if out.dim() > 1 else 0,
+        out.stride(0) if glu else 0,
+        SDD=sdd, UNIFORM=uniform, STACKED=b.dim() == 3, CHOICES=choices, PLANES=1 if glu else len(a_P), GLU=glu,
+        ACT=activation, BLOCK=block, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
+        EVEN_N=bool(columns) and columns % tile.bn == 0, EVEN_K=bool(inner) and inner % tile.bk == 0,
+        PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _empty_values(topology: Topology, like: Tensor, zero_tail: bool) -> Tensor:
+    shape = (topology.num_rows, topology.widths[0]) if topology.uniform else (topology.num_values,)
+    return (torch.zeros if zero_tail else torch.empty)(shape, dtype=like.dtype, device=like.device)
 
 
 def sdd(
-    a: Tensor, b: Tensor, topology: Topology, *, trans_a: bool = False, trans_b: bool = False, tf32: bool = False
+    a: Tensor,
+    b: Tensor,
+    topology: Topology,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    tf32: bool = False,
+    zero_tail: bool = True,
+    tile: SparseTile | None = None,
 ) -> Tensor:
-    """Values of S = op(a) op(b) at the topology's blocks: flat, as `topology` lays them out ([R, F] for equal widths).
+    """op(a) op(b) at the blocks of S: its values, a matrix [R, F] for experts of one width, else flat.
 
     Args:
-        a: [R, K], or [K, R] with `trans_a`.
-        b: [K, C] or [E, K, F]; with `trans_b` [C, K] or [E, F, K].
+        a: [R, K] (with `trans_a` [K, R]).
+        b: [K, C] or [E, K, F] (with `trans_b` [C, K] or [E, F, K]).
+        tf32: fp32 operands are rounded to tf32.
+        zero_tail: rows past the loads' end are zeros, otherwise undefined.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
     a_RK = a.mT if trans_a else a
-    b_CK = b if trans_b else b.mT
+    b_KC = b.mT if trans_b else b
     _check_same(a, b)
-    _check_columns(b_CK, topology, "b")
-    if a_RK.shape != (topology.num_rows, b_CK.shape[-1]):
+    _check_columns(b_KC.mT, topology, "b")
+    if a_RK.shape != (topology.num_rows, b_KC.shape[-2]):
         raise ValueError(
-            f"op(a) {tuple(a_RK.shape)} must be [{topology.num_rows}, {b_CK.shape[-1]}]: topology's rows, op(b)'s depth"
+            f"op(a) {tuple(a_RK.shape)} must be [{topology.num_rows}, {b_KC.shape[-2]}]: topology's rows, op(b)'s depth"
         )
-    s = torch.zeros(topology.num_values, dtype=a.dtype, device=a.device)
-    blocks = topology.columns_Z.shape[0]
-    if blocks and s.numel():
-        bases, b_column = _bases(b_CK, topology)
-        _, bk = _tiles(topology, a.dtype)
-        _sdd_kernel[(blocks,)](
-            a_RK, b_CK, s, topology.row_starts_M, topology.row_sizes_M, topology.strides_M, topology.row_offsets_M1,
-            topology.columns_Z, topology.rows_Z, topology.value_offsets_Z, topology.column_sizes_N, bases,
-            topology.block_rows, a_RK.shape[1], a_RK.stride(0), a_RK.stride(1), b_column, b_CK.stride(-1),
-            BLOCK=topology.block, BK=bk, PRECISION="tf32" if tf32 else "ieee",
-            num_warps=8 if topology.block > 64 else 4,
+    s = _empty_values(topology, a, zero_tail)
+    if s.numel():
+        tile = tile or choose("sdd", topology, a.dtype, columns=max(topology.widths), inner=a_RK.shape[1])
+        _rows((a_RK,), (b_KC,), s, topology, tile, sdd=True, tf32=tf32)
+    return s
+
+
+def sdd_act(
+    a: Tensor,
+    weights: tuple[Tensor, ...],
+    topology: Topology,
+    activation: str,
+    *,
+    source_R: Tensor | None = None,
+    choices: int = 0,
+    tf32: bool = False,
+    tile: SparseTile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The first products of a layer in one launch: z_PRF = a·W1ᵀ (and a·V1ᵀ), h_RF = act(z[0]) (times z[1]).
+
+    Args:
+        a: [R, D]; with `source_R` (int32 [R]) [T, D], whose row source_R[r] // choices stands for row r.
+        weights: one or two stacks [E, F, D] of equal strides.
+
+    Rows past the loads' end are undefined.
+    """
+    _check_same(a, weights[0])
+    z_PRF = torch.empty(len(weights), topology.num_rows, topology.widths[0], dtype=a.dtype, device=a.device)
+    h_RF = torch.empty_like(z_PRF[0])
+    if z_PRF.numel():
+        glu = len(weights) == 2
+        product = "glu" if glu else "sdd"
+        tile = tile or choose(product, topology, a.dtype, columns=topology.widths[0], inner=a.shape[1])
+        turned = tuple(weight.mT for weight in weights)
+        _rows(
+            (a,), turned, z_PRF, topology, tile, sdd=True, tf32=tf32, source_R=source_R, choices=choices, h=h_RF,
+            glu=glu, activation=activation,
         )  # fmt: skip
-    return s.view(topology.num_rows, -1) if topology.uniform else s
+    return z_PRF, h_RF
 
 
 def dsd(
-    s: Tensor,
-    b: Tensor,
+    s: Tensor | tuple[Tensor, ...],
+    b: Tensor | tuple[Tensor, ...],
     topology: Topology,
     *,
     trans_s: bool = False,
     trans_b: bool = False,
     stacked: bool = False,
     tf32: bool = False,
+    zero_tail: bool = True,
+    out: Tensor | None = None,
+    tile: SparseTile | None = None,
 ) -> Tensor:
-    """op(S) op(b), dense. Rows of S past the loads' end give zeros.
+    """op(S) op(b), dense. Two pairs of operands, without `trans_s`, are multiplied and added.
 
     Args:
         s: values as `sdd` returns them.
         b: without `trans_s` [C, N] or [E, F, N] (with `trans_b` [N, C] or [E, N, F]) and the result is [R, N];
             with `trans_s` [R, N] (with `trans_b` [N, R]) and the result is [C, N], or [E, F, N] if `stacked`.
+        zero_tail: rows of the result past the loads' end are zeros, otherwise undefined.
+        out: the result's place, with `trans_s` and `stacked`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    _check_same(s, b)
-    _check_values(s, topology)
-    b_in = b.mT if trans_b else b
-    precision = "tf32" if tf32 else "ieee"
-    bn, bk = _tiles(topology, s.dtype)
-    warps = 8 if topology.block > 64 else 4
-    n = b_in.shape[-1]
+    s_P = s if isinstance(s, tuple) else (s,)
+    b_P = tuple(matrix.mT if trans_b else matrix for matrix in (b if isinstance(b, tuple) else (b,)))
+    for values, matrix in zip(s_P, b_P, strict=True):
+        _check_same(values, matrix)
+        _check_values(values, topology)
+        if matrix.shape != b_P[0].shape or matrix.stride() != b_P[0].stride():
+            raise ValueError(f"operands to add must be alike, not {tuple(matrix.shape)} and {tuple(b_P[0].shape)}")
+    if topology.uniform:
+        s_P = tuple(values.view(topology.num_rows, -1) for values in s_P)
+    s, b_in, n = s_P[0], b_P[0], b_P[0].shape[-1]
     if trans_s:
-        if b_in.dim() != 2 or b_in.shape[0] != topology.num_rows:
+        if b_in.dim() != 2 or b_in.shape[0] != topology.num_rows or len(b_P) > 1:
             raise ValueError(f"op(b) {tuple(b_in.shape)} must have the topology's {topology.num_rows} rows")
-        out = torch.zeros(topology.num_columns, n, dtype=s.dtype, device=s.device)
-        if out.numel():
-            bases, inner = _bases(out, topology)
-            _dtsd_kernel[(topology.block_columns, triton.cdiv(n, bn))](
-                s, b_in, out, topology.row_starts_M, topology.row_sizes_M, topology.strides_M,
-                topology.column_offsets_N1, topology.transposed_Z, topology.rows_Z, topology.value_offsets_Z,
-                topology.column_sizes_N, bases,
-                n, b_in.stride(0), b_in.stride(1), inner, out.stride(1),
-                BLOCK=topology.block, BN=bn, BK=bk, PRECISION=precision, num_warps=warps,
-            )  # fmt: skip
-        return out.view(-1, topology.max_columns, n) if stacked else out
+        return _inner(s, b_in, topology, stacked=stacked, tf32=tf32, out=out, tile=tile)
     _check_columns(b_in, topology, "b")
-    out = torch.zeros(topology.num_rows, n, dtype=s.dtype, device=s.device)
-    if out.numel() and topology.block_rows:
-        bases, inner = _bases(b_in, topology)
-        _dsd_kernel[(topology.block_rows, triton.cdiv(n, bn))](
-            s, b_in, out, topology.row_starts_M, topology.row_sizes_M, topology.strides_M, topology.row_offsets_M1,
-            topology.columns_Z, topology.value_offsets_Z, topology.column_sizes_N, bases,
-            n, inner, b_in.stride(-1), out.stride(0), out.stride(1),
-            BLOCK=topology.block, BN=bn, BK=bk, PRECISION=precision, num_warps=warps,
+    result = (torch.zeros if zero_tail else torch.empty)(topology.num_rows, n, dtype=s.dtype, device=s.device)
+    if result.numel():
+        tile = tile or choose("dsd", topology, s.dtype, columns=n, inner=max(topology.widths))
+        _rows(s_P, b_P, result, topology, tile, sdd=False, tf32=tf32)
+    return result
+
+
+def _inner(
+    s: Tensor, b_RN: Tensor, topology: Topology, *, stacked: bool, tf32: bool, out: Tensor | None,
+    tile: SparseTile | None,
+) -> Tensor:  # fmt: skip
+    """Sᵀ b: [C, N], or [E, F, N]. Experts without rows get zeros."""
+    n, width = b_RN.shape[1], topology.widths[0]
+    if stacked and not topology.uniform:
+        raise ValueError(f"a stack needs experts of one width, not {sorted(set(topology.widths))}")
+    shape = (len(topology.widths), width, n) if stacked else (topology.num_columns, n)
+    if out is None:
+        out = torch.empty(shape, dtype=s.dtype, device=s.device)
+    elif out.shape != shape or out.dtype != s.dtype:
+        raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype}")
+    if out.numel():
+        tile = tile or choose("inner", topology, s.dtype, columns=n, inner=topology.num_rows // len(topology.widths))
+        out_expert, out_column, out_n = _strides(out)
+        launch(
+            inner_kernel, (topology.block_columns * cdiv(n, tile.bn),),
+            s, b_RN, out,
+            topology.starts_M, topology.sizes_M, topology.heights_M, topology.values_M, topology.rows_Z,
+            topology.transposed_Z, topology.column_offsets_N1, topology.order_E, topology.widths_E, topology.columns_E,
+            topology.column_experts_N, topology.column_locals_N, n, width, b_RN.stride(0), b_RN.stride(1),
+            out_expert, out_column, out_n,
+            UNIFORM=topology.uniform, STACKED=stacked, BLOCK=topology.block, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
+            EVEN_M=topology.uniform and width % topology.block == 0, EVEN_N=n % tile.bn == 0,
+            PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
 
 
 def dds(
-    a: Tensor, s: Tensor, topology: Topology, *, trans_a: bool = False, trans_s: bool = False, tf32: bool = False
-) -> Tensor:
+    a: Tensor, s: Tensor, topology: Topology, *, trans_a: bool = False, trans_s: bool = False, tf32: bool = False,
+    stacked: bool = False, out: Tensor | None = None, tile: SparseTile | None = None,
+) -> Tensor:  # fmt: skip
     """op(a) op(S), dense: [N, C], or [N, R] with `trans_s`. The transpose of `dsd`, on the same kernels.
 
     Args:
         a: [N, R] (with `trans_a` [R, N]); with `trans_s` [N, C] (with `trans_a` [C, N]).
         s: values as `sdd` returns them.
+        stacked, out: the result [E, N, F] without `trans_s`, and its place.
     """
     a_T = a if trans_a else a.mT
-    return dsd(s, a_T, topology, trans_s=not trans_s, tf32=tf32).mT
+    if stacked and out is None:
+        out = torch.empty(len(topology.widths), a_T.shape[1], topology.widths[0], dtype=s.dtype, device=s.device)
+    turned = None if out is None else out.mT
+    return dsd(s, a_T, topology, trans_s=not trans_s, tf32=tf32, stacked=stacked, out=turned, tile=tile).mT

@@ -4,16 +4,17 @@ Hybrid blocked CSR-COO (Gale et al. 2022, MegaBlocks, section 5.1): row offsets 
 every block beside them, and a secondary index that lists the blocks column by column, so that a transposed product
 walks the same values. Values are never transposed or copied.
 
-Rows are not padded. Block row m covers the dense rows [row_starts[m], row_starts[m] + row_sizes[m]), at most B of
-them and fewer at an expert's end; block column n covers the columns [column_starts[n], + column_sizes[n]). The values
-of a block row lie row by row, its blocks side by side: element (i, j) of block z is at
-`value_offsets[z] + i * strides[row] + j`. For experts of one width F that is the plain row-major matrix [R, F].
+Rows are not padded. Block row m covers the dense rows [starts[m], starts[m] + sizes[m]), at most B of them and fewer
+at an expert's end. The values of a block row lie row by row, its blocks side by side: element (i, j) of its n-th block
+is at `values[m] + i * width + n * B + j`. For experts of one width F that is the plain row-major matrix [R, F].
 
 Shapes: R rows, E experts, B block, M block rows at most, N block columns, Z blocks at most.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,39 +24,58 @@ from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
+_CHUNK = 64  # indices that one program of the topology's kernel fills in
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """int32 index tensors unless said otherwise. Past the blocks in use, sizes are 0 and the rest is undefined."""
+    """int32 index tensors unless said otherwise. Past the blocks in use, sizes are 0 and the rest is undefined.
+
+    The blocks of an expert are adjacent in row order and in column order: kernels may walk them as one box.
+    """
 
     block: int
     num_rows: int
-    num_columns: int  # dense columns of all experts
-    max_columns: int  # of the widest expert
-    row_starts_M: Tensor
-    row_sizes_M: Tensor
-    strides_M: Tensor
-    row_offsets_M1: Tensor
-    column_starts_N: Tensor
-    column_sizes_N: Tensor
-    column_experts_N: Tensor
-    column_locals_N: Tensor  # first column within its expert
-    column_offsets_N1: Tensor  # CSR offsets of the secondary index
+    widths: tuple[int, ...]  # dense columns of each expert
+    starts_M: Tensor  # first dense row
+    sizes_M: Tensor
+    experts_M: Tensor
+    locals_M: Tensor  # block row within its expert
+    heights_M: Tensor  # block rows of its expert
+    values_M: Tensor  # int64, first value
+    row_offsets_M1: Tensor  # CSR; the last one is the number of blocks in use
+    rows_Z: Tensor  # COO
     columns_Z: Tensor
-    rows_Z: Tensor
     transposed_Z: Tensor  # blocks in column order
-    value_offsets_Z: Tensor  # int64
-    row_experts_M: Tensor
-    num_values: int  # elements that hold any load
-    uniform: bool  # experts of one width: values are a matrix [R, F]
+    column_offsets_N1: Tensor  # CSR offsets of the secondary index
+    order_E: Tensor  # experts, most rows first
+    widths_E: Tensor
+    columns_E: Tensor  # first dense column
+    column_experts_N: Tensor
+    column_locals_N: Tensor  # block column within its expert
+
+    @property
+    def num_columns(self) -> int:
+        """C: dense columns of all experts."""
+        return sum(self.widths)
+
+    @property
+    def uniform(self) -> bool:
+        """Experts of one width: values are a matrix [R, F]."""
+        return len(set(self.widths)) == 1
+
+    @property
+    def num_values(self) -> int:
+        """Elements that hold the values of any load."""
+        return self.num_rows * max(self.widths)
 
     @property
     def block_rows(self) -> int:
-        return self.row_starts_M.shape[0]
+        return self.starts_M.shape[0]
 
     @property
     def block_columns(self) -> int:
-        return self.column_starts_N.shape[0]
+        return self.column_experts_N.shape[0]
 
 
 def max_block_rows(num_rows: int, num_experts: int, block: int) -> int:
@@ -63,25 +83,83 @@ def max_block_rows(num_rows: int, num_experts: int, block: int) -> int:
     return num_rows // block + min(num_experts, num_rows)
 
 
-def _check(tokens_per_expert_E: Tensor, num_rows: int, widths: list[int], block: int, debug: bool) -> None:
-    experts = tokens_per_expert_E.shape[0] if tokens_per_expert_E.dim() == 1 else -1
-    if experts != len(widths) or tokens_per_expert_E.is_floating_point():
-        raise ValueError(
-            f"tokens_per_expert must be integers of shape [{len(widths)}] (one width each), not "
-            f"{tokens_per_expert_E.dtype} {tuple(tokens_per_expert_E.shape)}"
-        )
-    if block < 16 or block & (block - 1):
-        raise ValueError(f"block ({block}) must be a power of two, 16 or more")
-    if any(width < 1 for width in widths):
-        raise ValueError(f"every expert's width must be positive: {widths}")
-    if debug:
-        loads = tokens_per_expert_E.tolist()
-        if min(loads, default=0) < 0 or sum(loads) > num_rows:
-            raise ValueError(f"tokens_per_expert {loads} must be >= 0 and add up to at most num_rows ({num_rows})")
+@triton.jit
+def _pick(mine, values_E):
+    """For each index the value of the one expert that `mine` marks; 0 where it marks none."""
+    return tl.sum(tl.where(mine, values_E[None, :], 0), axis=1)
+
+
+@triton.jit(do_not_specialize=["num_experts", "block_rows", "blocks", "block_columns"])
+def _topology_kernel(
+    offsets_ptr, widths_ptr, values_ptr, starts_ptr, sizes_ptr, experts_ptr, locals_ptr, heights_ptr, row_offsets_ptr,
+    rows_ptr, columns_ptr, transposed_ptr, column_offsets_ptr, order_ptr,
+    num_experts, block_rows, blocks, block_columns,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, EXPERTS)
+    here = e < num_experts
+    end = tl.load(offsets_ptr + e, mask=here, other=0)
+    start = tl.load(offsets_ptr + e - 1, mask=(e > 0) & here, other=0)
+    size = tl.where(here, tl.maximum(end - start, 0), 0)
+    width = tl.load(widths_ptr + e, mask=here, other=0)
+    height, wide = (size + BLOCK - 1) // BLOCK, (width + BLOCK - 1) // BLOCK
+    row_end, block_end, column_end = tl.cumsum(height, 0), tl.cumsum(height * wide, 0), tl.cumsum(wide, 0)
+    row_first, block_first, column_first = row_end - height, block_end - height * wide, column_end - wide
+    area = size.to(tl.int64) * width
+    value_first = tl.cumsum(area, 0) - area
+    used = tl.sum(height * wide)
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+
+    mine = (at[:, None] >= row_first[None, :]) & (at[:, None] < row_end[None, :])
+    local = at - _pick(mine, row_first)
+    some = tl.sum(mine.to(tl.int32), 1) > 0
+    keep = at < block_rows
+    tl.store(starts_ptr + at, _pick(mine, start) + local * BLOCK, mask=keep)
+    tl.store(sizes_ptr + at, tl.where(some, tl.minimum(_pick(mine, size) - local * BLOCK, BLOCK), 0), mask=keep)
+    tl.store(experts_ptr + at, _pick(mine, e), mask=keep)
+    tl.store(locals_ptr + at, local, mask=keep)
+    tl.store(heights_ptr + at, _pick(mine, height), mask=keep)
+    inside = local.to(tl.int64) * BLOCK * _pick(mine, width)
+    tl.store(values_ptr + at, _pick(mine, value_first) + inside, mask=keep)
+    offset = tl.where(some, _pick(mine, block_first) + local * _pick(mine, wide), used)
+    tl.store(row_offsets_ptr + at, offset, mask=at <= block_rows)
+
+    mine = (at[:, None] >= block_first[None, :]) & (at[:, None] < block_end[None, :])
+    first, tall, broad = _pick(mine, block_first), _pick(mine, height), _pick(mine, wide)
+    local = at - first
+    row, column = local // tl.maximum(broad, 1), local // tl.maximum(tall, 1)
+    keep = at < blocks
+    tl.store(rows_ptr + at, _pick(mine, row_first) + row, mask=keep)
+    tl.store(columns_ptr + at, _pick(mine, column_first) + local - row * broad, mask=keep)
+    tl.store(transposed_ptr + at, first + (local - column * tall) * broad + column, mask=keep)
+
+    mine = (at[:, None] >= column_first[None, :]) & (at[:, None] < column_end[None, :])
+    offset = _pick(mine, block_first) + (at - _pick(mine, column_first)) * _pick(mine, height)
+    tl.store(column_offsets_ptr + at, tl.where(at < block_columns, offset, used), mask=at <= block_columns)
+
+    my_end = tl.load(offsets_ptr + at, mask=at < num_experts, other=0)
+    mine_size = my_end - tl.load(offsets_ptr + at - 1, mask=(at > 0) & (at < num_experts), other=0)
+    tie = (size[None, :] == mine_size[:, None]) & (e[None, :] < at[:, None])
+    ahead = here[None, :] & ((size[None, :] > mine_size[:, None]) | tie)
+    tl.store(order_ptr + tl.sum(ahead.to(tl.int32), axis=1), at, mask=at < num_experts)
+
+
+@functools.lru_cache(maxsize=256)
+def column_tables(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the host knows, on the device: widths_E, columns_E, column_experts_N, column_locals_N, int32."""
+    wide = [cdiv(width, block) for width in widths]
+    tables = (
+        list(widths),
+        [sum(widths[:e]) for e in range(len(widths))],
+        [e for e, count in enumerate(wide) for _ in range(count)],
+        [j for count in wide for j in range(count)],
+    )
+    a, b, c, d = (torch.tensor(table, dtype=torch.int32).to(device) for table in tables)
+    return a, b, c, d
 
 
 def build_topology(
-    tokens_per_expert_E: Tensor, num_rows: int, widths: list[int] | tuple[int, ...], block: int, *, debug: bool = False
+    tokens_per_expert_E: Tensor, num_rows: int, widths: Sequence[int], block: int, *, debug: bool = False
 ) -> Topology:
     """The topology of x·W1ᵀ: expert e's rows meet expert e's columns.
 
@@ -95,76 +173,102 @@ def build_topology(
     Raises:
         ValueError: shapes or dtypes that do not fit, a block that is no power of two, with `debug` the loads.
     """
-    _check(tokens_per_expert_E, num_rows, list(widths), block, debug)
-    device = tokens_per_expert_E.device
-    experts = len(widths)
-    most_rows = max_block_rows(num_rows, experts, block)
-    blocks_wide = [-(-width // block) for width in widths]
+    experts = tokens_per_expert_E.shape[0] if tokens_per_expert_E.dim() == 1 else -1
+    if experts != len(widths) or tokens_per_expert_E.is_floating_point():
+        raise ValueError(
+            f"tokens_per_expert must be integers of shape [{len(widths)}] (one width each), not "
+            f"{tokens_per_expert_E.dtype} {tuple(tokens_per_expert_E.shape)}"
+        )
+    if debug:
+        loads = tokens_per_expert_E.tolist()
+        if min(loads, default=0) < 0 or sum(loads) > num_rows:
+            raise ValueError(f"tokens_per_expert {loads} must be >= 0 and add up to at most num_rows ({num_rows})")
+    return topology_from_offsets(tokens_per_expert_E.cumsum(0).int(), num_rows, widths, block)
 
-    def table(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-    # Block columns: known on the host.
-    width_E, wide_E = table(list(widths)), table(blocks_wide)
-    first_column = [sum(blocks_wide[:e]) for e in range(experts)]
-    starts, sizes = [], []
-    for e, width in enumerate(widths):
-        for j in range(blocks_wide[e]):
-            starts.append(sum(widths[:e]) + j * block)
-            sizes.append(min(block, width - j * block))
-    column_expert_N = table([e for e in range(experts) for _ in range(blocks_wide[e])])
-    column_local_N = table([j for e in range(experts) for j in range(blocks_wide[e])])
+def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Topology:
+    """The same from the row after the last one of each expert, int32 [E]: one launch.
 
-    # Block rows: as many for each expert as its load needs.
-    load_E = tokens_per_expert_E.long()
-    end_E = load_E.cumsum(0)
-    tall_E = (load_E + block - 1) // block
-    tall_end_E = tall_E.cumsum(0)
-    index_M = torch.arange(most_rows, device=device)
-    used_M = index_M < tall_end_E[-1]
-    expert_M = torch.searchsorted(tall_end_E, index_M, right=True).clamp(max=experts - 1)
-    local_M = index_M - (tall_end_E - tall_E)[expert_M]
-    start_M = (end_E - load_E)[expert_M] + local_M * block
-    size_M = torch.where(used_M, (end_E[expert_M] - start_M).clamp(min=0, max=block), 0)
-    per_row_M = torch.where(used_M, wide_E[expert_M], 0)
-    row_offsets_M1 = torch.cat([per_row_M.new_zeros(1), per_row_M.cumsum(0)])
+    Raises:
+        ValueError: a block that is no power of two, a width that is not positive.
+    """
+    return unpack_topology(pack_topology(offsets_E, num_rows, widths, block), num_rows, widths, block)
 
-    # Blocks in row order, then the secondary index.
-    most_blocks = most_rows * max(blocks_wide)
-    index_Z = torch.arange(most_blocks, device=device)
-    row_Z = torch.searchsorted(row_offsets_M1[1:], index_Z, right=True).clamp(max=most_rows - 1)
-    expert_Z = expert_M[row_Z]
-    local_Z = index_Z - row_offsets_M1[row_Z]
-    value_end_E = (load_E * width_E).cumsum(0)
-    value_start_E = value_end_E - load_E * width_E
-    value_Z = value_start_E[expert_Z] + local_M[row_Z] * block * width_E[expert_Z] + local_Z * block
-    per_column_N = tall_E[column_expert_N]
-    column_offsets_N1 = torch.cat([per_column_N.new_zeros(1), per_column_N.cumsum(0)])
-    column_of_Z = torch.searchsorted(column_offsets_N1[1:], index_Z, right=True).clamp(max=len(starts) - 1)
-    expert_t_Z = column_expert_N[column_of_Z]
-    row_t_Z = (tall_end_E - tall_E)[expert_t_Z] + index_Z - column_offsets_N1[column_of_Z]
-    transposed_Z = row_offsets_M1[row_t_Z.clamp(max=most_rows - 1)] + column_local_N[column_of_Z]
+
+def _lengths(num_rows: int, widths: Sequence[int], block: int) -> list[int]:
+    """Integers of each table: values_M (two each), five by block row, row offsets, three by block, offsets, order."""
+    rows = max(max_block_rows(num_rows, len(widths), block), 1)
+    wide = [cdiv(width, block) for width in widths]
+    return [2 * rows] + [rows] * 5 + [rows + 1] + [rows * max(wide)] * 3 + [sum(wide) + 1, len(widths)]
+
+
+def packed_topology_size(num_rows: int, widths: Sequence[int], block: int) -> int:
+    """Integers of `pack_topology`."""
+    return sum(4 * cdiv(length, 4) for length in _lengths(num_rows, widths, block))
+
+
+def _split(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> list[Tensor]:
+    lengths = _lengths(num_rows, widths, block)
+    parts = packed.split([4 * cdiv(length, 4) for length in lengths])  # to 16 bytes: kernels are compiled for it
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def pack_topology(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Tensor:
+    """The tables that depend on the loads, as one int32 tensor that all products of a layer share."""
+    if block < 16 or block & (block - 1):
+        raise ValueError(f"block ({block}) must be a power of two, 16 or more")
+    if any(width < 1 for width in widths):
+        raise ValueError(f"every expert's width must be positive: {list(widths)}")
+    device, experts = offsets_E.device, len(widths)
+    widths_E = column_tables(tuple(widths), block, device)[0]
+    packed = torch.empty(packed_topology_size(num_rows, widths, block), dtype=torch.int32, device=device)
+    values_M, starts_M, *tables = _split(packed, num_rows, widths, block)
+    rows, blocks, columns = starts_M.shape[0], tables[5].shape[0], tables[8].shape[0] - 1
+    launch(
+        _topology_kernel, (cdiv(max(rows + 1, blocks, columns + 1, experts), _CHUNK),),
+        offsets_E.contiguous(), widths_E, values_M.view(torch.int64), starts_M, *tables,
+        experts, rows, blocks, columns, EXPERTS=next_power_of_2(experts), BLOCK=block, CHUNK=_CHUNK,
+    )  # fmt: skip
+    return packed
+
+
+def unpack_topology(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Topology:
+    """What `pack_topology` packed for the same arguments: views."""
+    (
+        values_M,
+        starts_M,
+        sizes_M,
+        experts_M,
+        locals_M,
+        heights_M,
+        offsets_M1,
+        rows_Z,
+        columns_Z,
+        transposed_Z,
+        by_column,
+        order_E,
+    ) = _split(packed, num_rows, widths, block)
+    widths_E, columns_E, column_experts_N, column_locals_N = column_tables(tuple(widths), block, packed.device)
     return Topology(
         block=block,
         num_rows=num_rows,
-        num_columns=sum(widths),
-        max_columns=max(widths),
-        row_starts_M=start_M.int(),
-        row_sizes_M=size_M.int(),
-        strides_M=width_E[expert_M].int(),
-        row_offsets_M1=row_offsets_M1.int(),
-        column_starts_N=table(starts, torch.int32),
-        column_sizes_N=table(sizes, torch.int32),
-        column_experts_N=column_expert_N.int(),
-        column_locals_N=(column_local_N * block).int(),
-        column_offsets_N1=column_offsets_N1.int(),
-        columns_Z=(table(first_column)[expert_Z] + local_Z).int(),
-        rows_Z=row_Z.int(),
-        transposed_Z=transposed_Z.int(),
-        value_offsets_Z=value_Z,
-        row_experts_M=expert_M.int(),
-        num_values=num_rows * max(widths),
-        uniform=len(set(widths)) == 1,
+        widths=tuple(widths),
+        starts_M=starts_M,
+        sizes_M=sizes_M,
+        experts_M=experts_M,
+        locals_M=locals_M,
+        heights_M=heights_M,
+        values_M=values_M.view(torch.int64),
+        row_offsets_M1=offsets_M1,
+        rows_Z=rows_Z,
+        columns_Z=columns_Z,
+        transposed_Z=transposed_Z,
+        column_offsets_N1=by_column,
+        order_E=order_E,
+        widths_E=widths_E,
+        columns_E=columns_E,
+        column_experts_N=column_experts_N,
+        column_locals_N=column_locals_N,
     )
 
 

@@ -14,7 +14,6 @@ import os
 from typing import Any
 
 import torch
-from foundry_moe_kernels import expert_products
 from torch import Tensor
 
 from foundry_moe.ops import expert_steps as steps
@@ -28,18 +27,28 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _fake_up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, activation):  # type: ignore[no-untyped-def]
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor as kernels read it: contiguous, from an address that 16 bytes divide."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _aligned_weights(w1_EFD: Tensor, v1_EFD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return _aligned(w1_EFD), None if v1_EFD is None else _aligned(v1_EFD)
+
+
+def _fake_up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, hopper, activation):  # type: ignore[no-untyped-def]
     planes, rows, hidden = 1 if v1_EFD is None else 2, source_R.shape[0], w1_EFD.shape[1]
     return x_TD.new_empty(planes, rows, hidden), x_TD.new_empty(rows, hidden)
 
 
 @operator(
-    "expert_pack_rows",
-    lambda offsets_E, rows: offsets_E.new_empty(expert_products.packed_size(offsets_E.shape[0], rows)),
+    "expert_pack",
+    lambda offsets_E, rows, hidden, hopper: offsets_E.new_empty(steps.packed_size(offsets_E, rows, hidden, hopper)),
 )
-def _pack_rows(offsets_E: Tensor, rows: int) -> Tensor:
-    """The table that the fused kernels of all four steps share: see `expert_products.pack_rows`."""
-    return expert_products.pack_rows(offsets_E, rows)
+def _pack(offsets_E: Tensor, rows: int, hidden: int, hopper: bool) -> Tensor:
+    """The table that the products of all four steps share: see `expert_steps.pack`."""
+    return steps.pack(offsets_E, rows, hidden, hopper)
 
 
 @operator("expert_up", _fake_up)
@@ -51,14 +60,15 @@ def _up(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """z_PRF, h_RF: see `expert_steps.up`."""
-    operands = (x_TD.contiguous(), w1_EFD.contiguous(), _contiguous(v1_EFD))
-    return steps.up(*operands, source_R, row_TK, offsets_E, packed, activation)
+    operands = (_aligned(x_TD), *_aligned_weights(w1_EFD, v1_EFD))
+    return steps.up(*operands, source_R, row_TK, offsets_E, packed, hopper, activation)
 
 
-def _fake_up_backward(dz_PRF, x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, needs_dx):  # type: ignore[no-untyped-def]
+def _fake_up_backward(dz_PRF, x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, hopper, needs_dx):  # type: ignore[no-untyped-def]
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
     return dx_TD, w1_EFD.new_empty(dz_PRF.shape[0], *w1_EFD.shape)
 
@@ -73,14 +83,15 @@ def _up_backward(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     needs_dx: bool,
 ) -> tuple[Tensor, Tensor]:
     """dx_TD (empty unless needed), dw_PEFD: see `expert_steps.up_backward`."""
-    operands = (dz_PRF.contiguous(), x_TD.contiguous(), w1_EFD.contiguous(), _contiguous(v1_EFD))
-    return steps.up_backward(*operands, source_R, row_TK, offsets_E, packed, needs_dx)
+    operands = (_aligned(dz_PRF), _aligned(x_TD), *_aligned_weights(w1_EFD, v1_EFD))
+    return steps.up_backward(*operands, source_R, row_TK, offsets_E, packed, hopper, needs_dx)
 
 
-def _fake_down(z_PRF, h_RF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, activation):  # type: ignore[no-untyped-def]
+def _fake_down(z_PRF, h_RF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, hopper, activation):  # type: ignore[no-untyped-def]
     return h_RF.new_empty(row_TK.shape[0], w2_EDF.shape[1])
 
 
@@ -94,10 +105,11 @@ def _down(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     activation: str,
 ) -> Tensor:
     """y_TD. Takes z_PRF for the backward pass alone: h_RF is a function of it."""
-    return steps.down(h_RF, w2_EDF.contiguous(), _contiguous(weights_TK), row_TK, offsets_E, packed)
+    return steps.down(h_RF, _aligned(w2_EDF), _contiguous(weights_TK), row_TK, offsets_E, packed, hopper)
 
 
 def _fake_down_backward(dy_TD, z_PRF, w2_EDF, weights_TK, *_):  # type: ignore[no-untyped-def]
@@ -115,16 +127,17 @@ def _down_backward_(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """dw2_EDF, dweights_TK (empty without weights); z_PRF becomes its gradient: see `expert_steps.down_backward_`."""
-    w2_EDF, weights_TK = w2_EDF.contiguous(), _contiguous(weights_TK)
+    w2_EDF, weights_TK = _aligned(w2_EDF), _contiguous(weights_TK)
     return steps.down_backward_(
-        dy_TD.contiguous(), z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, activation
+        _aligned(dy_TD), z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, hopper, activation
     )
 
 
-def _fake_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, activation):  # type: ignore[no-untyped-def]
+def _fake_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, hopper, activation):  # type: ignore[no-untyped-def]
     return x_TD.new_empty(row_TK.shape[0], w2_EDF.shape[1])
 
 
@@ -139,25 +152,27 @@ def _mlp(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     activation: str,
 ) -> Tensor:
     """y_TD in one node that keeps no pre-activations."""
-    _, h_RF = _up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, activation)
-    return steps.down(h_RF, w2_EDF.contiguous(), _contiguous(weights_TK), row_TK, offsets_E, packed)
+    _, h_RF = _up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, hopper, activation)
+    return steps.down(h_RF, _aligned(w2_EDF), _contiguous(weights_TK), row_TK, offsets_E, packed, hopper)
 
 
 def _save_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)  # h's gradient never comes: its use hands it to z
+    ctx.hopper = inputs[7]
     ctx.save_for_backward(*inputs[:7])
 
 
 def _up_gradient(ctx: Any, dz_PRF: Tensor | None, dh_RF: Tensor | None) -> tuple[Tensor | None, ...]:
     assert dh_RF is None, "h has no gradient of its own"
     if dz_PRF is None:
-        return (None,) * 8
+        return (None,) * 9
     needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw_PEFD = _up_backward(dz_PRF, *ctx.saved_tensors, needs_dx)
-    return dx_TD if needs_dx else None, *_by_plane(dw_PEFD), None, None, None, None, None
+    dx_TD, dw_PEFD = _up_backward(dz_PRF, *ctx.saved_tensors, ctx.hopper, needs_dx)
+    return dx_TD if needs_dx else None, *_by_plane(dw_PEFD), None, None, None, None, None, None
 
 
 def _by_plane(dw_PEFD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -165,8 +180,7 @@ def _by_plane(dw_PEFD: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _save_down(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z_PRF, _, *rest, activation = inputs
-    ctx.activation = activation
+    z_PRF, _, *rest, ctx.hopper, ctx.activation = inputs
     ctx.save_for_backward(z_PRF, *rest)
 
 
@@ -182,26 +196,26 @@ def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         ) from error
     ctx.spent = True
     dz_PRF = z_PRF.detach()  # the same memory and version: what autograd kept is now the gradient
-    dw2_EDF, dweights_TK = _down_backward_(dy_TD, dz_PRF, w2_EDF, weights_TK, *rows, ctx.activation)
-    return dz_PRF, None, dw2_EDF, None if weights_TK is None else dweights_TK, None, None, None, None, None
+    dw2_EDF, dweights_TK = _down_backward_(dy_TD, dz_PRF, w2_EDF, weights_TK, *rows, ctx.hopper, ctx.activation)
+    return dz_PRF, None, dw2_EDF, None if weights_TK is None else dweights_TK, None, None, None, None, None, None
 
 
 def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.activation = inputs[-1]
-    ctx.save_for_backward(*inputs[:-1])
+    *tensors, ctx.hopper, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _mlp_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed = ctx.saved_tensors
-    first = (x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed)
+    first = (x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, ctx.hopper)
     z_PRF = _up(*first, ctx.activation)[0]
     dw2_EDF, dweights_TK = _down_backward_(
-        dy_TD, z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, ctx.activation
+        dy_TD, z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, ctx.hopper, ctx.activation
     )
     needs_dx = ctx.needs_input_grad[0]
     dx_TD, dw_PEFD = _up_backward(z_PRF, *first, needs_dx)
     dweights = None if weights_TK is None else dweights_TK
-    return dx_TD if needs_dx else None, *_by_plane(dw_PEFD), dw2_EDF, dweights, None, None, None, None, None
+    return dx_TD if needs_dx else None, *_by_plane(dw_PEFD), dw2_EDF, dweights, None, None, None, None, None, None
 
 
 expert_up = differentiable(_up, _save_up, _up_gradient)
@@ -214,15 +228,6 @@ def is_available(device: torch.device, dtype: torch.dtype) -> bool:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return dtype in (torch.float32, torch.float16)
     return device.type == "cuda" and dtype in _DTYPES
-
-
-def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the fused kernels run here: 16-bit floats on Hopper with a Triton that has tensor descriptors."""
-    return (
-        dtype in (torch.float16, torch.bfloat16)
-        and device.type == "cuda"
-        and expert_products.descriptors.device_supported(device)
-    )
 
 
 def blocksparse_mlp(
@@ -247,8 +252,9 @@ def blocksparse_mlp(
             raise ValueError(
                 f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
             )
-    packed = _pack_rows(plan.offsets_E, plan.num_rows)
-    rows = (plan.source_R, plan.row_TK, plan.offsets_E, packed)
+    hopper = steps.takes_hopper(x_TD.device, x_TD.dtype, *w2_EDF.shape[1:])
+    packed = _pack(plan.offsets_E, plan.num_rows, w2_EDF.shape[2], hopper)
+    rows = (plan.source_R, plan.row_TK, plan.offsets_E, packed, hopper)
     if memory == "recompute":
         return expert_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *rows, activation)
     z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *rows, activation)

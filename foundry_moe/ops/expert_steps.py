@@ -1,7 +1,7 @@
 """The four steps of an expert MLP on block-sparse kernels: up and down, forward and backward, as plain functions.
 
-Two ways to compute each: the fused Hopper kernels where they take the operands, otherwise block-sparse products on a
-topology with the pointwise part in torch. Knows nothing of autograd.
+Two ways to compute each: ragged grouped kernels where Hopper's take the operands (`hopper`), otherwise SDD, DSD and DDS
+over the hybrid CSR-COO topology, on any chip. Knows nothing of autograd.
 
 Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, F expert width, P planes (2 for a
 GLU: gate, up; else 1).
@@ -9,10 +9,13 @@ GLU: gate, up; else 1).
 
 from __future__ import annotations
 
+import os
+
 import torch
-from foundry_moe_kernels import expert_products, permute, products, reference
+from foundry_moe_kernels import expert_products, permute, pointwise, products
 from foundry_moe_kernels.expert_products import Tokens
-from foundry_moe_kernels.topology import Topology, build_topology
+from foundry_moe_kernels.sparse_tiles import BLOCK
+from foundry_moe_kernels.topology import Topology, pack_topology, packed_topology_size, unpack_topology
 from torch import Tensor
 
 # Rows of x gathered for the weights' gradient at a time: halves of the columns above this size. The gather is what
@@ -20,9 +23,53 @@ from torch import Tensor
 _GATHER_BYTES = 128 * 2**20
 
 
-def _topology(offsets_E: Tensor, rows: int, hidden: int) -> Topology:
-    loads_E = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
-    return build_topology(loads_E, rows, [hidden] * offsets_E.shape[0], 64 if loads_E.is_cuda else 16)
+def takes_hopper(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
+    """Whether the Hopper kernels compute experts of these sizes: 16-bit floats, rows of 16 bytes.
+
+    FOUNDRY_MOE_KERNELS=portable in the environment keeps to the kernels of any chip.
+    """
+    return (
+        os.environ.get("FOUNDRY_MOE_KERNELS") != "portable"
+        and dtype in (torch.float16, torch.bfloat16)
+        and device.type == "cuda"
+        and width * dtype.itemsize % 16 == 0
+        and hidden * dtype.itemsize % 16 == 0
+        and expert_products.descriptors.device_supported(device)
+    )
+
+
+def _planes(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The weights where one tensor map spans them, which it does not where they lie too far apart: then copies."""
+    if expert_products.descriptors.plane_stride(weights) is not None:
+        return weights
+    return tuple(torch.stack(weights))
+
+
+def _block(device: torch.device) -> int:
+    return BLOCK if device.type == "cuda" else 16
+
+
+def pack(offsets_E: Tensor, rows: int, hidden: int, hopper: bool) -> Tensor:
+    """The table that all products of a layer share, int32: block rows for Hopper's kernels, otherwise the topology."""
+    if hopper:
+        return expert_products.pack_rows(offsets_E, rows)
+    return pack_topology(offsets_E, rows, [hidden] * offsets_E.shape[0], _block(offsets_E.device))
+
+
+def packed_size(offsets_E: Tensor, rows: int, hidden: int, hopper: bool) -> int:
+    """Integers of `pack`."""
+    experts = offsets_E.shape[0]
+    if hopper:
+        return expert_products.packed_size(experts, rows)
+    return packed_topology_size(rows, [hidden] * experts, _block(offsets_E.device))
+
+
+def _topology(offsets_E: Tensor, rows: int, hidden: int, packed: Tensor) -> Topology:
+    return unpack_topology(packed, rows, [hidden] * offsets_E.shape[0], _block(offsets_E.device))
+
+
+def _tf32() -> bool:
+    return torch.backends.cuda.matmul.allow_tf32
 
 
 def _weights(w1_EFD: Tensor, v1_EFD: Tensor | None) -> tuple[Tensor, ...]:
@@ -30,8 +77,8 @@ def _weights(w1_EFD: Tensor, v1_EFD: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _tokens(x_TD: Tensor, source_R: Tensor, row_TK: Tensor, weights: tuple[Tensor, ...]) -> Tokens | None:
-    """The rows of x for products that gain by copying them themselves; None for others."""
-    if _fused(weights) and expert_products.gathers(x_TD, weights[0].shape[1]):
+    """The rows of x for Hopper's products that gain by copying them themselves; None for others."""
+    if expert_products.gathers(x_TD, weights[0].shape[1]):
         return Tokens(x_TD=x_TD, source_R=source_R, choices=row_TK.shape[1])
     return None
 
@@ -44,6 +91,7 @@ def up(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """(z_PRF, h_RF): pre-activations and act(z[0]) (times z[1])."""
@@ -51,31 +99,37 @@ def up(
     rows, hidden = source_R.shape[0], w1_EFD.shape[1]
     if rows == 0:
         return x_TD.new_empty(len(weights), 0, hidden), x_TD.new_empty(0, hidden)
+    if not hopper:
+        topology = _topology(offsets_E, rows, hidden, packed)
+        return products.sdd_act(
+            x_TD, weights, topology, activation, source_R=source_R, choices=row_TK.shape[1], tf32=_tf32()
+        )
+    ragged = expert_products.ragged_rows(offsets_E, rows, packed)
     tokens = _tokens(x_TD, source_R, row_TK, weights)
-    if tokens is not None:
-        ragged = expert_products.ragged_rows(offsets_E, rows, packed)
-        return expert_products.up(tokens, w1_EFD, v1_EFD, ragged, activation)
-    x_RD = permute.permute(x_TD, row_TK, offsets_E, rows, zero_tail=False)
-    if _fused(weights):
-        ragged = expert_products.ragged_rows(offsets_E, rows, packed)
-        return expert_products.up(x_RD, w1_EFD, v1_EFD, ragged, activation)
-    topology = _topology(offsets_E, rows, hidden)
-    z_PRF = torch.stack([products.sdd(x_RD, weight, topology, trans_b=True) for weight in weights])
-    return z_PRF, reference.glu(z_PRF.float(), activation).to(z_PRF.dtype)
+    x_RD = permute.permute(x_TD, row_TK, offsets_E, rows, zero_tail=False) if tokens is None else tokens
+    w1_EFD, *rest = _planes(weights)
+    return expert_products.up(x_RD, w1_EFD, rest[0] if rest else None, ragged, activation)
 
 
 def down(
-    h_RF: Tensor, w2_EDF: Tensor, weights_TK: Tensor | None, row_TK: Tensor, offsets_E: Tensor, packed: Tensor
+    h_RF: Tensor,
+    w2_EDF: Tensor,
+    weights_TK: Tensor | None,
+    row_TK: Tensor,
+    offsets_E: Tensor,
+    packed: Tensor,
+    hopper: bool,
 ) -> Tensor:
     """y_TD: the weighted sum of each token's rows of h·W2ᵀ."""
     rows = h_RF.shape[0]
     if rows == 0:
         return h_RF.new_zeros(row_TK.shape[0], w2_EDF.shape[1])
-    if _fused((w2_EDF,)):
+    if hopper:
         ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         y_RD = expert_products.rows_product(h_RF[None], (w2_EDF,), ragged, transposed=True)
     else:
-        y_RD = products.dsd(h_RF, w2_EDF, _topology(offsets_E, rows, w2_EDF.shape[2]), trans_b=True)
+        topology = _topology(offsets_E, rows, w2_EDF.shape[2], packed)
+        y_RD = products.dsd(h_RF, w2_EDF, topology, trans_b=True, tf32=_tf32(), zero_tail=False)
     return permute.unpermute(y_RD, weights_TK, row_TK)
 
 
@@ -88,6 +142,7 @@ def down_backward_(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     """Overwrites z_PRF by its gradient; (dw2_EDF, dweights_TK). Without weights the second is empty."""
@@ -95,24 +150,15 @@ def down_backward_(
     if rows == 0:
         return torch.zeros_like(w2_EDF), _like_weights(weights_TK, row_TK, dy_TD).zero_()
     dy_RD = permute.permute(dy_TD, row_TK, offsets_E, rows, zero_tail=False)
-    if _fused((w2_EDF,)):
+    if hopper:
         ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         h_RF, dots = expert_products.down_backward_(dy_RD, w2_EDF, z_PRF, ragged, activation, weights_TK, source_R)
         dw2_EDF = expert_products.weight_gradient(dy_RD[None], h_RF, ragged)[0]
     else:
-        topology = _topology(offsets_E, rows, w2_EDF.shape[2])
-        dh_RF = products.sdd(dy_RD, w2_EDF, topology).float()
-        z = z_PRF.float()
-        h_RF = reference.glu(z, activation)
-        # rows past the end hold nothing, and nothing must come of it
-        dots = (dh_RF * h_RF).sum(1)[None] if weights_TK is not None else None
-        if weights_TK is not None:
-            weight_R1 = weights_TK.float().reshape(-1)[source_R.clamp(min=0).long()][:, None]
-            dh_RF, h_RF = dh_RF * weight_R1, h_RF * weight_R1
-        z_PRF.copy_(reference.glu_backward(dh_RF, z, activation))
-        # h^T dy is W2's gradient transposed: its values are read in place, the result is viewed the other way
-        dw2_EFD = products.dsd(h_RF.to(dy_RD.dtype), dy_RD, topology, trans_s=True, stacked=True)
-        dw2_EDF = dw2_EFD.mT.contiguous()
+        topology = _topology(offsets_E, rows, w2_EDF.shape[2], packed)
+        h_RF = products.sdd(dy_RD, w2_EDF, topology, tf32=_tf32(), zero_tail=False)  # dh, and then h in its place
+        dots = pointwise.activation_backward_(h_RF, z_PRF, offsets_E, activation, weights_TK, source_R)
+        dw2_EDF = products.dds(dy_RD, h_RF, topology, trans_a=True, stacked=True, tf32=_tf32())
     if weights_TK is None:
         return dw2_EDF, _like_weights(weights_TK, row_TK, dy_TD)
     assert dots is not None
@@ -134,6 +180,7 @@ def up_backward(
     row_TK: Tensor,
     offsets_E: Tensor,
     packed: Tensor,
+    hopper: bool,
     needs_dx: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx_TD, dw_PEFD): gradients of x (empty unless `needs_dx`) and, plane by plane, of W1 and V1."""
@@ -143,9 +190,8 @@ def up_backward(
     dx_TD = torch.zeros_like(x_TD) if needs_dx and rows == 0 else x_TD.new_empty(0)
     if rows == 0:
         return dx_TD, w1_EFD.new_zeros(len(weights), experts, hidden, width)
-    fused = _fused(weights)
-    ragged = expert_products.ragged_rows(offsets_E, rows, packed) if fused else None
-    topology = None if fused else _topology(offsets_E, rows, hidden)
+    ragged = expert_products.ragged_rows(offsets_E, rows, packed) if hopper else None
+    topology = None if hopper else _topology(offsets_E, rows, hidden, packed)
     copied_RD = None
     if needs_dx:
         if ragged is not None:
@@ -154,11 +200,10 @@ def up_backward(
             if tokens is not None and expert_products.copies(tokens):
                 copied_RD = x_TD.new_empty(rows, width)
                 beside = (tokens, copied_RD)
-            dx_RD = expert_products.rows_product(dz_PRF, weights, ragged, transposed=False, beside=beside)
+            dx_RD = expert_products.rows_product(dz_PRF, _planes(weights), ragged, transposed=False, beside=beside)
         else:
             assert topology is not None
-            parts = [products.dsd(dz, weight, topology).float() for dz, weight in zip(dz_PRF, weights, strict=True)]
-            dx_RD = sum(parts[1:], parts[0]).to(x_TD.dtype)
+            dx_RD = products.dsd(tuple(dz_PRF), weights, topology, tf32=_tf32(), zero_tail=False)
         dx_TD = permute.unpermute(dx_RD, None, row_TK)
         del dx_RD
     dw_PEFD = torch.empty(len(weights), experts, hidden, width, dtype=w1_EFD.dtype, device=w1_EFD.device)
@@ -173,17 +218,7 @@ def up_backward(
             expert_products.weight_gradient(dz_PRF, x_RD, ragged, out=dw_PEFD[..., columns])
         else:
             assert topology is not None
-            for plane, dz_RF in enumerate(dz_PRF):
-                dw_PEFD[plane, ..., columns] = products.dsd(dz_RF, x_RD, topology, trans_s=True, stacked=True)
+            for dz_RF, dw_EFD in zip(dz_PRF, dw_PEFD, strict=True):
+                products.dsd(dz_RF, x_RD, topology, trans_s=True, stacked=True, tf32=_tf32(), out=dw_EFD[..., columns])
         del x_RD  # before the next half is gathered
     return dx_TD, dw_PEFD
-
-
-def _fused(weights: tuple[Tensor, ...]) -> bool:
-    """Whether the Hopper kernels take these weights and activations of their widths."""
-    aligned = all(width * weights[0].element_size() % 16 == 0 for width in weights[0].shape[1:])
-    return (
-        aligned
-        and expert_products.supported(*weights)
-        and expert_products.descriptors.plane_stride(weights) is not None
-    )

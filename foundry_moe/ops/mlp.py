@@ -20,9 +20,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
         ValueError: the backend asked for cannot run on this device with this dtype.
     """
     if backend == "auto":
-        if blocksparse.is_fast(device, dtype):
-            return "blocksparse"
-        return "grouped" if grouped.is_available(device, dtype) else "reference"
+        return "blocksparse" if device.type == "cuda" and blocksparse.is_available(device, dtype) else "reference"
     if backend == "grouped" and not grouped.is_available(device, dtype):
         raise ValueError(
             f"backend grouped needs bf16 on a CUDA device of capability 9.0 and torch 2.8 or later, not {dtype} on "

@@ -57,7 +57,7 @@ def test_topology_lists_every_block_once_in_row_order_and_in_column_order(case):
     order = t.transposed_Z[:blocks].tolist()
     assert sorted(order) == list(range(blocks))
     assert [pairs[z][::-1] for z in order] == sorted(pair[::-1] for pair in pairs)
-    assert int(t.row_sizes_M.sum()) == int(loads.sum())
+    assert int(t.sizes_M.sum()) == int(loads.sum())
 
 
 @pytest.mark.parametrize("trans_a, trans_b", BOTH_WAYS)

@@ -1,0 +1,128 @@
+"""SDD and DSD on one kernel: rows of an expert times its matrix, with plain pointer loads, for any chip and Triton.
+
+A tile is a block row of the topology by BN columns. In SDD the columns are S's, in DSD the inner dimension is. The
+blocks of an expert are adjacent, so both walk its part of S as one box. Runs from sm_80 up on Triton 3.3 and later.
+
+Shapes: R rows, E experts, M block rows, B block, BN x BK the rest of a tile, P planes (gate and up: 2, else 1).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from foundry_moe_kernels.activations import activate
+
+
+@triton.jit
+def swizzle(local, height, wide, GROUP: tl.constexpr):
+    """(row, column) of a tile among `height` x `wide`: GROUP rows share the columns' operand in L2."""
+    group = local // (GROUP * wide)
+    first = group * GROUP
+    rows = tl.minimum(height - first, GROUP)
+    local -= group * (GROUP * wide)
+    return first + local % rows, local // rows
+
+
+@triton.jit(do_not_specialize=["block_rows", "plane"])
+def rows_kernel(
+    a_ptr, b_ptr, a2_ptr, b2_ptr, out_ptr, h_ptr, source_ptr,
+    starts, sizes, experts, locals_, heights, values, row_offsets, rows_Z, widths_E, columns_E,
+    block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out_row, plane,
+    SDD: tl.constexpr, UNIFORM: tl.constexpr, STACKED: tl.constexpr, CHOICES: tl.constexpr, PLANES: tl.constexpr,
+    GLU: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = A B at the blocks of S (SDD), or out = S B (DSD); with PLANES 2 out = A B + A2 B2.
+
+    inner, columns: the inner width and the columns of a tile's row where they do not differ by expert. CHOICES: A's row
+    r is a_ptr's row source_ptr[r] // CHOICES. GLU: of two SDDs A B and A B2, values in two planes `plane` apart, and
+    h = act(A B) (A B2) beside them; with ACT and no GLU, h = act(A B).
+    """
+    if SDD:
+        z = (tl.program_id(0) * BN) // BLOCK
+        if z >= tl.load(row_offsets + block_rows):
+            return
+        m = tl.load(rows_Z + z)
+        first = tl.load(row_offsets + m)
+        wide = (tl.load(row_offsets + m + 1) - first) * BLOCK // BN
+        column = tl.program_id(0) - first * BLOCK // BN
+    else:
+        wide = tl.cdiv(columns, BN)
+        m = tl.program_id(0) // wide
+        column = tl.program_id(0) - m * wide
+        if tl.load(sizes + m) == 0:
+            return
+    local = tl.load(locals_ + m)
+    row, column = swizzle(local * wide + column, tl.load(heights + m), wide, GROUP)
+    m += row - local
+    e = tl.load(experts + m)
+    size, start = tl.load(sizes + m), tl.load(starts + m).to(tl.int64)
+    if not UNIFORM:
+        width = tl.load(widths_E + e)
+        if SDD:
+            columns = width
+        else:
+            inner = width
+    i, j, k = tl.arange(0, BLOCK), column * BN + tl.arange(0, BN), tl.arange(0, BK)
+    keep_i, keep_j = i < size, j < columns
+    # a row past the block's end is read as its last one, and never stored
+    i_read = tl.minimum(i, size - 1)
+    if SDD and STACKED:
+        base = e.to(tl.int64) * b_expert
+    elif SDD:
+        base = tl.load(columns_E + e).to(tl.int64) * b_n
+    elif STACKED:
+        base = e.to(tl.int64) * b_expert
+    else:
+        base = tl.load(columns_E + e).to(tl.int64) * b_k
+    if CHOICES > 0:
+        a_at = (tl.load(source_ptr + start + i_read) // CHOICES).to(tl.int64)[:, None] * a_row
+    elif SDD or UNIFORM:
+        a_at = (start + i_read)[:, None] * a_row
+    else:
+        a_at = tl.load(values + m) + i_read.to(tl.int64)[:, None] * inner
+    a_at += k[None, :] * a_k
+    b_at = base + k.to(tl.int64)[:, None] * b_k + j.to(tl.int64)[None, :] * b_n
+    acc = tl.zeros((BLOCK, BN), tl.float32)
+    if GLU:
+        acc2 = tl.zeros((BLOCK, BN), tl.float32)
+    for p in tl.static_range(PLANES):
+        a, b = (a_ptr if p == 0 else a2_ptr) + a_at, (b_ptr if p == 0 else b2_ptr) + b_at
+        if GLU:
+            b2 = b2_ptr + b_at
+        for step in range(0, inner, BK):
+            if EVEN_K:
+                a_tile = tl.load(a)
+            else:
+                keep_k = step + k < inner
+                a_tile = tl.load(a, mask=keep_k[None, :], other=0.0)
+            if EVEN_K and EVEN_N:
+                b_tile = tl.load(b)
+            elif EVEN_K:
+                b_tile = tl.load(b, mask=keep_j[None, :], other=0.0)
+            else:
+                b_tile = tl.load(b, mask=keep_k[:, None] & keep_j[None, :], other=0.0)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+            if GLU:
+                if EVEN_K and EVEN_N:
+                    b_tile = tl.load(b2)
+                elif EVEN_K:
+                    b_tile = tl.load(b2, mask=keep_j[None, :], other=0.0)
+                else:
+                    b_tile = tl.load(b2, mask=keep_k[:, None] & keep_j[None, :], other=0.0)
+                acc2 = tl.dot(a_tile, b_tile, acc2, input_precision=PRECISION)
+                b2 += BK * b_k
+            a += BK * a_k
+            b += BK * b_k
+    if SDD and not UNIFORM:
+        out_at = tl.load(values + m) + i.to(tl.int64)[:, None] * columns + j[None, :]
+    else:
+        out_at = (start + i)[:, None] * out_row + j[None, :]
+    dtype = out_ptr.dtype.element_ty
+    keep = keep_i[:, None] & keep_j[None, :]
+    tl.store(out_ptr + out_at, acc.to(dtype), mask=keep)
+    if GLU:
+        tl.store(out_ptr + plane + out_at, acc2.to(dtype), mask=keep)
+        tl.store(h_ptr + out_at, (activate(acc, ACT) * acc2).to(dtype), mask=keep)
+    elif ACT is not None:
+        tl.store(h_ptr + out_at, activate(acc, ACT).to(dtype), mask=keep)
