@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.gates import Choices, Gate
-from foundry_moe.layers.gates.gate import LinearGate
+from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.gates.gate import Gate, LinearGate
+from foundry_moe.ops.topk import count_choices
 
 
 class TopPGate(LinearGate):
@@ -37,17 +38,16 @@ class TopPGate(LinearGate):
         weights_TK, experts_TK = probs_TE.topk(self.top_k, dim=-1)
         before_TK = weights_TK.cumsum(-1) - weights_TK
         kept_TK = before_TK < self.config.p  # the first one always
-        if context.mask_T is not None:  # padding counts in no load
-            kept_TK = kept_TK & context.mask_T[:, None]
+        experts_TK = experts_TK.masked_fill(~kept_TK, -1)  # -1: no choice
         weights_TK = weights_TK * kept_TK
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=1e-20)
-        counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TD.device)
-        counts_E.scatter_add_(0, experts_TK.flatten(), kept_TK.flatten().long())
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
         return Choices(
-            experts_TK=experts_TK.masked_fill(~kept_TK, -1),  # -1: no choice
+            experts_TK=experts_TK,
             weights_TK=weights_TK,
             losses=self.common_losses(logits_TE, probs_TE, counts_E, context),
             logits_TE=logits_TE,
+            counts_E=counts_E,
         )
 
 
