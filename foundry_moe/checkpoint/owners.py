@@ -72,6 +72,10 @@ class Claim:
         return f"owners/{self.number:06d}.beat"
 
     @property
+    def left_key(self) -> str:
+        return f"owners/{self.number:06d}.left"
+
+    @property
     def identity(self) -> Identity:
         return Identity(run_name=self.run_name, model=self.model)
 
@@ -151,9 +155,10 @@ class Owners:
         return next((entry.modified_s for entry in entries if entry.key == claim.key), None)
 
     def _silent_s(self, claim: Claim, entries: list[Entry]) -> float:
-        """For how long nothing was heard of an owner."""
-        beats = [entry.modified_s for entry in entries if entry.key == claim.beat_key]
-        return self.store.now_s() - max(beats) if beats else float("inf")
+        """For how long nothing was heard of an owner; the claim itself is its first word."""
+        heard = {entry.key: entry.modified_s for entry in entries if entry.key in (claim.key, claim.beat_key)}
+        left = any(entry.key == claim.left_key for entry in entries)
+        return float("inf") if left or not heard else self.store.now_s() - max(heard.values())
 
     def claim(self, identity: Identity, *, has_commits: Callable[[], bool]) -> Claim:
         """Makes the folder this process's. An owner that died before anything was committed is passed over.
@@ -219,7 +224,7 @@ class Owners:
     def leave(self, mine: Claim) -> None:
         """The owner ends: nobody has to wait until it is taken for dead."""
         with contextlib.suppress(StoreError):
-            self.store.delete([mine.beat_key])
+            self.store.put(mine.left_key, mine.nonce.encode())
 
     def release(self) -> Claim | None:
         """Frees the folder for any run; returns whose it was, None if it was free."""
