@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from foundry_moe.checkpoint.errors import without_password
 from foundry_moe.checkpoint.store import StoreOptions, folder_problem
 from foundry_moe.config import from_mapping, said
 
@@ -72,7 +73,7 @@ class CheckpointConfig:
     max_failures: int = 3
     reseed: bool = True
     stale_after: str = field(default="6h", metadata=said("a time such as 6h"))
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)  # may hold a password
     region: str | None = None
     profile: str | None = None
     timeout: str = field(default="60s", metadata=said("a time such as 60s"))
@@ -127,4 +128,7 @@ def checkpoint_config(mapping: Mapping[str, Any]) -> CheckpointConfig:
         ValueError: one sentence that names key, value and what would be valid.
     """
     keys = {"asynchronous" if key == "async" else key: value for key, value in mapping.items()}
-    return from_mapping(CheckpointConfig, keys, WHERE)
+    try:
+        return from_mapping(CheckpointConfig, keys, WHERE)
+    except ValueError as error:
+        raise ValueError(without_password(str(error))) from None  # the value that is wrong may hold one

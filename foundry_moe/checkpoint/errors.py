@@ -6,9 +6,21 @@ training command prints without a stack of frames. This module knows nothing of 
 
 from __future__ import annotations
 
+import re
+
+_USERINFO = re.compile(r"(https?://)[^\s\"'<>]*@", re.IGNORECASE)
+
+
+def without_password(text: str) -> str:
+    """A text for people to read: of web addresses in it user and password are left out."""
+    return _USERINFO.sub(r"\1***@", text)
+
 
 class CheckpointError(RuntimeError):
-    """A save, a load or a tool could not do its work."""
+    """A save, a load or a tool could not do its work. No message shows a password that is part of an address."""
+
+    def __init__(self, message: str = "", *rest: object) -> None:
+        super().__init__(without_password(str(message)), *rest)
 
 
 class StoreError(CheckpointError):

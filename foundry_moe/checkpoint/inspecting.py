@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,10 +44,15 @@ def expert_shapes(manifest: Manifest) -> ExpertShapes:
 def meshes_that_hold(manifest: Manifest, world_size: int) -> Iterator[tuple[int, int, int]]:
     """All (replicate, shard, expert) of `world_size` ranks that can hold a checkpoint."""
     shapes = expert_shapes(manifest)
-    for expert in range(1, world_size + 1):
-        for shard in range(1, world_size // expert + 1):
-            if world_size % (expert * shard) == 0 and shapes.problem(expert=expert, shard=shard) is None:
+    for expert in _divisors(world_size):
+        for shard in _divisors(world_size // expert):
+            if shapes.problem(expert=expert, shard=shard) is None:
                 yield world_size // (expert * shard), shard, expert
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def verify(store: Store, found: Found) -> list[str]:

@@ -14,7 +14,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ PROBE = "probe"  # an empty object, written and deleted to see whether that can 
 class StoreOptions:
     """How patient a store is. `timeout_s` is for one connection attempt or one silence on an open connection."""
 
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)  # may hold a password
     region: str | None = None
     profile: str | None = None
     timeout_s: float = 60.0

@@ -153,12 +153,15 @@ class S3Store(Store):
         )
         try:
             session = boto3.session.Session(profile_name=options.profile, region_name=options.region)
-            client = session.client("s3", endpoint_url=options.endpoint_url, config=config)
+            client = session.client("s3", endpoint_url=_bare(options.endpoint_url), config=config)
+            found = client.meta.endpoint_url  # that of AWS_ENDPOINT_URL or of the profile, if none was given
+            if _bare(found) != found:
+                client = session.client("s3", endpoint_url=_bare(found), config=config)
             # a try ends in time though the store sends a byte now and then; botocore has no place for such a limit
             client._endpoint.http_session = _Limited(client._endpoint.http_session, options.timeout_s)
             return client
         except (bce.BotoCoreError, ValueError) as error:
-            raise self._translate(error, "reach") from error
+            raise self._translate(error, "reach") from None  # its text may hold the address, password and all
 
     def _key(self, key: str) -> str:
         return self.prefix + checked_key(key)
@@ -393,6 +396,20 @@ class S3Store(Store):
         if code in FULL:
             return FullError(f"{where}: the store is full ({code}); free some space or lower `keep`")
         return StoreError(f"{where}: {code} {message}".rstrip())
+
+
+def _bare(address: str | None) -> str | None:
+    """An address without user and password: S3 has keys of its own, and boto3 would print these in logs and errors."""
+    if address is None or "@" not in address:
+        return address
+    scheme, separator, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    if not separator or "@" not in host or "@" in path:
+        raise ValueError(
+            "endpoint_url holds an @ where no address has one: write http://host:port, and credentials in "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    return scheme + separator + host.rpartition("@")[2] + slash + path
 
 
 def _code(error: bce.ClientError) -> str:
