@@ -59,6 +59,7 @@ verify: env
 chaos: env data/demo/facts.json
 	$(BIN)/python -m tests.chaos.engine_kills --kills 1000
 	$(BIN)/python -m tests.chaos.run_kills --data data/demo --kills 24
+	$(BIN)/python -m tests.chaos.fuzz_yamls --cases 10000
 
 chaos-ceph: env data/demo/facts.json
 	scripts/chaos_ceph.sh $(BIN)/python data/demo

@@ -12,7 +12,8 @@ import sys
 import warnings
 
 from foundry_moe.launch.errors import run_cleanly
-from foundry_moe.launch.run_config import check_files, check_run, load_run, plain, ranks_that_train
+from foundry_moe.launch.run_config import check_files, check_whole_run, load_run, plain, ranks_that_train
+from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
 
 # said by Composer and torch of their own code, every few batches
@@ -28,9 +29,10 @@ def train(arguments: list[str]) -> int:
         return 0 if arguments else 2
     run = load_run(arguments[0], arguments[1:], USAGE)
     settings = plain(run)
-    config = check_run(settings)
+    config = check_whole_run(settings)
     check_files(settings)
     launched, ranks = launched_ranks(), ranks_that_train(settings, config)
+    check_fit(settings, used=ranks, config=config)
     if not take_place(ranks):
         wait_as_spare()
         return 0

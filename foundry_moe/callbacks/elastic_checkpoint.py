@@ -89,7 +89,7 @@ class ElasticCheckpoint(Callback):
         here: dict[str, Any] = {}
 
         def target(info: Mapping[str, Any]) -> dict[str, Any]:
-            here.update(_target(state, info))
+            here.update(collect(state, weights_only=bool(info.get("weights_only"))))
             return here
 
         loaded = self._engine.load(target, self.config.resume, check=lambda brought: check(brought, here))
@@ -106,12 +106,14 @@ class ElasticCheckpoint(Callback):
                 f"load_path or autoresume ({state.load_path}) and {WHERE}.resume ({self.config.resume}) both name a "
                 "checkpoint to go on from: remove one of them"
             )
+        # the reader has compared the tensors already, and named those that do not fit
+        check_model(describe_model(state.model), loaded.info.get("model"))
         asked = describe_training(state)
         restore(state, loaded.state, logger)
         holds = describe_training(state)
         self._engine.info["training"] = holds
         if dist.get_global_rank() == 0 and "composer" in loaded.state:
-            for sentence in training_changes(asked, loaded.info.get("training") or {}, holds):
+            for sentence in training_changes(asked, loaded.info.get("training"), holds):
                 log.warning("%s", sentence)
         self.resumed_from = loaded.step
         self._saved_step = loaded.step
@@ -271,12 +273,6 @@ class ElasticCheckpoint(Callback):
                 report.seconds_blocked,
                 report.seconds_total,
             )
-
-
-def _target(state: State, info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint with this `info` is read into, once its weights are known to mean the same here."""
-    check_model(describe_model(state.model), info.get("model") or {})
-    return collect(state, weights_only=bool(info.get("weights_only")))
 
 
 def _identity(state: State) -> Identity:

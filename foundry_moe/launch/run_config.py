@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry_moe.checkpoint.config import checkpoint_config
 from foundry_moe.config import (
+    AUTO,
     META_NEEDS_MESH,
     UPCYCLE_NEEDS_WEIGHTS,
     MeshConfig,
@@ -26,8 +27,11 @@ from foundry_moe.config import (
     from_mapping,
     section,
 )
+from foundry_moe.launch.foundry_keys import check_keys
+from foundry_moe.launch.run_values import check_fit, check_values
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
 from foundry_moe.layers.gates.factory import check_gate
+from foundry_moe.parallel.mesh import divisors, listed
 
 MODEL = "dmoe_causal_lm"
 # our names, by the entry-point group in which LLM Foundry looks them up
@@ -82,13 +86,19 @@ def _override(config: DictConfig, override: str) -> None:
     try:
         given = OmegaConf.from_cli([override])
         value = OmegaConf.select(given, key, throw_on_resolution_failure=False)  # `${...}` may name keys of the file
-        old = OmegaConf.select(config, key) if isinstance(value, DictConfig) else None
-        if isinstance(old, DictConfig) and (not value or ("name" in value and value["name"] != old.get("name"))):
+        old = OmegaConf.select(config, key) if isinstance(value, DictConfig | ListConfig) else None
+        if old is not None and _names_another(value, old):
             OmegaConf.update(config, key, value, merge=False)
         else:
             config.merge_with(given)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ValueError(f"{key}={text}: this override cannot be read: {_one_line(error)}") from None
+
+
+def _names_another(value: Any, old: Any) -> bool:
+    if not isinstance(value, DictConfig) or not isinstance(old, DictConfig):
+        return True
+    return not value or ("name" in value and value["name"] != old.get("name"))
 
 
 def _one_line(error: Exception) -> str:
@@ -135,6 +145,19 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
     return config
 
 
+def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
+    """Checks all of a run: our keys as `check_run` does, and those of LLM Foundry and Composer; returns as it does.
+
+    Raises:
+        ValueError: one sentence that names key, value and what would be valid.
+    """
+    read_moe(run)  # what is wrong with experts is said in their own words
+    check_keys(run)
+    config = check_run(run)
+    check_values(run, config)
+    return config
+
+
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
     """`algorithms.dmoe`, `model.moe`, or `model.ffn_config` with `ffn_type: dmoe`; None where the run has none.
 
@@ -176,10 +199,15 @@ def _check_name(where: str, names: Iterable[Any], group: str) -> None:
 
 def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> None:
     check_compilation(run)
-    if "WORLD_SIZE" not in os.environ:
+    if "WORLD_SIZE" in os.environ:
+        check_fit(run, used=ranks_that_train(run, config), config=config)
         return
-    if ranks_that_train(run, config) > 1 and run.get("fsdp_config") is None:
-        raise ValueError("mesh is for FSDP2, which this run does not ask for: add `fsdp_config: {}` to it")
+    # without a launcher, what no number of GPUs would make right
+    if mesh.expert != AUTO and config.num_experts % mesh.expert:
+        raise ValueError(
+            f"mesh.expert ({mesh.expert}) must divide num_experts ({config.num_experts}): use "
+            f"{listed(divisors(config.num_experts))}"
+        )
 
 
 def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
@@ -209,7 +237,7 @@ def check_surroundings(run: Mapping[str, Any]) -> None:
     if run.get("tp_config"):
         raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
     version = os.environ.get("FSDP_VERSION", "2")
-    if run.get("fsdp_config") and version != "2":
+    if run.get("fsdp_config") is not None and version != "2":
         raise ValueError(f"FSDP_VERSION ({version}): dMoE layers need FSDP2; unset it, or set FSDP_VERSION=2")
 
 
@@ -219,18 +247,34 @@ def check_files(run: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the key and the folder.
     """
+    for sentence in missing_files(run):
+        raise ValueError(sentence)
+
+
+def missing_files(run: Mapping[str, Any]) -> list[str]:
+    """What a run reads that is not there, a sentence for each with what to do."""
+    found = []
     for loader in ("train_loader", "eval_loader"):
         if not isinstance(run.get(loader), Mapping):  # several evaluation sets are a list
             continue
         dataset = section(run, loader, "dataset")
-        local = dataset.get("local")
-        if isinstance(local, str) and not dataset.get("remote") and not Path(local).is_dir():
-            raise ValueError(
+        local, split = dataset.get("local"), dataset.get("split")
+        if not isinstance(local, str) or dataset.get("remote"):
+            continue
+        if not Path(local).is_dir():
+            found.append(
                 f"{loader}.dataset.local ({local}): there is no such folder, and no `remote` to fetch it from; prepare "
                 "the data (the demo's by `python -m foundry_moe.demo data/demo`) or correct the path"
+            )
+        elif isinstance(split, str) and not (Path(local) / split).is_dir():
+            there = sorted(path.name for path in Path(local).iterdir() if (path / "index.json").is_file())
+            found.append(
+                f"{loader}.dataset.split ({split}): {local} has no such folder; "
+                + (f"it has {', '.join(there)}" if there else "it has no data in MDS format at all")
             )
     name = section(run, "tokenizer").get("name")
     # a hub's names are `model` or `owner/model`
     is_path = isinstance(name, str) and (Path(name).is_absolute() or len(Path(name).parts) > 2)
     if is_path and not Path(str(name)).exists():
-        raise ValueError(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
+        found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
+    return found

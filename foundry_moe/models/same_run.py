@@ -54,12 +54,17 @@ def describe_training(state: State) -> dict[str, Any]:
     return found
 
 
-def check_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+def check_model(here: Mapping[str, Any], there: object) -> None:
     """Compares what two models compute, where both say something.
+
+    Args:
+        there: from a checkpoint, which may hold anything.
 
     Raises:
         ValueError: they differ; names the key and both values.
     """
+    if not isinstance(there, Mapping):
+        return
     for key in here:
         if key in there and here[key] != there[key]:
             raise ValueError(
@@ -68,15 +73,15 @@ def check_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
             )
 
 
-def training_changes(
-    asked: Mapping[str, Any], there: Mapping[str, Any], holds: Mapping[str, Any] | None = None
-) -> list[str]:
+def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str, Any] | None = None) -> list[str]:
     """A sentence for each difference in how two runs are trained.
 
     Args:
         asked, there: what this run's YAML says, and the checkpoint.
         holds: what holds after loading: an optimizer's state brings its own learning rate.
     """
+    if not isinstance(there, Mapping):
+        return []
     holds = asked if holds is None else holds
     return [
         f"{key}: this run says {_shown(asked[key])}, the checkpoint was trained with {_shown(there[key])}, and "

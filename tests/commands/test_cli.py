@@ -64,7 +64,7 @@ def test_overrides_stand_anywhere_among_a_plans_options(capsys):
 
 def test_a_plan_of_a_tiny_run_warns_of_no_slowness(capsys):
     run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
-    code, out, _ = outcome(capsys, "plan", run, "model.moe.mesh={expert: 2}", "--gpus", "16", "--gpus-per-node", "2")
+    code, out, _ = outcome(capsys, "plan", run, "model.moe.mesh={expert: 2}", "--gpus", "8", "--gpus-per-node", "2")
     assert code == 0 and "messages" in out and "0.00 s" not in out
 
 
@@ -76,14 +76,50 @@ def test_a_plan_says_what_to_do_with_a_hugging_face_model(capsys):
 
 
 @pytest.mark.quick
-def test_a_check_is_silence_or_one_line(capsys, tmp_path, monkeypatch):
+def test_a_check_says_what_a_run_is_or_one_line(capsys, tmp_path, monkeypatch):
     run, data = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}"
-    (tmp_path / "tokenizer").mkdir()
-    assert outcome(capsys, "check", run, data) == (0, "", "")
+    for name in ("tokenizer", "train", "val"):
+        (tmp_path / name).mkdir()
+    code, out, error = outcome(capsys, "check", run, data)
+    assert (code, error) == (0, "")
+    assert out.startswith("ok: dmoe_causal_lm, 4 layers of width 128, 8 experts, top 2") and out.count("\n") == 1
     code, _, error = outcome(capsys, "check", run, data, "model.moe.top_k=9")
     assert code == 2 and error.startswith("error: model.moe: top_k (9)") and error.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert "mesh.expert (4)" in outcome(capsys, "check", run, data, "model.moe.mesh.expert=4")[2]
+
+
+def test_data_that_is_not_there_is_a_note_with_what_to_do(capsys, tmp_path):
+    run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
+    code, out, _ = outcome(capsys, "check", run, f"variables.data={tmp_path / 'none'}")
+    assert code == 0 and out.count("\nnote: ") == 3 and "python -m foundry_moe.demo" in out
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "index.json").touch()
+    out = outcome(capsys, "check", run, f"variables.data={tmp_path}")[1]
+    assert f"note: eval_loader.dataset.split (val): {tmp_path} has no such folder; it has train\n" in out
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "yamls").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_run_is_right(capsys, path):
+    code, out, error = outcome(capsys, "check", str(path))
+    assert (code, error) == (0, "") and out.startswith("ok: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpus", "12"], "12 GPUs do not fill nodes of 8 GPUs"),
+        (["model.moe.mesh={expert: 3}"], "mesh.expert (3) must divide num_experts (16): use 1, 2, 4, 8 or 16"),
+        (["--gpus", "64", "model.moe.mesh.spares=false", "global_train_batch_size=100"], "must be a multiple of"),
+        (["--gpus", "8", "model.moe.mesh={expert: 8, shard: 2, spares: false}"], "must divide the number of GPUs (8)"),
+        (["--gpus", "64", "fsdp_config=null"], "add `fsdp_config: {}`"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_gpus_is_refused(capsys, arguments, sentence):
+    run = str(Path(__file__).parents[2] / "yamls/cluster/64x8gpu.yaml")
+    assert outcome(capsys, "check", run, "--gpus", "512")[0] == 0
+    code, _, error = outcome(capsys, "check", run, *arguments)
+    assert code == 2 and sentence in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch, tmp_path):
     from foundry_moe import train
 
-    (tmp_path / "tokenizer").mkdir()
+    for name in ("tokenizer", "train", "val"):
+        (tmp_path / name).mkdir()
     monkeypatch.setattr(sys, "argv", ["train.py", str(DEMO), f"variables.data={tmp_path}", override])
     with pytest.raises(SystemExit) as stopped:
         train.main()

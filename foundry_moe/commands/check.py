@@ -1,0 +1,77 @@
+"""`foundry-moe check`: what is wrong with a run's YAML, or what the run is. Starts nothing, and imports no trainer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+
+def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """`foundry-moe check`: sets `run` to a function of the parsed arguments that returns an exit code."""
+    parser = subparsers.add_parser(
+        "check",
+        help="say what is wrong with a run's YAML",
+        description="Reads a run's YAML as the training command does, and says in one line what is wrong with it, exit "
+        "code 2, or what the run is, exit code 0, with a note for what has to be made first. Starts nothing. Whether "
+        "the mesh and the batch fit is checked with --gpus, or where a launcher has set WORLD_SIZE.",
+    )
+    parser.add_argument("yaml", help="the run, as given to train.py")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--gpus", type=int, help="check that the mesh and the batch fit so many")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.set_defaults(run=check_command)
+    return parser
+
+
+def check_command(arguments: argparse.Namespace) -> int:
+    """0 for a run that can start.
+
+    Raises:
+        ValueError: what is wrong, in one sentence.
+    """
+    from foundry_moe.config import MeshConfig
+    from foundry_moe.launch.run_config import check_whole_run, load_run, missing_files, plain
+    from foundry_moe.launch.run_values import check_fit
+    from foundry_moe.launch.spares import ranks_in_use
+
+    run = plain(load_run(arguments.yaml, arguments.overrides))
+    config = check_whole_run(run)
+    mesh = ""
+    if arguments.gpus is not None:
+        from foundry_moe.parallel.mesh import plan_mesh
+
+        machine: dict[str, Any] = {
+            "ranks_per_node": min(arguments.gpus_per_node, arguments.gpus),
+            "num_experts": config.num_experts if config is not None else None,
+        }
+        keys = (config.mesh_config if config is not None else None) or MeshConfig()
+        batch = run["global_train_batch_size"]
+        used = ranks_in_use(keys, world_size=arguments.gpus, batch_size=batch, **machine)
+        check_fit(run, used=used, config=config)
+        mesh = f", mesh {plan_mesh(keys, world_size=used, **machine)}"
+    print(f"ok: {describe(run)}{mesh}")
+    for sentence in missing_files(run):
+        print(f"note: {sentence}")
+    return 0
+
+
+def describe(run: Mapping[str, Any]) -> str:
+    """The run in one line: model, experts, batch, length and precision."""
+    from foundry_moe.config import section
+    from foundry_moe.launch.run_config import read_moe
+
+    model = section(run, "model")
+    words = [str(model["name"])]
+    if "n_layers" in model and "d_model" in model:
+        words.append(f"{model['n_layers']} layers of width {model['d_model']}")
+    elif "pretrained_model_name_or_path" in model:
+        words.append(str(model["pretrained_model_name_or_path"]))
+    config = read_moe(run)
+    if config is None:
+        words.append("no experts")
+    else:
+        words.append(f"{config.num_experts} experts, top {config.top_k}, gate {config.gate['name']}")
+    words.append(f"batch {run['global_train_batch_size']} x {run['max_seq_len']} tokens")
+    words.append(f"{run['max_duration']} in {run.get('precision', 'amp_bf16')}")
+    return ", ".join(words)

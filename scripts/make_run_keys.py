@@ -1,0 +1,142 @@
+"""Writes foundry_moe/launch/run_keys.json: what a run's YAML may hold, by Composer's and LLM Foundry's own signatures.
+
+`foundry-moe check` reads that table, because importing both takes ten seconds. A test compares it with what is
+installed. Run it after an update of either:
+
+    python scripts/make_run_keys.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).parents[1] / "foundry_moe" / "launch" / "run_keys.json"
+REGISTRIES = ("models", "optimizers", "schedulers", "algorithms", "callbacks", "loggers", "dataloaders")
+NAMES = ("norms", "ffns", "fcs", "attention_classes", "attention_implementations", "param_init_fns")
+KINDS = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null"}
+# given by LLM Foundry, not by a user
+GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
+GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
+PACKAGE = "foundry_moe"
+# LLM Foundry's transform `update_batch_size_info` reads these and fills in those
+NEEDED = {"global_train_batch_size", "device_train_microbatch_size"}
+COMPUTED = {"device_train_batch_size", "device_train_grad_accum", "device_eval_batch_size", "n_gpus"}
+
+
+def kinds(annotation: Any) -> list[str]:
+    """The YAML values that an annotation takes: int, float, str, bool, null, list, dict, or any."""
+    if isinstance(annotation, str):
+        return ["any"]
+    origin = typing.get_origin(annotation) or annotation
+    if origin in (typing.Union, types.UnionType):
+        found = {kind for option in typing.get_args(annotation) for kind in kinds(option)}
+        return ["any"] if "any" in found else sorted(found)
+    if origin in KINDS:
+        return [KINDS[origin]]
+    if origin in (dict, Mapping):
+        return ["dict"]
+    if origin in (list, tuple):
+        return ["list"]
+    return ["any"]
+
+
+def keys_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """keys: kinds by name; required: names without a default; open: others are taken too."""
+    owners = function.__mro__ if isinstance(function, type) else (function,)
+    found: dict[str, list[str]] = {}
+    required: set[str] = set()
+    is_open = True
+    for index, owner in enumerate(owners):
+        target = owner.__dict__.get("__init__") if isinstance(owner, type) else owner
+        if target is None or owner is object:
+            continue
+        parameters = inspect.signature(target).parameters.values()
+        try:
+            hints = typing.get_type_hints(target)
+        except Exception:  # names that exist for type checkers alone
+            hints = {}
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in GIVEN:
+                continue
+            found.setdefault(parameter.name, kinds(hints.get(parameter.name, Any)))
+            if parameter.default is parameter.empty and is_open and index == 0:
+                required.add(parameter.name)
+        rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+        is_open = bool(rest) and rest[0].name != "unknown"  # `**unknown` is there to refuse them
+        if not is_open:
+            break
+    return {"keys": dict(sorted(found.items())), "required": sorted(required), "open": is_open}
+
+
+def of_others(registry: str, names: Iterable[str]) -> list[str]:
+    """Names that are not this package's: those are checked by its own classes."""
+    ours = {e.name for e in entry_points(group=f"llmfoundry_{registry}") if e.value.startswith(f"{PACKAGE}.")}
+    return sorted(set(names) - ours)
+
+
+def build() -> dict[str, Any]:
+    """The table."""
+    import llmfoundry  # noqa: F401  registers
+    from composer.core.precision import Precision
+    from composer.utils import FSDP2Config, FSDPConfig
+    from llmfoundry import layers_registry, registry
+    from llmfoundry.data.text_data import StreamingTextDataset
+    from llmfoundry.models.layers.attention import GroupedQueryAttention
+    from llmfoundry.models.layers.ffn import MPTMLP
+    from llmfoundry.models.mpt.configuration_mpt import MPTConfig
+    from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
+    from llmfoundry.utils.config_utils import TrainConfig
+    from transformers import PretrainedConfig
+
+    hints = typing.get_type_hints(TrainConfig)
+    run = {item.name: kinds(hints[item.name]) for item in fields(TrainConfig)}
+    run |= {"eval_loader": ["dict", "list", "null"], "icl_tasks": ["list", "null", "str"], "eval_gauntlet": ["any"]}
+    required = [item.name for item in fields(TrainConfig) if item.default == "???"]
+    fsdp2, fsdp1 = ({f.name for f in fields(c) if f.init} for c in (FSDP2Config, FSDPConfig))
+    mpt, default = keys_of(MPTConfig)["keys"], MPTConfig()
+    # the class under it takes more, which this one gives it
+    composer = keys_of(ComposerMPTCausalLM.__init__)["keys"]
+    general = [key for key in PretrainedConfig().to_dict() if key.endswith("_token_id")]
+    entries: dict[str, Any] = {}
+    for name in REGISTRIES:
+        known = getattr(registry, name).get_all()
+        entries[name] = {key: keys_of(known[key]) for key in of_others(name, known)}
+    entries["callbacks"] |= {key: keys_of(v) for key, v in registry.callbacks_with_config.get_all().items()}
+    # of ours, those that are their own signature; the others are checked by `MoEConfig` and its like
+    entries["callbacks"] |= {key: keys_of(registry.callbacks.get(key)) for key in ("expert_load", "run_report")}
+    entries["optimizers"] |= {key: keys_of(registry.optimizers.get(key)) for key in ("decoupled_adamw_fused",)}
+    entries["models"]["mpt_causal_lm"] = {
+        "keys": {**{key: ["any"] for key in general}, **mpt, **composer},
+        "required": [],
+        "open": False,
+    }
+    init_keys = {key for fn in layers_registry.param_init_fns.get_all().values() for key in keys_of(fn)["keys"]}
+    return {
+        "versions": {name: version(name) for name in ("mosaicml", "llm-foundry")},
+        "run": {"keys": run, "required": sorted({*required, *NEEDED} - COMPUTED)},
+        "precision": [item.value for item in Precision],
+        "fsdp_config": sorted(name for name in fsdp1 | fsdp2 if not name.startswith("_")),
+        "registries": entries,
+        "names": {name: of_others(name, getattr(layers_registry, name).get_all()) for name in NAMES},
+        "attn_config": sorted({*default.attn_config, *keys_of(GroupedQueryAttention)["keys"]} - GIVEN_TO_PARTS),
+        "ffn_config": sorted({*default.ffn_config, "ffn_act_fn", *keys_of(MPTMLP)["keys"]} - GIVEN_TO_PARTS),
+        "init_config": sorted({*default.init_config, *init_keys} - GIVEN_TO_PARTS),
+        "text_dataset": sorted({*keys_of(StreamingTextDataset)["keys"], "streams", "eos_token_id", "bos_token_id"}),
+    }
+
+
+def main() -> None:
+    """Writes the table."""
+    TABLE.write_text(json.dumps(build(), indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

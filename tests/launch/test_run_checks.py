@@ -1,0 +1,121 @@
+"""A run is checked whole, against LLM Foundry's and Composer's own keys, before either is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from foundry_moe.launch import foundry_keys
+from foundry_moe.launch.run_config import check_whole_run, load_run, plain
+from scripts import make_run_keys
+from tests.chaos.fuzz_yamls import run_cases
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "yamls" / "demo" / "cpu.yaml")
+HF = "model={name: hf_causal_lm, pretrained_model_name_or_path: a/b, pretrained: false}"
+
+
+def check(*overrides: str) -> None:
+    check_whole_run(plain(load_run(DEMO, list(overrides))))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optimzer.lr=3", "optimzer is not a key of a run; did you mean 'optimizer'?"),
+        ("optimizer.lrr=3", "optimizer.lrr is not a key of optimizer; did you mean 'lr'?"),
+        ("optimizer.name=decoupled_adam", r"did you mean 'decoupled_adamw'\?"),
+        ("optimizer.lr=fast", "optimizer.lr must be a number, not 'fast'"),
+        ("optimizer.param_groups=[{param_str_match: norm, lrr: 1}]", "param_groups.0.lrr is not a key"),
+        (
+            "model.attn_config.attn_implx=torch",
+            "attn_implx is not a key of .*did you mean 'attn_impl'",
+        ),
+        ("model.attn_config.attn_impl=flsh", "did you mean 'flash'"),
+        ("model.n_layer=3", r"model.n_layer is not a key of model; did you mean 'n_layers'\?"),
+        ("model.n_heads=3", r"model.n_heads \(3\) must divide model.d_model \(128\)"),
+        ("precision=amp_fp8", r"precision \(amp_fp8\): dMoE layers compute in"),
+        ("precision=bf16", r"precision: 'bf16' is not one of fp32"),
+        ("fsdp_config={reshard_after_fwd: true}", "did you mean 'reshard_after_forward'"),
+        ("max_seq_len=1", r"max_seq_len \(1\) must be 2 or more"),
+        ("model.max_seq_len=128", r"max_seq_len \(256\) must not be above model.max_seq_len \(128\)"),
+        ("device_train_microbatch_size=0", "must be a number above 0 or auto"),
+        ("global_train_batch_size=0", "must be 1 or more"),
+        ("max_duration=400", None),
+        ("max_duration=400batches", "must be a time such as 100ba"),
+        ("callbacks.speed_monitr={}", "did you mean 'speed_monitor'"),
+        ("callbacks.expert_load.intervall=1ba", "did you mean 'interval'"),
+        ("callbacks.scheduled_gc={}", "batch_interval is missing"),
+        ("loggers={wandb: {projekt: x}}", "did you mean 'project'"),
+        ("train_loader.prefetch_factor=2", "needs worker processes"),
+        ("train_loader.dataset.locale=x", "did you mean 'local'"),
+        ("eval_loader=[{name: text, dataset: {}, drop_last: false, num_workers: 1, x: 1}]", "eval_loader.0.x"),
+        ("code_paths=[x.py]", None),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_named(override: str, sentence: str | None) -> None:
+    if sentence is None:
+        return check(override)
+    with pytest.raises(ValueError, match=sentence):
+        check(override)
+
+
+def test_upcycling_without_trained_weights_is_refused() -> None:
+    check(HF, "algorithms.dmoe={num_experts: 4}")
+    with pytest.raises(ValueError, match=r"model.pretrained is false, so there are no trained weights to copy"):
+        check(HF, "algorithms.dmoe={num_experts: 4, init: upcycle}")
+
+
+def test_fsdp1_is_refused_with_an_empty_configuration_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    check()
+    with pytest.raises(ValueError, match=r"FSDP_VERSION \(1\): dMoE layers need FSDP2"):
+        check("fsdp_config={}")
+
+
+def test_names_that_other_packages_register_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entries(group: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="theirs")] if group == "llmfoundry_callbacks" else []
+
+    monkeypatch.setattr(foundry_keys, "entry_points", entries)
+    foundry_keys.known_names.cache_clear()
+    try:
+        check("callbacks.theirs={any: key}")
+        with pytest.raises(ValueError, match=r"callbacks.thiers is not there; did you mean 'theirs'"):
+            check("callbacks.thiers={}")
+    finally:
+        foundry_keys.known_names.cache_clear()
+
+
+def test_a_runs_own_code_may_register_any_name() -> None:
+    with pytest.raises(ValueError, match=r"train_loader.name: mine is not there"):
+        check("train_loader={name: mine, key: 1}")
+    check("train_loader={name: mine, key: 1}", "code_paths=[mine.py]")
+
+
+def test_the_table_of_keys_is_that_of_the_installed_packages() -> None:
+    """Where it is not: python scripts/make_run_keys.py."""
+    assert json.loads(make_run_keys.TABLE.read_text()) == json.loads(json.dumps(make_run_keys.build()))
+
+
+def test_checking_imports_no_trainer() -> None:
+    heavy = ("composer", "llmfoundry", "transformers", "boto3")
+    code = (
+        "import sys; from foundry_moe.cli import main\n"
+        f"try: main(['check', {DEMO!r}])\n"
+        f"except SystemExit as end: print(end.code, [m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_edited_runs_are_accepted_or_refused_in_one_line(tmp_path: Path) -> None:
+    """The short form of `python -m tests.chaos.fuzz_yamls`."""
+    counts, failures = run_cases(300, seed=1, folder=tmp_path)
+    assert not failures, failures[0]
+    assert counts["right: accepted"] > 30 and counts["wrong: refused"] > 60
