@@ -42,7 +42,7 @@ class ElasticCheckpoint(Callback):
 
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
     max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
-    timeout 60s. See docs/checkpoints.md.
+    timeout 60s, save_timeout 30m. See docs/checkpoints.md.
 
     With `save_folder`, Composer goes on writing its own checkpoints too; both to one folder is an error. With
     `load_path`, that is a starting point: it counts only when the folder holds no commit. `autoresume` and `resume:
@@ -123,8 +123,9 @@ class ElasticCheckpoint(Callback):
     def _make_engine(self, state: State) -> CheckpointEngine:
         group = None
         if torch_dist.is_initialized() and dist.get_world_size() > 1:
-            group = torch_dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-            self._talk = torch_dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            timeout = max(GROUP_TIMEOUT, datetime.timedelta(seconds=2 * self.config.save_timeout_s))
+            group = torch_dist.new_group(backend="gloo", timeout=timeout)
+            self._talk = torch_dist.new_group(backend="gloo", timeout=timeout)
         return CheckpointEngine(
             open_store(self.config.folder, self.config.store_options),
             group=group,
@@ -134,6 +135,7 @@ class ElasticCheckpoint(Callback):
                 max_failures=self.config.max_failures,
                 asynchronous=self.config.asynchronous,
                 stale_s=self.config.stale_s,
+                save_timeout_s=self.config.save_timeout_s,
             ),
             info={
                 "mesh": describe_mesh(state.model),
@@ -246,11 +248,13 @@ class ElasticCheckpoint(Callback):
 
     def _someone_is_busy(self) -> bool:
         assert self._engine is not None
-        if self._talk is None:
-            return self._engine.busy
-        busy = torch.tensor(int(self._engine.busy))
-        torch_dist.all_reduce(busy, op=torch_dist.ReduceOp.MAX, group=self._talk)
-        return bool(busy.item())
+        most = torch.tensor([int(self._engine.busy), self._engine.failures_so_far])
+        if self._talk is not None:
+            torch_dist.all_reduce(most, op=torch_dist.ReduceOp.MAX, group=self._talk)
+        busy, failures = most.tolist()
+        if busy:
+            self._engine.give_up(failures)
+        return bool(busy)
 
     def _tell(self, report: SaveReport | None, logger: Logger) -> None:
         if report is None:

@@ -59,7 +59,10 @@ class CheckpointConfig:
         uninterrupted one would have drawn.
     stale_after: unfinished attempts of dead runs are removed when so old.
     endpoint_url, region, profile: as boto3 takes them; null follows AWS_* variables and profiles.
-    timeout: for one connection, or one silence of the store.
+    timeout: for one connection, one silence of the store, or, plus the time that its bytes need at 64 KiB/s, one
+        request.
+    save_timeout: a save that takes longer is said every minute, and each time that it has taken so long counts as a
+        failure of `max_failures`.
     """
 
     folder: str = field(metadata=said("s3://bucket/run or a path"))
@@ -77,6 +80,7 @@ class CheckpointConfig:
     region: str | None = None
     profile: str | None = None
     timeout: str = field(default="60s", metadata=said("a time such as 60s"))
+    save_timeout: str = field(default="30m", metadata=said("a time such as 30m"))
 
     def __post_init__(self) -> None:
         if not self.folder.strip():
@@ -85,7 +89,7 @@ class CheckpointConfig:
         if problem:
             raise ValueError(f"folder ({self.folder}): {problem}")
         parse_interval(self.interval, "interval")
-        for name in ("timeout", "stale_after"):
+        for name in ("timeout", "stale_after", "save_timeout"):
             if parse_interval(getattr(self, name), name).unit != "s":
                 raise ValueError(f"{name} ({getattr(self, name)}) must be a time, for example 60s or 6h")
         if self.keep < 1:
@@ -110,6 +114,10 @@ class CheckpointConfig:
     @property
     def stale_s(self) -> float:
         return parse_interval(self.stale_after, "stale_after").amount
+
+    @property
+    def save_timeout_s(self) -> float:
+        return parse_interval(self.save_timeout, "save_timeout").amount
 
     @property
     def store_options(self) -> StoreOptions:

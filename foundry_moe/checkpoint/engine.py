@@ -40,6 +40,8 @@ from foundry_moe.checkpoint.writer import CommitRequest, ElasticSavePlanner, Ela
 
 log = logging.getLogger(__name__)
 
+SAVE_TIMEOUT_S = 1800.0
+TELL_S = 60.0  # between two log lines about a save that takes too long
 STALE_S = 6 * 3600.0  # an uncommitted attempt to which nothing was added for so long belongs to no living run
 
 
@@ -52,6 +54,7 @@ class Policy:
     max_failures: int = 3  # so many saves in a row may fail before training stops
     asynchronous: bool = True
     stale_s: float = STALE_S
+    save_timeout_s: float = SAVE_TIMEOUT_S  # each time that one save has taken so long counts as a failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,8 @@ class CheckpointEngine:
         self._snapshotter = Snapshotter(self.rank, self.world_size)
         self._plans = PlanCache()
         self._thread: threading.Thread | None = None
+        self._writer: ElasticWriter | None = None  # of the newest save
+        self._began_s, self._saving = 0.0, 0  # of the newest save: when, and its step
         self._report: SaveReport | None = None
         self._collected_s: float | None = None
         self._retention, self._owners = Retention(self.ledger), Owners(store)
@@ -191,15 +196,76 @@ class CheckpointEngine:
             forked_from=self._forked_from,
         )
         blocked = time.perf_counter() - began
-        if self.policy.asynchronous:
-            self._thread = threading.Thread(
-                target=self._run, args=(snapshot, request, began, blocked), name="checkpoint-save", daemon=True
-            )
-            self._thread.start()
-        else:
-            self._run(snapshot, request, began, blocked)
+        self._thread = threading.Thread(
+            target=self._run, args=(snapshot, request, began, blocked), name="checkpoint-save", daemon=True
+        )
+        self._began_s, self._saving = time.monotonic(), step
+        self._thread.start()
+        threading.Thread(
+            target=self._tell_slow, args=(self._thread, step), name="checkpoint-watch", daemon=True
+        ).start()
+        if not self.policy.asynchronous:
+            self._join()
             blocked = time.perf_counter() - began
         return blocked
+
+    def _tell_slow(self, save: threading.Thread, step: int) -> None:
+        """Says every minute that a save takes too long. Its own thread: who hangs in a write cannot say so."""
+        began_s = time.monotonic()
+        save.join(self.policy.save_timeout_s)
+        while save.is_alive():
+            # of the others only those that still write, for a job may have thousands
+            if self.rank == 0 or self._writing:
+                log.warning(
+                    "The save of step %d has been under way for %.0f s on rank %d, longer than save_timeout (%.0f s): "
+                    "%s does not take it. Training goes on unprotected; newest checkpoint: %s.",
+                    step,
+                    time.monotonic() - began_s,
+                    self.rank,
+                    self.policy.save_timeout_s,
+                    self.ledger.store.url,
+                    self._newest(),
+                )
+            save.join(TELL_S)
+
+    @property
+    def _writing(self) -> bool:
+        return self._writer is not None and "write" not in self._writer.seconds
+
+    def _newest(self) -> str:
+        return "none yet" if self._last_step is None else f"the one of step {self._last_step}"
+
+    @property
+    def failures_so_far(self) -> int:
+        """Failures in a row, with those of the save under way: one each time that it has taken `save_timeout_s`."""
+        if not self.busy:
+            return self.failures_in_a_row
+        return self.failures_in_a_row + int((time.monotonic() - self._began_s) / self.policy.save_timeout_s)
+
+    def give_up(self, failures: int) -> None:
+        """Ends training if a save that does not end makes it unprotected for too long.
+
+        Args:
+            failures: the largest `failures_so_far` of all ranks, so that all do the same.
+
+        Raises:
+            TooManyFailuresError: there are `Policy.max_failures`.
+        """
+        if failures >= self.policy.max_failures:
+            raise TooManyFailuresError(
+                f"the save of step {self._saving} has been under way for longer than {self.policy.max_failures} times "
+                f"save_timeout ({self.policy.save_timeout_s:.0f} s), or failed before, so training stops; the newest "
+                f"checkpoint in {self.ledger.store.url} is {self._newest()}"
+            )
+
+    def _join(self) -> None:
+        """Waits for the save under way, but no longer than `give_up` allows."""
+        assert self._thread is not None
+        while self.busy:
+            limit_s = self._began_s + self.policy.save_timeout_s * (self.failures_so_far - self.failures_in_a_row + 1)
+            self._thread.join(max(limit_s - time.monotonic(), 0.01))
+            if self.busy:
+                self.give_up(self.failures_so_far)
 
     def _milestone(self, step: int) -> dict[str, bool]:
         every = self.policy.keep_every
@@ -209,7 +275,7 @@ class CheckpointEngine:
         return {"milestone": True} if step // every > max(before, 0) else {}
 
     def _run(self, snapshot: Snapshot, request: CommitRequest, began: float, blocked: float) -> None:
-        writer = ElasticWriter(self.ledger, request, self._plans, self._check_owner)
+        writer = self._writer = ElasticWriter(self.ledger, request, self._plans, self._check_owner)
         error: str | None = None
         try:
             with warnings.catch_warnings():
@@ -275,7 +341,7 @@ class CheckpointEngine:
             self._last_step = report.step
             return report
         self.failures_in_a_row += 1
-        kept = "none yet" if self._last_step is None else f"the one of step {self._last_step}"
+        kept = self._newest()
         if self.failures_in_a_row >= self.policy.max_failures:
             raise TooManyFailuresError(
                 f"{self.failures_in_a_row} saves in a row failed, so training stops; the newest checkpoint in "
@@ -292,9 +358,9 @@ class CheckpointEngine:
         return report
 
     def wait(self) -> SaveReport | None:
-        """Waits for the save under way and returns `poll()`."""
+        """Waits for the save under way and returns `poll()`; raises what `poll` and `give_up` do."""
         if self._thread is not None:
-            self._thread.join()
+            self._join()
         return self.poll()
 
     # Loading

@@ -35,6 +35,7 @@ def test_defaults_and_units() -> None:
         ({"folder": "/a", "resume": -1}, r"resume \(-1\) must be auto"),
         ({"folder": "/a", "max_failures": 0}, "max_failures"),
         ({"folder": "/a", "timeout": "3ba"}, r"timeout \(3ba\) must be a time"),
+        ({"folder": "/a", "save_timeout": "3ba"}, r"save_timeout \(3ba\) must be a time"),
         ({"folder": "/a", "async": "maybe"}, "asynchronous must be true or false"),
     ],
 )

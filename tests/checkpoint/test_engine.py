@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint import commits as commits_module
+from foundry_moe.checkpoint import engine as engine_module
 from foundry_moe.checkpoint import retention as retention_module
 from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
@@ -303,6 +304,49 @@ def test_a_slow_store_does_not_block_training(store) -> None:
 
 
 @pytest.mark.quick
+class Hanging(Failing):
+    """A store whose disk hangs while `gate` is not set."""
+
+    def __init__(self, store) -> None:
+        super().__init__(store, None)
+        self.gate = threading.Event()
+
+    def put_large(self, *args, **keys) -> None:
+        assert self.gate.wait(60)
+        self._store.put_large(*args, **keys)
+
+
+def test_a_save_that_hangs_is_said_counts_and_ends_the_run_in_time(store, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(engine_module, "TELL_S", 0.1)
+    hanging = Hanging(store)
+    engine = CheckpointEngine(hanging, policy=Policy(max_failures=3, save_timeout_s=0.3))
+    engine.save(make_state(1), 1)
+    assert engine.failures_so_far == 0
+    with pytest.raises(TooManyFailuresError, match=r"the save of step 1 has been .*save_timeout .* is none yet"):
+        engine.wait()
+    assert engine.busy and engine.failures_so_far >= 3
+    assert caplog.text.count("The save of step 1 has been under way for") >= 2
+    hanging.gate.set()
+    engine._thread.join(60)
+    assert engine.wait().error is None and engine.failures_so_far == 0, "it came through after all"
+
+
+def test_a_hanging_save_is_not_waited_for_where_saves_are_not_asynchronous(store) -> None:
+    hanging = Hanging(store)
+    engine = CheckpointEngine(hanging, policy=Policy(asynchronous=False, max_failures=1, save_timeout_s=0.3))
+    with pytest.raises(TooManyFailuresError, match="save_timeout"):
+        engine.save(make_state(1), 1)
+    hanging.gate.set()
+
+
+def test_a_slow_save_that_comes_through_in_time_is_none_of_it(store, caplog) -> None:
+    hanging = Hanging(store)
+    engine = CheckpointEngine(hanging, policy=Policy(max_failures=1, save_timeout_s=60.0))
+    engine.save(make_state(1), 1)
+    threading.Timer(0.3, hanging.gate.set).start()
+    assert engine.wait().error is None and "under way" not in caplog.text
+
+
 def test_retention_keeps_the_newest_the_milestones_and_what_is_read(store) -> None:
     ledger = Ledger(store)
     engine = save(store, 3, keep=2, keep_every=10)
