@@ -21,7 +21,7 @@ from foundry_moe.checkpoint.errors import (
     ResumeError,
     StoreError,
 )
-from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, file_hash
+from foundry_moe.checkpoint.manifest import RECORD_BYTES, Commit, CommitKey, Manifest, file_hash
 from foundry_moe.checkpoint.store import Store
 
 BURIED = "BURIED"  # below an attempt: somebody is about to delete it as stale
@@ -66,6 +66,9 @@ class Ledger:
     def read(self, key: CommitKey) -> Commit:
         """A commit record. Raises DamagedError if it is gone or torn."""
         try:
+            size = self.store.size_bytes(key.key)  # before it is held in memory
+            if size is not None and size > RECORD_BYTES:
+                raise DamagedError(f"{key.key}: the commit record has {size} bytes, more than {RECORD_BYTES}")
             return Commit.from_bytes(self.store.get(key.key), key.key)
         except NotAnObjectError as error:
             raise DamagedError(f"{key.key}: {error}") from error
@@ -86,6 +89,9 @@ class Ledger:
     def _open(self, key: CommitKey, commit: Commit) -> Found:
         name = f"{commit.attempt}/MANIFEST"
         raw = b""
+        size = self.store.size_bytes(name)  # before it is held in memory
+        if size not in (None, commit.manifest_bytes):
+            raise DamagedError(f"{key.key}: {name} has {size} bytes, not {commit.manifest_bytes}")
         for _ in range(3):  # a byte may have been turned on its way
             try:
                 raw = self.store.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import random
 import time
 import zlib
@@ -18,7 +19,7 @@ from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.layout import cut
 from foundry_moe.checkpoint.manifest import MAGIC, Commit, CommitKey, Manifest, TensorEntry
 from foundry_moe.checkpoint.stores import open_store
-from tests.checkpoint.forging import forge_manifest, forge_record, key_of, put_manifest
+from tests.checkpoint.forging import forge_manifest, forge_record, key_of, put_manifest, record_of
 from tests.checkpoint.test_engine import blank, check, save
 from tests.commands.test_checkpoints import tool
 
@@ -207,6 +208,14 @@ def test_a_bomb_costs_no_more_memory_than_its_limit(monkeypatch) -> None:
     with pytest.raises(DamagedError, match="become more than"):
         Manifest.from_bytes(raw_json(b" " * 2**27))
     assert asked == [strict.FREE_BYTES + 1]
+
+
+@pytest.mark.parametrize("kind", ["record", "manifest"])
+def test_an_object_that_is_too_large_is_not_read(store, tmp_path, kind, capsys) -> None:
+    """A file of 100 GB, almost all of it a hole."""
+    key = key_of(2) if kind == "record" else f"{record_of(store, 2)['attempt']}/MANIFEST"
+    os.truncate(tmp_path / "run" / key, 10**11)
+    check_damaged(store, capsys)
 
 
 RECORDS = {
