@@ -19,6 +19,7 @@ def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("yaml", help="the run, as given to train.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, help="check that the mesh and the batch fit so many")
+    parser.add_argument("--data", action="store_true", help="data that are not there yet are an error too")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.set_defaults(run=check_command)
     return parser
@@ -31,7 +32,7 @@ def check_command(arguments: argparse.Namespace) -> int:
         ValueError: what is wrong, in one sentence.
     """
     from foundry_moe.config import MeshConfig
-    from foundry_moe.launch.run_config import check_whole_run, load_run, missing_files, plain
+    from foundry_moe.launch.run_config import check_files, check_whole_run, load_run, missing_files, plain
     from foundry_moe.launch.run_values import check_fit
     from foundry_moe.launch.spares import ranks_in_use
 
@@ -50,6 +51,8 @@ def check_command(arguments: argparse.Namespace) -> int:
         used = ranks_in_use(keys, world_size=arguments.gpus, batch_size=batch, **machine)
         check_fit(run, used=used, config=config)
         mesh = f", mesh {plan_mesh(keys, world_size=used, **machine)}"
+    if arguments.data:
+        check_files(run)
     print(f"ok: {describe(run)}{mesh}")
     for sentence in missing_files(run):
         print(f"note: {sentence}")

@@ -107,16 +107,31 @@ def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> N
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_mistake_in_the_run_starts_no_launcher(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (["model.moe.mesh.expert=3"], "error: mesh.expert (3)"),
+        (["optimzer.lr=3"], "optimzer"),
+        (["max_duration=${nope}"], "nope"),
+        (["train_loader.dataset.split=trian"], "split (trian)"),
+        (["variables.data=/nowhere"], "(/nowhere): there is no such folder"),
+        (None, "run.yaml"),  # the file is no YAML
+        ([], ""),
+    ],
+)
+def test_a_mistake_in_the_run_starts_no_launcher(tmp_path, wrong, sentence) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\necho started\n")
     (tmp_path / "python").chmod(0o755)
-    (tmp_path / "tokenizer").mkdir()
-    path = f"{tmp_path}:{PLAIN['PATH']}"
-    words = (str(ROOT / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}")
-    wrong = enter(*words, "model.moe.mesh.expert=3", PATH=path, NPROC="2")
-    assert wrong.returncode == 2 and "error: mesh.expert (3)" in wrong.stderr and "started" not in wrong.stdout
-    right = enter(*words, PATH=path, NPROC="2")
-    assert right.returncode == 0 and right.stdout == "started\n"
+    for name in ("tokenizer", "train", "val"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run.yaml").write_text("model: {a: [1\n")
+    environment = {"PATH": f"{tmp_path}:{PLAIN['PATH']}", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    words = [str(ROOT / "yamls/demo/cpu.yaml"), f"variables.data={tmp_path}", *(wrong or [])]
+    done = enter(*(words if wrong is not None else [str(tmp_path / "run.yaml")]), NPROC="2", **environment)
+    if sentence:
+        assert done.returncode == 2 and sentence in done.stderr and "started" not in done.stdout, done.stderr
+    else:
+        assert done.returncode == 0 and done.stdout == "started\n"
 
 
 def test_help_and_other_commands() -> None:
