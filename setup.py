@@ -52,6 +52,7 @@ ENTRY_POINTS = {
     "llmfoundry_callbacks": [
         "elastic_checkpoint = foundry_moe.registry:ElasticCheckpoint",
         "expert_load = foundry_moe.registry:ExpertLoad",
+        "nonfinite_guard = foundry_moe.registry:NonfiniteGuard",
         "run_report = foundry_moe.registry:RunReport",
     ],
     "llmfoundry_ffns": ["dmoe = foundry_moe.registry:build_dmoe_ffn"],

@@ -12,7 +12,10 @@
 # LAUNCHER     torchrun (default: restarts, on fewer nodes too; through foundry_moe/launch/torchrun.py) or composer
 # NPROC        processes on this node (default: the GPUs here, or 1)
 # MIN_NODES    continue with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
-# MAX_RESTARTS restarts after failures (default 100); a user's mistake ends the job at once, with exit code 2
+# MAX_RESTARTS restarts after failures (default 100); a user's mistake ends the job at once, with exit code 2, values
+#              that are not finite with 3
+# SIGTERM, or another of elastic_checkpoint.signals, is passed on; the last batch is saved within elastic_checkpoint.grace,
+# and the exit code is 75: start it again
 # MASTER_PORT  default 29500
 # LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30)
 # DRY_RUN=1    prints the command, one word a line, and runs nothing
@@ -87,7 +90,7 @@ if [ "${DRY_RUN:-}" != 1 ] && command -v foundry-moe >/dev/null 2>&1; then
     # A mistake in the YAML fails every time: torchrun would restart it MAX_RESTARTS times.
     case $1 in
         *.yaml | *.yml)
-            WORLD_SIZE=$((nodes * processes)) LOCAL_WORLD_SIZE=$processes foundry-moe check "$@" || [ $? -ne 2 ] || exit 2
+            WORLD_SIZE=$((nodes * processes)) LOCAL_WORLD_SIZE=$processes foundry-moe check --data "$@" >&2 || [ $? -ne 2 ] || exit 2
             ;;
     esac
 fi
@@ -115,7 +118,7 @@ case ${LAUNCHER:-torchrun} in
     composer)
         [ "$least" -eq "$nodes" ] || die "MIN_NODES ($least) needs LAUNCHER=torchrun: composer wants all $nodes nodes"
         world=$((nodes * processes))
-        set -- composer --nproc "$processes" --world_size "$world" --node_rank "$rank" \
+        set -- python -m foundry_moe.launch.composer --nproc "$processes" --world_size "$world" --node_rank "$rank" \
             --base_rank $((rank * processes)) --master_addr "${master:-127.0.0.1}" --master_port "$port" "$script" "$@"
         ;;
     *) die "LAUNCHER (${LAUNCHER}) must be torchrun or composer" ;;

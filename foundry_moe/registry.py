@@ -5,6 +5,7 @@ from foundry_moe.algorithms.mesh import MoEMesh, add_mesh_algorithm
 from foundry_moe.algorithms.router_schedule import RouterSteps, add_steps_algorithm
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
+from foundry_moe.callbacks.nonfinite_guard import NonfiniteGuard
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.models.attention import sdpa_attention
 from foundry_moe.models.mpt import DMoECausalLM, build_dmoe_ffn, init_moe_module
@@ -17,6 +18,7 @@ __all__ = [
     "ElasticCheckpoint",
     "ExpertLoad",
     "MoEMesh",
+    "NonfiniteGuard",
     "RouterSteps",
     "RunReport",
     "add_mesh_algorithm",

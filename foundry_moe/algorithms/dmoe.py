@@ -10,7 +10,6 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.mesh import place_on_mesh
-from foundry_moe.algorithms.parameter_rules import LOADED, RULES, apply_rules
 from foundry_moe.algorithms.router_schedule import RouterSteps
 from foundry_moe.config import MoEConfig, from_mapping, with_keys
 from foundry_moe.layers.lookup import batch_context
@@ -40,8 +39,6 @@ class DMoE(Algorithm):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`, as the next
-        self._loaded: bool | None = settings.pop(LOADED, None)
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
         self._settings = settings
 
@@ -60,7 +57,6 @@ class DMoE(Algorithm):
         if event == Event.INIT:
             check_parallelism(state)
             layers = self._put_experts(state)
-            apply_rules(state.model, state.optimizers or (), self._rules)
             if not any(isinstance(algorithm, RouterSteps) for algorithm in state.algorithms):
                 state.algorithms.append(RouterSteps())
             if self.config.mesh_config is not None:
@@ -75,7 +71,7 @@ class DMoE(Algorithm):
         """A run that asked for experts and got none would train a dense model for days: here it is an error."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)
+            layers = apply_dmoe(state.model, self.config, state.optimizers)
         if not layers:
             raise ValueError(f"algorithms.dmoe: {caught[-1].message}")
         for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once a layer

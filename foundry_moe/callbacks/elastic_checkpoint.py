@@ -9,6 +9,7 @@ import datetime
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,18 +19,24 @@ from composer.callbacks import CheckpointSaver
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, reseed, restore
 from foundry_moe.callbacks.starting_point import StartingPoint
+from foundry_moe.callbacks.stopping import leave
+from foundry_moe.callbacks.watch import RunWatch, Verdict
 from foundry_moe.checkpoint import faults
 from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
+from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.stores import is_remote, open_store
 from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
 
 log = logging.getLogger(__name__)
 
+ADVICE = "lower the learning rate or look at the data"
+REWINDS = 3  # to one checkpoint
 GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
 
 
@@ -42,7 +49,12 @@ class ElasticCheckpoint(Callback):
 
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
     max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
-    timeout 60s, save_timeout 30m. See docs/checkpoints.md.
+    timeout 60s, save_timeout 30m, grace 25s, signals [SIGTERM, SIGUSR1], max_nonfinite 3, on_nonfinite stop. See
+    docs/checkpoints.md.
+
+    On one of `signals`, to any rank, all ranks finish the batch, save and exit with code 75. After `max_nonfinite`
+    batches in a row whose loss, gradients or weights were not finite the run stops, or goes back to the last finite
+    checkpoint and on with the next data (`on_nonfinite: rewind`).
 
     With `save_folder`, Composer goes on writing its own checkpoints too; both to one folder is an error. With
     `load_path`, that is a starting point: it counts only when the folder holds no commit. `autoresume` and `resume:
@@ -61,6 +73,13 @@ class ElasticCheckpoint(Callback):
         self._prepared = False
         self._saved_step: int | None = None
         self._starting_point = StartingPoint()
+        self._busy = False  # whether some rank was saving when this batch began
+        self._fitting = False
+        self._rewound: list[int] = []  # steps that the run went back to
+        limit = self.config.max_nonfinite
+        self._watch = RunWatch(
+            signals=self.config.signals, grace_s=self.config.grace_s, looks_at_numbers=limit is not None
+        )
 
     # Resuming
 
@@ -86,13 +105,7 @@ class ElasticCheckpoint(Callback):
         self._engine.claim(_identity(state))
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
-        here: dict[str, Any] = {}
-
-        def target(info: Mapping[str, Any]) -> dict[str, Any]:
-            here.update(collect(state, weights_only=bool(info.get("weights_only"))))
-            return here
-
-        loaded = self._engine.load(target, self.config.resume, check=lambda brought: check(brought, here))
+        loaded = self._load(state, self.config.resume)
         if loaded is None:
             return
         autoresumed = any(
@@ -119,6 +132,16 @@ class ElasticCheckpoint(Callback):
         self._saved_step = loaded.step
         self._last = _counts(state)
         self._tell_loaded(loaded, logger)
+
+    def _load(self, state: State, resume: str | int) -> Loaded | None:
+        assert self._engine is not None
+        here: dict[str, Any] = {}
+
+        def target(info: Mapping[str, Any]) -> dict[str, Any]:
+            here.update(collect(state, weights_only=bool(info.get("weights_only"))))
+            return here
+
+        return self._engine.load(target, resume, check=lambda brought: check(brought, here))
 
     def _make_engine(self, state: State) -> CheckpointEngine:
         group = None
@@ -185,10 +208,37 @@ class ElasticCheckpoint(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if not self._last:
             self._last = _counts(state)
+        self._watch.start(state)
+        self._fitting = True
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if self.config.reseed:
             reseed(state.rank_zero_seed, state.timestamp.batch.value, dist.get_global_rank())
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """All ranks agree whether to train this batch; see `RunWatch.before_batch`."""
+        assert self._engine is not None
+        verdict = self._watch.before_batch(state, busy=self._engine.busy)
+        self._busy = verdict.busy
+        self._act_on(verdict, state, logger)
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        self._watch.after_loss(state)
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        self._watch.after_backward(state)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self._watch.after_train_batch(state)
+
+    def eval_batch_start(self, state: State, logger: Logger) -> None:
+        if self._fitting:  # else nothing was trained that could be lost
+            verdict = self._watch.elsewhere()
+            if verdict.stop is not None:
+                self._stop(verdict, state, logger)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._watch.epoch_ended(state)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._visit(state, logger, epoch_ended=False)
@@ -199,13 +249,88 @@ class ElasticCheckpoint(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         """Saves the end, if it is not saved yet, and waits for it."""
         assert self._engine is not None
+        self._fitting = False
+        verdict = self._watch.elsewhere()
+        if verdict.bad_batches:
+            raise NonfiniteError(f"{self._watch.what_happened(verdict)}. The run's end is not saved; {ADVICE}")
         self._tell(self._engine.wait(), logger)
         while self._saved_step != state.timestamp.batch.value and state.timestamp.batch.value > 0:
             self._save(state)
             self._tell(self._engine.wait(), logger)
+        self._watch.signals.remove()
+
+    # Stopping, and going back
+
+    def _act_on(self, verdict: Verdict, state: State, logger: Logger) -> None:
+        """What a verdict leads to; the same on all ranks."""
+        limit = self.config.max_nonfinite
+        if verdict.stop is not None:
+            self._stop(verdict, state, logger)
+        if limit is not None and verdict.bad_batches >= limit:
+            if self.config.on_nonfinite == "stop":
+                raise NonfiniteError(
+                    f"{self._watch.what_happened(verdict)}. The newest checkpoint with finite weights stays in "
+                    f"{self.config.folder}; {ADVICE}, or set {WHERE}.on_nonfinite: rewind"
+                )
+            self._rewind(verdict, state, logger)
+
+    def _stop(self, verdict: Verdict, state: State, logger: Logger) -> None:
+        """Saves what is trained, within the grace period or not at all, and ends the process."""
+        assert self._engine is not None
+        step = state.timestamp.batch.value
+        self._tell(self._engine.wait(), logger)
+        if verdict.bad_batches:
+            told = f"batch {step} is not saved, for it was not finite"
+        elif step in (0, self._saved_step):
+            told = f"batch {step} was the newest that was saved" if step else "nothing was trained yet"
+        else:
+            self._save(state)
+            report = self._engine.wait()
+            self._tell(report, logger)
+            assert report is not None
+            told = f"batch {step} is saved" if report.error is None else f"batch {step} could not be saved"
+        sentence = (
+            f"Stopped by {verdict.stop}: {told}, {self._watch.signals.age_s:.1f} s after the signal; the newest "
+            f"checkpoint is {self.latest_checkpoint or 'none yet'}. Start the run again, and it goes on."
+        )
+        self._engine.close()
+        if dist.get_global_rank() == 0:
+            print(sentence, file=sys.stderr, flush=True)
+        leave(sentence)
+
+    def _rewind(self, verdict: Verdict, state: State, logger: Logger) -> None:
+        """Weights and optimizer of the last finite commit; time, schedule and data go on, so what lies between is
+        skipped, as large runs do (PaLM, section 5.1)."""
+        assert self._engine is not None
+        step = state.timestamp.batch.value
+        sentence = self._watch.what_happened(verdict)
+        self._tell(self._engine.wait(), logger)
+        try:
+            loaded = self._load(state, "auto")
+        except DamagedError as error:
+            raise NonfiniteError(f"{sentence}. {error}") from error
+        if loaded is None:
+            raise NonfiniteError(f"{sentence}. There is no checkpoint to go back to; {ADVICE}")
+        self._rewound.append(loaded.step)
+        if self._rewound.count(loaded.step) > REWINDS:
+            raise NonfiniteError(f"{sentence}. {REWINDS} rewinds to batch {loaded.step} did not help; {ADVICE}")
+        if "optim" in loaded.state:
+            for optimizer in state.optimizers:
+                set_optimizer_state_dict(state.model, optimizer, loaded.state["optim"])
+        self._watch.count.forget()
+        logger.log_metrics({"checkpoint/rewound_to": loaded.step})
+        if dist.get_global_rank() == 0:
+            log.warning(
+                "%s. Went back to the weights of batch %d; batches %d to %d are skipped.",
+                sentence,
+                loaded.step,
+                loaded.step + 1,
+                step,
+            )
 
     def close(self, state: State, logger: Logger) -> None:
         self._starting_point.restore()
+        self._watch.signals.remove()
         if self._engine is not None:
             self._engine.close()
 
@@ -218,7 +343,7 @@ class ElasticCheckpoint(Callback):
                 self._engine.prepare(collect(state))
                 self._prepared = True
             return
-        if self._someone_is_busy():
+        if (self._busy and self._someone_is_busy()) or self._watch.count.count:
             return  # due still, and looked at again after the next batch
         self._tell(self._engine.poll(), logger)
         self._last = _counts(state)

@@ -52,6 +52,11 @@ class Choice:
     rejected: list[str] = field(default_factory=list)  # one sentence for each commit that was passed over
 
 
+def is_finite(commit: Commit) -> bool:
+    """Whether a run can go on from it; older records do not say, and are taken to be."""
+    return commit.summary.get("finite") is not False
+
+
 class Ledger:
     """The commits of one folder."""
 
@@ -206,6 +211,9 @@ class Ledger:
                 found = self.open(key)
             except DamagedError as error:
                 rejected.append(str(error))
+                continue
+            if resume == "auto" and not is_finite(found.commit):  # a step that the user names is theirs to look at
+                rejected.append(f"{key.key}: its weights are not finite")
                 continue
             fresh = key != keys[0]
             return Choice(

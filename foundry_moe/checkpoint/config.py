@@ -14,6 +14,8 @@ from foundry_moe.checkpoint.errors import without_password
 from foundry_moe.checkpoint.store import StoreOptions, folder_problem
 from foundry_moe.config import from_mapping, said
 
+RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever starts it again loses nothing
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
 WHERE = "callbacks.elastic_checkpoint"
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 COUNTS = ("ba", "ep", "sp", "tok")
@@ -63,6 +65,11 @@ class CheckpointConfig:
         request.
     save_timeout: a save that takes longer is said every minute, and each time that it has taken so long counts as a
         failure of `max_failures`.
+    signals: those that stop the run with a save, whichever rank gets one.
+    grace: so long after such a signal the launchers end processes that are still there.
+    max_nonfinite: after so many batches in a row with a loss, gradients or weights that are not finite, something is
+        done; null looks at no numbers.
+    on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
     """
 
     folder: str = field(metadata=said("s3://bucket/run or a path"))
@@ -81,6 +88,12 @@ class CheckpointConfig:
     profile: str | None = None
     timeout: str = field(default="60s", metadata=said("a time such as 60s"))
     save_timeout: str = field(default="30m", metadata=said("a time such as 30m"))
+    grace: str = field(default="25s", metadata=said("a time such as 25s"))
+    signals: tuple[str, ...] = field(
+        default=("SIGTERM", "SIGUSR1"), metadata=said("a list of signals' names such as [SIGTERM, SIGUSR1]")
+    )
+    max_nonfinite: int | None = field(default=3, metadata=said("a whole number, or null"))
+    on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
         if not self.folder.strip():
@@ -89,13 +102,20 @@ class CheckpointConfig:
         if problem:
             raise ValueError(f"folder ({self.folder}): {problem}")
         parse_interval(self.interval, "interval")
-        for name in ("timeout", "stale_after", "save_timeout"):
+        for name in ("timeout", "stale_after", "grace", "save_timeout"):
             if parse_interval(getattr(self, name), name).unit != "s":
                 raise ValueError(f"{name} ({getattr(self, name)}) must be a time, for example 60s or 6h")
         if self.keep < 1:
             raise ValueError(f"keep ({self.keep}) must be at least 1")
         if self.max_failures < 1:
             raise ValueError(f"max_failures ({self.max_failures}) must be at least 1")
+        for name in self.signals:
+            if name not in SIGNALS:
+                raise ValueError(f"signals ({name}) must be among {', '.join(SIGNALS)}")
+        if self.max_nonfinite is not None and self.max_nonfinite < 1:
+            raise ValueError(f"max_nonfinite ({self.max_nonfinite}) must be at least 1, or null to look at no numbers")
+        if self.on_nonfinite not in ("stop", "rewind"):
+            raise ValueError(f"on_nonfinite ({self.on_nonfinite}) must be stop or rewind")
         if self.keep_every is not None and parse_interval(self.keep_every, "keep_every").unit != "ba":
             raise ValueError(f"keep_every ({self.keep_every}) must be in batches, for example 1000ba")
         if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
@@ -110,6 +130,10 @@ class CheckpointConfig:
     @property
     def keep_every_batches(self) -> int | None:
         return None if self.keep_every is None else int(parse_interval(self.keep_every, "keep_every").amount)
+
+    @property
+    def grace_s(self) -> float:
+        return parse_interval(self.grace, "grace").amount
 
     @property
     def stale_s(self) -> float:

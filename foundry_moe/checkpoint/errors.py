@@ -84,3 +84,7 @@ class TakenOverError(CheckpointError, ValueError):
 
 class TooManyFailuresError(CheckpointError):
     """So many saves in a row failed that training would run on unprotected."""
+
+
+class NonfiniteError(RuntimeError):
+    """A run's loss, gradients or weights are not finite, and would not be again from its newest checkpoint."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 
 from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.commits import BURIED, Ledger
+from foundry_moe.checkpoint.commits import BURIED, Ledger, is_finite
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotAnObjectError, StoreError
 from foundry_moe.checkpoint.manifest import ATTEMPT, Commit, CommitKey
 from foundry_moe.checkpoint.owners import Owners
@@ -31,7 +31,8 @@ class Retention:
         self._told: set[str] = set()
 
     def retain(self, keep: int, *, made: CommitKey | None = None, dry_run: bool = False) -> list[CommitKey]:
-        """Deletes all but the newest `keep` good commits, milestones, those being read, and what cannot be read.
+        """Deletes all but the newest `keep` good commits, the newest that is finite, milestones, those being read, and
+        what cannot be read.
 
         Args:
             made: the commit that this process has just made. It stays, and is good.
@@ -48,9 +49,10 @@ class Retention:
             self._good.add(made)
         surplus = self._surplus(keys, keep)
         held = self._held() if surplus else set()
+        finite = self._newest_finite(keys) if surplus else None
         gone = []
         for key, commit in reversed(surplus):
-            if key in held or key == made or _stays(commit):
+            if key in held or key in (made, finite) or _stays(commit):
                 continue
             if not dry_run:
                 self._delete(key, commit)
@@ -69,6 +71,14 @@ class Retention:
             except DamagedError as error:
                 self._tell(key.key, f"{error}; it does not count, and stays for a person to look at")
         return surplus
+
+    def _newest_finite(self, keys: list[CommitKey]) -> CommitKey | None:
+        """The newest good commit whose weights are finite; as a rule the newest of all, whose record is read."""
+        for key in keys:
+            with contextlib.suppress(DamagedError):
+                if is_finite(self.ledger.read(key)) and self._is_good(key):
+                    return key
+        return None
 
     def _is_good(self, key: CommitKey) -> bool:
         """Raises DamagedError if it is not."""

@@ -24,6 +24,7 @@ from foundry_moe.checkpoint.codec import DTYPE_NAMES
 from foundry_moe.checkpoint.commits import Ledger, new_attempt
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.failures import portable_errors
+from foundry_moe.checkpoint.finite import is_finite
 from foundry_moe.checkpoint.layout import Block, plan_writes
 from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, TensorEntry, block_hash, file_hash
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, place
@@ -154,7 +155,9 @@ class ElasticWriter(StorageWriter):
         faults.point("save.written")
         self.seconds["write"] = time.perf_counter() - began
         report = WriteResult(
-            index=MetadataIndex(str(self._snapshot.rank)), size_in_bytes=len(staged), storage_data=hashes.tobytes()
+            index=MetadataIndex(str(self._snapshot.rank)),
+            size_in_bytes=len(staged),
+            storage_data=(hashes.tobytes(), is_finite(self._snapshot)),
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result([report])
@@ -167,7 +170,7 @@ class ElasticWriter(StorageWriter):
         manifest = build_manifest(
             self._snapshot,
             self._plans.get(self._snapshot),
-            {rank: (reports[0].size_in_bytes, reports[0].storage_data) for rank, reports in enumerate(results)},
+            {rank: (reports[0].size_in_bytes, reports[0].storage_data[0]) for rank, reports in enumerate(results)},
             {**self.request.info, "attempt": self.attempt},
         )
         problems = self.ledger.size_problems(self.attempt, manifest.objects)
@@ -191,6 +194,7 @@ class ElasticWriter(StorageWriter):
                 "bytes": manifest.size_bytes,
                 "objects": len(manifest.objects),
                 "tensors": len(manifest.tensors),
+                "finite": all(reports[0].storage_data[1] for reports in results),
             },
         )
         self.check_owner()

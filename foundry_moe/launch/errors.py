@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError
 
-PASSING_ERROR, USER_ERROR = 1, 2
+PASSING_ERROR, USER_ERROR, NONFINITE = 1, 2, 3
 _KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # found and not imported: that takes seconds
 _OURS = tuple(
     f"{folder}{os.sep}"
@@ -31,10 +31,14 @@ def run_cleanly(action: Callable[[], int]) -> int:
     """Runs a command; a user's mistake is printed as `error: <sentence>`, anything else keeps its traceback.
 
     Returns:
-        The exit code: that of `action`; 2 for a user's mistake; 1 for what may pass, such as a store that is not there.
+        The exit code: that of `action`; 2 for a user's mistake; 3 for a run whose numbers are not finite; 1 for what
+        may pass, such as a store that is not there.
     """
     try:
         return action()
+    except NonfiniteError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return NONFINITE
     except (ValueError, CheckpointError) as error:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise

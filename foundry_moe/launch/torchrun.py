@@ -1,54 +1,118 @@
-"""`torchrun`, but what a user did wrong ends the job at once.
+"""`torchrun`, but a stop is waited for, and what starting anew does not mend ends the job at once.
 
 Usage: `python -m foundry_moe.launch.torchrun --nnodes ... SCRIPT ...`
 
-A wrong checkpoint folder, or a checkpoint of another model, would stay wrong as often as torchrun starts the processes
-anew. They exit with 2 then (`errors.run_cleanly`), and so does this. Only in the first life, with all nodes there: what
-has run before was right, and a mesh that does not fit fewer nodes waits for the others.
+**Stops.** On a signal torchrun passes it on, waits 30 s and exits with 1 and a stack of frames. This one waits for
+`elastic_checkpoint.grace` and exits with 75. When a process fails, torchrun sends the others SIGTERM, which asks them
+for a save that they cannot make without it: here they are killed.
+
+**Mistakes.** A wrong checkpoint folder, or a checkpoint of another model, would stay wrong as often as torchrun starts
+the processes anew. They exit with 2 then (`errors.run_cleanly`), and so does this. Only in the first life, with all
+nodes there: what has run before was right, and a mesh that does not fit fewer nodes waits for the others. A run whose
+numbers are not finite (exit code 3) is not started anew in any life.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed import run
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from foundry_moe.launch.errors import USER_ERROR
+from foundry_moe.checkpoint.config import RESTART
+from foundry_moe.launch.errors import NONFINITE, USER_ERROR
+from foundry_moe.launch.stopping import SLACK_S, stop_settings
+
+OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that it handles without being asked
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs torchrun with these arguments; 0, or 2 for a user's mistake.
+    """Runs torchrun with these arguments; 0, 2 for a user's mistake, 3 for numbers that are not finite, 75 for a stop.
 
     Raises:
         ChildFailedError: as torchrun does, where processes failed as often as they may.
     """
-    _, nodes = run.parse_min_max_nnodes(run.parse_args(arguments).nnodes)
+    parsed = run.parse_args(arguments)
+    config = stop_settings(parsed.training_script_args)
+    if hasattr(parsed, "signals_to_handle") and not any(word.startswith("--signals") for word in arguments):
+        arguments = [f"--signals-to-handle={','.join(dict.fromkeys((*OF_TORCHRUN, *config.signals)))}", *arguments]
+    _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    final: list[int] = []
+    with _waiting(config.signals, config.grace_s + SLACK_S), _ending_at_once(nodes, final):
+        try:
+            run.main(arguments)
+        except ChildFailedError as error:
+            if final:
+                return final[0]
+            if any(failure.exitcode == RESTART for failure in error.failures.values()):
+                return RESTART
+            raise
+        except SignalException as error:
+            if error.sigval.name not in config.signals:
+                raise
+            return RESTART
+    return 0
+
+
+@contextlib.contextmanager
+def _ending_at_once(nodes: int, final: list[int]) -> Iterator[None]:
+    """Appends to `final` the exit codes after which there is no other life, and lets there be none."""
     kind: Any = LocalElasticAgent  # torchrun takes no other class, so this one looks twice
     look = kind._monitor_workers
-    mistakes: list[int] = []
 
     def look_for_mistakes(agent: Any, role: str) -> Any:
         result, group = look(agent, role), agent.get_worker_group(role)
+        codes = {failure.exitcode for failure in result.failures.values()}
         first_life = agent._remaining_restarts == group.spec.max_restarts
-        if first_life and group.group_world_size == nodes:
-            mistakes.extend(rank for rank, failure in result.failures.items() if failure.exitcode == USER_ERROR)
-        if mistakes:
+        if NONFINITE in codes:
+            final.append(NONFINITE)
+        elif USER_ERROR in codes and first_life and group.group_world_size == nodes:
+            final.append(USER_ERROR)
+        if final:
             agent._remaining_restarts = 0
         return result
 
     kind._monitor_workers = look_for_mistakes
     try:
-        run.main(arguments)
-    except ChildFailedError:
-        if not mistakes:
-            raise
-        return USER_ERROR
+        yield
     finally:
         kind._monitor_workers = look
-    return 0
+
+
+@contextlib.contextmanager
+def _waiting(names: tuple[str, ...], wait_s: float) -> Iterator[None]:
+    """Gives processes that were asked to stop `wait_s` to do so, and none to those whose peer has failed."""
+    agent_kind: Any = LocalElasticAgent
+    processes_kind: Any = SubprocessContext
+    shut_down, close = agent_kind._shutdown, processes_kind.close
+
+    @functools.wraps(shut_down)
+    def shut_down_once(agent: Any, *keys: Any, **more: Any) -> None:
+        if isinstance(sys.exc_info()[1], SignalException):  # one more would end the wait, and leave processes behind
+            for name in names:
+                signal.signal(signal.Signals[name], signal.SIG_IGN)
+        shut_down(agent, *keys, **more)
+
+    @functools.wraps(close)
+    def close_in_time(processes: Any, death_sig: signal.Signals | None = None, timeout: float = 0) -> None:
+        codes = {failure.exitcode for failure in processes._failures.values()}
+        if death_sig is None and codes - {RESTART}:
+            death_sig = signal.SIGKILL
+        close(processes, death_sig, timeout or wait_s)
+
+    agent_kind._shutdown, processes_kind.close = shut_down_once, close_in_time
+    try:
+        yield
+    finally:
+        agent_kind._shutdown, processes_kind.close = shut_down, close
 
 
 if __name__ == "__main__":

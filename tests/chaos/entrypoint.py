@@ -23,7 +23,7 @@ def environment(**more: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name != "FOUNDRY_MOE_FAULT"}
     image = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # where python is
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "TRAIN_SCRIPT": f"{ROOT}/foundry_moe/train.py",
         "FSDP_VERSION": "2",
         "OMP_NUM_THREADS": "1",

@@ -36,6 +36,11 @@ def test_defaults_and_units() -> None:
         ({"folder": "/a", "max_failures": 0}, "max_failures"),
         ({"folder": "/a", "timeout": "3ba"}, r"timeout \(3ba\) must be a time"),
         ({"folder": "/a", "save_timeout": "3ba"}, r"save_timeout \(3ba\) must be a time"),
+        ({"folder": "/a", "grace": "1ba"}, r"grace \(1ba\) must be a time"),
+        ({"folder": "/a", "signals": ["SIGKILL"]}, r"signals \(SIGKILL\) must be among SIGTERM"),
+        ({"folder": "/a", "signals": "SIGTERM"}, "signals must be a list of signals' names"),
+        ({"folder": "/a", "max_nonfinite": 0}, r"max_nonfinite \(0\) must be at least 1, or null"),
+        ({"folder": "/a", "on_nonfinite": "skip"}, r"on_nonfinite \(skip\) must be stop or rewind"),
         ({"folder": "/a", "async": "maybe"}, "asynchronous must be true or false"),
     ],
 )

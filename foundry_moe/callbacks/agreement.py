@@ -1,0 +1,110 @@
+"""What ranks tell each other before each batch, in one small message over a CPU group, and what follows from it.
+
+All ranks see the same table, so all decide the same. It must not know Composer.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+import torch.distributed as dist
+
+ENDED = 0  # microbatches of a rank whose data have ended
+NO_NEWS, FINITE, NONFINITE = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One rank's part of the message.
+
+    stop: whether it was told to stop.
+    health: NO_NEWS, FINITE or NONFINITE: the newest batch that it has looked at.
+    microbatches: of the batch to come.
+    busy: whether it is saving.
+    """
+
+    stop: int = 0
+    health: int = NO_NEWS
+    microbatches: int = ENDED
+    busy: int = 0
+
+
+class RankAgreement:
+    """Exchanges rows: each rank sends its own to rank 0, which sends the table down a tree.
+
+    An all-reduce or an all-gather of gloo passes a ring, whose time grows with the number of ranks: of 16 processes on
+    two busy cores 78 ms, where this took 17 ms.
+
+    Args:
+        group: a CPU group over all ranks; None for a single process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._world = dist.get_world_size(group) if group is not None else 1
+
+    def exchange(self, mine: Row) -> list[Row]:
+        """Collective. Returns all ranks' rows, by rank."""
+        if self._group is None:
+            return [mine]
+        row = torch.tensor(astuple(mine), dtype=torch.int32)
+        table_RN = torch.zeros(self._world, len(fields(Row)), dtype=torch.int32)  # R ranks, N fields
+        rows = list(table_RN.unbind(0)) if dist.get_rank(self._group) == 0 else None
+        dist.gather(row, rows, group=self._group, group_dst=0)
+        dist.broadcast(table_RN, group=self._group, group_src=0)
+        return [
+            Row(stop=stop, health=health, microbatches=microbatches, busy=busy)
+            for stop, health, microbatches, busy in table_RN.tolist()
+        ]
+
+
+def check_microbatches(rows: Sequence[Row], batch: int, size: object) -> None:
+    """Refuses a batch that ranks would not go through together: the first collective would wait for ever.
+
+    Args:
+        batch: its number, from 1.
+        size: `device_train_microbatch_size`, for the sentence.
+
+    Raises:
+        ValueError: says which ranks have how many microbatches, and what to set.
+    """
+    by_count: dict[int, list[int]] = {}
+    for rank, row in enumerate(rows):
+        by_count.setdefault(row.microbatches, []).append(rank)
+    if len(by_count) == 1:
+        return
+    counts = "; ".join(
+        f"{'none, for its data have ended' if count == ENDED else count}: {name_ranks(ranks)}"
+        for count, ranks in sorted(by_count.items())
+    )
+    raise ValueError(
+        f"batch {batch} has not the same number of microbatches on all ranks ({counts}), and they would wait for each "
+        "other for ever: "
+        + (
+            "give all ranks as many batches (train_loader.drop_last: true, and a data set that the ranks share evenly)"
+            if ENDED in by_count
+            else f"set train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is at least each "
+            "rank's batch"
+        )
+    )
+
+
+def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """The ranks as text, the first few of many: `ranks 0, 1, 2 and 9 more`."""
+    shown = ", ".join(str(rank) for rank in ranks[:most])
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (
+        f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    )
+
+
+def default_timeout(fallback: datetime.timedelta) -> datetime.timedelta:
+    """How long the run's own collectives wait (`dist_timeout`), so that this message waits no longer."""
+    try:
+        default = dist.distributed_c10d._get_default_group()
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        return default._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without it
+        return fallback

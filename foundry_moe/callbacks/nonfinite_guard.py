@@ -1,0 +1,69 @@
+"""The Composer callback `nonfinite_guard`: stops a run whose numbers are not finite, where nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from foundry_moe.callbacks.elastic_checkpoint import ADVICE, ElasticCheckpoint
+from foundry_moe.callbacks.watch import RunWatch, Verdict
+from foundry_moe.checkpoint.errors import NonfiniteError
+from foundry_moe.config import refuse_unknown
+
+
+class NonfiniteGuard(Callback):
+    """Stops the run after batches whose loss, gradients or weights are not finite, and says where it began.
+
+    Under `callbacks` in YAML:
+
+        nonfinite_guard: {max_nonfinite: 3}
+
+    `elastic_checkpoint` does this too, and can go back to a checkpoint: both is an error. See docs/checkpoints.md.
+
+    Args:
+        max_nonfinite: so many in a row.
+
+    Raises:
+        ValueError: an unknown key, or a number below 1.
+    """
+
+    def __init__(self, max_nonfinite: int = 3, **unknown: Any) -> None:
+        refuse_unknown(unknown, ("max_nonfinite",), "callbacks.nonfinite_guard")
+        if not isinstance(max_nonfinite, int) or max_nonfinite < 1:
+            raise ValueError(f"callbacks.nonfinite_guard.max_nonfinite ({max_nonfinite}) must be a whole number from 1")
+        self.max_nonfinite = max_nonfinite
+        self._watch = RunWatch()
+
+    def init(self, state: State, logger: Logger) -> None:
+        if any(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks):
+            raise ValueError(
+                "callbacks.nonfinite_guard: elastic_checkpoint looks at the same; remove nonfinite_guard, and set "
+                "callbacks.elastic_checkpoint.max_nonfinite"
+            )
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._watch.start(state)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        self._check(self._watch.before_batch(state, busy=False), self.max_nonfinite)
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        self._watch.after_loss(state)
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        self._watch.after_backward(state)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self._watch.after_train_batch(state)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._watch.epoch_ended(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._check(self._watch.elsewhere(), 1)
+
+    def _check(self, verdict: Verdict, limit: int) -> None:
+        if verdict.bad_batches >= limit:
+            raise NonfiniteError(f"{self._watch.what_happened(verdict)}; {ADVICE}")

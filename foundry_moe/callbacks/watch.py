@@ -1,0 +1,147 @@
+"""A run's watch over itself: one message of all ranks before each batch; what it says of stopping, numbers and data.
+
+Both `elastic_checkpoint` and `nonfinite_guard` hold one, and give it the trainer's events; what a verdict leads to is
+theirs.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as torch_dist
+from composer.core import State, TimeUnit
+from composer.utils import dist
+from torch.nn.parallel import DistributedDataParallel
+
+from foundry_moe.callbacks.agreement import ENDED, RankAgreement, Row, check_microbatches, default_timeout, name_ranks
+from foundry_moe.callbacks.nonfinite import FiniteWatch, NonfiniteCount
+from foundry_moe.callbacks.stopping import StopSignals, shield_workers
+
+FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What all ranks know before a batch.
+
+    stop: why the run is to stop, with the ranks that were told; None if nobody was.
+    bad_batches: so many in a row, up to the newest that was looked at, were not finite on some rank.
+    busy: whether a rank is saving.
+    """
+
+    stop: str | None
+    bad_batches: int
+    busy: bool
+
+
+class RunWatch:
+    """One rank's part of the watch.
+
+    Args:
+        signals: names of those that stop the run; none: they are left to whoever has them.
+        grace_s: how long processes of data loaders outlive one.
+        looks_at_numbers: whether losses, gradients and weights are looked at.
+    """
+
+    def __init__(self, *, signals: Sequence[str] = (), grace_s: float = 0.0, looks_at_numbers: bool = True) -> None:
+        self.signals = StopSignals(signals)
+        self.count = NonfiniteCount()
+        self._grace_s = grace_s
+        self._looks_at_numbers = looks_at_numbers
+        self._finite: FiniteWatch | None = None
+        self._agreement = RankAgreement(None)
+        self._group: torch_dist.ProcessGroup | None = None
+        self._order: list[str] = []
+
+    def start(self, state: State) -> None:
+        """Collective, before the first batch."""
+        if self._group is None and torch_dist.is_initialized() and dist.get_world_size() > 1:
+            timeout = default_timeout(FALLBACK_TIMEOUT)
+            self._group = torch_dist.new_group(backend="gloo", timeout=timeout)
+            self._agreement = RankAgreement(self._group)
+        parameters = list(state.model.named_parameters())
+        self._order = [name for name, _ in parameters]
+        if self._looks_at_numbers:
+            self._finite = FiniteWatch(parameters)
+        if self.signals.names:
+            loaders = [state.train_dataloader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)]
+            for loader in loaders:
+                shield_workers(loader, self.signals.names, self._grace_s)
+            self.signals.install()
+
+    def before_batch(self, state: State, *, busy: bool) -> Verdict:
+        """Collective, once all ranks have their data.
+
+        Raises:
+            ValueError: ranks have other numbers of microbatches, or the data of one have ended.
+        """
+        count = count_microbatches(state)
+        verdict, rows = self._exchange(microbatches=count, busy=busy)
+        if isinstance(state.model, DistributedDataParallel):  # ranks meet in the last microbatch alone
+            rows = [Row(microbatches=min(row.microbatches, 1)) for row in rows]
+        check_microbatches(rows, state.timestamp.batch.value + 1, state.device_train_microbatch_size)
+        if self._finite is not None:
+            self._finite.before_batch(state, count)
+        return verdict
+
+    def elsewhere(self) -> Verdict:
+        """Collective, where no batch is to come: in an evaluation, at the end."""
+        return self._exchange(microbatches=1, busy=False)[0]
+
+    def epoch_ended(self, state: State) -> None:
+        """Collective, with `before_batch` of ranks whose data have not ended.
+
+        Raises:
+            ValueError: there are such ranks.
+        """
+        limit, before = state.max_duration, state.previous_timestamp
+        if limit is not None and limit.unit != TimeUnit.EPOCH and before is not None and before >= limit:
+            return  # the run's length ended it, on all ranks alike
+        _, rows = self._exchange(microbatches=ENDED, busy=False)
+        check_microbatches(rows, (before.batch.value if before else 0) + 2, state.device_train_microbatch_size)
+
+    def after_loss(self, state: State) -> None:
+        if self._finite is not None:
+            self._finite.after_loss(state)
+
+    def after_backward(self, state: State) -> None:
+        if self._finite is not None:
+            self._finite.after_backward(state)
+
+    def after_train_batch(self, state: State) -> None:
+        if self._finite is not None:
+            self._finite.after_batch(state)
+
+    def what_happened(self, verdict: Verdict) -> str:
+        """Collective. How many batches were not finite, from which on, and where it began."""
+        batch, where = self.count.where(self._order, self._group)
+        if verdict.bad_batches == 1:
+            return f"batch {batch} was not finite: {where}"
+        return f"the last {verdict.bad_batches} batches were not finite, from batch {batch} on: {where}"
+
+    def _exchange(self, *, microbatches: int, busy: bool) -> tuple[Verdict, list[Row]]:
+        finding = self._finite.read() if self._finite is not None else None
+        mine = Row(
+            stop=int(self.signals.reason is not None),
+            health=self.count.row(finding),
+            microbatches=microbatches,
+            busy=int(busy),
+        )
+        rows = self._agreement.exchange(mine)
+        told = [rank for rank, row in enumerate(rows) if row.stop]
+        stop = None
+        if told:
+            stop = f"{self.signals.reason or 'a signal'} on {name_ranks(told)}"
+        return Verdict(stop=stop, bad_batches=self.count.add(rows), busy=any(row.busy for row in rows)), rows
+
+
+def count_microbatches(state: State) -> int:
+    """How many Composer will make of this rank's batch; 1 where that cannot be known before."""
+    size, batch = state.device_train_microbatch_size, state.batch
+    if state.auto_microbatching or not isinstance(size, int) or not isinstance(batch, Mapping):
+        return 1
+    samples = next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
+    return max(1, -(-samples // size)) if samples else 1

@@ -1,0 +1,82 @@
+"""`composer`, but a signal that asks it to stop reaches the processes, and their last save is waited for.
+
+Usage: `python -m foundry_moe.launch.composer -n 8 SCRIPT ...`
+
+Composer's own launcher dies of a SIGTERM at once, and leaves its processes behind. This one passes it on, waits for
+`elastic_checkpoint.grace`, and exits with 75. A process that fails ends the others at once: with a peer gone, they
+could not save what they are asked to.
+"""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from foundry_moe.checkpoint.config import RESTART
+from foundry_moe.launch.errors import NONFINITE, USER_ERROR
+from foundry_moe.launch.stopping import SLACK_S, stop_settings
+
+POLL_S = 0.1
+
+
+class _Monitor:
+    """Stands in for Composer's `_monitor_processes`."""
+
+    def __init__(self, launcher: Any, names: tuple[str, ...], wait_s: float) -> None:
+        self.launcher, self.wait_s = launcher, wait_s
+        self.signal: int | None = None
+        for name in names:
+            signal.signal(signal.Signals[name], self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+
+    def __call__(self, processes: dict[int, subprocess.Popen[str]]) -> None:
+        """Returns when all processes have ended, or those that have not are to be ended."""
+        passed_on, deadline = False, None
+        while True:
+            codes = [process.poll() for process in processes.values()]
+            if all(code is not None for code in codes):
+                return
+            if self.signal is not None and not passed_on:
+                passed_on = True
+                for process in processes.values():
+                    if process.poll() is None:
+                        process.send_signal(self.signal)
+            leaving = passed_on or RESTART in codes
+            if leaving and deadline is None:
+                deadline = time.monotonic() + self.wait_s
+            crashed = any(code not in (None, 0, RESTART) for code in codes)
+            if (crashed and not passed_on) or (deadline is not None and time.monotonic() > deadline):
+                self.launcher.CLEANUP_TIMEOUT = datetime.timedelta(0)
+                return
+            time.sleep(POLL_S)
+
+
+def launch(arguments: list[str]) -> int:
+    """Runs Composer's launcher with these arguments; returns the first exit code that is not 0, or 75 for a stop."""
+    import composer.cli.launcher
+
+    launcher: Any = composer.cli.launcher
+    script = next((at for at, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    config = stop_settings(arguments[script + 1 :])
+    monitor = _Monitor(launcher, config.signals, config.grace_s + SLACK_S)
+    launcher._monitor_processes = monitor
+    tell = launcher._print_process_exit_status
+    launcher._print_process_exit_status = lambda rank, process: (
+        None if process.returncode == RESTART else tell(rank, process)
+    )
+    sys.argv = ["composer", *arguments]
+    code = int(launcher.main())
+    if monitor.signal is not None and code not in (0, USER_ERROR, NONFINITE):
+        return RESTART
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[1:]))

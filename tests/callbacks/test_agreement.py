@@ -1,0 +1,58 @@
+"""One message of all ranks before a batch: all see the same table; uneven data are told, not waited for."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch.distributed as dist
+
+from foundry_moe.callbacks.agreement import (
+    FINITE,
+    NONFINITE,
+    RankAgreement,
+    Row,
+    check_microbatches,
+    default_timeout,
+    name_ranks,
+)
+from foundry_moe.launch.processes import run_processes
+from tests.distributed.launching import PRELOAD
+
+
+def exchange_twice() -> tuple[list[list[Row]], float]:
+    group = dist.new_group(backend="gloo", timeout=default_timeout(datetime.timedelta(hours=1)))
+    agreement, rank = RankAgreement(group), dist.get_rank()
+    tables = [
+        agreement.exchange(Row(stop=int(rank == 2), health=rank % 3, microbatches=rank + 1, busy=int(rank == 1))),
+        agreement.exchange(Row(microbatches=7)),
+    ]
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, tables)
+    assert all(other == tables for other in every), "ranks saw different tables"
+    return tables, default_timeout(datetime.timedelta(hours=1)).total_seconds()
+
+
+def test_all_ranks_see_one_table() -> None:
+    (first, second), timeout_s = run_processes(exchange_twice, world_size=3, timeout_s=120, preload=PRELOAD)
+    assert first == [
+        Row(stop=0, health=0, microbatches=1, busy=0),
+        Row(stop=0, health=FINITE, microbatches=2, busy=1),
+        Row(stop=1, health=NONFINITE, microbatches=3, busy=0),
+    ]
+    assert second == [Row(microbatches=7)] * 3
+    assert timeout_s == 120, "it waits as long as the run's own collectives"
+    assert RankAgreement(None).exchange(Row(stop=1)) == [Row(stop=1)]
+
+
+def rows(*counts: int) -> list[Row]:
+    return [Row(microbatches=count) for count in counts]
+
+
+def test_uneven_microbatches_are_one_sentence() -> None:
+    check_microbatches(rows(2, 2, 2), 5, 4)
+    with pytest.raises(ValueError, match=r"batch 5 .*\(1: ranks 1, 3; 2: ranks 0, 2\).*drop_last: true.*\(4\)"):
+        check_microbatches(rows(2, 1, 2, 1), 5, 4)
+    with pytest.raises(ValueError, match=r"none, for its data have ended: rank 1; 2: rank 0\).*as many batches"):
+        check_microbatches(rows(2, 0), 5, 4)
+    assert name_ranks(range(11)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"

@@ -1,0 +1,92 @@
+"""Signals are noted and given back; data loaders' processes outlive them; a launcher that is gone is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from foundry_moe.callbacks import stopping
+from foundry_moe.callbacks.stopping import OutliveSignals, Restart, StopSignals, shield_workers
+
+
+def test_a_signal_is_noted_once_and_given_back() -> None:
+    got: list[int] = []
+    of_others = signal.getsignal(signal.SIGTERM)  # Composer's, if it is imported
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        signals = StopSignals(["SIGTERM", "SIGUSR1"])
+        signals.install()
+        assert signals.reason is None and signals.age_s == 0.0
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.reason == "SIGUSR1" and signals.age_s >= 0.0 and not got
+        signals.remove()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert got == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGTERM) == of_others
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    ("parent", "world", "noticed"),
+    [
+        (["python", "-m", "composer.cli.launcher", "-n", "4"], "4", True),
+        (["/opt/venv/bin/python", "/opt/venv/bin/torchrun", "train.py"], "4", True),
+        (["/bin/bash", "run.sh"], "4", False),  # a shell may leave a run behind
+        (["/home/composer/bin/python", "sweep.py"], "4", False),
+        (["python", "-m", "composer.cli.launcher"], None, False),
+    ],
+)
+def test_a_launcher_that_is_gone_stops_the_run(monkeypatch, tmp_path, parent, world, noticed) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    (tmp_path / "77").mkdir()
+    (tmp_path / "77" / "cmdline").write_bytes("\0".join(parent).encode())
+    monkeypatch.setattr(stopping, "PROC", tmp_path)
+    monkeypatch.setattr(os, "getppid", lambda: 77)
+    signals = StopSignals([])
+    signals.install()
+    assert signals.reason is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert (signals.reason == "its launcher is gone") is noticed
+
+
+class Numbers(Dataset):
+    """Zero to seven, and the process that gave each."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, os.getpid()])
+
+
+def test_a_data_loader_s_process_outlives_the_signal() -> None:
+    begun: list[int] = []
+    loader = DataLoader(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1, worker_init_fn=begun.append)
+    shield_workers(loader, ["SIGTERM"], 30.0)
+    shield_workers(loader, ["SIGTERM"], 30.0)
+    assert isinstance(loader.worker_init_fn, OutliveSignals) and loader.worker_init_fn.then == begun.append
+    seen = []
+    for batch in loader:
+        index, process = batch[0].tolist()
+        seen.append(index)
+        if index == 1:
+            os.kill(process, signal.SIGTERM)
+    assert seen == list(range(8))
+    shield_workers(None, ["SIGTERM"], 1.0)
+    shield_workers(DataLoader(Numbers()), ["SIGTERM"], 1.0)
+
+
+def test_leaving_is_an_exit_code_that_says_start_me_again() -> None:
+    code = "from foundry_moe.callbacks.stopping import leave\ntry: leave('x')\nexcept Exception: pass\n"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 75
+    assert issubclass(Restart, SystemExit)

@@ -1,0 +1,65 @@
+"""A commit says whether what training changes is finite; resume and retention go by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.finite import is_finite
+from foundry_moe.checkpoint.snapshot import Snapshotter
+from foundry_moe.checkpoint.stores import open_store
+
+NAN, INF = float("nan"), float("inf")
+
+
+def state(**spoilt: tuple[str, float]) -> dict[str, Any]:
+    """A model of a large and a small parameter with a mask, and their optimizer's state."""
+    model = {"w": torch.ones(40, 40), "b": torch.ones(4), "mask": torch.full((20, 20), -INF)}
+    optim = {name: {"step": torch.tensor(3.0), "m": torch.ones_like(model[name])} for name in ("w", "b")}
+    for section, (name, value) in spoilt.items():
+        (model[name] if section == "model" else optim[name]["m"])[-1] = value
+    return {"model": model, "optim": {"state": optim, "param_groups": [{"lr": INF}]}, "other": torch.full((99,), NAN)}
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "finite"),
+    [
+        ({}, True),
+        ({"model": ("w", NAN)}, False),
+        ({"model": ("w", -INF)}, False),
+        ({"model": ("b", NAN)}, False),  # so small that it is a value of the manifest
+        ({"model": ("mask", INF)}, True),  # not what training changes
+        ({"optim": ("w", INF)}, False),
+        ({"optim": ("b", NAN)}, False),
+    ],
+)
+def test_what_training_changes_is_looked_at(spoilt, finite) -> None:
+    assert is_finite(Snapshotter(0, 1).take(state(**spoilt))) is finite
+
+
+def test_weights_alone_and_other_shapes_of_a_state() -> None:
+    assert not is_finite(Snapshotter(0, 1).take({"model": {"w": torch.full((99,), NAN, dtype=torch.bfloat16)}}))
+    assert is_finite(Snapshotter(0, 1).take({"a": torch.full((99,), NAN), "model": {"n": torch.arange(99)}}))
+    assert is_finite(Snapshotter(0, 1).take({"model": {}, "optim": {}}))
+
+
+def test_the_last_finite_commit_outlives_keep_and_is_resumed(tmp_path) -> None:
+    engine = CheckpointEngine(open_store(str(tmp_path)), policy=Policy(keep=2, asynchronous=False))
+    for step in range(1, 7):
+        spoilt = {} if step in (1, 2) else {"model": ("w", NAN)}
+        engine.save(state(**spoilt), step)
+        report = engine.wait()
+        assert report is not None and report.error is None
+    assert [key.step for key in engine.ledger.newest_first()] == [6, 5, 2]
+    into = state(model=("w", 5.0))
+    loaded = engine.load(into)
+    assert loaded is not None and loaded.step == 2 and torch.equal(into["model"]["w"], torch.ones(40, 40))
+    assert all("not finite" in sentence for sentence in loaded.rejected) and len(loaded.rejected) == 2
+    engine.save(state(), 7)
+    engine.wait()
+    assert [(key.generation, key.step) for key in engine.ledger.newest_first()] == [(1, 7), (0, 6)]
+    named = CheckpointEngine(open_store(str(tmp_path))).load(state(), resume=6)
+    assert named is not None and named.step == 6, "a step that is named is the user's choice"

@@ -1,0 +1,97 @@
+"""The launchers, with small processes in place of training: who gets a signal, who is waited for, and the exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from foundry_moe.launch.stopping import DEFAULTS, stop_settings
+
+ROOT = Path(__file__).parents[2]
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank, kind = Path(sys.argv[2].partition("=")[2]), os.environ["RANK"], sys.argv[3].partition("=")[2]
+def stop(number, frame):
+    (folder / f"signal-{rank}").write_text(signal.Signals(number).name)
+    time.sleep(1.0)  # the save
+    (folder / f"saved-{rank}").touch()
+    sys.exit(75)
+for name in ("SIGTERM", "SIGUSR1"):
+    signal.signal(signal.Signals[name], stop)
+(folder / f"life-{rank}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}").touch()
+if kind.isdigit() and rank == "1":
+    time.sleep(1.0)
+    os._exit(int(kind))
+time.sleep(600)
+"""
+
+
+def start(tmp_path: Path, launcher: str, kind: str, *options: str) -> subprocess.Popen[str]:
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "run.yaml").write_text("callbacks: {elastic_checkpoint: {folder: x, grace: 20s}}\n")
+    arguments = [str(tmp_path / "run.yaml"), f"folder={tmp_path}", f"kind={kind}"]
+    words = [sys.executable, "-m", f"foundry_moe.launch.{launcher}", *options, str(tmp_path / "worker.py"), *arguments]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def names(tmp_path: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in tmp_path.glob(pattern))
+
+
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+COMPOSER = ("composer", "-n", "2")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("launcher", "number"), [(TORCHRUN, signal.SIGUSR1), (COMPOSER, signal.SIGTERM)])
+def test_a_signal_is_passed_on_once_and_the_save_waited_for(tmp_path, launcher, number) -> None:
+    process = start(tmp_path, launcher[0], "long", *launcher[1:])
+    while len(names(tmp_path, "life-*")) < 2:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(number)
+    time.sleep(0.4)
+    process.send_signal(number)  # impatience does not shorten the save
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, said
+    assert "Traceback" not in said
+    assert names(tmp_path, "saved-*") == ["saved-0", "saved-1"]
+    assert (tmp_path / "signal-0").read_text() == number.name
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("launcher", "kind", "code", "lives"),
+    [
+        (TORCHRUN, "1", 1, 2),  # may pass: started anew, and the other not asked for a save that it cannot make
+        (TORCHRUN, "3", 3, 1),  # numbers that are not finite
+        (TORCHRUN, "75", 75, 2),  # one rank was asked to stop
+        pytest.param(COMPOSER, "1", 1, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_ends_ends_the_others(tmp_path, launcher, kind, code, lives) -> None:
+    process = start(tmp_path, launcher[0], kind, *launcher[1:])
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == code, said
+    assert len(names(tmp_path, "life-1-*")) == lives
+    if kind != "75" and launcher is TORCHRUN:
+        assert not names(tmp_path, "saved-*")
+
+
+def test_settings_are_the_run_s(tmp_path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("callbacks: {elastic_checkpoint: {folder: '${nope}', signals: [SIGUSR2]}}\n")
+    assert stop_settings([str(path)]) == DEFAULTS, "the run says what is wrong with it"
+    overrides = ["callbacks.elastic_checkpoint.folder=a", "callbacks.elastic_checkpoint.grace=100s"]
+    config = stop_settings([str(path), *overrides])
+    assert config.grace_s == 100 and config.signals == ("SIGUSR2",)
+    assert stop_settings([]) == stop_settings(["script", "x"]) == DEFAULTS and DEFAULTS.grace_s == 25
