@@ -162,7 +162,7 @@ def sdd_act(
     h_RF = torch.empty_like(z_PRF[0])
     if z_PRF.numel():
         glu = len(weights) == 2
-        product = "glu" if glu else "sdd"
+        product = "glu" if glu else "act"
         tile = tile or choose(product, topology, a.dtype, columns=topology.widths[0], inner=a.shape[1])
         turned = tuple(weight.mT for weight in weights)
         _rows(

@@ -55,23 +55,26 @@ def fit(tile: SparseTile, block: int, itemsize: int, limit_bytes: int, operands:
 
 
 def choose(product: str, topology: Topology, dtype: torch.dtype, *, columns: int, inner: int) -> SparseTile:
-    """The tile of a product: sdd, glu (two of them and their activation), dsd or inner (the weights' gradients).
+    """The tile of a product: sdd, act (it and its activation), glu (two of them), dsd or inner (weights' gradients).
 
     Args:
         columns, inner: of a tile's row, and how deep it is on average.
     """
     device, block = topology.starts_M.device, topology.block
-    tile = _measured(product, inner) if _is_hopper(device) else SparseTile(bk=32, stages=4)
+    if _is_hopper(device):
+        tile = _measured(product, inner)
+    else:  # with an activation, four warps' registers would not do
+        tile = SparseTile(bk=32, stages=4, warps=8 if product in ("act", "glu") else 4)
     if dtype.itemsize == 4:
         tile = replace(tile, bk=32)
     if block < BLOCK:
         tile = replace(tile, bn=max(min(64, next_power_of_2(columns)), 16), bk=max(min(32, next_power_of_2(inner)), 16))
     bn = min(tile.bn, max(next_power_of_2(columns), block))
-    if product in ("sdd", "glu"):  # a tile covers whole blocks of one expert, or parts of one
+    if product in ("sdd", "act", "glu"):  # a tile covers whole blocks of one expert, or parts of one
         while bn > block and any(-(-width // block) * block % bn for width in topology.widths):
             bn //= 2
     if bn < tile.bn:
-        tile = replace(tile, bn=bn, warps=4)
+        tile = replace(tile, bn=bn, warps=8 if product in ("act", "glu") and bn >= BLOCK else 4)
     return fit(tile, block, dtype.itemsize, shared_bytes(device), operands=2 if product == "glu" else 1)
 
 
@@ -83,7 +86,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _measured(product: str, inner: int) -> SparseTile:
     """On an H100 (benchmarks/sparse_tiles.py)."""
     if product == "glu":
-        return SparseTile(bn=128, stages=4, warps=8)
+        return SparseTile(bn=128, bk=32, stages=6, warps=8)
     if product == "inner":
-        return SparseTile(bn=256, warps=8) if inner >= 512 else SparseTile()
+        return SparseTile(bn=256, warps=8) if inner >= 2048 else SparseTile(stages=3 if inner >= 512 else 2)
     return SparseTile(bn=256, stages=4, warps=8)

@@ -12,15 +12,11 @@ from __future__ import annotations
 import os
 
 import torch
-from foundry_moe_kernels import expert_products, permute, pointwise, products
+from foundry_moe_kernels import expert_products, permute
 from foundry_moe_kernels.expert_products import Tokens
-from foundry_moe_kernels.sparse_tiles import BLOCK
-from foundry_moe_kernels.topology import Topology, pack_topology, packed_topology_size, unpack_topology
 from torch import Tensor
 
-# Rows of x gathered for the weights' gradient at a time: halves of the columns above this size. The gather is what
-# the peak of the backward pass holds beside the gradients themselves.
-_GATHER_BYTES = 128 * 2**20
+from foundry_moe.ops import sparse_steps
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
@@ -45,31 +41,16 @@ def _planes(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.stack(weights))
 
 
-def _block(device: torch.device) -> int:
-    return BLOCK if device.type == "cuda" else 16
-
-
 def pack(offsets_E: Tensor, rows: int, hidden: int, hopper: bool) -> Tensor:
     """The table that all products of a layer share, int32: block rows for Hopper's kernels, otherwise the topology."""
-    if hopper:
-        return expert_products.pack_rows(offsets_E, rows)
-    return pack_topology(offsets_E, rows, [hidden] * offsets_E.shape[0], _block(offsets_E.device))
+    return expert_products.pack_rows(offsets_E, rows) if hopper else sparse_steps.pack(offsets_E, rows, hidden)
 
 
 def packed_size(offsets_E: Tensor, rows: int, hidden: int, hopper: bool) -> int:
     """Integers of `pack`."""
-    experts = offsets_E.shape[0]
     if hopper:
-        return expert_products.packed_size(experts, rows)
-    return packed_topology_size(rows, [hidden] * experts, _block(offsets_E.device))
-
-
-def _topology(offsets_E: Tensor, rows: int, hidden: int, packed: Tensor) -> Topology:
-    return unpack_topology(packed, rows, [hidden] * offsets_E.shape[0], _block(offsets_E.device))
-
-
-def _tf32() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
+        return expert_products.packed_size(offsets_E.shape[0], rows)
+    return sparse_steps.packed_size(offsets_E, rows, hidden)
 
 
 def _weights(w1_EFD: Tensor, v1_EFD: Tensor | None) -> tuple[Tensor, ...]:
@@ -100,10 +81,7 @@ def up(
     if rows == 0:
         return x_TD.new_empty(len(weights), 0, hidden), x_TD.new_empty(0, hidden)
     if not hopper:
-        topology = _topology(offsets_E, rows, hidden, packed)
-        return products.sdd_act(
-            x_TD, weights, topology, activation, source_R=source_R, choices=row_TK.shape[1], tf32=_tf32()
-        )
+        return sparse_steps.up(x_TD, weights, source_R, row_TK, offsets_E, packed, activation)
     ragged = expert_products.ragged_rows(offsets_E, rows, packed)
     tokens = _tokens(x_TD, source_R, row_TK, weights)
     x_RD = permute.permute(x_TD, row_TK, offsets_E, rows, zero_tail=False) if tokens is None else tokens
@@ -124,12 +102,10 @@ def down(
     rows = h_RF.shape[0]
     if rows == 0:
         return h_RF.new_zeros(row_TK.shape[0], w2_EDF.shape[1])
-    if hopper:
-        ragged = expert_products.ragged_rows(offsets_E, rows, packed)
-        y_RD = expert_products.rows_product(h_RF[None], (w2_EDF,), ragged, transposed=True)
-    else:
-        topology = _topology(offsets_E, rows, w2_EDF.shape[2], packed)
-        y_RD = products.dsd(h_RF, w2_EDF, topology, trans_b=True, tf32=_tf32(), zero_tail=False)
+    if not hopper:
+        return sparse_steps.down(h_RF, w2_EDF, weights_TK, row_TK, offsets_E, packed)
+    ragged = expert_products.ragged_rows(offsets_E, rows, packed)
+    y_RD = expert_products.rows_product(h_RF[None], (w2_EDF,), ragged, transposed=True)
     return permute.unpermute(y_RD, weights_TK, row_TK)
 
 
@@ -149,16 +125,15 @@ def down_backward_(
     rows = z_PRF.shape[1]
     if rows == 0:
         return torch.zeros_like(w2_EDF), _like_weights(weights_TK, row_TK, dy_TD).zero_()
-    dy_RD = permute.permute(dy_TD, row_TK, offsets_E, rows, zero_tail=False)
     if hopper:
+        dy_RD = permute.permute(dy_TD, row_TK, offsets_E, rows, zero_tail=False)
         ragged = expert_products.ragged_rows(offsets_E, rows, packed)
         h_RF, dots = expert_products.down_backward_(dy_RD, w2_EDF, z_PRF, ragged, activation, weights_TK, source_R)
         dw2_EDF = expert_products.weight_gradient(dy_RD[None], h_RF, ragged)[0]
     else:
-        topology = _topology(offsets_E, rows, w2_EDF.shape[2], packed)
-        h_RF = products.sdd(dy_RD, w2_EDF, topology, tf32=_tf32(), zero_tail=False)  # dh, and then h in its place
-        dots = pointwise.activation_backward_(h_RF, z_PRF, offsets_E, activation, weights_TK, source_R)
-        dw2_EDF = products.dds(dy_RD, h_RF, topology, trans_a=True, stacked=True, tf32=_tf32())
+        dw2_EDF, dots = sparse_steps.down_backward_(
+            dy_TD, z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, activation
+        )
     if weights_TK is None:
         return dw2_EDF, _like_weights(weights_TK, row_TK, dy_TD)
     assert dots is not None
@@ -190,35 +165,25 @@ def up_backward(
     dx_TD = torch.zeros_like(x_TD) if needs_dx and rows == 0 else x_TD.new_empty(0)
     if rows == 0:
         return dx_TD, w1_EFD.new_zeros(len(weights), experts, hidden, width)
-    ragged = expert_products.ragged_rows(offsets_E, rows, packed) if hopper else None
-    topology = None if hopper else _topology(offsets_E, rows, hidden, packed)
+    if not hopper:
+        return sparse_steps.up_backward(dz_PRF, x_TD, weights, source_R, row_TK, offsets_E, packed, needs_dx)
+    ragged = expert_products.ragged_rows(offsets_E, rows, packed)
     copied_RD = None
     if needs_dx:
-        if ragged is not None:
-            tokens = _tokens(x_TD, source_R, row_TK, weights)
-            beside = None
-            if tokens is not None and expert_products.copies(tokens):
-                copied_RD = x_TD.new_empty(rows, width)
-                beside = (tokens, copied_RD)
-            dx_RD = expert_products.rows_product(dz_PRF, _planes(weights), ragged, transposed=False, beside=beside)
-        else:
-            assert topology is not None
-            dx_RD = products.dsd(tuple(dz_PRF), weights, topology, tf32=_tf32(), zero_tail=False)
+        tokens = _tokens(x_TD, source_R, row_TK, weights)
+        beside = None
+        if tokens is not None and expert_products.copies(tokens):
+            copied_RD = x_TD.new_empty(rows, width)
+            beside = (tokens, copied_RD)
+        dx_RD = expert_products.rows_product(dz_PRF, _planes(weights), ragged, transposed=False, beside=beside)
         dx_TD = permute.unpermute(dx_RD, None, row_TK)
         del dx_RD
     dw_PEFD = torch.empty(len(weights), experts, hidden, width, dtype=w1_EFD.dtype, device=w1_EFD.device)
-    if ragged is not None and copied_RD is not None:
+    if copied_RD is not None:
         expert_products.weight_gradient(dz_PRF, copied_RD, ragged, out=dw_PEFD)
         return dx_TD, dw_PEFD
-    halves = 2 if rows * width * x_TD.element_size() > _GATHER_BYTES and width % 512 == 0 else 1
-    for part in range(halves):
-        columns = slice(part * width // halves, (part + 1) * width // halves)
+    for columns in sparse_steps.column_parts(rows, x_TD):
         x_RD = permute.permute(x_TD[:, columns], row_TK, offsets_E, rows, zero_tail=False)
-        if ragged is not None:
-            expert_products.weight_gradient(dz_PRF, x_RD, ragged, out=dw_PEFD[..., columns])
-        else:
-            assert topology is not None
-            for dz_RF, dw_EFD in zip(dz_PRF, dw_PEFD, strict=True):
-                products.dsd(dz_RF, x_RD, topology, trans_s=True, stacked=True, tf32=_tf32(), out=dw_EFD[..., columns])
-        del x_RD  # before the next half is gathered
+        expert_products.weight_gradient(dz_PRF, x_RD, ragged, out=dw_PEFD[..., columns])
+        del x_RD  # before the next part is copied
     return dx_TD, dw_PEFD
