@@ -1,12 +1,13 @@
 """Packaging. `kernels/` installs as `foundry_moe_kernels`: a package named `kernels` would shadow others."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-VERSION = "0.1.0"
+VERSION = re.findall(r'^__version__ = "(.+)"', (HERE / "foundry_moe/__init__.py").read_text(), re.MULTILINE)[0]
 
 REQUIRES = [
     "torch>=2.7",

@@ -213,6 +213,40 @@ UPCYCLE_NEEDS_WEIGHTS = (
 )
 
 
+def can_cut_rows(rows: int, *, shard: int, expert: int) -> bool:
+    """Whether `shard` can cut matrices of experts that have so many rows.
+
+    With experts divided over ranks it cuts the rows of each matrix, which must divide evenly: FSDP2 would pad them.
+    With `expert: 1` it may cut the experts instead.
+    """
+    return expert == 1 or rows % shard == 0
+
+
+def refuse_other_parallelism(*, tensor_parallel: bool, fsdp_version: str) -> None:
+    """Refuses what MoE layers do not go with.
+
+    Raises:
+        ValueError: tensor parallelism, or FSDP1.
+    """
+    if tensor_parallel:
+        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
+    if fsdp_version != "2":
+        raise ValueError(
+            f"FSDP_VERSION ({fsdp_version}): dMoE layers need FSDP2; set FSDP_VERSION=2 in the environment"
+        )
+
+
+def check_batch_size(batch_size: object, gpus: int) -> int:
+    """The batch size, once every GPU gets as many of its sequences.
+
+    Raises:
+        ValueError: no whole number, or no multiple of the number of GPUs.
+    """
+    if not isinstance(batch_size, int) or batch_size % gpus:
+        raise ValueError(f"global_train_batch_size ({batch_size}) must be a multiple of the number of GPUs ({gpus})")
+    return batch_size
+
+
 def check_compilation(run: Mapping[str, Any]) -> None:
     """Refuses to compile a whole model that FSDP2 wraps.
 
@@ -368,6 +402,11 @@ class MoEConfig:
     def mesh_config(self) -> MeshConfig | None:
         """The parsed `mesh`, or None where the user gave none."""
         return None if self.mesh is None else from_mapping(MeshConfig, self.mesh, "mesh")
+
+    def check_layers_of(self, num_layers: int) -> None:
+        """Raises ValueError where `layers` names one that a model of `num_layers` does not have."""
+        if isinstance(self.layers, tuple) and max(self.layers) >= num_layers:
+            raise ValueError(f"layers ({list(self.layers)}): the model has {num_layers}, so use 0 to {num_layers - 1}")
 
     def selects(self, layer_index: int) -> bool:
         """Whether the layer at this index gets experts. `{every: 2}` takes layers 1, 3, 5, ... as GShard does."""

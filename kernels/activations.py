@@ -3,10 +3,9 @@
 All arithmetic in fp32. Knows nothing of shapes. The twins are `reference.activate` and `reference.activation_grad`.
 """
 
-import os
-
 import triton
 import triton.language as tl
+from foundry_moe_kernels.interpreter import INTERPRETED
 
 NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 
@@ -14,7 +13,7 @@ _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _GELU_CUBIC = tl.constexpr(0.044715)
-_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+_PTX = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit

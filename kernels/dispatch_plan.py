@@ -1,8 +1,8 @@
-"""Plans which ranks tokens go to: each rank of a token once, rows sorted by rank, then by token; without sorting.
+"""Plans which ranks tokens are sent to: each rank of a token once, rows sorted by rank, then by token; without sorting.
 
-Two launches. The first counts, so that ranks can tell each other what will come; the second finds each row and packs
-what travels beside the tokens. Counts are sums of integers, so atomics change no bits. Tokens may leave in chunks, of
-ceil(T / H) tokens each: rows are then sorted by chunk first.
+Two launches. The first counts, so that ranks can tell each other how much they send; the second finds each row and
+packs what is sent beside the tokens. Counts are sums of integers, so atomics change no bits. Tokens may be sent in
+chunks of ceil(T / H) tokens: rows are then sorted by chunk first.
 
 Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, H chunks, N blocks of tokens, S rows.
 """
@@ -105,7 +105,7 @@ def count_rows(
 
     Args:
         experts_TK: contiguous integers; -1 is no choice. Rank e // local_experts has expert e.
-        nodes: slots, in which rows lie, are in order of a rank's place on its node, then of the node.
+        nodes: rows lie by slot: by a rank's index on its node, then by the node.
         chunks: H.
 
     Returns:

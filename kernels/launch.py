@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import triton
+from foundry_moe_kernels.interpreter import INTERPRETED
 from torch import Tensor
 
 _DIRECT = (
-    triton.__version__.startswith("3.6.")
-    and os.environ.get("TRITON_INTERPRET") != "1"
-    and os.environ.get("FOUNDRY_MOE_DIRECT_LAUNCH") != "0"
+    triton.__version__.startswith("3.6.") and not INTERPRETED and os.environ.get("FOUNDRY_MOE_DIRECT_LAUNCH") != "0"
 )
 if _DIRECT:
     from triton import knobs

@@ -1,6 +1,6 @@
 """The padded layout of token dropping: the slot of each choice, and tokens copied to their slots.
 
-Each slot is written once, by the program that reads its token; slots that nobody has are written as zeros.
+Each slot is written once, by the program that reads its token; unused slots are written as zeros.
 
 Shapes: T tokens, K choices, A = T * K assignments, E experts, C slots of an expert, R = E * C rows, D model width.
 """
@@ -66,7 +66,7 @@ class Sorted:
         )
 
     def assign_slots(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """int32: experts_TK and row_TK (e * C + slot), both -1 for who has no slot, and source_R (-1: nobody's)."""
+        """int32: experts_TK and row_TK (e * C + slot), both -1 for dropped choices, and source_R (-1: unused)."""
         shape, device = (self.tokens, self.choices), self.experts_A.device
         experts_TK = torch.empty(shape, dtype=torch.int32, device=device)
         row_TK = torch.empty_like(experts_TK)

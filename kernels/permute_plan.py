@@ -1,4 +1,4 @@
-"""Plans the ragged permutation on the device: a stable counting sort of choices by expert, without atomics.
+"""Plans permute on the device: a stable counting sort of choices by expert, without atomics.
 
 Three launches: counts of each block of choices, their running sums (for few choices part of the next), and each
 choice's row.

@@ -192,7 +192,7 @@ def _sum_spans_kernel(parts_ptr, out_ptr, spans, numbers, BLOCK: tl.constexpr):
 def _with_keys(jitter: Jitter | None, out: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Keys, the output, stream and the bits of the amount, as kernels take them."""
     if jitter is None:
-        return out, out, 0, 1  # read by nobody
+        return out, out, 0, 1  # not read
     return jitter.keys_T, out, jitter.stream, step_of(jitter.amount)
 
 

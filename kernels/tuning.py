@@ -21,7 +21,7 @@ TABLE = Path(__file__).with_name("hopper.json")
 class Tile:
     """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue.
 
-    `specialised` tiles run in `hopper_products`, where `warps`, `flatten` and `per_sm` have no say.
+    `specialised` tiles run in `hopper_products`, where `warps`, `flatten` and `per_sm` are not used.
     """
 
     bm: int = 128

@@ -11,7 +11,7 @@ from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.mesh import place_on_mesh
 from foundry_moe.algorithms.router_schedule import RouterSteps
-from foundry_moe.config import MoEConfig, from_mapping, with_keys
+from foundry_moe.config import MoEConfig, from_mapping, refuse_other_parallelism, with_keys
 from foundry_moe.layers.lookup import batch_context
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.conversion import apply_dmoe
@@ -88,9 +88,5 @@ def check_parallelism(state: State) -> None:
     Raises:
         ValueError: tensor parallelism, or FSDP1.
     """
-    if state.tp_config is not None:
-        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
-    if state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config):
-        raise ValueError(
-            "fsdp_config is read as FSDP1, which dMoE does not support: set FSDP_VERSION=2 in the environment"
-        )
+    fsdp1 = state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config)
+    refuse_other_parallelism(tensor_parallel=state.tp_config is not None, fsdp_version="1" if fsdp1 else "2")

@@ -11,6 +11,7 @@ from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.ranges import Fetcher, block_of, coalesce
 from foundry_moe.checkpoint.store import Store
+from foundry_moe.config import can_cut_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ExpertShapes:
         for (experts, width), name in self.sizes.items():
             if experts % expert:
                 return f"expert ({expert}) must divide the {experts} experts of {name}"
-            if expert > 1 and width % shard:
+            if not can_cut_rows(width, shard=shard, expert=expert):
                 return f"shard ({shard}) must divide dimension 1 ({width}) of {name}"
         return None
 

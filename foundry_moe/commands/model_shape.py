@@ -160,8 +160,7 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     hidden = int(ffn.get("ffn_hidden_size") or d_model * ratio)
     gated_ffn = ffn.get("ffn_type", "mptmlp") == "mptglu"
     gated = gated_ffn if moe.activation == AUTO else ACTIVATIONS[moe.activation].gated
-    if isinstance(moe.layers, tuple) and max(moe.layers) >= layers:
-        raise ValueError(f"layers ({list(moe.layers)}): the model has {layers}, so use 0 to {layers - 1}")
+    moe.check_layers_of(layers)
     biased = not model.get("no_bias", False)
     centred = "rms" not in str(model.get("norm_type", "low_precision_layernorm"))
     sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_moe.commands.model_shape import ModelShape, planned_moe, read_shape
-from foundry_moe.config import MeshConfig, MoEConfig, from_mapping
+from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size, from_mapping
 from foundry_moe.launch.run_config import check_run, load_run, plain
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
@@ -248,11 +248,10 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     spares, gpus = gpus - used, used
     mesh = plan_mesh(mesh_config, world_size=gpus, **machine)
     for rows, what in ((shape.expert_hidden, "expert_hidden_size"), (shape.d_model, "d_model")):
-        if rows % mesh.shard and mesh.expert > 1:
+        if not can_cut_rows(rows, shard=mesh.shard, expert=mesh.expert):
             raise ValueError(f"mesh.shard ({mesh.shard}) must divide {what} ({rows}), the rows of experts' matrices")
     microbatch = run.get("device_train_microbatch_size")
-    if not isinstance(batch, int) or batch % gpus:
-        raise ValueError(f"global_train_batch_size ({batch}) must be a multiple of the number of GPUs ({gpus})")
+    batch = check_batch_size(batch, gpus)
     if not isinstance(microbatch, int) or microbatch < 1:
         raise ValueError(
             f"device_train_microbatch_size ({microbatch!r}) must be a number to plan with: FSDP2 has no auto"

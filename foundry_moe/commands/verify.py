@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.commands.parity import CASES, HIDDEN, WIDTH, Case, run_case
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import Mesh, divisors, listed, plan_mesh
 
@@ -237,7 +237,7 @@ def check_mesh(mesh: Mesh, cases: Sequence[Case], devices: int | None) -> None:
     for case in cases:
         plan_mesh(config, world_size=ranks, ranks_per_node=ranks, num_experts=int(case.moe["num_experts"]))
     rows = math.gcd(WIDTH, HIDDEN)
-    if expert > 1 and rows % shard:
+    if not can_cut_rows(rows, shard=shard, expert=expert):
         raise ValueError(
             f"--mesh {replicate},{shard},{expert}: shard ({shard}) must divide the rows of the experts' matrices "
             f"({WIDTH} and {HIDDEN}): use {listed(divisors(rows))}"

@@ -25,6 +25,7 @@ from foundry_moe.config import (
     MoEConfig,
     check_compilation,
     from_mapping,
+    refuse_other_parallelism,
     section,
 )
 from foundry_moe.launch.foundry_keys import check_keys
@@ -234,11 +235,8 @@ def check_surroundings(run: Mapping[str, Any]) -> None:
     Raises:
         ValueError: tensor parallelism, or FSDP1.
     """
-    if run.get("tp_config"):
-        raise ValueError("tp_config: tensor parallelism does not go with dMoE layers; remove it and use mesh.expert")
-    version = os.environ.get("FSDP_VERSION", "2")
-    if run.get("fsdp_config") is not None and version != "2":
-        raise ValueError(f"FSDP_VERSION ({version}): dMoE layers need FSDP2; unset it, or set FSDP_VERSION=2")
+    version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
+    refuse_other_parallelism(tensor_parallel=bool(run.get("tp_config")), fsdp_version=version)
 
 
 def check_files(run: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import MeshConfig, check_batch_size
 from foundry_moe.parallel.mesh import plan_mesh
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def ranks_in_use(
     for ranks in range(world_size, 0, -unit):
         try:
             plan_mesh(config, world_size=ranks, ranks_per_node=ranks_per_node, num_experts=num_experts)
-            if isinstance(batch_size, int) and batch_size % ranks:
-                raise ValueError(f"global_train_batch_size ({batch_size}) must be a multiple of the number of GPUs")
+            if isinstance(batch_size, int):
+                check_batch_size(batch_size, ranks)
         except ValueError as error:
             reason = reason or error
         else:

@@ -26,14 +26,14 @@ def unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# from rows and a stream to the rows of other places, and what takes rows back from there
+# from rows and a stream to shuffled rows, and the function that undoes the shuffle
 Shuffle = Callable[[Tensor, int], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def stay(rows_TX: Tensor, stream: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The `Shuffle` of a process alone: the rows where they are, and what takes rows back from there.
+    """The `Shuffle` of one process: the rows as they are.
 
-    A `Shuffle` over processes exchanges rows at random; equal streams give equal shuffles.
+    A `Shuffle` over processes sends rows to random processes; equal streams give equal shuffles.
     """
     return rows_TX, unchanged
 
@@ -44,7 +44,7 @@ class GateContext:
 
     token_ids_BS: the ids of the batch [sequences, positions], or None where the model was not given any.
     mask_T: True for real tokens, False for padding; None = all are real.
-    progress: how far training is; None where nobody says.
+    progress: how far training is; None where nothing sets it.
     losses: names of the auxiliary losses that are wanted; none in evaluation.
     seed, layer: of the layer, for random numbers.
     sum_counts: from the counts of these tokens to those of all tokens that a balance loss is taken over; call it
@@ -66,7 +66,7 @@ class GateContext:
     keys: Callable[[], Tensor] | None = None
 
     def token_keys(self, num_tokens: int, device: torch.device) -> Tensor:
-        """int32 [T]: what random numbers of a token depend on; from its sequence, else from its place in the input."""
+        """int32 [T]: what a token's random numbers depend on; from its sequence, else its position in the input."""
         if self.keys is not None:
             return self.keys()
         return noise.mix(torch.arange(num_tokens, dtype=torch.int32, device=device))

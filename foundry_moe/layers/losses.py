@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from foundry_moe.ops.masked import masked_mean, masked_sum
-from foundry_moe.ops.softmax_topk import balance
+from foundry_moe.ops.softmax_topk import balance, z_loss
+
+__all__ = ["alignment_loss", "balance_loss", "chosen_with_new_noise", "importance_loss", "load_loss", "z_loss"]
 
 
 def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """E * sum_e f_e P_e: 1 when even (Fedus et al. 2021, equations 4 to 6, over all choices as in GShard's top-2).
+    """`foundry_moe.ops.softmax_topk.balance` from every token's probabilities.
 
     Args:
         probs_TE: router probabilities, rows sum to one.
@@ -21,11 +23,6 @@ def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = Non
             counts of many, the mean of this loss over them is the loss of all their tokens.
     """
     return balance(masked_mean(probs_TE, mask_T), counts_E)
-
-
-def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """The mean of logsumexp(logits)^2 (Zoph et al. 2022, ST-MoE, equation 5)."""
-    return masked_mean(torch.logsumexp(logits_TE, dim=-1).square(), mask_T)
 
 
 def variation_squared(totals_E: Tensor) -> Tensor:

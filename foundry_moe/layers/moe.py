@@ -30,7 +30,7 @@ class MoELayer(nn.Module):
     Args:
         d_model: D.
         config: with `expert_hidden_size` and `activation` resolved (no `auto`).
-        layer_index: place among the model's layers; seeds the weights.
+        layer_index: among the model's layers; seeds the weights.
         num_layers: layers of the model, for the scale of the output projections.
         context: shared by the layers of a model.
         returns_logits: return (output, router logits) as Hugging Face's MoE blocks do.

@@ -54,8 +54,7 @@ def apply_dmoe(
             stacklevel=2,
         )
         return []
-    if isinstance(config.layers, tuple) and max(config.layers) >= len(blocks):
-        raise ValueError(f"layers ({list(config.layers)}): the model has {len(blocks)}, so use 0 to {len(blocks) - 1}")
+    config.check_layers_of(len(blocks))
     context = BatchContext()
     layers = []
     for index, (name, module, block) in enumerate(blocks):

@@ -92,7 +92,7 @@ def plan_plain(
 
 
 def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor:
-    """x_SD: tokens copied to their rows; rows of nobody are undefined. Without gradient.
+    """x_SD: tokens copied to their rows; unused rows are undefined. Without gradient.
 
     Args:
         rows: S; None = T * C, as many as there could be.

@@ -17,7 +17,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _traced(args: Sequence[Any]) -> bool:
-    """Whether a compiler looks on, or works with stand-ins for tensors, of which the first argument is one."""
+    """Whether `torch.compile` traces this call, or the first argument is a fake tensor or another subclass."""
     return torch.compiler.is_compiling() or type(args[0]) not in _PLAIN
 
 

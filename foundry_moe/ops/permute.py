@@ -23,7 +23,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class PermutePlan:
-    """Rows sorted by expert, then by assignment (token-major). Rows past `offsets_E[-1]` belong to nobody.
+    """Rows sorted by expert, then by assignment (token-major). Rows past `offsets_E[-1]` are unused.
 
     experts_TK: int32, the expert of each choice; -1 where a token has no such choice.
     tokens_per_expert_E: int32.

@@ -19,12 +19,12 @@ def positions_in_expert(expert_A: Tensor, experts: int, priority_A: Tensor | Non
     """Each choice's position, from 0, among those of its expert, and the loads.
 
     Args:
-        expert_A: int64 in [0, E]; E is a bin of its own, for choices of nobody.
+        expert_A: int64 in [0, E]; E is a bin of its own, for what is no choice.
         priority_A: fp32, highest first, equals in order; None = all in order.
 
     Returns:
         position_A: int64.
-        load_E1: int64, choices of each expert and, last, of nobody.
+        load_E1: int64, choices of each expert and, last, of none.
     """
     if priority_A is None:
         order_A = torch.argsort(expert_A, stable=True)

@@ -87,6 +87,11 @@ def softmax_topk(
     )
 
 
+def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """The mean of logsumexp(logits)^2 (Zoph et al. 2022, ST-MoE, equation 5)."""
+    return masked_mean(torch.logsumexp(logits_TE, dim=-1).square(), mask_T)
+
+
 def balance(mean_E: Tensor, counts_E: Tensor) -> Tensor:
     """E * sum_e f_e P_e: 1 when even (Fedus et al. 2021, equations 4 to 6, over all choices as in GShard's top-2).
 
@@ -123,7 +128,7 @@ def _plain(
         experts_TK = experts_TK.masked_fill(dropped_TK, -1)
         weights_TK = weights_TK.masked_fill(dropped_TK, 0)
     mean_E = masked_mean(probs_TE, mask_T)
-    z = masked_mean(torch.logsumexp(logits_TE, dim=-1).square(), mask_T)
+    z = z_loss(logits_TE, mask_T)
     loss = balance(mean_E, counts_E) if with_balance else None
     return weights_TK, experts_TK, None, mean_E, counts_E, z, None, loss
 

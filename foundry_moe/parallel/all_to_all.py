@@ -91,7 +91,7 @@ class AllToAll(Protocol):
     """Moves rows between the ranks of an expert group.
 
     size, rank: of the group.
-    nodes: rows lie in slots when they are sent, by a rank's place on its node, then by the node; 1 = by rank.
+    nodes: rows to send lie by slot: by a rank's index on its node, then by the node; 1 = by rank.
     """
 
     size: int
@@ -170,7 +170,7 @@ class FlatAllToAll:
 
 
 class HierarchicalAllToAll:
-    """First within the node, to the rank that has the destination's place; then between nodes, among equal places.
+    """First within the node, to the rank with the destination's index; then between nodes, among ranks of one index.
 
     A message between nodes is L times as long, and there are L times fewer: 2DH of Tutel (Hwang et al. 2022,
     arXiv 2206.03382, section 4.3), the balanced form of HetuMoE's gather, exchange and scatter (Nie et al. 2022,

@@ -1,7 +1,7 @@
-"""The token dispatcher of expert parallelism, dropless: a token is sent once to each rank that has an expert of its.
+"""The token dispatcher of expert parallelism, dropless: a token is sent once to each rank that has one of its experts.
 
 That rank sums the weighted outputs of its experts, and one result comes back: with 64 experts on 4 ranks and top-8,
-2.7 rows a token leave a rank instead of 6. Moves tokens only: it must not know how experts compute, nor how
+a rank sends 2.7 rows a token instead of 6. Moves tokens only: it must not know how experts compute, nor how
 parameters are sharded.
 
 Messages are started by one node of the autograd graph and waited for by a later one, so that what stands between

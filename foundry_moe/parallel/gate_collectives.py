@@ -1,4 +1,4 @@
-"""What gates share between processes: sums of counts, agreed sizes, and the shuffle of BASE layers.
+"""The collectives of gates: sums of counts, the largest of sizes, and the shuffle of BASE layers.
 
 Must not know gates, layers or Composer.
 
@@ -44,7 +44,7 @@ class GateCollectives:
             stream: seeds the draw, together with the rank.
 
         Returns:
-            rows_SX, and the function that takes rows of S back to the places of T that they came from.
+            rows_SX, and the function that sends rows of S back to the positions in T that they came from.
         """
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         tokens, device = rows_TX.shape[0], rows_TX.device
@@ -56,13 +56,13 @@ class GateCollectives:
         dist.all_to_all_single(received_P, sent_P.to(device), group=self.group)
         sent, received = sent_P.tolist(), received_P.tolist()
 
-        def exchange(rows: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
+        def all_to_all(rows: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
             out = rows.new_empty(sum(incoming), *rows.shape[1:])
             dist.all_to_all_single(out, rows.contiguous(), incoming, outgoing, group=self.group)
             return out
 
         def give_back(rows_S: Tensor) -> Tensor:
-            rows_T = exchange(rows_S, received, sent)
+            rows_T = all_to_all(rows_S, received, sent)
             return torch.empty_like(rows_T).index_copy(0, order_T, rows_T)
 
-        return exchange(rows_TX[order_T], sent, received), give_back
+        return all_to_all(rows_TX[order_T], sent, received), give_back

@@ -87,7 +87,7 @@ class MeshPlan:
 
     @property
     def expert_ranks_per_node(self) -> int:
-        """Ranks of one expert group on one of its nodes; for a hierarchical exchange."""
+        """Ranks of one expert group on one of its nodes; for a hierarchical all-to-all."""
         return min(self.expert, self.ranks_per_node)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
@@ -158,7 +158,7 @@ def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_e
         if widths[name] == AUTO:
             widths[name], left = left, 1
     plan = MeshPlan(**widths, ranks_per_node=min(ranks_per_node, world_size))
-    return MeshPlan(**{**vars(plan), "all_to_all": _choose_exchange(config.all_to_all, plan)})
+    return MeshPlan(**{**vars(plan), "all_to_all": _choose_all_to_all(config.all_to_all, plan)})
 
 
 def _left_over(widths: dict[str, int | str], world_size: int) -> int:
@@ -180,7 +180,7 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
     return world_size // product
 
 
-def _choose_exchange(wanted: str, plan: MeshPlan) -> str:
+def _choose_all_to_all(wanted: str, plan: MeshPlan) -> str:
     whole_nodes = plan.expert % plan.ranks_per_node == 0
     if wanted == HIERARCHICAL and plan.expert > plan.ranks_per_node and not whole_nodes:
         raise ValueError(
@@ -188,7 +188,7 @@ def _choose_exchange(wanted: str, plan: MeshPlan) -> str:
             f"{plan.ranks_per_node} GPUs: use a multiple of {plan.ranks_per_node}, or all_to_all: flat"
         )
     spans = plan.expert > plan.ranks_per_node and whole_nodes
-    # with one rank a node there is nothing to gather within it; with one node nothing to exchange between
+    # with one rank a node there is nothing to gather within it; with one node nothing to send between
     useful = spans and plan.ranks_per_node > 1
     return HIERARCHICAL if useful and wanted != FLAT else FLAT
 
@@ -200,8 +200,8 @@ class Meshes:
     dense: for parameters outside the experts: 1-D (shard_expert,), or 2-D (replicate, shard_expert).
     experts: for `fully_shard` of experts: 1-D (shard,), or 2-D (replicate, shard).
     expert: 1-D, the dimension on which experts are `Shard(0)`.
-    node_group, peer_group: for a hierarchical exchange, the expert group's ranks on this node, and those with
-        this rank's place on every node; None for a flat one.
+    node_group, peer_group: for a hierarchical all-to-all, the expert group's ranks on this node, and those with
+        this rank's index on every node; None for a flat one.
     """
 
     plan: MeshPlan

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel.all_to_all import build_all_to_all
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
@@ -123,7 +123,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, chunks: int) -> None:
         if all_to_all is not None:
             layer.context.sum_over_group = GateCollectives(meshes.expert.get_group()).sum
             layer.dispatcher = AllToAllDispatcher(all_to_all, num_experts=layer.num_experts, chunks=chunks)
-            # a compiled block leaves these to the host: how many rows experts receive differs from call to call
+            # not compiled: how many rows experts receive differs from call to call, and is read on the host
             layer.experts.forward = torch.compiler.disable(layer.experts.forward)
 
 
@@ -140,9 +140,9 @@ def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
         return 0
     for parameter_name, parameter in experts.named_parameters():
         rows = parameter.shape[1]
-        if rows % plan.shard:
-            if plan.expert == 1:
-                return 0
+        if plan.expert == 1 and rows % plan.shard:
+            return 0
+        if not can_cut_rows(rows, shard=plan.shard, expert=plan.expert):
             valid = [d for d in divisors(plan.world_size // plan.expert) if rows % d == 0]
             raise ValueError(
                 f"mesh.shard ({plan.shard}) must divide the rows ({rows}) of an expert's matrices "
@@ -225,7 +225,7 @@ def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, new: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Puts placed parameters in the place of the old ones, group by group.
+    """Replaces the old parameters by the placed ones, group by group.
 
     Raises:
         ValueError: the optimizer has stepped; its state would be of other shapes.

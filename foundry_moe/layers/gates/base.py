@@ -61,7 +61,7 @@ class BaseGate(LinearGate):
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
-        """Orthogonal rows of length 0.1, as the authors' code (fairseq) has them; `std` has no say."""
+        """Orthogonal rows of length 0.1, as the authors' code (fairseq) has them; `std` is not used."""
         experts, width = self.weight_ED.shape
         device = self.weight_ED.device
         tall = (max(experts, width), min(experts, width))

@@ -108,11 +108,11 @@ class Gate(nn.Module):
         """How far training is.
 
         Raises:
-            ValueError: nobody says; a schedule would stand still without a word.
+            ValueError: nothing has set it; a schedule would silently stand still.
         """
         if context.progress is None:
             raise ValueError(
-                f"gate {type(self).__name__} follows the training's time, which nobody gives it: add "
+                f"gate {type(self).__name__} follows the training's progress, which nothing sets: add "
                 "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or set "
                 "`batch_context(model).progress`"
             )

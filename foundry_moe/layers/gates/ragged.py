@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext, unchanged
+from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.topk import pack
 
 
@@ -28,7 +29,7 @@ def pack_choices(
     Returns:
         experts_TK int64, weights_TK, and how many choices there are in all.
     """
-    if rows is not None and ranked_TE.is_cuda and context.largest is unchanged:
+    if rows is not None and on_gpu()(ranked_TE) and context.largest is unchanged:
         columns = ranked_TE.shape[1]
     else:
         number_T = (ranked_TE >= 0).sum(-1)
