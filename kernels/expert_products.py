@@ -116,7 +116,7 @@ def _check_operands(a_PRK: Tensor | Tokens, weights: tuple[Tensor, ...], rows: R
     experts = rows.offsets_E.shape[0]
     if a_PRK.shape[-2:] != (rows.num_rows, k):
         raise ValueError(
-            f"the rows {tuple(a_PRK.shape)} must be [planes, {rows.num_rows}, {k}] to fit routes and weights"
+            f"the rows {tuple(a_PRK.shape)} must be [planes, {rows.num_rows}, {k}] to fit the plan and the weights"
         )
     for weight in weights:
         if weight.shape != weights[0].shape or weight.shape[0] != experts or weight.stride() != weights[0].stride():

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.config import MoEConfig, one_of, section
+from foundry_moe.config import MoEConfig, check_batch_size, one_of, section
 from foundry_moe.launch.foundry_keys import MPTS, known_names, table
 
 _TIME = re.compile(r"\s*[0-9][0-9_]*(\.[0-9]+)?(e[+-]?[0-9]+)?\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
@@ -58,8 +58,8 @@ def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) ->
         ValueError: the batch cannot be divided, or a mesh has no FSDP2 to place the rest of the model.
     """
     batch = run.get("global_train_batch_size")
-    if isinstance(batch, int) and batch % used:
-        raise ValueError(f"global_train_batch_size ({batch}) must be a multiple of the number of GPUs ({used})")
+    if isinstance(batch, int):
+        check_batch_size(batch, used)
     placed = config is not None and (config.mesh is not None or "dmoe_mesh" in section(run, "algorithms"))
     if placed and used > 1 and run.get("fsdp_config") is None:
         raise ValueError("mesh is for FSDP2, which this run does not ask for: add `fsdp_config: {}` to it")

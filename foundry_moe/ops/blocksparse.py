@@ -10,10 +10,10 @@ Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, P
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
+from foundry_moe_kernels.interpreter import INTERPRETED
 from torch import Tensor
 
 from foundry_moe.ops import expert_steps as steps
@@ -141,7 +141,7 @@ def _fake_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offset
     return x_TD.new_empty(row_TK.shape[0], w2_EDF.shape[1])
 
 
-@operator("expert_mlp", _fake_mlp)
+@operator("expert_recompute", _fake_mlp)
 def _mlp(
     x_TD: Tensor,
     w1_EFD: Tensor,
@@ -220,12 +220,12 @@ def _mlp_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
 
 expert_up = differentiable(_up, _save_up, _up_gradient)
 expert_down = differentiable(_down, _save_down, _down_gradient)
-expert_mlp = differentiable(_mlp, _save_mlp, _mlp_gradient)
+expert_recompute = differentiable(_mlp, _save_mlp, _mlp_gradient)
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run here: fp32, fp16 or bf16 on CUDA, or anywhere in Triton's interpreter (no bf16 there)."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         return dtype in (torch.float32, torch.float16)
     return device.type == "cuda" and dtype in _DTYPES
 
@@ -256,6 +256,6 @@ def blocksparse_mlp(
     packed = _pack(plan.offsets_E, plan.num_rows, w2_EDF.shape[2], hopper)
     rows = (plan.source_R, plan.row_TK, plan.offsets_E, packed, hopper)
     if memory == "recompute":
-        return expert_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *rows, activation)
+        return expert_recompute(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *rows, activation)
     z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *rows, activation)
     return expert_down(z_PRF, h_RF, w2_EDF, weights_TK, *rows, activation)

@@ -1,0 +1,80 @@
+"""Every operator that chooses between a kernel and its plain twin gets the same from both."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+from foundry_moe import ops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS, EXPERTS, WIDTH, K = 37, 5, 24, 3
+
+
+def operators():
+    """All functions that `twins` has made, by module and name."""
+    found = {}
+    for info in pkgutil.iter_modules(ops.__path__):
+        module = importlib.import_module(f"foundry_moe.ops.{info.name}")
+        found |= {f"{info.name}.{name}": op for name, op in vars(module).items() if hasattr(op, "plain")}
+    return found
+
+
+def operands():
+    """For each operator, and which of its results to compare (None = all): the plain twin may leave some out."""
+    experts_TK = torch.stack([torch.randperm(EXPERTS)[:K] for _ in range(TOKENS)])
+    experts_TK[torch.rand(TOKENS, K) < 0.3] = -1
+    experts_TK[experts_TK == 2] = -1  # an expert without tokens
+    experts_TK = experts_TK.to(DEVICE)
+    mask_T = torch.rand(TOKENS, device=DEVICE) < 0.7
+    plan = ops.plan_permute(experts_TK, EXPERTS)
+    rows = (plan.source_R, plan.row_TK, plan.offsets_E)
+    x_TD = torch.randn(TOKENS, WIDTH, device=DEVICE)
+    y_RD, weights_TK = torch.randn(TOKENS * K, WIDTH, device=DEVICE), torch.rand(TOKENS, K, device=DEVICE)
+    scores_TE = torch.randn(TOKENS, EXPERTS, device=DEVICE)
+    ranked_TE = scores_TE.abs().masked_fill(torch.rand(TOKENS, EXPERTS, device=DEVICE) < 0.5, -1)
+    keys_T = torch.randint(-(2**31), 2**31, (TOKENS,), dtype=torch.int64, device=DEVICE).int()
+    weight_ED = torch.randn(EXPERTS, WIDTH, device=DEVICE)
+    counts_E = torch.tensor([3, 0, 7, 1, 1], device=DEVICE)
+    number_1 = torch.tensor([4], device=DEVICE)
+    return {
+        "permute._plan": ((experts_TK, EXPERTS), None),
+        "permute._permute": ((x_TD, *rows), None),
+        "permute._unpermute": ((y_RD, weights_TK, *rows), None),
+        "topk._topk": ((scores_TE, K), None),
+        "topk._pack": ((ranked_TE, ranked_TE, EXPERTS), None),
+        "topk._keep_largest": ((ranked_TE.t(), number_1, 0), None),
+        "topk._count_choices": ((experts_TK, EXPERTS, mask_T), None),
+        "softmax_topk._softmax_topk": (
+            (scores_TE, 2, True, 2.5, -77, 1, mask_T, keys_T, True, True),
+            (0, 1, 3, 4, 5, 7),
+        ),
+        "softmax_topk._balance": ((scores_TE.softmax(-1).mean(0), counts_E), (0,)),
+        "router_logits._router_logits": ((x_TD, weight_ED, None, 0.0, 0), None),
+        "noise._uniform": ((keys_T, 7, -5), None),
+        "noise._scale": ((x_TD, keys_T, 0.25, 9), None),
+    }
+
+
+def test_every_operator_with_twins_is_compared_here():
+    assert set(operators()) == set(operands())
+
+
+@pytest.mark.parametrize("name", sorted(operands()))
+def test_the_kernel_gives_what_its_plain_twin_gives(name):
+    if DEVICE == "cuda" and name == "router_logits._router_logits":
+        pytest.skip("takes bf16 on a GPU: tests/kernels/test_router_logits.py")
+    op = operators()[name]
+    inputs, compared = operands()[name]
+    ours, theirs = op.triton(*inputs), op.plain(*inputs)
+    ours, theirs = (r if isinstance(r, tuple) else (r,) for r in (ours, theirs))
+    for i in compared or range(len(theirs)):
+        # fp32 sums of 24 products or of 37 tokens in another order; whole numbers are equal
+        torch.testing.assert_close(ours[i], theirs[i], rtol=1e-5, atol=1e-5)
+
+
+def test_operands_on_a_cpu_take_the_plain_twin(monkeypatch):
+    scores_TE = torch.randn(4, 5)
+    monkeypatch.setattr(ops.topk.kernels, "topk", lambda *_: pytest.fail("a kernel was asked for"))
+    assert ops.topk.topk(scores_TE, 2)[1].shape == (4, 2)
