@@ -7,14 +7,17 @@ import sys
 from collections.abc import Sequence
 
 from foundry_moe import __version__
-from foundry_moe.commands import checkpoints
 from foundry_moe.commands.check import add_check_parser
 from foundry_moe.commands.parsers import add_plan_parser, add_verify_parser
 from foundry_moe.launch.errors import run_cleanly
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All commands; each sets `run`, a function from the parsed arguments to an exit code."""
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """All commands; each sets `run`, a function from the parsed arguments to an exit code.
+
+    Args:
+        command: the one that is called. The parser of `checkpoints`, which needs torch, is only named for others.
+    """
     parser = argparse.ArgumentParser(
         prog="foundry-moe", description="Dropless Mixture-of-Experts for Composer and LLM Foundry."
     )
@@ -23,13 +26,19 @@ def build_parser() -> argparse.ArgumentParser:
     add_check_parser(commands)
     add_verify_parser(commands)
     add_plan_parser(commands)
-    checkpoints.add_parser(commands)
+    if command == "checkpoints":
+        from foundry_moe.commands import checkpoints
+
+        checkpoints.add_parser(commands)
+    else:
+        commands.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
     return parser
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed arguments; `key=value` may stand after options too, which argparse alone does not take."""
-    parser = build_parser()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser(arguments[0] if arguments else None)
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

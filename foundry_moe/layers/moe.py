@@ -14,8 +14,9 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.aux_loss import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts, SharedExpert
-from foundry_moe.layers.gates.factory import build_gate, resolve_losses
+from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Choices
+from foundry_moe.layers.gates.rules import resolve_losses
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.topk import count_choices

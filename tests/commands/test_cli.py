@@ -137,7 +137,7 @@ def test_a_mesh_that_cannot_be_verified_is_one_line(capsys, arguments, sentence)
 
 def test_importing_the_command_needs_no_trainer():
     """`--help` on a login node answers in seconds."""
-    heavy = ("composer", "llmfoundry", "transformers", "boto3", "triton")
+    heavy = ("torch", "numpy", "composer", "llmfoundry", "transformers", "boto3", "triton")
     code = f"import sys, foundry_moe.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

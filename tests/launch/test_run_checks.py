@@ -104,7 +104,7 @@ def test_the_table_of_keys_is_that_of_the_installed_packages() -> None:
 
 
 def test_checking_imports_no_trainer() -> None:
-    heavy = ("composer", "llmfoundry", "transformers", "boto3")
+    heavy = ("torch", "numpy", "composer", "llmfoundry", "transformers", "boto3", "triton")
     code = (
         "import sys; from foundry_moe.cli import main\n"
         f"try: main(['check', {DEMO!r}])\n"

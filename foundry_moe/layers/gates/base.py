@@ -5,14 +5,15 @@ Shapes: T tokens, D model width, E experts, S tokens of the assignment that this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import BaseKeys
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.ops.assignment import assign
 from foundry_moe.ops.topk import topk
@@ -33,31 +34,12 @@ class BaseGate(LinearGate):
         ValueError: `top_k` other than 1; in training, fewer tokens than experts.
     """
 
-    LOSSES: ClassVar[frozenset[str]] = frozenset()
-    DEFAULT_LOSSES: ClassVar[dict[str, float]] = {}
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"epsilon", "rounds"})
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Gate.Config):
-        """
-        epsilon: tolerance of the auction, in standard deviations of a token's scores.
-        rounds: of the auction at most.
-        """
-
-        epsilon: float = 0.01
-        rounds: int = 16
-
-        def __post_init__(self) -> None:
-            if self.epsilon <= 0:
-                raise ValueError(f"epsilon ({self.epsilon}) must be above 0: it is what a bid raises a price by")
-            if self.rounds < 0:
-                raise ValueError(f"rounds ({self.rounds}) must be 0 or more")
-
-    config: Config
-
-    def __init__(self, config: Config, **shape: Any) -> None:
-        super().__init__(config, **shape)
-        self.need_top_k(1, "gate base assigns a token to one expert")
+    LOSSES: ClassVar[frozenset[str]] = BaseKeys.LOSSES
+    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = BaseKeys.DEFAULT_LOSSES
+    Config = BaseKeys
+    config: BaseKeys
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:

@@ -5,16 +5,16 @@ Shapes: T tokens, D model width, E experts, K choices a token at most in this ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from foundry_moe.config import said
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import DenseToSparseKeys
 from foundry_moe.layers.gates.ragged import pack_choices
-from foundry_moe.layers.schedule import A_TIME, parse_duration, parse_schedule
+from foundry_moe.layers.schedule import parse_duration, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.masked import masked_sum
 from foundry_moe.ops.softmax_topk import softmax_topk
@@ -44,37 +44,11 @@ class DenseToSparseGate(LinearGate):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"temperature", "threshold", "hard_after", "max_experts"})
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Gate.Config):
-        """
-        temperature: a number or a schedule, above 0.
-        threshold: of g, in [0, 1). A token's best expert is chosen in any case.
-        hard_after: a time such as 2000ba; empty = never.
-        max_experts: of a token, its best ones above the threshold; 0 = all of them, as in the paper.
-        """
+    Config = DenseToSparseKeys
+    config: DenseToSparseKeys
 
-        temperature: float | dict[str, Any] = field(
-            default_factory=lambda: {"start": 1.0, "end": 0.5, "until": "0.5dur", "shape": "exponential"}
-        )
-        threshold: float = 1e-3
-        hard_after: str = field(default="", metadata=said(A_TIME))
-        max_experts: int = 0
-
-        def __post_init__(self) -> None:
-            if parse_schedule(self.temperature, "temperature").bounds[0] <= 0:
-                raise ValueError(f"temperature ({self.temperature}) must be above 0")
-            if not 0 <= self.threshold < 1:
-                raise ValueError(f"threshold ({self.threshold}) must be at least 0 and below 1")
-            if self.hard_after:
-                parse_duration(self.hard_after, "hard_after")
-            if self.max_experts < 0:
-                raise ValueError(f"max_experts ({self.max_experts}) must be 0 (no limit) or more")
-
-    config: Config
-
-    def __init__(self, config: Config, **shape: Any) -> None:
+    def __init__(self, config: DenseToSparseKeys, **shape: Any) -> None:
         super().__init__(config, **shape)
-        self.need_top_k(1, "gate dense_to_sparse has one expert a token in the end, and decides itself before")
         self.temperature = parse_schedule(config.temperature, "temperature")
         self.hard_after = parse_duration(config.hard_after, "hard_after") if config.hard_after else None
 

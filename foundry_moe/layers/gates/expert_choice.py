@@ -6,6 +6,7 @@ Shapes: T tokens, D model width, E experts, C tokens an expert takes, K choices 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import ExpertChoiceKeys
 from foundry_moe.layers.gates.ragged import pack_choices
 from foundry_moe.layers.losses import z_loss
 from foundry_moe.ops.topk import keep_largest
@@ -29,8 +31,9 @@ class ExpertChoiceGate(LinearGate):
     loss of a causal model is not one that it could have when it generates.
     """
 
-    LOSSES: ClassVar[frozenset[str]] = frozenset({"z"})
-    DEFAULT_LOSSES: ClassVar[dict[str, float]] = {}
+    LOSSES: ClassVar[frozenset[str]] = ExpertChoiceKeys.LOSSES
+    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = ExpertChoiceKeys.DEFAULT_LOSSES
+    Config = ExpertChoiceKeys
 
     def __init__(self, config: Any, **shape: Any) -> None:
         super().__init__(config, **shape)

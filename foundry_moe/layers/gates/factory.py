@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from foundry_moe.config import from_mapping, nearest
+from foundry_moe.config import from_mapping
 from foundry_moe.layers.gates.gate import Gate
-
-# of entry points, for gates of other packages; one of the name of a gate of ours wins
-GROUP = "foundry_moe_gates"
+from foundry_moe.layers.gates.rules import gates_of_others, no_such_gate
 
 _BUILT_IN = {
     "base": "foundry_moe.layers.gates.base:BaseGate",
@@ -34,14 +31,13 @@ def find_gate(name: str) -> type[Gate]:
     Raises:
         ValueError: no such gate; the nearest name is given.
     """
-    # up to version 0.1 this package listed its own gates there too: an old installation must not shadow these
-    installed = {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
+    installed = gates_of_others()
     if name in installed:
         return installed[name].load()
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
         return getattr(import_module(module), attribute)
-    raise ValueError(f"gate.name: there is no gate {name!r}; {nearest(name, {*installed, *_BUILT_IN})}")
+    raise no_such_gate(name)
 
 
 def build_gate(
@@ -61,29 +57,3 @@ def build_gate(
     cls = find_gate(settings["name"])
     config = from_mapping(cls.Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
     return cls(config, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
-
-
-def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:
-    """Checks a gate's keys and losses, and that they go with these numbers, before anything is built.
-
-    Raises:
-        ValueError: see `build_gate` and `resolve_losses`.
-    """
-    names = resolve_losses(settings, losses)
-    build_gate(settings, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
-
-
-def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:
-    """The weights of a gate's auxiliary losses, those of weight zero left out; `auto` is what the gate wants.
-
-    Raises:
-        ValueError: see `build_gate`; or a loss that this gate does not have.
-    """
-    cls = find_gate(settings["name"])
-    if isinstance(losses, str):
-        return dict(cls.DEFAULT_LOSSES)
-    for name, weight in losses.items():
-        if name not in cls.LOSSES and weight:
-            known = nearest(name, cls.LOSSES) if cls.LOSSES else "it has none: write loss: {}"
-            raise ValueError(f"loss.{name}: gate {settings['name']} has no such loss; {known}")
-    return {name: float(weight) for name, weight in losses.items() if weight}

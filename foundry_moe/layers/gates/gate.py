@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_moe.layers.context import GateContext, unchanged
+from foundry_moe.layers.gates.keys import GateKeys, LinearKeys, need_top_k
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import balance_loss, z_loss
 from foundry_moe.layers.schedule import Progress, Schedule
@@ -58,9 +59,7 @@ class Gate(nn.Module):
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {}
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Keys of `gate` beside `name`."""
+    Config = GateKeys
 
     def __init__(
         self,
@@ -73,6 +72,8 @@ class Gate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(config, GateKeys):
+            config.check(num_experts, top_k)
         self.config = config
         self.d_model = d_model
         self.num_experts = num_experts
@@ -120,8 +121,7 @@ class Gate(nn.Module):
 
     def need_top_k(self, top_k: int, why: str) -> None:
         """Raises ValueError unless the user's `top_k` is this."""
-        if self.top_k != top_k:
-            raise ValueError(f"top_k ({self.top_k}) must be {top_k}: {why}")
+        need_top_k(self.top_k, top_k, why)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         """As nn.Module's, but a cast of the model leaves buffers in their dtype: a bf16 bias would lose its steps."""
@@ -137,8 +137,8 @@ class Gate(nn.Module):
 class LinearGate(Gate):
     """A gate that scores experts by a linear map, computed in fp32 whatever the model's precision."""
 
-    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z"})
-    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {"balance": 0.01}
+    LOSSES: ClassVar[frozenset[str]] = LinearKeys.LOSSES
+    DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = LinearKeys.DEFAULT_LOSSES
 
     def __init__(
         self,

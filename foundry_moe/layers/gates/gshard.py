@@ -5,13 +5,13 @@ Shapes: T tokens, D model width, E experts, K = 2 choices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import GShardKeys
 from foundry_moe.ops.softmax_topk import Draw, softmax_topk
 
 _SECOND = 2
@@ -30,19 +30,8 @@ class GShardGate(LinearGate):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"random_second"})
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Gate.Config):
-        """
-        random_second: false keeps every second expert in training too.
-        """
-
-        random_second: bool = True
-
-    config: Config
-
-    def __init__(self, config: Config, **shape: Any) -> None:
-        super().__init__(config, **shape)
-        self.need_top_k(2, "gate gshard chooses two experts")
+    Config = GShardKeys
+    config: GShardKeys
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance` over first choices, as in the paper, and `z`."""

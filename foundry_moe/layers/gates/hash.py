@@ -6,18 +6,15 @@ Shapes: B sequences, S positions, T tokens, E experts, V vocabulary.
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from foundry_moe.config import one_of
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, Gate
+from foundry_moe.layers.gates.keys import HashKeys, read_counts
 from foundry_moe.ops import noise
 
 _TOKEN, _PAIR = 4, 5
@@ -38,30 +35,12 @@ class HashGate(Gate):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"frequencies"})  # the table itself is in the checkpoint
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Gate.Config):
-        """
-        table: random | balanced | bigram | position.
-        frequencies: for `balanced`, a JSON file: a list with the number of occurrences of each token id.
-        """
-
-        table: str = "random"
-        frequencies: str = ""
-
-        def __post_init__(self) -> None:
-            one_of("table", self.table, ("random", "balanced", "bigram", "position"))
-            if (self.table == "balanced") != bool(self.frequencies):
-                raise ValueError(
-                    f"frequencies ({self.frequencies!r}) goes with table: balanced, and table is {self.table}: "
-                    "give both or neither"
-                )
-
-    config: Config
+    Config = HashKeys
+    config: HashKeys
     table_V: Tensor | None
 
-    def __init__(self, config: Config, **shape: Any) -> None:
+    def __init__(self, config: HashKeys, **shape: Any) -> None:
         super().__init__(config, **shape)
-        self.need_top_k(1, "gate hash sends a token to one expert")
         self._file_table: list[int] | None = None
         if config.frequencies:
             self._file_table = balance_by_frequency(read_counts(config.frequencies), self.num_experts)
@@ -108,21 +87,6 @@ class HashGate(Gate):
 def _spread(hashed: Tensor, num_experts: int) -> Tensor:
     """int64 in [0, E), from int32 bits."""
     return (hashed.long() & 0x7FFFFFFF) % num_experts
-
-
-def read_counts(path: str) -> list[int]:
-    """Occurrences of each token id.
-
-    Raises:
-        ValueError: no such file, or not a JSON list of whole numbers of 0 or more.
-    """
-    try:
-        counts = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"gate.frequencies ({path}): {error}") from None
-    if not isinstance(counts, list) or not counts or not all(isinstance(c, int) and c >= 0 for c in counts):
-        raise ValueError(f"gate.frequencies ({path}) must be a JSON list: how often each token id occurs")
-    return counts
 
 
 def balance_by_frequency(counts_V: Sequence[int], num_experts: int) -> list[int]:

@@ -7,14 +7,14 @@ Shapes: T tokens, D model width, E experts, K choices, G groups, M = E / G exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import HierarchicalKeys
 from foundry_moe.layers.losses import alignment_loss
 from foundry_moe.ops.topk import count_choices, topk
 
@@ -28,31 +28,9 @@ class HierarchicalGate(LinearGate):
         ValueError: `groups` does not divide `num_experts`, or a group has fewer than `top_k` experts.
     """
 
-    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z", "alignment"})
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Gate.Config):
-        """
-        groups: how many groups there are (not how large they are).
-        """
-
-        groups: int
-
-    config: Config
-
-    def __init__(self, config: Config, **shape: Any) -> None:
-        super().__init__(config, **shape)
-        groups = config.groups
-        if groups < 1 or self.num_experts % groups or self.top_k > self.num_experts // groups:
-            possible = [
-                str(g)
-                for g in range(1, self.num_experts + 1)
-                if self.num_experts % g == 0 and self.num_experts // g >= self.top_k
-            ]
-            raise ValueError(
-                f"gate.groups ({groups}) must divide num_experts ({self.num_experts}) into groups of top_k "
-                f"({self.top_k}) experts at least: use {', '.join(possible)}"
-            )
+    LOSSES: ClassVar[frozenset[str]] = HierarchicalKeys.LOSSES
+    Config = HierarchicalKeys  # type: ignore[assignment]  # a key is needed
+    config: HierarchicalKeys
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance`, `z`, `alignment`."""

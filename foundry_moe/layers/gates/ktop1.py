@@ -5,13 +5,12 @@ Shapes: T tokens, D model width, E experts, K choices = prototypes, M = E / K ex
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import KTop1Keys
 from foundry_moe.ops.masked import masked_mean
 from foundry_moe.ops.topk import count_choices, topk
 
@@ -25,14 +24,7 @@ class KTop1Gate(LinearGate):
         ValueError: `top_k` does not divide `num_experts`.
     """
 
-    def __init__(self, config: Any, **shape: Any) -> None:
-        super().__init__(config, **shape)
-        if self.num_experts % self.top_k:
-            divisors = [str(k) for k in range(1, self.num_experts + 1) if self.num_experts % k == 0]
-            raise ValueError(
-                f"top_k ({self.top_k}) must divide num_experts ({self.num_experts}) for gate ktop1, which makes "
-                f"top_k equal prototypes: use {', '.join(divisors)}"
-            )
+    Config = KTop1Keys
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance` within each prototype, summed over prototypes; `z` likewise."""

@@ -5,13 +5,13 @@ Shapes: T tokens, D model width, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import SwitchKeys
 from foundry_moe.layers.schedule import parse_schedule
 from foundry_moe.ops.softmax_topk import softmax_topk
 
@@ -29,25 +29,11 @@ class SwitchGate(LinearGate):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter"})
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Gate.Config):
-        """
-        jitter: in training, the gate's input is multiplied by U[1 - jitter, 1 + jitter] (section 2.4); a number or
-            a schedule.
-        """
+    Config = SwitchKeys
+    config: SwitchKeys
 
-        jitter: float | dict[str, Any] = 0.01
-
-        def __post_init__(self) -> None:
-            low, high = parse_schedule(self.jitter, "jitter").bounds
-            if low < 0 or high >= 1:
-                raise ValueError(f"jitter ({self.jitter}) must be at least 0 and below 1")
-
-    config: Config
-
-    def __init__(self, config: Config, **shape: Any) -> None:
+    def __init__(self, config: SwitchKeys, **shape: Any) -> None:
         super().__init__(config, **shape)
-        self.need_top_k(1, "gate switch sends a token to one expert")
         self.jitter = parse_schedule(config.jitter, "jitter")
 
     @property

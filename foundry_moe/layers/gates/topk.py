@@ -6,16 +6,15 @@ Shapes: T tokens, D model width, E experts, K choices a token, G groups of exper
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foundry_moe.config import one_of
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss, z_loss
 from foundry_moe.layers.schedule import Progress, parse_schedule
 from foundry_moe.ops import noise
@@ -35,81 +34,24 @@ class TopKGate(LinearGate):
         gate: {name: topk, score: sigmoid, scale: 2.5, bias_balance: true, groups: 8, group_limit: 4}
     """
 
-    LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z", "importance", "load"})
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"jitter", "noise", "bias_step"})
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Gate.Config):
-        """
-        score: softmax | sigmoid of the logits.
-        normalize: divide a token's weights by their sum (Mixtral: true, OLMoE: false).
-        scale: factor on the weights (DeepSeek-V3: 2.5).
-        jitter: in training, the gate's input is multiplied by U[1 - jitter, 1 + jitter] (Fedus et al. 2021);
-            a number or a schedule.
-        noise: in training, N(0, 1) * softplus(x W_noise) is added to the logits (Shazeer et al. 2017, equation 4).
-        bias_balance: a bias per expert, added for the choice and not for the weight, moves by `bias_step` towards
-            an even load after each step (Wang et al. 2024; DeepSeek-V3, section 2.1.2).
-        bias_step: a number or a schedule.
-        groups, group_limit: experts stand in `groups` equal groups, and a token chooses inside its `group_limit`
-            best ones, by the sum of a group's two best scores (DeepSeek-V3, section 2.1.2).
-        """
-
-        score: str = "softmax"
-        normalize: bool = True
-        scale: float = 1.0
-        jitter: float | dict[str, Any] = 0.0
-        noise: bool = False
-        bias_balance: bool = False
-        bias_step: float | dict[str, Any] = 1e-3
-        groups: int = 1
-        group_limit: int = 0
-
-        def __post_init__(self) -> None:
-            one_of("score", self.score, ("softmax", "sigmoid"))
-            low, high = parse_schedule(self.jitter, "jitter").bounds
-            if low < 0 or high >= 1:
-                raise ValueError(f"jitter ({self.jitter}) must be at least 0 and below 1")
-            if parse_schedule(self.bias_step, "bias_step").bounds[0] < 0:
-                raise ValueError(f"bias_step ({self.bias_step}) must be 0 or more")
-            if self.scale <= 0:
-                raise ValueError(f"scale ({self.scale}) must be above 0")
-            if self.groups < 1 or not 0 <= self.group_limit <= self.groups:
-                raise ValueError(
-                    f"group_limit ({self.group_limit}) must be between 1 and groups ({self.groups}), or 0 for all"
-                )
-
-    config: Config
+    LOSSES: ClassVar[frozenset[str]] = TopKKeys.LOSSES
+    Config = TopKKeys
+    config: TopKKeys
     bias_E: Tensor | None
 
-    def __init__(self, config: Config, **shape: Any) -> None:
+    def __init__(self, config: TopKKeys, **shape: Any) -> None:
         super().__init__(config, **shape)
         self.jitter = parse_schedule(config.jitter, "jitter")
         self.bias_step = parse_schedule(config.bias_step, "bias_step")
-        self._check_groups()
         device = self.weight_ED.device
         self.weight_noise_ED = nn.Parameter(torch.empty_like(self.weight_ED)) if config.noise else None
         bias_E = torch.zeros(self.num_experts, device=device, dtype=torch.float32) if config.bias_balance else None
         self.register_buffer("bias_E", bias_E)
 
-    def _check_groups(self) -> None:
-        groups, limit = self.config.groups, self.config.group_limit or self.config.groups
-        if self.num_experts % groups:
-            divisors = [str(g) for g in range(1, self.num_experts + 1) if self.num_experts % g == 0]
-            raise ValueError(
-                f"gate.groups ({groups}) must divide num_experts ({self.num_experts}): use {', '.join(divisors)}"
-            )
-        eligible = limit * (self.num_experts // groups)
-        if self.top_k > eligible:
-            raise ValueError(
-                f"top_k ({self.top_k}): {limit} of {groups} groups have {eligible} experts; raise gate.group_limit"
-            )
-
     def check_losses(self, names: Iterable[str]) -> None:
-        if "load" in names and (not self.config.noise or self.top_k == self.num_experts):
-            raise ValueError(
-                f"loss.load needs gate.noise: true and top_k ({self.top_k}) below num_experts ({self.num_experts}): "
-                "it is the load expected over the noise"
-            )
+        self.config.check_losses(names, self.num_experts, self.top_k)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:

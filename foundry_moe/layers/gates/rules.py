@@ -1,0 +1,67 @@
+"""Checks a user's `gate` and `loss` without building anything; without torch where the gate is one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from foundry_moe.config import from_mapping, nearest
+from foundry_moe.layers.gates.keys import KEYS
+
+# of entry points, for gates of other packages; one of the name of a gate of ours wins
+GROUP = "foundry_moe_gates"
+
+
+def gates_of_others() -> dict[str, EntryPoint]:
+    """Gates that other packages bring, by name."""
+    # up to version 0.1 this package listed its own gates there too: an old installation must not shadow these
+    return {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
+
+
+def no_such_gate(name: str) -> ValueError:
+    """The error for a gate that nobody knows; names the nearest."""
+    return ValueError(f"gate.name: there is no gate {name!r}; {nearest(name, {*gates_of_others(), *KEYS})}")
+
+
+def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:
+    """Checks a gate's keys and losses, and that they go with these numbers, before anything is built.
+
+    Raises:
+        ValueError: see `build_gate` and `resolve_losses`.
+    """
+    names = resolve_losses(settings, losses)
+    name, keys = settings["name"], {key: value for key, value in settings.items() if key != "name"}
+    others = gates_of_others()
+    if name in others:
+        cls = others[name].load()
+        config = from_mapping(cls.Config, keys, "gate")
+        cls(config, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
+        return
+    parsed = from_mapping(KEYS[name], keys, "gate")
+    parsed.check(num_experts, top_k)
+    parsed.check_losses(names, num_experts, top_k)
+
+
+def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:
+    """The weights of a gate's auxiliary losses, those of weight zero left out; `auto` is what the gate wants.
+
+    Raises:
+        ValueError: see `build_gate`; or a loss that this gate does not have.
+    """
+    cls = _losses_of(settings["name"])
+    if isinstance(losses, str):
+        return dict(cls.DEFAULT_LOSSES)
+    for name, weight in losses.items():
+        if name not in cls.LOSSES and weight:
+            known = nearest(name, cls.LOSSES) if cls.LOSSES else "it has none: write loss: {}"
+            raise ValueError(f"loss.{name}: gate {settings['name']} has no such loss; {known}")
+    return {name: float(weight) for name, weight in losses.items() if weight}
+
+
+def _losses_of(name: str) -> Any:
+    """The class that has `LOSSES` and `DEFAULT_LOSSES` of a gate."""
+    others = gates_of_others()
+    if name not in others and name not in KEYS:
+        raise no_such_gate(name)
+    return others[name].load() if name in others else KEYS[name]
