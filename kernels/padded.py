@@ -83,7 +83,7 @@ class Sorted:
 
 def gather(x_TD: Tensor, source_R: Tensor, choices: int) -> Tensor:
     """x_RD: the token source // K of each row, zeros where source is -1."""
-    if x_TD.dim() != 2 or x_TD.stride(1) != 1:
+    if x_TD.dim() != 2 or (x_TD.stride(1) != 1 and x_TD.shape[1] > 1):
         raise ValueError(f"needs a matrix with unit stride along its rows, not {tuple(x_TD.shape)} {x_TD.stride()}")
     rows, width = source_R.shape[0], x_TD.shape[1]
     out = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)

@@ -139,7 +139,7 @@ def _sparse(choices: int) -> int:
 
 
 def _check(matrix: Tensor, row_TK: Tensor) -> None:
-    if matrix.dim() != 2 or matrix.stride(1) != 1:
+    if matrix.dim() != 2 or (matrix.stride(1) != 1 and matrix.shape[1] > 1):
         raise ValueError(
             f"needs a matrix with unit stride along its rows, not {tuple(matrix.shape)} strided {matrix.stride()}"
         )

@@ -5,7 +5,7 @@ Shapes: T tokens, K choices, R rows, E experts, D width.
 
 import pytest
 import torch
-from foundry_moe_kernels import permute, permute_plan, reference
+from foundry_moe_kernels import padded, permute, permute_plan, reference
 from foundry_moe_kernels.topk import topk
 
 pytestmark = pytest.mark.quick
@@ -76,6 +76,17 @@ def test_permute_takes_a_slice_of_columns():
     offsets = torch.tensor([40], device=DEVICE, dtype=torch.int32)
     out = permute.permute(x[:, 8:24], row_TK, offsets)
     assert torch.equal(out, reference.permute(x, row_TK)[:, 8:24])
+
+
+def test_a_contiguous_matrix_of_one_column_is_taken_whatever_its_strides():
+    x_TD = torch.randn(1, 8, device=DEVICE).t().contiguous()
+    assert x_TD.is_contiguous() and x_TD.stride(1) != 1
+    _, _, offsets_E, source_R, row_TK = permute_plan.plan_permute(choices("some absent", 8, 2, 3), 3)
+    x_RD = permute.permute(x_TD, row_TK, offsets_E)
+    assert torch.equal(x_RD, reference.permute(x_TD, row_TK))
+    assert torch.equal(padded.gather(x_TD, source_R, 2), x_RD)
+    strided_RD = x_RD.t().contiguous().t()
+    assert torch.equal(permute.unpermute(strided_RD, None, row_TK), permute.unpermute(x_RD, None, row_TK))
 
 
 def test_dots_of_absent_choices_are_zero():
