@@ -42,26 +42,16 @@ CASES = {
 }
 
 SPECIALISED = [
-    Tile(specialised=1, fused=0, stages=s, split=p, group=g)
-    for s, p in ((4, 2), (4, 4), (3, 1))
-    for g in (1, 2, 4, 8, 16)
+    Tile(specialised=1, stages=s, split=p, group=g) for s, p in ((4, 2), (4, 4), (3, 1)) for g in (1, 2, 4, 8, 16)
 ]
 SPECIALISED_UP = [  # this epilogue stores halves always; with three stages there is room for a second buffer
     Tile(specialised=1, stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)
 ]
 WIDE = [Tile(stages=s, flatten=f, group=g) for s, f, g in ((3, 0, 8), (3, 0, 16), (3, 1, 8), (4, 1, 4), (4, 1, 8))]
-SEPARATE = [dataclasses.replace(tile, fused=0) for tile in WIDE]
-FUSED = [Tile(bn=128, stages=3, warps=4, per_sm=2, split=4, group=16), Tile(stages=3, split=4, flatten=1)]
 
 
 def candidates(product: str) -> list[Tile]:
-    if product.startswith("down_backward"):
-        return FUSED + SEPARATE + SPECIALISED
-    if product == "up1":
-        return SEPARATE + SPECIALISED
-    if product == "up2":
-        return WIDE + SPECIALISED_UP
-    return WIDE + SPECIALISED
+    return WIDE + (SPECIALISED_UP if product == "up2" else SPECIALISED)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -175,7 +165,6 @@ def main() -> None:
             shown = "  ".join(
                 f"{product.flops / ms / 1e9:.0f}: {t.bm}x{t.bn}x{t.bk} s{t.stages} g{t.group} /{t.split}"
                 f"{' specialised' if t.specialised else f' w{t.warps} f{t.flatten} p{t.per_sm}'}"
-                f"{' fused' if t.fused else ''}"
                 for ms, t in ranked[: args.top]
             )
             print(f"{case:8s} {product.key:34s} {shown}", flush=True)

@@ -5,7 +5,7 @@ classes of a process share one time limit, compilation included, so that the fir
 leaves untried is served by the nearest class's tile, and tried by the next process. Environment:
 
     FOUNDRY_MOE_AUTOTUNE_S   the limit in seconds; 0 = never tune
-    FOUNDRY_MOE_TUNING_CACHE the file; default ~/.cache/foundry_moe/kernels-<gpu>-<triton>.json
+    FOUNDRY_MOE_TUNING_CACHE the file; default ~/.cache/foundry_moe/tiles-<gpu>-<triton>.json
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def cache_path(device: torch.device) -> Path:
     if named:
         return Path(named).expanduser()
     gpu = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device))
-    return Path.home() / ".cache" / "foundry_moe" / f"kernels-{gpu}-{triton.__version__}.json"
+    return Path.home() / ".cache" / "foundry_moe" / f"tiles-{gpu}-{triton.__version__}.json"
 
 
 @functools.cache
@@ -170,13 +170,11 @@ def pick(
     k: int,
     device: torch.device,
     run: Callable[[Tile], object],
-    fused: bool = True,
 ) -> Tile:
     """The committed tile of this shape class; else a tuned one; else, where nothing may be timed, the nearest class's.
 
     Args:
         run: the product with a tile, on the operands at hand; writes results that may be overwritten.
-        fused: whether `run` can do with fused tiles.
     """
     key = _class(product, rows // max(experts, 1), n, k)
     if tuning.is_committed(key) or device.type != "cuda":
@@ -186,5 +184,4 @@ def pick(
         return tuner.tiles[key]
     if tuner.left_s <= 0 or torch.cuda.is_current_stream_capturing():  # nothing may be timed while a graph is recorded
         return tuning.nearest(key)[0]
-    candidates = [tile for tile in tuning.nearest(key) if fused or not tile.fused]
-    return tuner.tile(key, candidates[:CANDIDATES] or tuning.nearest(key)[:1], run)
+    return tuner.tile(key, tuning.nearest(key)[:CANDIDATES], run)

@@ -138,7 +138,7 @@ def _programs(device: torch.device, tile: Tile, tiles: int) -> int:
     return max(min(tuning.num_multiprocessors(device) * tile.per_sm, tiles), 1)
 
 
-def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], object], *, fused: bool = True) -> Tile:
+def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], object]) -> Tile:
     offsets_E = rows.offsets_E
     return autotune.pick(
         product,
@@ -148,24 +148,22 @@ def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], 
         k=k,
         device=offsets_E.device,
         run=run,
-        fused=fused,
     )
 
 
-def _runnable(tile: Tile, device: torch.device, epilogue: bool = True, *, tokens: bool = False) -> Tile:
-    """The tile, or for a specialised one that Triton, the device or the epilogue rules out, its plain counterpart.
+def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile:
+    """The tile, or for a specialised one that Triton or the device rules out, its plain counterpart.
 
     With tokens, which only specialised ones know, the default of these for another.
     """
     if tokens and not (tile.specialised and tile.bk == 64):
         return Tile(specialised=1, group=tile.group)
-    if tile.specialised and not (epilogue and descriptors.specialised_supported(device)):
-        return Tile(bn=tile.bn, group=tile.group, split=4, fused=tile.fused)
+    if tile.specialised and not descriptors.specialised_supported(device):
+        return Tile(bn=tile.bn, group=tile.group, split=4)
     return tile
 
 
 def _rows_product(
-    epilogue: str,
     a_PRK: Tensor | Tokens,
     weights: tuple[Tensor, ...],
     rows: RaggedRows,
@@ -173,27 +171,23 @@ def _rows_product(
     *,
     transposed: bool,
     tile: Tile,
-    c_PRN: Tensor | None = None,
-    z_PRN: Tensor | None = None,
+    c_PRN: Tensor,
     h_RN: Tensor | None = None,
     activation: str = "identity",
-    weights_A: Tensor | None = None,
-    source_R: Tensor | None = None,
-    dots: Tensor | None = None,
     beside: tuple[Tokens, Tensor] | None = None,
 ) -> None:
+    """c = A W, summed over planes; given h, c are the two planes of a GLU and h = act(c[0]) c[1]."""
     _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
-    up = epilogue == "up"
-    glu = (z_PRN is not None and z_PRN.shape[0] == 2) or (up and len(weights) == 2)
+    glu = h_RN is not None
     gathered = isinstance(a_PRK, Tokens)
     tokens = a_PRK if isinstance(a_PRK, Tokens) else beside[0] if beside else None
-    tile = _runnable(tile, a_PRK.device, epilogue == "plain" or (up and glu), tokens=tokens is not None)
+    tile = _runnable(tile, a_PRK.device, tokens=tokens is not None)
     special = bool(tile.specialised)
     if beside is not None:
         from foundry_moe_kernels import hopper_products
 
         tile = hopper_products.copying(tile)
-    side_by_side = 2 if up and glu else 1
+    side_by_side = 2 if glu else 1
     columns = tile.bn // side_by_side
     column_tiles = cdiv(n, columns)
     box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
@@ -201,7 +195,7 @@ def _rows_product(
     a = a_PRK.x_TD[None] if isinstance(a_PRK, Tokens) else a_PRK
     a_desc = descriptors.rows(a, tile.bm, tile.bk, specialised=special)
     b_desc = descriptors.weight_planes(weights, box, specialised=special)
-    split = 2 if up else tile.split  # parts that a tile is stored in
+    split = 2 if glu else tile.split  # parts that a tile is stored in
     part = tile.bn // split
     height = tile.bm // 2 if special else tile.bm
 
@@ -221,7 +215,7 @@ def _rows_product(
             (programs,),
             a_desc,
             b_desc,
-            out(z_PRN if up else c_PRN),
+            out(c_PRN),
             out(h_RN),
             hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
             hopper_products.row_descriptor(beside[1]) if beside else None,
@@ -240,7 +234,7 @@ def _rows_product(
             GATHERED=gathered,
             SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0,
             PLANES=a.shape[0],
-            GATED=up,
+            GATED=glu,
             ACT=activation,
             TRANS_B=transposed,
             BM=tile.bm,
@@ -259,22 +253,15 @@ def _rows_product(
         a_desc,
         b_desc,
         out(c_PRN),
-        out(z_PRN),
         out(h_RN),
         rows.entries_M4,
         rows.count,
-        weights_A,
-        source_R,
-        dots,
-        rows.num_rows,
         column_tiles,
         k_tiles,
         swapped,
         PLANES=a.shape[0],
-        EPILOGUE=epilogue,
-        ACT=activation,
         GLU=glu,
-        WEIGHTED=weights_A is not None,
+        ACT=activation,
         TRANS_B=transposed,
         BM=tile.bm,
         BN=tile.bn,
@@ -309,7 +296,7 @@ def rows_product(
     c_RN = torch.empty(a_PRK.shape[-2], n, dtype=a_PRK.dtype, device=a_PRK.device)
 
     def run(tile: Tile) -> None:
-        _rows_product("plain", a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside)
+        _rows_product(a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside)
 
     run(tile or _pick(product, rows, n, a_PRK.shape[-1], run))
     return c_RN
@@ -326,8 +313,7 @@ def up(
 ) -> tuple[Tensor, Tensor]:
     """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
 
-    One launch, but for an MLP without gate whose `tile.fused` is 0, or of tokens (where `gathers`): there the
-    activation is a launch of its own.
+    One launch for a GLU; for an MLP without gate the activation is a launch of its own.
     """
     weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
     _, n, k = w1_EFD.shape
@@ -336,11 +322,11 @@ def up(
     )
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
-    if v1_EFD is None and (not tile.fused or isinstance(x_RD, Tokens)):
-        _rows_product("plain", a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
+    if v1_EFD is None:
+        _rows_product(a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
         return z_PRF, activate(z_PRF, rows.offsets_E, activation)
     h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
-    _rows_product("up", a, weights, rows, n, transposed=True, tile=tile, z_PRN=z_PRF, h_RN=h_RF, activation=activation)
+    _rows_product(a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, h_RN=h_RF, activation=activation)
     return z_PRF, h_RF
 
 
@@ -357,47 +343,22 @@ def down_backward_(
 ) -> tuple[Tensor, Tensor | None]:
     """Through the second product and the activation; z_PRF becomes its own gradient.
 
-    One launch where `tile.fused`, otherwise the plain product and `pointwise.activation_backward_`.
-
     Args:
         dy_RD: gradient of each row's output, not yet weighted.
         weights_TK: combine weights, read through `source_R`; None = all one.
 
     Returns:
-        h_RF weighted (what the gradient of W2 needs) and, given weights, partial dot products of dy and y, fp32
-        [tiles or 1, R]: their sum over tiles is the gradient of each row's weight.
+        h_RF weighted (what the gradient of W2 needs) and, given weights, the dot products of dy and y, fp32
+        [1, R]: the gradient of each row's weight.
     """
     _, k, n = w2_EDF.shape
-    h_RF = torch.empty_like(z_PRF[0])  # unless fused first dh, then h in its place
+    h_RF = torch.empty_like(z_PRF[0])  # first dh, then h in its place
 
     def product(tile: Tile) -> None:
-        _rows_product("plain", dy_RD[None], (w2_EDF,), rows, n, transposed=False, tile=tile, c_PRN=h_RF)
+        _rows_product(dy_RD[None], (w2_EDF,), rows, n, transposed=False, tile=tile, c_PRN=h_RF)
 
-    # a fused tile would overwrite z on the first try: the plain product is what is timed
-    tile = tile or _pick(f"down_backward{z_PRF.shape[0]}", rows, n, k, product, fused=False)
-    if not tile.fused:
-        product(tile)
-        return h_RF, activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
-    dots = None
-    if weights_TK is not None:
-        dots = torch.empty(cdiv(n, tile.bn), rows.num_rows, dtype=torch.float32, device=dy_RD.device)
-    _rows_product(
-        "down_backward",
-        dy_RD[None],
-        (w2_EDF,),
-        rows,
-        n,
-        transposed=False,
-        tile=tile,
-        c_PRN=z_PRF,
-        z_PRN=z_PRF,
-        h_RN=h_RF,
-        activation=activation,
-        weights_A=weights_TK,
-        source_R=source_R,
-        dots=dots,
-    )
-    return h_RF, dots
+    product(tile or _pick(f"down_backward{z_PRF.shape[0]}", rows, n, k, product))
+    return h_RF, activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
 
 
 def weight_gradient(

@@ -33,7 +33,6 @@ class Tile:
     split: int = 2
     flatten: int = 1
     per_sm: int = 1
-    fused: int = 1  # the activation's backward in the epilogue of the product before it
     specialised: int = 0
 
 

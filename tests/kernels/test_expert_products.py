@@ -4,8 +4,6 @@ Shapes: R rows, D model width, F expert width, E experts. On a CPU the interpret
 on Hopper they run in bf16 with tiles of every kind that training uses.
 """
 
-import dataclasses
-
 import pytest
 import torch
 from foundry_moe_kernels import expert_products as ep
@@ -120,13 +118,12 @@ def test_rows_product_of_both_orientations_and_planes(loads, tile):
     close(both, truth, used)
 
 
-@pytest.mark.parametrize("fused", [0, 1])
 @pytest.mark.parametrize(
     "activation, weighted, gated",
     [("silu", True, True), ("silu", False, True), ("gelu", True, False), ("gelu", True, True), ("gelu", False, False)]
     + [(name, True, False) for name in ("gelu_tanh", "relu", "relu2")],
 )
-def test_down_backward_gives_every_gradient_of_the_second_product(loads, activation, weighted, gated, fused):
+def test_down_backward_gives_every_gradient_of_the_second_product(loads, activation, weighted, gated):
     rows, offsets_E, used, (_, _, w2) = setup(loads)
     z = poison(new(2 if gated else 1, ROWS, F), used, 1)
     dy = poison(new(ROWS, D), used)
@@ -135,7 +132,7 @@ def test_down_backward_gives_every_gradient_of_the_second_product(loads, activat
     args = (offsets_E, activation, weights.double() if weighted else None, source)
     dz_true, h_true, dots_true = reference.down_backward(dy.double(), w2.double(), z.double(), *args)
     key = ep.tuning.shape_class("down_backward2", rows_per_expert=ROWS // 5, n=F, k=D)
-    tile = dataclasses.replace(ep.tuning.nearest(key)[0] if CUDA else SMALL, fused=fused)
+    tile = ep.tuning.nearest(key)[0] if CUDA else SMALL
     h, dots = ep.down_backward_(dy, w2, z, rows, activation, weights, source, tile=tile)
     close(z, dz_true, used, 1)
     close(h, h_true, used)
@@ -201,7 +198,7 @@ def test_no_write_past_the_end(loads, tile):
     rows, _, used, (w1, _, _) = setup(loads)
     x = new(ROWS, D)
     c = torch.full((ROWS, F), 7.0, dtype=DTYPE, device=DEVICE)
-    ep._rows_product("plain", x[None], (w1,), rows, F, transposed=True, tile=tile, c_PRN=c)
+    ep._rows_product(x[None], (w1,), rows, F, transposed=True, tile=tile, c_PRN=c)
     assert (c[used:] == 7.0).all()
 
 
