@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from foundry_moe.checkpoint.config import RESTART
-from foundry_moe.launch.errors import NONFINITE, USER_ERROR
+from foundry_moe.launch.errors import NO_OTHER_LIFE, USER_ERROR
 from foundry_moe.launch.stopping import SLACK_S, stop_settings
 
 POLL_S = 0.1
@@ -73,7 +73,7 @@ def launch(arguments: list[str]) -> int:
     )
     sys.argv = ["composer", *arguments]
     code = int(launcher.main())
-    if monitor.signal is not None and code not in (0, USER_ERROR, NONFINITE):
+    if monitor.signal is not None and code not in (0, USER_ERROR, *NO_OTHER_LIFE):
         return RESTART
     return code
 

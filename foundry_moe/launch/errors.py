@@ -9,9 +9,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError
+from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError, TakenOverError
 
-PASSING_ERROR, USER_ERROR, NONFINITE = 1, 2, 3
+PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER = 1, 2, 3, 4
+NO_OTHER_LIFE = (NONFINITE, TAKEN_OVER)  # a restart would do the same again, or stop the process that took over
 _KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # found and not imported: that takes seconds
 _OURS = tuple(
     f"{folder}{os.sep}"
@@ -31,14 +32,14 @@ def run_cleanly(action: Callable[[], int]) -> int:
     """Runs a command; a user's mistake is printed as `error: <sentence>`, anything else keeps its traceback.
 
     Returns:
-        The exit code: that of `action`; 2 for a user's mistake; 3 for a run whose numbers are not finite; 1 for what
-        may pass, such as a store that is not there.
+        The exit code: that of `action`; 2 for a user's mistake; 3 for a run whose numbers are not finite; 4 for one
+        whose folder a newer process has taken over; 1 for what may pass, such as a store that is not there.
     """
     try:
         return action()
-    except NonfiniteError as error:
+    except (NonfiniteError, TakenOverError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return NONFINITE
+        return NONFINITE if isinstance(error, NonfiniteError) else TAKEN_OVER
     except (ValueError, CheckpointError) as error:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise

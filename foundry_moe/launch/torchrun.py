@@ -9,7 +9,8 @@ for a save that they cannot make without it: here they are killed.
 **Mistakes.** A wrong checkpoint folder, or a checkpoint of another model, would stay wrong as often as torchrun starts
 the processes anew. They exit with 2 then (`errors.run_cleanly`), and so does this. Only in the first life, with all
 nodes there: what has run before was right, and a mesh that does not fit fewer nodes waits for the others. A run whose
-numbers are not finite (exit code 3) is not started anew in any life.
+numbers are not finite (exit code 3), or whose folder a newer process has taken over (4), is not started anew in any
+life: the restart would take it back.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from foundry_moe.checkpoint.config import RESTART
-from foundry_moe.launch.errors import NONFINITE, USER_ERROR
+from foundry_moe.launch.errors import NO_OTHER_LIFE, USER_ERROR
 from foundry_moe.launch.stopping import SLACK_S, stop_settings
 
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that it handles without being asked
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs torchrun with these arguments; 0, 2 for a user's mistake, 3 for numbers that are not finite, 75 for a stop.
+    """Runs torchrun with these arguments; 0, 2 for a user's mistake, 3 for numbers that are not finite, 4 for a folder
+    that was taken over, 75 for a stop.
 
     Raises:
         ChildFailedError: as torchrun does, where processes failed as often as they may.
@@ -72,8 +74,8 @@ def _ending_at_once(nodes: int, final: list[int]) -> Iterator[None]:
         result, group = look(agent, role), agent.get_worker_group(role)
         codes = {failure.exitcode for failure in result.failures.values()}
         first_life = agent._remaining_restarts == group.spec.max_restarts
-        if NONFINITE in codes:
-            final.append(NONFINITE)
+        if ended := [code for code in NO_OTHER_LIFE if code in codes]:
+            final.extend(ended)
         elif USER_ERROR in codes and first_life and group.group_world_size == nodes:
             final.append(USER_ERROR)
         if final:

@@ -52,6 +52,7 @@ from tests.ports import free_port
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4)]
 STEPS_PER_LIFE = 4
 KEEP = 3
+STALE = "steps/000000000000/20200101T000000-deadbeef/data/000000.bin"  # of an attempt that nobody finished
 SHAPES = {"experts": (8, 8, 160), "dense": (64, 33), "bias": (128,)}  # an expert is 5 KiB: a block of its own
 TRACES = f"{tempfile.gettempdir()}/engine-kills-{os.getpid()}"
 PRIMES = {"experts": 1_000_003, "dense": 7919, "bias": 104_729}
@@ -121,7 +122,7 @@ def live(rank: int, mesh: tuple[int, int, int], store: Store, port: int, shared:
         dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world)
         group = dist.group.WORLD
     faults.hook = faults.hook_from_environment(fault, rank)
-    engine = CheckpointEngine(store, group=group, policy=Policy(keep=KEEP, stale_s=30.0))
+    engine = CheckpointEngine(store, group=group, policy=Policy(keep=KEEP, stale_s=0.0))
     engine.claim(Identity(run_name="storm"))
     state = make_state(0, mesh)
     for tensor in state["model"].values():
@@ -236,9 +237,11 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
         fault, delay_s, cause = None, None, "random time"
         if points or random.random() < 0.6:
             point = points.pop() if points else random.choice(faults.POINTS)
-            coordinators = point.startswith(("commit", "retention", "load.listed"))
+            coordinators = point.startswith(("commit", "retention", "collect", "load.listed"))
             rank = 0 if coordinators else random.randrange(world)
-            fault, cause = f"{point}:{rank}:{random.randint(1, 3 if point[:4] != 'load' else 1)}", point
+            if point.startswith("collect"):
+                store.put(STALE, b"1")
+            fault, cause = f"{point}:{rank}:{random.randint(1, 3 if point[:4] not in ('load', 'coll') else 1)}", point
         else:
             delay_s = random.uniform(0.0, 0.6)
         ended = incarnate(mesh, store, shared, fault, delay_s)

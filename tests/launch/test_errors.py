@@ -7,9 +7,9 @@ import sys
 import pytest
 from foundry_moe_kernels import autotune
 
-from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError
+from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError, TakenOverError
 from foundry_moe.config import MoEConfig
-from foundry_moe.launch.errors import PASSING_ERROR, USER_ERROR, run_cleanly
+from foundry_moe.launch.errors import PASSING_ERROR, TAKEN_OVER, USER_ERROR, run_cleanly
 
 pytestmark = pytest.mark.quick
 
@@ -26,6 +26,10 @@ def refuse_checkpoint():
     raise ResumeError("the folder holds no checkpoint of step 3")
 
 
+def lose_folder():
+    raise TakenOverError("another process has taken over")
+
+
 def miss_store():
     raise StoreError("no answer from the store")
 
@@ -40,6 +44,7 @@ def find_damage():
         (refuse_top_k, USER_ERROR),
         (refuse_seconds, USER_ERROR),
         (refuse_checkpoint, USER_ERROR),
+        (lose_folder, TAKEN_OVER),
         (miss_store, PASSING_ERROR),
         (find_damage, PASSING_ERROR),
     ],
