@@ -187,3 +187,22 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
     elif softmax == "chosen":
         values_TK = torch.softmax(values_TK, -1)
     return values_TK, experts_TK
+
+
+def spread(values_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Tensor:
+    """fp32 [T, E]: each value at its expert, zeros elsewhere; -1 is no expert."""
+    out_TE = values_TK.new_zeros(experts_TK.shape[0], num_experts + 1, dtype=torch.float32)
+    places_TK = torch.where(experts_TK >= 0, experts_TK, num_experts).long()
+    return out_TE.scatter_(1, places_TK, values_TK.float())[:, :num_experts]
+
+
+def gather_dots(dots: Tensor, row_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, K]: the sum over tiles of `dots` [tiles, R] at each choice's row; zero where there is no choice."""
+    summed_R = dots.sum(0)
+    return torch.where(row_TK >= 0, summed_R[row_TK.clamp(min=0).long()], 0.0).to(dtype)
+
+
+def gather(x_TD: Tensor, source_R: Tensor, choices: int) -> Tensor:
+    """x_RD: the token source // K of each row, zeros where source is -1."""
+    token_R = source_R.clamp(min=0).long() // choices
+    return torch.where((source_R >= 0)[:, None], x_TD[token_R], 0)

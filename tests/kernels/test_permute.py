@@ -6,7 +6,7 @@ Shapes: T tokens, K choices, R rows, E experts, D width.
 import pytest
 import torch
 from foundry_moe_kernels import padded, permute, permute_plan, reference
-from foundry_moe_kernels.topk import topk
+from foundry_moe_kernels.topk import spread, topk
 
 pytestmark = pytest.mark.quick
 
@@ -94,6 +94,23 @@ def test_dots_of_absent_choices_are_zero():
     dots = torch.tensor([[1.0, 2.0, 3.0, float("nan")], [10.0, 20.0, 30.0, float("nan")]], device=DEVICE)
     out = permute.gather_dots(dots, row_TK, torch.float32)
     assert out.tolist() == [[22.0, 0.0], [11.0, 33.0]]
+
+
+@pytest.mark.parametrize("kind", ["random", "some absent", "none chosen"])
+@pytest.mark.parametrize("tokens, k, experts, width", [(37, 3, 5, 40), (5, 1, 9, 17), (9, 20, 33, 1)])
+def test_gathers_and_spreads_are_their_twins(kind, tokens, k, experts, width):
+    _, _, _, source_R, row_TK = permute_plan.plan_permute(choices(kind, tokens, k, experts), experts)
+    dots = torch.randn(3, tokens * k, device=DEVICE)
+    # sums of three numbers, in another order
+    ours, truth = (module.gather_dots(dots, row_TK, torch.float32) for module in (permute, reference))
+    torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
+    x_TD = torch.randn(tokens, width, device=DEVICE)
+    assert torch.equal(padded.gather(x_TD, source_R, k), reference.gather(x_TD, source_R, k))
+    # an expert at most once a token, as top-k gives them
+    order_TE = torch.rand(tokens, experts, device=DEVICE).argsort(1)[:, : min(k, experts)].int()
+    experts_TK = torch.where(torch.rand(order_TE.shape, device=DEVICE) < 0.3, -1, order_TE).contiguous()
+    values_TK = torch.randn(experts_TK.shape, device=DEVICE)
+    assert torch.equal(spread(values_TK, experts_TK, experts), reference.spread(values_TK, experts_TK, experts))
 
 
 @pytest.mark.parametrize("softmax", ["none", "all", "chosen"])
