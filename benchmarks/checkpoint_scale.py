@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from foundry_moe.checkpoint.commits import new_attempt
 from foundry_moe.checkpoint.layout import Block, Layout, plan_writes, totals
+from foundry_moe.checkpoint.ledger import new_attempt
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.ranges import coalesce, plan_reads
+from foundry_moe.checkpoint.range_reads import coalesce, plan_reads
 from foundry_moe.checkpoint.snapshot import Snapshot, flatten, place
 from foundry_moe.checkpoint.store import PART_BYTES
 from foundry_moe.checkpoint.writer import build_manifest

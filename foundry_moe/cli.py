@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from foundry_moe import __version__
 from foundry_moe.commands.check import add_check_parser
 from foundry_moe.commands.parsers import add_plan_parser, add_verify_parser
-from foundry_moe.launch.errors import run_cleanly
+from foundry_moe.launch.user_errors import run_cleanly
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """What LLM Foundry's entry points name; registration is their work, nothing happens at import."""
 
 from foundry_moe.algorithms.dmoe import DMoE
-from foundry_moe.algorithms.mesh import MoEMesh, add_mesh_algorithm
+from foundry_moe.algorithms.dmoe_mesh import MoEMesh, add_mesh_algorithm
 from foundry_moe.algorithms.router_schedule import RouterSteps, add_steps_algorithm
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad

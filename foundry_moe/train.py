@@ -11,10 +11,10 @@ import os
 import sys
 import warnings
 
-from foundry_moe.launch.errors import run_cleanly
 from foundry_moe.launch.run_config import check_files, check_whole_run, load_run, plain, ranks_that_train
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
+from foundry_moe.launch.user_errors import run_cleanly
 
 # said by Composer and torch of their own code, every few batches
 _NOISE = ("To copy construct from a tensor", "'pin_memory' argument is set as true but no accelerator is found")

@@ -9,7 +9,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import FSDP2Config
 
-from foundry_moe.algorithms.mesh import place_on_mesh
+from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
 from foundry_moe.algorithms.router_schedule import RouterSteps
 from foundry_moe.config import MoEConfig, from_mapping, refuse_other_parallelism, with_keys
 from foundry_moe.layers.lookup import batch_context

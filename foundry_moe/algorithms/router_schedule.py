@@ -14,7 +14,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from foundry_moe.algorithms.mesh import count_samples
+from foundry_moe.algorithms.dmoe_mesh import count_samples
 from foundry_moe.layers.context import BatchContext, stay, unchanged
 from foundry_moe.layers.gate_updates import note_loads, step_gates
 from foundry_moe.layers.lookup import batch_context, moe_layers

@@ -25,11 +25,11 @@ from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, r
 from foundry_moe.callbacks.starting_point import StartingPoint
 from foundry_moe.callbacks.stopping import leave
 from foundry_moe.callbacks.watch import RunWatch, Verdict
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.config import WHERE, CheckpointConfig, checkpoint_config
+from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
+from foundry_moe.checkpoint.settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.stores import is_remote, open_store
 from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
 
@@ -90,7 +90,8 @@ class ElasticCheckpoint(Callback):
         for callback in state.callbacks:
             if isinstance(callback, CheckpointSaver):
                 _check_saver(callback, self.config, state.run_name)
-        faults.hook = faults.hook_from_environment(_fault_of_first_life(), dist.get_global_rank()) or faults.hook
+        hook = fault_injection.hook_from_environment(_fault_of_first_life(), dist.get_global_rank())
+        fault_injection.hook = hook or fault_injection.hook
         store = open_store(self.config.folder, self.config.store_options)
         if dist.get_global_rank() == 0:
             store.check()

@@ -11,7 +11,7 @@ from typing import Any
 from composer.trainer import trainer
 from composer.utils import dist
 
-from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.store import Store
 
 log = logging.getLogger(__name__)

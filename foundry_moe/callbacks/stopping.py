@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from foundry_moe.checkpoint.config import RESTART
+from foundry_moe.checkpoint.settings import RESTART
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.commits import Choice, Found, Ledger
+from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint.collective_errors import portable
 from foundry_moe.checkpoint.errors import (
     DamagedError,
     MismatchError,
@@ -29,7 +29,7 @@ from foundry_moe.checkpoint.errors import (
     TooManyFailuresError,
 )
 from foundry_moe.checkpoint.exchange import Traffic
-from foundry_moe.checkpoint.failures import portable
+from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
 from foundry_moe.checkpoint.manifest import CommitKey, Manifest
 from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners
 from foundry_moe.checkpoint.reader import ElasticLoadPlanner, ElasticReader
@@ -401,7 +401,7 @@ class CheckpointEngine:
                 if self._other_model is not None:
                     raise self._other_model
                 return None
-            faults.point("load.manifest_read")
+            fault_injection.point("load.manifest_read")
             if callable(state_dict):
                 state_dict = state_dict(choice.found.manifest.info)
             try:
@@ -446,7 +446,7 @@ class CheckpointEngine:
             try:
                 choice = self.ledger.choose(resume, skip=skip)
                 found = choice.found
-                faults.point("load.listed")
+                fault_injection.point("load.listed")
                 box[0] = (
                     (found.commit, found.manifest_raw) if found else None,
                     (choice.generation, choice.forked_from, choice.rejected),

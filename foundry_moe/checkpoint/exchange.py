@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.checkpoint.collective_errors import FirstError
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.failures import FirstError
 from foundry_moe.checkpoint.layout import Block, Box
-from foundry_moe.checkpoint.ranges import READS_IN_FLIGHT, Range
-from foundry_moe.checkpoint.sharing import SharedSlots
+from foundry_moe.checkpoint.range_reads import READS_IN_FLIGHT, Range
+from foundry_moe.checkpoint.shared_memory import SharedSlots
 
 Memory = Callable[[int, int], Sequence[memoryview]]  # (number of the range, bytes): see `ranges.Fetcher.fetch`
 Reading = Generator[Sequence[memoryview] | CheckpointError, None, None]

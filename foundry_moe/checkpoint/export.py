@@ -18,10 +18,10 @@ import numpy as np
 
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, tensor_bytes
 from foundry_moe.checkpoint.codec import DTYPES as TORCH_DTYPES
-from foundry_moe.checkpoint.commits import Found
 from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import TensorEntry
-from foundry_moe.checkpoint.ranges import Fetcher, block_of, coalesce
+from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce
 from foundry_moe.checkpoint.reader import inline_tensors
 from foundry_moe.checkpoint.store import Store
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from foundry_moe.checkpoint.codec import DTYPE_NAMES
-from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.distributed_files import check_archive, read_tensors
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.strict import shown
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from foundry_moe.checkpoint.commits import Found
 from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.ranges import Fetcher, block_of, coalesce
+from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.config import can_cut_rows
 

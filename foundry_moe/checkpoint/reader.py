@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, tensors_in
-from foundry_moe.checkpoint.commits import Found
+from foundry_moe.checkpoint.collective_errors import portable_errors
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.exchange import Fetch, Needs, Traffic, exchange
-from foundry_moe.checkpoint.failures import portable_errors
 from foundry_moe.checkpoint.layout import Block, Box, Layout
+from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.ranges import (
+from foundry_moe.checkpoint.range_reads import (
     READS_IN_FLIGHT,
     Fetcher,
     Range,
@@ -325,7 +325,7 @@ class ElasticReader(StorageReader):
         finally:
             self.traffic.bytes_fetched = fetcher.bytes_read
             self.traffic.seconds = time.perf_counter() - began
-        faults.point("load.done")
+        fault_injection.point("load.done")
         future: Future[None] = Future()
         future.set_result(None)
         return future

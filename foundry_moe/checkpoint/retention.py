@@ -10,9 +10,9 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.commits import BURIED, Ledger, is_finite
+from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotAnObjectError, StoreError
+from foundry_moe.checkpoint.ledger import BURIED, Ledger, is_finite
 from foundry_moe.checkpoint.manifest import ATTEMPT, Commit, CommitKey
 from foundry_moe.checkpoint.owners import Owners
 
@@ -89,7 +89,7 @@ class Retention:
 
     def _delete(self, key: CommitKey, commit: Commit) -> None:
         self.store.delete([key.key])
-        faults.point("retention.record_deleted")
+        fault_injection.point("retention.record_deleted")
         try:
             if not self._others_name(commit.attempt, key):
                 self.delete_attempt(commit.attempt)
@@ -97,7 +97,7 @@ class Retention:
             if isinstance(error, StoreError) and not isinstance(error, NotAnObjectError):
                 raise  # the store does not answer: `collect` finds the data later
             self._tell(commit.attempt, str(error))
-        faults.point("retention.data_deleted")
+        fault_injection.point("retention.data_deleted")
 
     def _tell(self, what: str, why: str) -> None:
         if what not in self._told:
@@ -153,7 +153,7 @@ class Retention:
         """
         _step_of(attempt)
         self.store.put(f"{attempt}/{BURIED}", b"")
-        faults.point("collect.marked")
+        fault_injection.point("collect.marked")
         if self._others_name(attempt):
             self.store.delete([f"{attempt}/{BURIED}"])
             return None

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPE_NAMES
-from foundry_moe.checkpoint.commits import Ledger, new_attempt
+from foundry_moe.checkpoint.collective_errors import portable_errors
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.failures import portable_errors
 from foundry_moe.checkpoint.finite import is_finite
 from foundry_moe.checkpoint.layout import Block, plan_writes
+from foundry_moe.checkpoint.ledger import Ledger, new_attempt
 from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, TensorEntry, block_hash, file_hash
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, place
 
@@ -128,7 +128,7 @@ class ElasticWriter(StorageWriter):
         pass  # the snapshot knows its rank; torch 2.7 would not tell
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        faults.point("save.planned")
+        fault_injection.point("save.planned")
         return plan
 
     @portable_errors
@@ -150,9 +150,9 @@ class ElasticWriter(StorageWriter):
             self.ledger.store.put_large(
                 f"{self.attempt}/{object_key(self._snapshot.rank)}",
                 staged,
-                on_part=lambda: faults.point("save.part_written"),
+                on_part=lambda: fault_injection.point("save.part_written"),
             )
-        faults.point("save.written")
+        fault_injection.point("save.written")
         self.seconds["write"] = time.perf_counter() - began
         report = WriteResult(
             index=MetadataIndex(str(self._snapshot.rank)),
@@ -178,10 +178,10 @@ class ElasticWriter(StorageWriter):
             raise CheckpointError(
                 f"step {self.request.where.step} was not committed: {'; '.join(problems)}; older checkpoints are kept"
             )
-        faults.point("commit.sizes_checked")
+        fault_injection.point("commit.sizes_checked")
         raw = manifest.to_bytes()
         self.ledger.store.put(f"{self.attempt}/MANIFEST", raw)
-        faults.point("commit.manifest_written")
+        fault_injection.point("commit.manifest_written")
         commit = Commit(
             where=self.request.where,
             attempt=self.attempt,
@@ -200,9 +200,9 @@ class ElasticWriter(StorageWriter):
         self.check_owner()
         self.recording = True
         self.ledger.record(commit)
-        faults.point("commit.recorded")
+        fault_injection.point("commit.recorded")
         self.ledger.confirm(commit, manifest.objects)
-        faults.point("commit.confirmed")
+        fault_injection.point("commit.confirmed")
         self.commit = commit
         self.seconds["commit"] = time.perf_counter() - began
 

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from foundry_moe.checkpoint.commits import Found, Ledger
-from foundry_moe.checkpoint.config import parse_interval
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
+from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.manifest import CommitKey
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.retention import Retention
+from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 

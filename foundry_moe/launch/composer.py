@@ -17,9 +17,9 @@ import time
 from types import FrameType
 from typing import Any
 
-from foundry_moe.checkpoint.config import RESTART
-from foundry_moe.launch.errors import NO_OTHER_LIFE, USER_ERROR
+from foundry_moe.checkpoint.settings import RESTART
 from foundry_moe.launch.stopping import SLACK_S, stop_settings
+from foundry_moe.launch.user_errors import NO_OTHER_LIFE, USER_ERROR
 
 POLL_S = 0.1
 

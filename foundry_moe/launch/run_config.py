@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry_moe.checkpoint.config import checkpoint_config
+from foundry_moe.checkpoint.settings import checkpoint_config
 from foundry_moe.config import (
     AUTO,
     META_NEEDS_MESH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foundry_moe.checkpoint.config import CheckpointConfig, checkpoint_config
+from foundry_moe.checkpoint.settings import CheckpointConfig, checkpoint_config
 
 SLACK_S = 3.0  # beyond `grace`, to leave once the save is done
 DEFAULTS = CheckpointConfig(folder="unknown")

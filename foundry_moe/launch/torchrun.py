@@ -28,9 +28,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from foundry_moe.checkpoint.config import RESTART
-from foundry_moe.launch.errors import NO_OTHER_LIFE, USER_ERROR
+from foundry_moe.checkpoint.settings import RESTART
 from foundry_moe.launch.stopping import SLACK_S, stop_settings
+from foundry_moe.launch.user_errors import NO_OTHER_LIFE, USER_ERROR
 
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that it handles without being asked
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foundry_moe.algorithms.dmoe import DMoE
-from foundry_moe.algorithms.mesh import MoEMesh
+from foundry_moe.algorithms.dmoe_mesh import MoEMesh
 from foundry_moe.algorithms.router_schedule import RouterSteps, meaning_of
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.config import MeshConfig, MoEConfig

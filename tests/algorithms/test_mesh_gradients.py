@@ -9,8 +9,8 @@ import pytest
 import torch
 from composer.core import Event
 
-from foundry_moe.algorithms import mesh as mesh_callback
-from foundry_moe.algorithms.mesh import MeshGradients, add_mesh_algorithm, count_samples
+from foundry_moe.algorithms import dmoe_mesh as mesh_callback
+from foundry_moe.algorithms.dmoe_mesh import MeshGradients, add_mesh_algorithm, count_samples
 from foundry_moe.launch.run_config import check_run
 
 

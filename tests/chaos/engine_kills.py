@@ -40,9 +40,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
@@ -121,7 +121,7 @@ def live(rank: int, mesh: tuple[int, int, int], store: Store, port: int, shared:
         tcp = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=datetime.timedelta(seconds=60))
         dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world)
         group = dist.group.WORLD
-    faults.hook = faults.hook_from_environment(fault, rank)
+    fault_injection.hook = fault_injection.hook_from_environment(fault, rank)
     engine = CheckpointEngine(store, group=group, policy=Policy(keep=KEEP, stale_s=0.0))
     engine.claim(Identity(run_name="storm"))
     state = make_state(0, mesh)
@@ -229,14 +229,14 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
     shared = Shared()
     shared.committed = -1
     counts: Counter = Counter()
-    points = [point for point in faults.POINTS for _ in range(2)]
+    points = [point for point in fault_injection.POINTS for _ in range(2)]
     random.shuffle(points)
     while sum(n for cause, n in counts.items() if cause != "finished") < kills:
         mesh = random.choice(MESHES)
         world = mesh[0] * mesh[1] * mesh[2]
         fault, delay_s, cause = None, None, "random time"
         if points or random.random() < 0.6:
-            point = points.pop() if points else random.choice(faults.POINTS)
+            point = points.pop() if points else random.choice(fault_injection.POINTS)
             coordinators = point.startswith(("commit", "retention", "collect", "load.listed"))
             rank = 0 if coordinators else random.randrange(world)
             if point.startswith("collect"):
@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(where: str, counts: Counter, began: float) -> None:
-    kills = sum(n for cause, n in counts.items() if cause in faults.POINTS or cause == "random time")
+    kills = sum(n for cause, n in counts.items() if cause in fault_injection.POINTS or cause == "random time")
     print(f"{where}: {kills} kills, none left a checkpoint that loads wrong ({time.monotonic() - began:.0f} s)")
     for cause, count in sorted(counts.items()):
         print(f"  {cause:26} {count}")

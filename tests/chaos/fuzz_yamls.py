@@ -24,7 +24,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from foundry_moe.cli import main as command
-from foundry_moe.launch.errors import USER_ERROR
+from foundry_moe.launch.user_errors import USER_ERROR
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))

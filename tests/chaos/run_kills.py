@@ -31,9 +31,9 @@ from typing import IO
 
 import psutil
 
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.inspecting import verify
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.parallel.mesh import Mesh, parse_mesh
@@ -145,7 +145,7 @@ def storm(
 ) -> Outcome:
     """Runs until the training is complete and `kills` kills have struck; checks all that the module's text says."""
     random.seed(seed)
-    outcome, points = Outcome(), list(faults.POINTS)
+    outcome, points = Outcome(), list(fault_injection.POINTS)
     random.shuffle(points)
     proxy = None
     if endpoint and proxied:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.checkpoint.faults import POINTS
+from foundry_moe.checkpoint.fault_injection import POINTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from tests.chaos import entrypoint
 from tests.chaos.run_kills import ROOT, read_log

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.inspecting import verify
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from tests.chaos import entrypoint
 from tests.chaos.run_kills import ROOT, Outcome, check, read_log

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import reader, sharing
-from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint import reader, shared_memory
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
-from foundry_moe.checkpoint.ranges import Fetcher
+from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.range_reads import Fetcher
 from foundry_moe.checkpoint.store_file import FileStore
 
 # 1 MiB on each of 4 ranks, which is read straight to its place if it is needed whole, and 16 KiB, which never is
@@ -133,7 +133,7 @@ def injected(case: Case) -> Iterator[list[str]]:
     if case.step == "read":
         patch = mock.patch.object(Fetcher, "fetch", failing(Fetcher.fetch))
     elif case.step == "slots":
-        patch = mock.patch.object(sharing, "_map", failing(sharing._map))
+        patch = mock.patch.object(shared_memory, "_map", failing(shared_memory._map))
     else:
         patch = mock.patch.object(reader, "Needs", needs)
     with patch:

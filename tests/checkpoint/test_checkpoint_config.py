@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.config import checkpoint_config
+from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint.settings import checkpoint_config
 
 pytestmark = pytest.mark.quick
 
@@ -51,6 +51,6 @@ def test_what_cannot_be_is_one_sentence(keys, sentence) -> None:
 
 def test_a_fault_point_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not a fault point; known: save\.planned"):
-        faults.hook_from_environment("save.nowhere:0:1", 0)
-    assert faults.hook_from_environment("save.planned:3", 0) is None
-    assert faults.hook_from_environment(None, 0) is None
+        fault_injection.hook_from_environment("save.nowhere:0:1", 0)
+    assert fault_injection.hook_from_environment("save.planned:3", 0) is None
+    assert fault_injection.hook_from_environment(None, 0) is None

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from foundry_moe.checkpoint import commits as commits_module
 from foundry_moe.checkpoint import engine as engine_module
+from foundry_moe.checkpoint import ledger as commits_module
 from foundry_moe.checkpoint import retention as retention_module
-from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import (
     CheckpointError,
@@ -28,6 +27,7 @@ from foundry_moe.checkpoint.errors import (
     StoreError,
     TooManyFailuresError,
 )
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.manifest import CommitKey
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.snapshot import Snapshotter
@@ -429,7 +429,7 @@ def test_manifests_and_commits_are_plain_json(store) -> None:
     source = Path(commits_module.__file__).parent
     reads = [path.name for path in source.glob("*.py") if re.search(r"import pickle|torch\.load", path.read_text())]
     # what a person asks to import may be of another format, and ranks send each other errors by pickle
-    assert set(reads) <= {"importing.py", "distributed_files.py", "failures.py"}
+    assert set(reads) <= {"importing.py", "distributed_files.py", "collective_errors.py"}
 
 
 def test_the_engine_needs_no_trainer() -> None:

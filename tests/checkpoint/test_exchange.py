@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_moe.checkpoint.failures import FirstError, portable
-from foundry_moe.checkpoint.sharing import SharedSlots
+from foundry_moe.checkpoint.collective_errors import FirstError, portable
+from foundry_moe.checkpoint.shared_memory import SharedSlots
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import exchange_worker as worker
 from tests.checkpoint.exchange_worker import Case

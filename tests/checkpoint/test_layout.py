@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from foundry_moe.checkpoint.layout import Grid, Layout, cut, layout_of, plan_writes, replicated, totals
-from foundry_moe.checkpoint.ranges import bytes_before, narrow_to
+from foundry_moe.checkpoint.range_reads import bytes_before, narrow_to
 
 pytestmark = pytest.mark.quick
 

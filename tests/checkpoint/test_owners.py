@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint import owners as owners_module
-from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.collective_errors import portable
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError, MismatchError, OwnedError, TakenOverError
-from foundry_moe.checkpoint.failures import portable
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners, tensors_digest
 from foundry_moe.checkpoint.stores import open_store
 from tests.checkpoint.test_engine import blank, check, make_state, steps_in

@@ -8,8 +8,8 @@ import uuid
 
 import pytest
 
-from foundry_moe.checkpoint.config import CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.errors import CheckpointError, StoreError, without_password
+from foundry_moe.checkpoint.settings import CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from tests.chaos.proxy import Proxy

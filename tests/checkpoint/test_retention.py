@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from foundry_moe.checkpoint import commits as commits_module
-from foundry_moe.checkpoint import faults
-from foundry_moe.checkpoint.commits import BURIED, Ledger
+from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint import ledger as commits_module
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.ledger import BURIED, Ledger
 from foundry_moe.checkpoint.manifest import Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.retention import Retention
@@ -32,7 +32,7 @@ def at(monkeypatch):
             if name == point and left:
                 left.pop()()
 
-        monkeypatch.setattr(faults, "hook", hook)
+        monkeypatch.setattr(fault_injection, "hook", hook)
 
     return arrange
 

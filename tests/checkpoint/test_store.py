@@ -16,7 +16,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from foundry_moe.checkpoint.config import checkpoint_config
 from foundry_moe.checkpoint.errors import (
     ClockError,
     DeniedError,
@@ -25,6 +24,7 @@ from foundry_moe.checkpoint.errors import (
     NotFoundError,
     StoreError,
 )
+from foundry_moe.checkpoint.settings import checkpoint_config
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from foundry_moe.checkpoint.commits import Ledger
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import OwnedError
 from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, Owners
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.commands.checkpoints import add_parser

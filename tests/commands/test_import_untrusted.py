@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from foundry_moe.checkpoint.commits import Ledger
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from tests.commands.test_checkpoints import check_begins, tool
 

@@ -165,7 +165,7 @@ def test_a_process_that_fails_is_started_again(tmp_path) -> None:
 FAILING = """
 import os, sys
 from foundry_moe.checkpoint.errors import ResumeError, StoreError
-from foundry_moe.launch.errors import run_cleanly
+from foundry_moe.launch.user_errors import run_cleanly
 
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
 print(f"life {life} rank {os.environ['RANK']}", flush=True)

@@ -159,7 +159,7 @@ def test_the_launcher_passes_the_sentence_and_the_code_on():
 
 
 def test_a_failure_that_is_not_the_users_keeps_its_traceback():
-    from foundry_moe.launch.errors import run_cleanly
+    from foundry_moe.launch.user_errors import run_cleanly
 
     def broken() -> int:
         return int("seven")

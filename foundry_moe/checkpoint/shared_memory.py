@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.checkpoint.failures import FirstError
+from foundry_moe.checkpoint.collective_errors import FirstError
 
 
 class SharedSlots:

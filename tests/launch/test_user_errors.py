@@ -9,7 +9,7 @@ from foundry_moe_kernels import autotune
 
 from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError, TakenOverError
 from foundry_moe.config import MoEConfig
-from foundry_moe.launch.errors import PASSING_ERROR, TAKEN_OVER, USER_ERROR, run_cleanly
+from foundry_moe.launch.user_errors import PASSING_ERROR, TAKEN_OVER, USER_ERROR, run_cleanly
 
 pytestmark = pytest.mark.quick
 
@@ -65,5 +65,5 @@ def test_errors_of_other_code_and_of_a_package_with_a_longer_name_keep_their_tra
 
 
 def test_a_command_that_fails_early_does_not_import_the_kernels():
-    code = "import sys, foundry_moe.launch.errors; sys.exit('triton' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, foundry_moe.launch.user_errors; sys.exit('triton' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from foundry_moe.checkpoint import faults
+from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
 from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Box, Layout, deal
 from foundry_moe.checkpoint.manifest import BlockHash, Manifest, TensorEntry, block_hash
@@ -163,7 +163,7 @@ class Fetcher:
                 piece = view[start : start + block.size_bytes]
                 if block_hash(piece) != self._expected(block):
                     self._read_block(part, block, start, piece)
-        faults.point("load.range_read")
+        fault_injection.point("load.range_read")
         return out
 
     def read_again(self, block: Block, out: memoryview) -> None:
