@@ -32,9 +32,10 @@ PREFIXES = ("state.model.", "model.")  # Composer's, and a common one
 SHARED = 4  # tensors that share memory, as tied embeddings do, may be so many times as large as their file
 TRUST = "if you trust whoever made it, add --trust-pickle, which lets it run code"
 _REBUILD, _SCALAR = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]
-# beside tensors: Composer's times and random states
+# beside tensors: Composer's times, versions and random states
 _HARMLESS: list[Any] = [
     datetime.timedelta,
+    torch.torch_version.TorchVersion,
     np.ndarray,
     np.dtype,
     *(type(np.dtype(name)) for name in ("b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")),
