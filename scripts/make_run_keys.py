@@ -58,6 +58,7 @@ def keys_of(function: Callable[..., Any]) -> dict[str, Any]:
         target = owner.__dict__.get("__init__") if isinstance(owner, type) else owner
         if target is None or owner is object:
             continue
+        target = _unwrapped(target)
         parameters = inspect.signature(target).parameters.values()
         try:
             hints = typing.get_type_hints(target)
@@ -74,6 +75,14 @@ def keys_of(function: Callable[..., Any]) -> dict[str, Any]:
         if not is_open:
             break
     return {"keys": dict(sorted(found.items())), "required": sorted(required), "open": is_open}
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """LLM Foundry's `experimental_class` hides a constructor in the closure of one that takes anything."""
+    for cell in getattr(function, "__closure__", None) or ():
+        if getattr(cell.cell_contents, "__name__", "") == "__init__":
+            return cell.cell_contents
+    return function
 
 
 def of_others(registry: str, names: Iterable[str]) -> list[str]:

@@ -43,5 +43,5 @@ def run_cleanly(action: Callable[[], int]) -> int:
     except (ValueError, CheckpointError) as error:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
         return USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR

@@ -117,7 +117,13 @@ GOOD_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("optimizer.lr", (1e-5, 1, 3.0e-3)),
     ("optimizer.disable_grad", ("wte", ["norm", "experts"])),
     ("optimizer.param_groups", ([{"param_str_match": "norm", "lr": 1e-4, "weight_decay": 0.0}],)),
-    ("scheduler", ({"name": "constant_with_warmup", "t_warmup": "10ba"}, {"name": "inv_sqrt_with_warmup"})),
+    (
+        "scheduler",
+        (
+            {"name": "constant_with_warmup", "t_warmup": "10ba"},
+            {"name": "inv_sqrt_with_warmup", "t_warmup": "10ba", "t_scale": "10ba", "t_cooldown": "10ba"},
+        ),
+    ),
     ("max_duration", ("1ep", "10_000ba", "2e9tok", "0.5ep", 3)),
     ("eval_interval", (0, 1, "10ba", "1ep")),
     ("seed", (0, 1, 4294967295)),
@@ -183,7 +189,7 @@ def put_bad_value(draw: random.Random, run: Run) -> None:
 
 
 def drop_needed(draw: random.Random, run: Run) -> None:
-    drop(run, draw.choice(NEEDED))
+    drop(run, draw.choice([path for path in NEEDED if _at(run, tuple(path.split("."))) is not None]))
 
 
 WRONG: tuple[Edit, ...] = (misspell, put_bad_value, drop_needed)
