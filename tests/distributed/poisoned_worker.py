@@ -16,8 +16,8 @@ from tests.distributed import elastic_worker
 class Poison(Callback):
     """In batch `batch`, counted from 1, on `rank`.
 
-    kind: `weights` (before it, those of the last layer), `gradients` (before clipping, of the first layer), `data` (one
-        sample less), `ended` (this rank's data end after it).
+    kind: `weights` (before it, those of the last layer), `gradients` (before clipping, of the first layer), `data` (half
+        of the samples), `ended` (this rank's data end after it).
     """
 
     def __init__(self, kind: str, batch: int, rank: int = 1) -> None:
@@ -38,7 +38,7 @@ class Poison(Callback):
         if self._strikes("weights", state):
             self._spoil_weights(state)
         if self._strikes("data", state):
-            state.batch = {name: value[1:] for name, value in state.batch.items()}
+            state.batch = {name: value[: len(value) // 2] for name, value in state.batch.items()}
 
     def before_backward(self, state: State, logger: Logger) -> None:
         if self._strikes("gradients", state):

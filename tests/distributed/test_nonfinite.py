@@ -91,6 +91,6 @@ def test_commits_say_that_they_are_not_finite_and_the_last_good_one_outlives_kee
 def test_uneven_data_are_told_before_the_batch(two) -> None:
     error = two["data"]["error"]
     assert "ValueError: batch 3 has not the same number of microbatches on all ranks" in error
-    assert "(1: rank 1; 2: rank 0)" in error or "(3: rank 1; 4: rank 0)" in error
+    assert "(1: rank 1; 2: rank 0)" in error
     assert sorted(two["data"]["losses"]) == [1, 2]
     assert "none, for its data have ended: rank 1" in two["ended"]["error"] and "batch 4" in two["ended"]["error"]
