@@ -12,7 +12,6 @@ from dataclasses import astuple, dataclass, fields
 import torch
 import torch.distributed as dist
 
-ENDED = 0  # microbatches of a rank whose data have ended
 NO_NEWS, FINITE, NONFINITE = 0, 1, 2
 
 
@@ -28,7 +27,7 @@ class Row:
 
     stop: int = 0
     health: int = NO_NEWS
-    microbatches: int = ENDED
+    microbatches: int = 1
     busy: int = 0
 
 
@@ -76,19 +75,11 @@ def check_microbatches(rows: Sequence[Row], batch: int, size: object) -> None:
         by_count.setdefault(row.microbatches, []).append(rank)
     if len(by_count) == 1:
         return
-    counts = "; ".join(
-        f"{'none, for its data have ended' if count == ENDED else count}: {name_ranks(ranks)}"
-        for count, ranks in sorted(by_count.items())
-    )
+    counts = "; ".join(f"{count}: {name_ranks(ranks)}" for count, ranks in sorted(by_count.items()))
     raise ValueError(
         f"batch {batch} has not the same number of microbatches on all ranks ({counts}), and they would wait for each "
-        "other for ever: "
-        + (
-            "give all ranks as many batches (train_loader.drop_last: true, and a data set that the ranks share evenly)"
-            if ENDED in by_count
-            else f"set train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is at least each "
-            "rank's batch"
-        )
+        f"other for ever: set train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is at "
+        "least each rank's batch"
     )
 
 

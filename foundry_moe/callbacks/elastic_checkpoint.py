@@ -238,9 +238,6 @@ class ElasticCheckpoint(Callback):
             if verdict.stop is not None:
                 self._stop(verdict, state, logger)
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._watch.epoch_ended(state)
-
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._visit(state, logger, epoch_ended=False)
 
@@ -290,9 +287,11 @@ class ElasticCheckpoint(Callback):
             self._tell(report, logger)
             assert report is not None
             told = f"batch {step} is saved" if report.error is None else f"batch {step} could not be saved"
+        if self._watch.signals.reason is not None:  # this rank knows when it came
+            told += f", {self._watch.signals.age_s:.1f} s after the signal"
         sentence = (
-            f"Stopped by {verdict.stop}: {told}, {self._watch.signals.age_s:.1f} s after the signal; the newest "
-            f"checkpoint is {self.latest_checkpoint or 'none yet'}. Start the run again, and it goes on."
+            f"Stopped by {verdict.stop}: {told}; the newest checkpoint is {self.latest_checkpoint or 'none yet'}. "
+            "Start the run again, and it goes on."
         )
         self._engine.close()
         if dist.get_global_rank() == 0:

@@ -58,9 +58,6 @@ class NonfiniteGuard(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         self._watch.after_train_batch(state)
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._watch.epoch_ended(state)
-
     def fit_end(self, state: State, logger: Logger) -> None:
         self._check(self._watch.elsewhere(), 1)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as torch_dist
-from composer.core import State, TimeUnit
+from composer.core import State
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry_moe.callbacks.agreement import ENDED, RankAgreement, Row, check_microbatches, default_timeout, name_ranks
+from foundry_moe.callbacks.agreement import RankAgreement, Row, check_microbatches, default_timeout, name_ranks
 from foundry_moe.callbacks.nonfinite import FiniteWatch, NonfiniteCount
 from foundry_moe.callbacks.stopping import StopSignals, shield_workers
 
@@ -76,13 +76,12 @@ class RunWatch:
         """Collective, once all ranks have their data.
 
         Raises:
-            ValueError: ranks have other numbers of microbatches, or the data of one have ended.
+            ValueError: ranks have other numbers of microbatches.
         """
         count = count_microbatches(state)
         verdict, rows = self._exchange(microbatches=count, busy=busy)
-        if isinstance(state.model, DistributedDataParallel):  # ranks meet in the last microbatch alone
-            rows = [Row(microbatches=min(row.microbatches, 1)) for row in rows]
-        check_microbatches(rows, state.timestamp.batch.value + 1, state.device_train_microbatch_size)
+        if not isinstance(state.model, DistributedDataParallel):  # there ranks meet in the last microbatch alone
+            check_microbatches(rows, state.timestamp.batch.value + 1, state.device_train_microbatch_size)
         if self._finite is not None:
             self._finite.before_batch(state, count)
         return verdict
@@ -90,18 +89,6 @@ class RunWatch:
     def elsewhere(self) -> Verdict:
         """Collective, where no batch is to come: in an evaluation, at the end."""
         return self._exchange(microbatches=1, busy=False)[0]
-
-    def epoch_ended(self, state: State) -> None:
-        """Collective, with `before_batch` of ranks whose data have not ended.
-
-        Raises:
-            ValueError: there are such ranks.
-        """
-        limit, before = state.max_duration, state.previous_timestamp
-        if limit is not None and limit.unit != TimeUnit.EPOCH and before is not None and before >= limit:
-            return  # the run's length ended it, on all ranks alike
-        _, rows = self._exchange(microbatches=ENDED, busy=False)
-        check_microbatches(rows, (before.batch.value if before else 0) + 2, state.device_train_microbatch_size)
 
     def after_loss(self, state: State) -> None:
         if self._finite is not None:

@@ -16,8 +16,8 @@ from tests.distributed import elastic_worker
 class Poison(Callback):
     """In batch `batch`, counted from 1, on `rank`.
 
-    kind: `weights` (before it, those of the last layer), `gradients` (before clipping, of the first layer), `data` (half
-        of the samples), `ended` (this rank's data end after it).
+    kind: `weights` (before it, those of the last layer), `gradients` (before clipping, of the first layer), `data`
+        (half of the samples).
     """
 
     def __init__(self, kind: str, batch: int, rank: int = 1) -> None:
@@ -27,12 +27,6 @@ class Poison(Callback):
     def _strikes(self, kind: str, state: State) -> bool:
         here = dist.get_global_rank() == self.rank % dist.get_world_size()
         return here and kind == self.kind and state.timestamp.batch.value + 1 == self.batch
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if self.kind == "ended" and dist.get_global_rank() == self.rank:
-            loader: Any = state.dataloader
-            batches = [batch for _, batch in zip(range(self.batch), loader, strict=False)]
-            state.set_dataloader(batches, state.dataloader_label, dataloader_len=self.batch)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if self._strikes("weights", state):

@@ -16,7 +16,7 @@ from tests.distributed import poisoned_worker
 from tests.distributed.launching import PRELOAD
 from tests.distributed.test_elastic_trainer import YAML, run
 
-NAMES = ("weights", "gradients", "rewound", "ignored", "data", "ended", "hopeless")
+NAMES = ("weights", "gradients", "rewound", "ignored", "data", "hopeless")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,6 @@ def two(tmp_path_factory) -> dict[str, Any]:
         poisoned("rewound", "gradients", 4, on_nonfinite="rewind", max_nonfinite=2),
         poisoned("ignored", "weights", 3, max_nonfinite=None, keep=2),
         poisoned("data", "data", 3),
-        poisoned("ended", "ended", 3),
         poisoned("hopeless", "weights", 1, on_nonfinite="rewind", max_nonfinite=1),
     ]
     results = run_processes(poisoned_worker.run_all, YAML, runs, world_size=2, preload=PRELOAD)
@@ -93,4 +92,3 @@ def test_uneven_data_are_told_before_the_batch(two) -> None:
     assert "ValueError: batch 3 has not the same number of microbatches on all ranks" in error
     assert "(1: rank 1; 2: rank 0)" in error
     assert sorted(two["data"]["losses"]) == [1, 2]
-    assert "none, for its data have ended: rank 1" in two["ended"]["error"] and "batch 4" in two["ended"]["error"]
