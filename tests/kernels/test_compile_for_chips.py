@@ -1,6 +1,7 @@
 """Every kernel of the portable path compiles for the chips that users have, without one, and fits their limits."""
 
 import pytest
+import triton
 from foundry_moe_kernels.sparse_tiles import SHARED_BYTES
 
 from tests.kernels.compiling import run_for
@@ -60,7 +61,14 @@ topology.block_row_table(offsets_E, rows, block)
 """
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_BYTES))
+def chips():
+    """A compute capability each. Triton 3.3 fails in a pass of its own on products for sm_120."""
+    old = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4)
+    broken = pytest.mark.skipif(old, reason="Triton before 3.4 does not compile products for sm_120")
+    return [pytest.param(chip, marks=broken) if chip == 120 else chip for chip in sorted(SHARED_BYTES)]
+
+
+@pytest.mark.parametrize("capability", chips())
 def test_portable_kernels_compile_and_fit(capability):
     script = COMPILE.replace("{capability}", str(capability)).replace("{dtype}", "bfloat16")
     lines = [line.split() for line in run_for(capability, script)]
