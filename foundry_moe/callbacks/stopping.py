@@ -61,7 +61,7 @@ class StopSignals:
     def reason(self) -> str | None:
         """The signal's name, or that the launcher is gone; None while nothing asks this process to stop."""
         if self._reason is None and self._launcher and os.getppid() != self._launcher:
-            # `composer` dies of a SIGTERM at once, and leaves its processes to train on
+            # it was killed, and leaves its processes to train on
             self._reason, self._since_s = "its launcher is gone", time.monotonic()
         return self._reason
 

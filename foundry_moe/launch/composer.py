@@ -2,9 +2,9 @@
 
 Usage: `python -m foundry_moe.launch.composer -n 8 SCRIPT ...`
 
-Composer's own launcher dies of a SIGTERM at once, and leaves its processes behind. This one passes it on, waits for
-`elastic_checkpoint.grace`, and exits with 75. A process that fails ends the others at once: with a peer gone, they
-could not save what they are asked to.
+Composer's own launcher takes a SIGTERM for an error of its own: it prints a stack of frames and all ranks' output, and
+waits 30 s at most. This one passes the signal on, waits for `elastic_checkpoint.grace`, and exits with 75. A process
+that fails ends the others at once: with a peer gone, they could not save what they are asked to.
 """
 
 from __future__ import annotations
