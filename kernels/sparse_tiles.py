@@ -63,8 +63,8 @@ def choose(product: str, topology: Topology, dtype: torch.dtype, *, columns: int
     device, block = topology.starts_M.device, topology.block
     if _is_hopper(device):
         tile = _measured(product, inner)
-    else:  # with an activation, four warps' registers would not do
-        tile = SparseTile(bk=32, stages=4, warps=8 if product in ("act", "glu") else 4)
+    else:  # four warps' registers would not do for an activation, nor for a turned operand
+        tile = SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "dsd") else 8)
     if dtype.itemsize == 4:
         tile = replace(tile, bk=32)
     if block < BLOCK:
