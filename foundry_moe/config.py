@@ -6,18 +6,12 @@ This module imports neither torch nor Composer.
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import math
 import os
-import re
-import types
-import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, TypeVar, Union
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-T = TypeVar("T")
+from foundry_moe.schema import fits, form, from_mapping, one_of
 
 AUTO: Literal["auto"] = "auto"
 
@@ -49,157 +43,6 @@ BALANCE_OVER = ("rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 REDUCE = ("microbatch", "batch")
 COMPILE = ("none", "blocks")
-
-
-def nearest(word: object, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known name, or a list of the known names."""
-    known = sorted(known)
-    match = difflib.get_close_matches(str(word), known, n=1)
-    return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
-
-
-def one_of(where: str, value: object, known: Iterable[str]) -> None:
-    """Raises ValueError unless `value` is one of `known`."""
-    known = list(known)
-    if value not in known:
-        match = difflib.get_close_matches(str(value), known, n=1)
-        meant = f"; did you mean {match[0]!r}?" if match else ""
-        raise ValueError(f"{where}: {value!r} is not one of {', '.join(known)}{meant}")
-
-
-def section(run: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """A mapping inside a run's YAML, such as `model` or `model.attn_config`; empty where it is not there, or null.
-
-    Raises:
-        ValueError: something else stands in its place.
-    """
-    inner: Any = run
-    for depth, key in enumerate(path, 1):
-        inner = inner.get(key)
-        if inner is None:
-            return {}
-        if not isinstance(inner, Mapping):
-            raise ValueError(f"{'.'.join(path[:depth])} must be a mapping of keys to values, not {inner!r}")
-    return inner
-
-
-def refuse_unknown(unknown: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises ValueError for the first of `unknown`, keys that a user wrote and `where` does not have."""
-    for key in unknown:
-        raise ValueError(f"{where}.{key} is not a key of {where}; {nearest(key, known)}")
-
-
-def said(form: str) -> dict[str, str]:
-    """Metadata of a dataclass field: how a user is told what its value looks like, where its type says too little."""
-    return {"form": form}
-
-
-def _matches(value: Any, annotation: Any) -> bool:
-    """Whether a YAML value fits a field's annotation; only the forms used in this project are read."""
-    origin = typing.get_origin(annotation)
-    if annotation is Any:
-        return True
-    if origin in (Union, types.UnionType):
-        return any(_matches(value, option) for option in typing.get_args(annotation))
-    if origin is Literal:
-        return value in typing.get_args(annotation)
-    if origin is tuple or origin is list:
-        return isinstance(value, list | tuple) and all(_matches(v, typing.get_args(annotation)[0]) for v in value)
-    if origin in (dict, Mapping) or annotation in (dict, Mapping):
-        return isinstance(value, Mapping)
-    if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is type(None):
-        return value is None
-    return isinstance(value, annotation) if isinstance(annotation, type) else True
-
-
-def _plain(annotation: Any) -> str:
-    """An annotation as a user reads it."""
-    names = {
-        "int": "a whole number",
-        "float": "a number",
-        "str": "text",
-        "bool": "true or false",
-        "dict": "a mapping",
-        "NoneType": "null",
-    }
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_plain(option) for option in typing.get_args(annotation))
-    if typing.get_origin(annotation) is Literal:
-        return " or ".join(str(v) for v in typing.get_args(annotation))
-    if typing.get_origin(annotation) in (tuple, list):
-        return "a list"
-    if typing.get_origin(annotation) in (dict, Mapping):
-        return "a mapping"
-    name = getattr(annotation, "__name__", str(annotation))
-    return names.get(name, name)
-
-
-def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) -> T:
-    """Builds a frozen dataclass from a user's mapping, strictly.
-
-    Args:
-        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise ValueError.
-        mapping: the user's keys. None is an empty mapping.
-        where: how the user knows this place, for example `algorithms.dmoe`.
-
-    Raises:
-        ValueError: an unknown key (the nearest known one is named), a missing key, or a value of another type.
-    """
-    if mapping is None:
-        mapping = {}
-    if not isinstance(mapping, Mapping):
-        raise ValueError(f"{where} must be a mapping of keys to values, not {mapping!r}")
-    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
-    refuse_unknown([key for key in mapping if key not in known], known, where)
-    forms = {name: f.metadata.get("form") or _plain(hints[name]) for name, f in known.items()}
-    for key, value in mapping.items():
-        if not _matches(value, hints[key]):
-            raise ValueError(f"{where}.{key} must be {forms[key]}, not {value!r}")
-    for name, f in known.items():
-        if name not in mapping and f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"{where}.{name} is missing: give it {forms[name]}")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items()}
-    try:
-        return cls(**values)
-    except ValueError as error:
-        named = str(error).startswith(f"{where}.")
-        raise ValueError(str(error) if named else f"{where}: {error}") from None
-
-
-_AS_YAML = {None: "null", True: "true", False: "false"}
-_KEY_HELP = re.compile(r"^(\w+(?:, \w+)*): ")
-
-
-def key_help(cls: type) -> str:
-    """What a dataclass of user's keys says of each in its docstring, a line for each key, with its default."""
-    defaults = {}
-    for item in fields(cls):  # type: ignore[arg-type]
-        given = item.default if item.default_factory is MISSING else item.default_factory()
-        if isinstance(given, bool | None):
-            given = _AS_YAML[given]
-        defaults[item.name] = "needed" if given is MISSING else given
-    lines: list[str] = []
-    inside = False
-    for line in inspect.getdoc(cls).splitlines():  # type: ignore[union-attr]
-        found = _KEY_HELP.match(line)
-        if found and found.group(1) in defaults:
-            lines.append(f"{found.group(1)} ({defaults[found.group(1)]}): {line[found.end() :]}")
-            inside = True
-        elif inside and line.startswith(" "):
-            lines[-1] += f" {line.strip()}"
-        else:
-            inside = False
-    return "\n".join(lines)
-
-
-def with_keys(text: str | None, cls: type) -> str:
-    """A docstring with the keys of `cls` under it, for `llmfoundry registry find`."""
-    return f"{inspect.cleandoc(text or '')}\n\nKeys, with their defaults:\n\n{key_help(cls)}"
 
 
 # `init_device: meta` without `mesh`: Composer then draws parts, and experts are drawn by layer
@@ -331,13 +174,13 @@ class MoEConfig:
     expert_hidden_size: int | Literal["auto"] = AUTO
     activation: str = AUTO
     layers: str | dict | tuple[int, ...] = field(
-        default="all", metadata=said("all, {every: n} or a list of indices such as [1, 3, 5]")
+        default="all", metadata=form("all, {every: n} or a list of indices such as [1, 3, 5]")
     )
     gate: dict[str, Any] = field(
-        default_factory=lambda: {"name": "topk"}, metadata=said("a mapping such as {name: topk}")
+        default_factory=lambda: {"name": "topk"}, metadata=form("a mapping such as {name: topk}")
     )
     loss: dict[str, float] | Literal["auto"] = field(
-        default=AUTO, metadata=said("auto, or a mapping such as {balance: 0.01, z: 0.001}")
+        default=AUTO, metadata=form("auto, or a mapping such as {balance: 0.01, z: 0.001}")
     )
     balance_over: str = "microbatch"
     init: str = "random"
@@ -348,7 +191,7 @@ class MoEConfig:
     backend: str = "auto"
     memory: str = "save"
     seed: int = 17
-    mesh: dict[str, Any] | None = field(default=None, metadata=said("a mapping such as {expert: 8, shard: auto}"))
+    mesh: dict[str, Any] | None = field(default=None, metadata=form("a mapping such as {expert: 8, shard: auto}"))
 
     def __post_init__(self) -> None:
         if self.num_experts < 1:
@@ -395,7 +238,7 @@ class MoEConfig:
             raise ValueError(f"gate ({self.gate!r}) must name a gate: gate: {{name: topk}}")
         one_of("balance_over", self.balance_over, BALANCE_OVER)
         for name, weight in {} if self.loss == AUTO else self.loss.items():
-            if not _matches(weight, float) or weight < 0:
+            if not fits(weight, float) or weight < 0:
                 raise ValueError(f"loss.{name} ({weight!r}) must be a number of 0 or more")
 
     @property

@@ -2,7 +2,8 @@
 
 import pytest
 
-from foundry_moe.config import MoEConfig, from_mapping
+from foundry_moe.config import MoEConfig
+from foundry_moe.schema import from_mapping
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from foundry_moe.config import ACTIVATIONS, MeshConfig, MoEConfig, from_mapping
+from foundry_moe.config import ACTIVATIONS, MeshConfig, MoEConfig
+from foundry_moe.schema import from_mapping
 
 pytestmark = pytest.mark.quick
 

@@ -11,10 +11,11 @@ from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
 from foundry_moe.algorithms.router_schedule import RouterSteps
-from foundry_moe.config import MoEConfig, from_mapping, refuse_other_parallelism, with_keys
+from foundry_moe.config import MoEConfig, refuse_other_parallelism
 from foundry_moe.layers.lookup import batch_context
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.conversion import apply_dmoe
+from foundry_moe.schema import from_mapping, with_keys
 
 __all__ = ["DMoE", "apply_dmoe"]
 

@@ -15,12 +15,13 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config, dist
 from torch.distributed.fsdp import FSDPModule
 
-from foundry_moe.config import MeshConfig, check_compilation, from_mapping, with_keys
+from foundry_moe.config import MeshConfig, check_compilation
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.parallel.gradients import clip_norm, clip_value
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.parallel.placement import Placement, parallelize
 from foundry_moe.parallel.transformer_blocks import compile_blocks, prefetch_in_order
+from foundry_moe.schema import from_mapping, with_keys
 
 log = logging.getLogger(__name__)
 

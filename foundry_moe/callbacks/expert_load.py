@@ -17,9 +17,9 @@ from torch import Tensor
 
 from foundry_moe.callbacks.heatmap import BalanceHistory, draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
-from foundry_moe.config import refuse_unknown
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, MoELayer
+from foundry_moe.schema import refuse_unknown
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:

@@ -10,7 +10,7 @@ from composer.loggers import Logger
 from foundry_moe.callbacks.elastic_checkpoint import ADVICE, ElasticCheckpoint
 from foundry_moe.callbacks.watch import RunWatch, Verdict
 from foundry_moe.checkpoint.errors import NonfiniteError
-from foundry_moe.config import refuse_unknown
+from foundry_moe.schema import refuse_unknown
 
 
 class NonfiniteGuard(Callback):

@@ -17,7 +17,7 @@ from torch import nn
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.interval import at_interval
-from foundry_moe.config import refuse_unknown
+from foundry_moe.schema import refuse_unknown
 
 _LOSS = "loss/train/total"
 _EVAL_LOSS = "LanguageCrossEntropy"

@@ -12,7 +12,7 @@ from typing import Any
 
 from foundry_moe.checkpoint.errors import without_password
 from foundry_moe.checkpoint.store import StoreOptions, folder_problem
-from foundry_moe.config import from_mapping, said
+from foundry_moe.schema import form, from_mapping
 
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever starts it again loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
@@ -72,27 +72,27 @@ class CheckpointConfig:
     on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
     """
 
-    folder: str = field(metadata=said("s3://bucket/run or a path"))
+    folder: str = field(metadata=form("s3://bucket/run or a path"))
     interval: str = field(
-        default="30m", metadata=said("a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)")
+        default="30m", metadata=form("a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)")
     )
     keep: int = 3
-    keep_every: str | None = field(default=None, metadata=said("a count of batches such as 1000ba"))
-    resume: str | int = field(default="auto", metadata=said("auto, never, or a step such as 500"))
+    keep_every: str | None = field(default=None, metadata=form("a count of batches such as 1000ba"))
+    resume: str | int = field(default="auto", metadata=form("auto, never, or a step such as 500"))
     asynchronous: bool = True
     max_failures: int = 3
     reseed: bool = True
-    stale_after: str = field(default="6h", metadata=said("a time such as 6h"))
+    stale_after: str = field(default="6h", metadata=form("a time such as 6h"))
     endpoint_url: str | None = field(default=None, repr=False)  # may hold a password
     region: str | None = None
     profile: str | None = None
-    timeout: str = field(default="60s", metadata=said("a time such as 60s"))
-    save_timeout: str = field(default="30m", metadata=said("a time such as 30m"))
-    grace: str = field(default="25s", metadata=said("a time such as 25s"))
+    timeout: str = field(default="60s", metadata=form("a time such as 60s"))
+    save_timeout: str = field(default="30m", metadata=form("a time such as 30m"))
+    grace: str = field(default="25s", metadata=form("a time such as 25s"))
     signals: tuple[str, ...] = field(
-        default=("SIGTERM", "SIGUSR1"), metadata=said("a list of signals' names such as [SIGTERM, SIGUSR1]")
+        default=("SIGTERM", "SIGUSR1"), metadata=form("a list of signals' names such as [SIGTERM, SIGUSR1]")
     )
-    max_nonfinite: int | None = field(default=3, metadata=said("a whole number, or null"))
+    max_nonfinite: int | None = field(default=3, metadata=form("a whole number, or null"))
     on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:

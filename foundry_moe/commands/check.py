@@ -61,8 +61,8 @@ def check_command(arguments: argparse.Namespace) -> int:
 
 def describe(run: Mapping[str, Any]) -> str:
     """The run in one line: model, experts, batch, length and precision."""
-    from foundry_moe.config import section
     from foundry_moe.launch.run_config import read_moe
+    from foundry_moe.schema import section
 
     model = section(run, "model")
     words = [str(model["name"])]

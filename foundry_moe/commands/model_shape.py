@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig, section
+from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.launch.run_config import read_moe
+from foundry_moe.schema import section
 
 MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 

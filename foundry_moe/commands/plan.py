@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_moe.commands.model_shape import ModelShape, planned_moe, read_shape
-from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size, from_mapping
+from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.run_config import check_run, load_run, plain
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
+from foundry_moe.schema import from_mapping
 
 GIB = 2**30
 # Bytes a parameter of optimizer state: two fp32 moments, or one.

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.config import nearest, refuse_unknown, section
+from foundry_moe.schema import nearest, refuse_unknown, section
 
 # what this package registers, for a checkout without an installed distribution; False: its own class checks its keys
 _OURS: Mapping[str, Mapping[str, bool]] = {

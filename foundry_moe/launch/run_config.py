@@ -24,15 +24,14 @@ from foundry_moe.config import (
     MeshConfig,
     MoEConfig,
     check_compilation,
-    from_mapping,
     refuse_other_parallelism,
-    section,
 )
 from foundry_moe.launch.foundry_keys import check_keys
 from foundry_moe.launch.run_values import check_fit, check_values
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
 from foundry_moe.layers.gates.rules import check_gate
 from foundry_moe.parallel.mesh import divisors, listed
+from foundry_moe.schema import from_mapping, section
 
 MODEL = "dmoe_causal_lm"
 # our names, by the entry-point group in which LLM Foundry looks them up

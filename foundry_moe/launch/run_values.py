@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.config import MoEConfig, check_batch_size, one_of, section
+from foundry_moe.config import MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, known_names, table
+from foundry_moe.schema import one_of, section
 
 _TIME = re.compile(r"\s*[0-9][0-9_]*(\.[0-9]+)?(e[+-]?[0-9]+)?\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
 _CLOCK = re.compile(r"(\s*[0-9]+(\.[0-9]+)?\s*(h|hr|hour|hours|m|min|minute|minutes|s|second|seconds)\s*)+")

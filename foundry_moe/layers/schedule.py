@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foundry_moe.config import from_mapping, one_of, said
+from foundry_moe.schema import form, from_mapping, one_of
 
 A_TIME = "a time such as 100ba, 1ep, 5000sp, 10Mtok or 0.1dur"
 _UNITS = ("ba", "ep", "sp", "tok", "dur")
@@ -67,8 +67,8 @@ class _Ramp:
 
     start: float
     end: float
-    until: str = field(metadata=said(A_TIME))
-    after: str = field(default="", metadata=said(A_TIME))
+    until: str = field(metadata=form(A_TIME))
+    after: str = field(default="", metadata=form(A_TIME))
     shape: str = "linear"
 
 

@@ -12,13 +12,14 @@ from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig, from_mapping
+from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Gate
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.conversion import apply_dmoe
+from foundry_moe.schema import from_mapping
 
 _ATTENTION = "sdpa"
 

@@ -155,7 +155,7 @@ def test_over_several_processes_the_same_choices_are_dropped():
 
 @pytest.mark.parametrize("capacity", [0, -1, "static"])
 def test_a_capacity_that_cannot_be_is_refused(capacity):
-    from foundry_moe.config import from_mapping
+    from foundry_moe.schema import from_mapping
 
     with pytest.raises(ValueError, match="capacity"):
         from_mapping(MoEConfig, {"num_experts": 4, "capacity": capacity}, "algorithms.dmoe")
@@ -170,7 +170,7 @@ def test_a_capacity_that_cannot_be_is_refused(capacity):
     ],
 )
 def test_a_way_to_drop_that_cannot_be_is_refused(keys, sentence):
-    from foundry_moe.config import from_mapping
+    from foundry_moe.schema import from_mapping
 
     with pytest.raises(ValueError, match=sentence):
         from_mapping(MoEConfig, {"num_experts": 4, **keys}, "algorithms.dmoe")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from foundry_moe.config import from_mapping
 from foundry_moe.layers.gates.gate import Gate
 from foundry_moe.layers.gates.rules import gates_of_others, no_such_gate
+from foundry_moe.schema import from_mapping
 
 _BUILT_IN = {
     "base": "foundry_moe.layers.gates.base:BaseGate",

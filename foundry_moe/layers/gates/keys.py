@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foundry_moe.config import one_of, said
 from foundry_moe.layers.schedule import A_TIME, parse_duration, parse_schedule
+from foundry_moe.schema import form, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,7 @@ class DenseToSparseKeys(LinearKeys):
         default_factory=lambda: {"start": 1.0, "end": 0.5, "until": "0.5dur", "shape": "exponential"}
     )
     threshold: float = 1e-3
-    hard_after: str = field(default="", metadata=said(A_TIME))
+    hard_after: str = field(default="", metadata=form(A_TIME))
     max_experts: int = 0
 
     def __post_init__(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from foundry_moe.config import from_mapping, nearest
 from foundry_moe.layers.gates.keys import KEYS
+from foundry_moe.schema import from_mapping, nearest
 
 # of entry points, for gates of other packages; one of the name of a gate of ours wins
 GROUP = "foundry_moe_gates"
