@@ -13,15 +13,16 @@ TRAINER = {"composer", "llmfoundry"}
 # files and folders that may import Composer or LLM Foundry
 KNOWS_TRAINER = ("algorithms/", "callbacks/", "commands/", "launch/", "models/", "demo", "optim", "registry", "train")
 # a part of the package (a folder, or a file at its top) -> the parts that it may import, beside itself
-LIBRARY = {"config", "ops", "layers", "models", "parallel", "checkpoint"}
+LIBRARY = {"config", "schema", "ops", "layers", "models", "parallel", "checkpoint"}
 ALLOWED = {
     "__init__": LIBRARY | {"algorithms", "callbacks"},
-    "config": set(),
+    "schema": set(),
+    "config": {"schema"},
     "ops": {"config"},
-    "layers": {"config", "ops"},
-    "models": {"config", "ops", "layers"},
+    "layers": {"config", "schema", "ops"},
+    "models": {"config", "schema", "ops", "layers"},
     "parallel": {"config", "ops", "layers"},
-    "checkpoint": {"config"},
+    "checkpoint": {"config", "schema"},
     "callbacks": LIBRARY,
     "algorithms": LIBRARY,
     "launch": LIBRARY,
