@@ -20,7 +20,7 @@ class NonfiniteGuard(Callback):
 
         nonfinite_guard: {max_nonfinite: 3}
 
-    `elastic_checkpoint` does this too, and can go back to a checkpoint: both is an error. See docs/checkpoints.md.
+    `elastic_checkpoint` does this too, and can go back to a checkpoint: both is an error. See docs/resilience.md.
 
     Args:
         max_nonfinite: so many in a row.
