@@ -36,7 +36,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": Activation(pointwise="relu2", gated=False),
 }
 BACKENDS = ("auto", "blocksparse", "grouped", "reference")
-INITS = ("random", "upcycle")
+INITS = ("auto", "random", "upcycle")
 MEMORY = ("save", "recompute")
 DROPS = ("position", "weight")
 BALANCE_OVER = ("rank", "group", "microbatch", "batch")
@@ -157,7 +157,8 @@ class MoEConfig:
         `{balance: 0.01}` for most.
     balance_over: the tokens whose loads the balance loss sees: rank | group (ranks that share experts) | microbatch
         (of all ranks) | batch (all microbatches of a step too, which takes one more forward pass if there are several).
-    init: random | upcycle (each expert starts as a copy of the dense FFN).
+    init: random | upcycle (each expert starts as a copy of the dense FFN) | auto (random; an error where the dense FFN
+        was loaded).
     init_std: standard deviation of random weights; projections back to the residual stream have it
         divided by sqrt(2 * number of layers), as in GPT-2 (Radford et al. 2019, section 2.3).
     shared_expert_hidden_size: width of an expert that every token passes through; 0 = none.
@@ -183,7 +184,7 @@ class MoEConfig:
         default=AUTO, metadata=form("auto, or a mapping such as {balance: 0.01, z: 0.001}")
     )
     balance_over: str = "microbatch"
-    init: str = "random"
+    init: str = AUTO
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
     capacity: float | Literal["dynamic"] | None = None

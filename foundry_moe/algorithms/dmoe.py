@@ -10,6 +10,7 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
+from foundry_moe.algorithms.parameter_rules import LOADED, RULES, apply_rules
 from foundry_moe.algorithms.router_schedule import RouterSteps
 from foundry_moe.config import MoEConfig, refuse_other_parallelism
 from foundry_moe.layers.lookup import batch_context
@@ -40,6 +41,8 @@ class DMoE(Algorithm):
     """
 
     def __init__(self, **settings: Any) -> None:
+        self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`, as the next
+        self._loaded: bool | None = settings.pop(LOADED, None)
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
         self._settings = settings
 
@@ -58,6 +61,7 @@ class DMoE(Algorithm):
         if event == Event.INIT:
             check_parallelism(state)
             layers = self._put_experts(state)
+            apply_rules(state.model, state.optimizers or (), self._rules)
             if not any(isinstance(algorithm, RouterSteps) for algorithm in state.algorithms):
                 state.algorithms.append(RouterSteps())
             if self.config.mesh_config is not None:
@@ -72,7 +76,7 @@ class DMoE(Algorithm):
         """A run that asked for experts and got none would train a dense model for days: here it is an error."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            layers = apply_dmoe(state.model, self.config, state.optimizers)
+            layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)
         if not layers:
             raise ValueError(f"algorithms.dmoe: {caught[-1].message}")
         for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once a layer

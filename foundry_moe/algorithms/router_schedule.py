@@ -15,6 +15,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from foundry_moe.algorithms.dmoe_mesh import count_samples
+from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules, say_fresh
 from foundry_moe.layers.context import BatchContext, stay, unchanged
 from foundry_moe.layers.gate_updates import note_loads, step_gates
 from foundry_moe.layers.lookup import batch_context, moe_layers
@@ -75,7 +76,10 @@ class RouterSteps(Algorithm):
         ValueError: when training begins, for such a checkpoint; names the key and both values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **internal: Any) -> None:
+        self._rules = internal.pop(RULES, None) or {}  # from `pass_rules`
+        if internal:
+            raise ValueError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
         self._before: list[Tensor] = []
         self._meaning: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
@@ -90,9 +94,12 @@ class RouterSteps(Algorithm):
         self._loaded_model = state.get("model") or {}
 
     def match(self, event: Event, state: State) -> bool:
-        return event in _EVENTS
+        return event in _EVENTS or (event == Event.INIT and bool(self._rules))
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            check_rules(state.model, self._rules)  # LLM Foundry has applied them: the experts were there
+            return
         context = batch_context(state.model)
         if context is None:
             return
@@ -168,4 +175,4 @@ def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         algorithms = dict(config.get("algorithms") or {})
         algorithms.setdefault("dmoe_steps", {})
         config["algorithms"] = algorithms
-    return config
+    return pass_rules(say_fresh(config))

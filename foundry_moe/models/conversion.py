@@ -17,29 +17,37 @@ from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.ffn import DenseFFN, SparseFFN, expert_weights, find_ffns
+from foundry_moe.models.loaded_weights import check_init, refuse_saving
 
 log = logging.getLogger(__name__)
 
 
 def apply_dmoe(
-    model: nn.Module, config: MoEConfig, optimizers: Optimizer | Sequence[Optimizer] | None = None
+    model: nn.Module,
+    config: MoEConfig,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    loaded: bool | None = None,
 ) -> list[MoELayer]:
     """Replaces the feed-forward blocks of chosen layers by MoE layers, in place.
 
     Dense blocks become new experts (`init: random`) or copies of themselves (`init: upcycle`). A Hugging Face MoE
-    block (Mixtral, OLMoE, Qwen3-MoE) keeps its weights and its meaning. A loss must go through
-    `batch_context(model).anchor(loss)` if something scales it before its backward pass; `DMoE` does this.
+    block (Mixtral, OLMoE, Qwen3-MoE) keeps its weights and its meaning, and dense blocks beside it stay dense.
+    A loss must go through `batch_context(model).anchor(loss)` if something scales it before its backward pass; `DMoE`
+    does this.
 
     Args:
         model: an MPT, a Hugging Face causal LM with Llama-like blocks, or a wrapper of one.
         optimizers: their groups get the new parameters in place of the old ones.
+        loaded: whether the model's weights were loaded; None: where a Hugging Face configuration names a source.
 
     Returns:
         The new layers, in order; empty, with a warning, where no block matched.
 
     Raises:
         ValueError: the model has MoE layers of ours already, or MoE blocks of a kind that is not known; a layer index
-            that it does not have; an activation, bias or width that cannot be taken over.
+            that it does not have; an activation, bias or width that cannot be taken over; dense weights that were
+            loaded and would be thrown away.
     """
     if moe_layers(model):
         raise ValueError(
@@ -55,11 +63,15 @@ def apply_dmoe(
         )
         return []
     config.check_layers_of(len(blocks))
+    chosen = [index for index in range(len(blocks)) if config.selects(index)]
+    if any(isinstance(block, SparseFFN) for _, _, block in blocks):
+        chosen = _without_dense(chosen, blocks, config)
+    elif chosen:
+        check_init(model, config, loaded)
     context = BatchContext()
     layers = []
-    for index, (name, module, block) in enumerate(blocks):
-        if not config.selects(index):
-            continue
+    for index in chosen:
+        name, module, block = blocks[index]
         layer = _build_layer(name, block, config, index, len(blocks), context)
         layer.train(module.training)
         _replace_module(model, name, layer)
@@ -69,8 +81,24 @@ def apply_dmoe(
         warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(blocks)}", stacklevel=2)
         return []
     context.observe(model)
+    refuse_saving(model)
     log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(blocks), config.num_experts)
     return layers
+
+
+def _without_dense(
+    chosen: Sequence[int], blocks: Sequence[tuple[str, nn.Module, DenseFFN | SparseFFN]], config: MoEConfig
+) -> list[int]:
+    """A model with MoE blocks is dense elsewhere on purpose (Qwen3-MoE's `mlp_only_layers`): those blocks stay."""
+    dense = [index for index in chosen if isinstance(blocks[index][2], DenseFFN)]
+    if dense and isinstance(config.layers, tuple):
+        raise ValueError(
+            f"layers ({list(config.layers)}): {', '.join(map(str, dense))} of this model are dense beside MoE blocks, "
+            "and stay so; leave them out"
+        )
+    if dense:
+        log.warning("dMoE: the dense blocks %s, beside MoE blocks, stay as they are", dense)
+    return [index for index in chosen if index not in dense]
 
 
 def _resolve(name: str, block: DenseFFN | SparseFFN, config: MoEConfig) -> MoEConfig:

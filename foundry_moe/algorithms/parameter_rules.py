@@ -1,0 +1,91 @@
+"""`optimizer.disable_grad` and `optimizer.param_groups` for a model whose experts are put in afterwards.
+
+LLM Foundry applies both when it builds the optimizer, before `algorithms.dmoe` runs: rules for experts found nothing.
+Here they are applied again, by LLM Foundry's meaning, to the model that is trained.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+KEYS = ("disable_grad", "param_groups")
+# internal keys of algorithms.dmoe, the first of algorithms.dmoe_steps too
+RULES, LOADED = "parameter_rules", "weights_loaded"
+
+
+def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
+    """Part of a config transform: the algorithm that has the experts hears of the optimizer's rules."""
+    optimizer = config.get("optimizer") or {}
+    rules = {key: optimizer[key] for key in KEYS if optimizer.get(key)}
+    algorithms = config.get("algorithms") or {}
+    name = "dmoe" if "dmoe" in algorithms else "dmoe_steps"
+    if not rules or (name == "dmoe_steps" and (config.get("model") or {}).get("name") != "dmoe_causal_lm"):
+        return config
+    copied = {
+        "disable_grad": _patterns(rules.get("disable_grad")),
+        "param_groups": [group["param_str_match"] for group in rules.get("param_groups", ())],
+    }
+    config["algorithms"] = {**algorithms, name: {**(algorithms.get(name) or {}), RULES: copied}}
+    return config
+
+
+def say_fresh(config: dict[str, Any]) -> dict[str, Any]:
+    """Part of a config transform: with `model.pretrained: false` nothing is loaded.
+
+    The model itself does not tell: its configuration names a source either way.
+    """
+    algorithms, model = config.get("algorithms") or {}, config.get("model") or {}
+    if isinstance(algorithms.get("dmoe"), Mapping) and model.get("pretrained") is False:
+        config["algorithms"] = {**algorithms, "dmoe": {**algorithms["dmoe"], LOADED: False}}
+    return config
+
+
+def check_rules(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> None:
+    """Raises ValueError for a rule that matches no parameter; names the nearest parts of names."""
+    names = [name for name, _ in model.named_parameters()]
+    for key in KEYS:
+        for pattern in rules.get(key, ()):
+            if not any(re.search(pattern, name) for name in names):
+                raise ValueError(
+                    f"optimizer.{key} ({pattern}) matches no parameter; near it: {', '.join(_near(pattern, names))}"
+                )
+
+
+def apply_rules(model: nn.Module, optimizers: Iterable[Optimizer], rules: Mapping[str, Sequence[str]]) -> None:
+    """Freezes what `disable_grad` matches, and puts parameters into the groups that `param_groups` made.
+
+    The first group of an optimizer takes what no rule matches, as LLM Foundry builds it; a parameter goes to the first
+    rule that matches its name.
+
+    Raises:
+        ValueError: a rule matches nothing.
+    """
+    check_rules(model, rules)
+    for name, parameter in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in rules.get("disable_grad", ())):
+            parameter.requires_grad = False
+    patterns = rules.get("param_groups", ())
+    for optimizer in optimizers:
+        if not patterns or len(optimizer.param_groups) != len(patterns) + 1:
+            continue
+        groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for name, parameter in model.named_parameters():
+            index = next((i for i, pattern in enumerate(patterns, 1) if re.search(pattern, name)), 0)
+            groups[index].append(parameter)
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+
+
+def _patterns(given: Any) -> list[str]:
+    return [given] if isinstance(given, str) else list(given or ())
+
+
+def _near(pattern: str, names: Iterable[str]) -> list[str]:
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    return difflib.get_close_matches(pattern, parts, n=3, cutoff=0.4) or parts[:8]

@@ -1,0 +1,95 @@
+"""Weights that were loaded are not thrown away, nor left out of a file, without a word."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.layers.lookup import moe_layers
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 31,
+    "initializer_range": 0.3,
+}
+IDS = torch.randint(0, 31, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def fresh() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    fresh().save_pretrained(path)
+    return path
+
+
+def test_a_loaded_dense_model_is_not_made_random_by_default(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"init \(auto\): .* would be thrown away; write init: upcycle .* or init: random"
+    ):
+        apply_dmoe(model, MoEConfig(num_experts=2))
+    assert not moe_layers(model)
+
+
+def test_whoever_asks_for_random_experts_gets_them_and_a_line(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="feed-forward weights of .* are not used"):
+        assert len(apply_dmoe(LlamaForCausalLM.from_pretrained(folder), MoEConfig(num_experts=2, init="random"))) == 3
+
+
+def test_upcycling_and_fresh_models_go_without_a_word(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_dmoe(fresh(), MoEConfig(num_experts=2))
+        apply_dmoe(LlamaForCausalLM.from_pretrained(folder), MoEConfig(num_experts=2, init="upcycle"))
+        config = LlamaConfig.from_pretrained(folder)  # names a source, and the model has nothing from it
+        apply_dmoe(LlamaForCausalLM(config), MoEConfig(num_experts=2), loaded=False)
+
+
+def test_weights_that_came_another_way_can_be_declared() -> None:
+    with pytest.raises(ValueError, match="would be thrown away"):
+        apply_dmoe(fresh(), MoEConfig(num_experts=2), loaded=True)
+
+
+def mixed() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(4)
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **keys, head_dim=8, mlp_only_layers=[0])).double()
+
+
+def test_dense_blocks_beside_moe_blocks_stay_what_they_are() -> None:
+    model = mixed()
+    with torch.no_grad():
+        before = model(input_ids=IDS).logits
+        layers = apply_dmoe(model, MoEConfig(num_experts=4, top_k=2, expert_hidden_size=12, loss={}))
+        assert [layer.layer_index for layer in layers] == [1, 2]
+        # Hugging Face rounds the router's weights to fp32
+        torch.testing.assert_close(model(input_ids=IDS).logits, before, rtol=2e-5, atol=2e-6)
+
+
+def test_a_dense_block_beside_moe_blocks_cannot_be_named() -> None:
+    with pytest.raises(ValueError, match=r"layers \(\[0, 1\]\): 0 of this model are dense beside MoE blocks"):
+        apply_dmoe(mixed(), MoEConfig(num_experts=4, top_k=2, expert_hidden_size=12, layers=(0, 1)))
+
+
+def test_a_converted_model_is_not_saved_where_it_could_not_be_read_back(tmp_path: Path) -> None:
+    model = fresh()
+    apply_dmoe(model, MoEConfig(num_experts=2))
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="save_pretrained: this LlamaForCausalLM has dMoE layers"):
+            one.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
