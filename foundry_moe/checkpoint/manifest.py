@@ -232,7 +232,7 @@ def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
     if len(refs) != len(tensors):
         missing = next(name for name in tensors if name not in refs)
         raise DamagedError(f"nothing in the values refers to tensor {strict.shown(missing)}")
-    inline = [path for path, tag, _ in tensors_in(values) if tag == "$tensor"]
+    inline = [strict.text(path, "a tensor's path") for path, tag, _ in tensors_in(values) if tag == "$tensor"]
     twice = len(set(inline)) != len(inline) or not tensors.keys().isdisjoint(inline)
     if twice:
         raise DamagedError("two tensors of the manifest have the same path")

@@ -109,6 +109,9 @@ MANIFESTS = {
     "a tensor that nothing refers to": lambda body: body["values"]["model"].pop("dense"),
     "a tensor that is referred to twice": put("values", "more", value={"$ref": "model.dense"}),
     "an inline tensor of the same name": put("values", "model.dense", value={"$tensor": ["int8", [1], {"$b": "00"}]}),
+    "an inline tensor whose name writes to the terminal": put(
+        "values", "model", "\x1b[2J", value={"$tensor": ["int8", [1], {"$b": "00"}]}
+    ),
     "an object's size as text": lambda body: body["objects"][0].__setitem__(1, "7"),
     "an object that is larger than in the store": lambda body: body["objects"][0].__setitem__(1, 10**6),
     "an object elsewhere": lambda body: body["objects"][0].__setitem__(0, "../../other/data/000000.bin"),
