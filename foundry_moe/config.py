@@ -162,6 +162,7 @@ class MoEConfig:
     init_std: standard deviation of random weights; projections back to the residual stream have it
         divided by sqrt(2 * number of layers), as in GPT-2 (Radford et al. 2019, section 2.3).
     shared_expert_hidden_size: width of an expert that every token passes through; 0 = none.
+    shared_expert_gate: multiply the shared expert's output by sigmoid(x w), as Qwen2-MoE does.
     capacity: null = dropless; a number = capacity factor with token dropping; dynamic = the smallest that drops none.
     drop: which choices go without a place: those behind in order (position) or those that weigh least (weight).
     backend: auto | blocksparse | grouped | reference.
@@ -187,6 +188,7 @@ class MoEConfig:
     init: str = AUTO
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
+    shared_expert_gate: bool = False
     capacity: float | Literal["dynamic"] | None = None
     drop: str = "position"
     backend: str = "auto"
@@ -206,6 +208,8 @@ class MoEConfig:
             raise ValueError(f"expert_hidden_size ({self.expert_hidden_size}) must be 1 or more, or auto")
         if self.shared_expert_hidden_size < 0:
             raise ValueError(f"shared_expert_hidden_size ({self.shared_expert_hidden_size}) must be 0 or more")
+        if self.shared_expert_gate and not self.shared_expert_hidden_size:
+            raise ValueError("shared_expert_gate (true): there is no shared expert; give shared_expert_hidden_size")
         one_of("activation", self.activation, [AUTO, *ACTIVATIONS])
         one_of("backend", self.backend, BACKENDS)
         one_of("init", self.init, INITS)

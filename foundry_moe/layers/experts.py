@@ -99,7 +99,11 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """One dense FFN that every token passes through beside its experts (Dai et al. 2024, DeepSeekMoE, section 3.2)."""
+    """One dense FFN that every token passes through beside its experts (Dai et al. 2024, DeepSeekMoE, section 3.2).
+
+    Args:
+        gated: multiply its output by sigmoid(x w), as Qwen2-MoE does.
+    """
 
     def __init__(
         self,
@@ -109,16 +113,18 @@ class SharedExpert(nn.Module):
         activation: str,
         num_layers: int,
         init_std: float = 0.02,
+        gated: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         kind = ACTIVATIONS[activation]
         self.act = POINTWISE[kind.pointwise]
-        self.std = {"w1": init_std, "v1": init_std, "w2": residual_std(init_std, num_layers)}
+        self.std = {"w1": init_std, "v1": init_std, "w2": residual_std(init_std, num_layers), "gate": init_std}
         self.w1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype)
         self.v1 = nn.Linear(d_model, hidden_size, bias=False, device=device, dtype=dtype) if kind.gated else None
         self.w2 = nn.Linear(hidden_size, d_model, bias=False, device=device, dtype=dtype)
+        self.gate = nn.Linear(d_model, 1, bias=False, device=device, dtype=dtype) if gated else None
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int) -> None:
@@ -139,4 +145,5 @@ class SharedExpert(nn.Module):
         h_TF = self.act(self.w1(x_TD))
         if self.v1 is not None:
             h_TF = h_TF * self.v1(x_TD)
-        return self.w2(h_TF)
+        y_TD = self.w2(h_TF)
+        return y_TD if self.gate is None else self.gate(x_TD).sigmoid() * y_TD

@@ -78,7 +78,7 @@ class MoELayer(nn.Module):
             **expert,
         )
         self.shared_expert = (
-            SharedExpert(hidden_size=config.shared_expert_hidden_size, **expert)
+            SharedExpert(hidden_size=config.shared_expert_hidden_size, gated=config.shared_expert_gate, **expert)
             if config.shared_expert_hidden_size
             else None
         )

@@ -1,0 +1,87 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024): sigmoid scores, a bias for the choice, groups, shared experts, first layers dense.
+
+Attention stays Hugging Face's. Outside a token's groups an expert counts as minus infinity, as in DeepSeek's own
+`inference/model.py` and in vLLM; Hugging Face's module counts it as 0, which differs where a biased score that would
+be chosen is below 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foundry_moe.models.families.family import Blocks, Family, Part, each_expert, gate_keys, shared_expert, whole
+
+
+class DeepSeekV3(Family):
+    name, model_type, architecture = "DeepSeek-V3", "deepseek_v3", "DeepseekV3ForCausalLM"
+    block = "model.layers.{layer}.mlp"
+
+    def read(self, config: Any) -> Blocks:
+        limited = config.topk_group < config.n_group
+        if limited and config.n_routed_experts < 2 * config.n_group:
+            raise ValueError(f"{self.name}: n_group ({config.n_group}) leaves groups of fewer than two experts")
+        if not config.n_shared_experts:
+            raise ValueError(f"{self.name}: n_shared_experts ({config.n_shared_experts}) must be 1 or more")
+        return Blocks(
+            d_model=config.hidden_size,
+            num_experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            expert_hidden_size=config.moe_intermediate_size,
+            activation=self.activation(config.hidden_act),
+            gate={
+                "name": "topk",
+                "score": "sigmoid",
+                "normalize": bool(config.norm_topk_prob),
+                "scale": float(config.routed_scaling_factor),
+                "bias_balance": True,
+                "groups": config.n_group,
+                "group_limit": config.topk_group,
+            },
+            shared_expert_hidden_size=config.moe_intermediate_size * config.n_shared_experts,
+            layers=tuple(range(config.first_k_dense_replace, config.num_hidden_layers)),
+            num_layers=config.num_hidden_layers,
+            router_output="none",
+        )
+
+    def write(self, blocks: Blocks) -> dict[str, Any]:
+        self.refuse_others(blocks, gate_score="sigmoid", gate_bias_balance=True, shared_expert_gate=False)
+        gate, width = gate_keys(blocks), blocks.expert_hidden_size
+        shared, rest = divmod(blocks.shared_expert_hidden_size, width)
+        if rest or not shared:
+            raise ValueError(
+                f"shared_expert_hidden_size ({blocks.shared_expert_hidden_size}) must be a multiple of "
+                f"expert_hidden_size ({width}) in {self.name}; {max(shared, 1) * width} would do"
+            )
+        first = min(blocks.layers)
+        if blocks.layers != tuple(range(first, blocks.num_layers)):
+            raise ValueError(
+                f"layers ({list(blocks.layers)}): in {self.name} the first layers are dense and all others sparse; "
+                f"{list(range(first, blocks.num_layers))} would do"
+            )
+        return {
+            "hidden_size": blocks.d_model,
+            "num_hidden_layers": blocks.num_layers,
+            "n_routed_experts": blocks.num_experts,
+            "num_experts_per_tok": blocks.top_k,
+            "moe_intermediate_size": width,
+            "hidden_act": self.hidden_act(blocks),
+            "norm_topk_prob": gate["normalize"],
+            "routed_scaling_factor": gate["scale"],
+            "n_group": gate["groups"],
+            "topk_group": gate["group_limit"] or gate["groups"],
+            "n_shared_experts": shared,
+            "first_k_dense_replace": first,
+        }
+
+    def parts(self, blocks: Blocks) -> list[Part]:
+        return [
+            whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model),
+            whole("gate.bias_E", "gate.e_score_correction_bias", blocks.num_experts, fp32=True),
+            *each_expert(
+                blocks,
+                w1="experts.{e}.gate_proj.weight",
+                v1="experts.{e}.up_proj.weight",
+                w2="experts.{e}.down_proj.weight",
+            ),
+            *shared_expert(blocks, "shared_experts"),
+        ]

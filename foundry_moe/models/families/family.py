@@ -1,0 +1,242 @@
+"""What a family of Hugging Face MoE models is to us: its blocks in the words of `MoEConfig`, and where tensors lie.
+
+Plain data, both directions, without torch: a reader takes slices of files by it, a writer fills them, a conversion
+copies modules. Nothing here holds a tensor.
+
+Shapes: E experts, D model width, F expert width, S width of a shared expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+from foundry_moe.config import ACTIVATIONS, MoEConfig
+
+# names in transformers' ACT2FN, for GLUs; the first of those with one meaning is what we write
+_GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "relu": "reglu",
+}
+
+# for `Family.refuse_others`: the k largest probabilities of a softmax
+SOFTMAX: dict[str, Any] = {"gate_score": "softmax", "gate_scale": 1.0, "gate_bias_balance": False, "gate_groups": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """What the sparse blocks of a model compute; all of them alike. The names are those of `MoEConfig`.
+
+    gate: keys that say what the router means, all that differ from the gate's defaults among them.
+    layers: indices of the sparse layers; the others are dense, and stay so.
+    router_output: what a block returns beside its output.
+    """
+
+    d_model: int
+    num_experts: int
+    top_k: int
+    expert_hidden_size: int
+    activation: str
+    gate: Mapping[str, Any] = field(default_factory=lambda: {"name": "topk"})
+    shared_expert_hidden_size: int = 0
+    shared_expert_gate: bool = False
+    layers: tuple[int, ...]
+    num_layers: int
+    router_output: Literal["logits", "probabilities", "none"] = "logits"
+
+    def settings(self) -> dict[str, Any]:
+        """As keys of `MoEConfig`, but for `layers`."""
+        keys = asdict(self)
+        for name in ("d_model", "num_layers", "layers", "router_output"):
+            del keys[name]
+        return keys
+
+
+def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_layers: int) -> Blocks:
+    """A model of ours as `Blocks`, for `Family.write`.
+
+    Args:
+        config: with `expert_hidden_size` and `activation` resolved.
+        layers: indices of its MoE layers.
+
+    Raises:
+        ValueError: tokens are dropped, which no family does.
+    """
+    assert isinstance(config.expert_hidden_size, int), "resolve `auto` first"
+    if config.capacity is not None and config.capacity != "dynamic":
+        raise ValueError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; null would do")
+    return Blocks(
+        d_model=d_model,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        expert_hidden_size=config.expert_hidden_size,
+        activation=config.activation,
+        gate=config.gate,
+        shared_expert_hidden_size=config.shared_expert_hidden_size,
+        shared_expert_gate=config.shared_expert_gate,
+        layers=layers,
+        num_layers=num_layers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor of our layer, or one expert's matrix of it, and the box of a tensor of theirs that holds it.
+
+    Names are those below the block: `experts.w1_EFD`, `experts.3.w1.weight`.
+
+    expert: whose matrix of `ours`; None = all of `ours`.
+    shape: of this part of ours, [F, D] for an expert's `experts.w1_EFD`.
+    begin: where it begins in their tensor; dimensions that theirs has more, in front, are of size one.
+    transposed: theirs holds the transpose of ours.
+    fp32: kept in fp32, whatever the model's dtype is.
+    """
+
+    ours: str
+    expert: int | None = None
+    shape: tuple[int, ...]
+    theirs: str
+    their_shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    transposed: bool = False
+    fp32: bool = False
+
+    def box(self, begin: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+        """The indices of their tensor that hold `sizes` elements from `begin` of this part; all of it by default.
+
+        What is read there is, reshaped, ours; with `transposed` it is ours transposed.
+        """
+        begin = (0,) * len(self.shape) if begin is None else begin
+        sizes = self.shape if sizes is None else sizes
+        if self.transposed:
+            begin, sizes = begin[::-1], sizes[::-1]
+        more = len(self.their_shape) - len(self.shape)
+        begin, sizes = (0,) * more + begin, (1,) * more + sizes
+        return tuple(slice(a + b, a + b + n) for a, b, n in zip(self.begin, begin, sizes, strict=True))
+
+
+class Family:
+    """A family of Hugging Face models: one file each.
+
+    name: as people say it.
+    model_type, architecture: as its `config.json` says it.
+    block: where the FFN of a layer stands in the model's state dict.
+    """
+
+    name: ClassVar[str]
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    block: ClassVar[str]
+
+    def read(self, config: Any) -> Blocks:
+        """Its sparse blocks, from a `PretrainedConfig`.
+
+        Raises:
+            ValueError: something that our layers do not compute; names the key and the value.
+        """
+        raise NotImplementedError
+
+    def write(self, blocks: Blocks) -> dict[str, Any]:
+        """Keys of its configuration for sparse blocks such as these: the reverse of `read`, for `Config(**keys)`.
+
+        Raises:
+            ValueError: the family cannot say this; names our key, its value, and the value that would do.
+        """
+        raise NotImplementedError
+
+    def parts(self, blocks: Blocks) -> list[Part]:
+        """All tensors of one sparse block, each element of ours and of theirs in one part."""
+        raise NotImplementedError
+
+    def block_name(self, layer: int) -> str:
+        """The name of a layer's FFN in the model's state dict, for example `model.layers.3.mlp`."""
+        return self.block.format(layer=layer)
+
+    def activation(self, hidden_act: Any) -> str:
+        """The GLU that a `hidden_act` of this family is.
+
+        Raises:
+            ValueError: none of ours.
+        """
+        if hidden_act not in _GATED:
+            raise ValueError(f"{self.name}: hidden_act ({hidden_act}) is not one of {', '.join(_GATED)}")
+        return _GATED[hidden_act]
+
+    def hidden_act(self, blocks: Blocks) -> str:
+        """The reverse of `activation`."""
+        if not ACTIVATIONS[blocks.activation].gated:
+            raise ValueError(
+                f"activation ({blocks.activation}): experts of {self.name} are GLUs; swiglu, geglu, geglu_tanh or "
+                "reglu would do"
+            )
+        return next(theirs for theirs, ours in _GATED.items() if ours == blocks.activation)
+
+    def refuse_dense(self, blocks: Blocks) -> None:
+        """Raises ValueError where layers are dense, in a family that has none such."""
+        dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
+        if dense:
+            raise ValueError(f"layers: {dense} are dense, and {self.name} has none such; layers: all would do")
+
+    def refuse_others(self, blocks: Blocks, **would_do: Any) -> None:
+        """Raises ValueError for the first key of the blocks with another value, `gate_x` for key x of their gate."""
+        found = blocks.settings() | {f"gate.{key}": value for key, value in gate_keys(blocks).items()}
+        for key, value in would_do.items():
+            key = key.replace("gate_", "gate.", 1) if key.startswith("gate_") else key
+            if found[key] != value:
+                raise ValueError(
+                    f"{key} ({_shown(found[key])}): {self.name} has no such blocks; {_shown(value)} would do"
+                )
+
+
+def gate_keys(blocks: Blocks) -> dict[str, Any]:
+    """The gate's name and all keys of gate `topk`, defaults filled in, that say what is computed in evaluation.
+
+    Raises:
+        ValueError: another gate.
+    """
+    name = blocks.gate.get("name")
+    keys = {"score": "softmax", "normalize": True, "scale": 1.0, "bias_balance": False, "groups": 1, "group_limit": 0}
+    if name == "switch":  # in evaluation the top one of softmax scores, unnormalised
+        return {**keys, "name": "topk", "normalize": False}
+    if name != "topk":
+        raise ValueError(f"gate.name ({name}): no Hugging Face family has this gate; topk would do")
+    found: dict[str, Any] = {"name": "topk", **keys, **{key: blocks.gate[key] for key in keys if key in blocks.gate}}
+    limited = 0 < found["group_limit"] < found["groups"]
+    return found if limited else {**found, "groups": 1, "group_limit": 0}
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def whole(ours: str, theirs: str, *shape: int, fp32: bool = False) -> Part:
+    """The same tensor under another name."""
+    return Part(ours=ours, shape=shape, theirs=theirs, their_shape=shape, begin=(0,) * len(shape), fp32=fp32)
+
+
+def each_expert(blocks: Blocks, *, w1: str, v1: str, w2: str) -> list[Part]:
+    """A matrix an expert: names with `{e}`, as in `experts.{e}.gate_proj.weight`."""
+    wide, tall = (blocks.expert_hidden_size, blocks.d_model), (blocks.d_model, blocks.expert_hidden_size)
+    kinds = (("w1_EFD", w1, wide), ("v1_EFD", v1, wide), ("w2_EDF", w2, tall))
+    return [
+        Part(ours=f"experts.{ours}", expert=e, shape=shape, theirs=theirs.format(e=e), their_shape=shape, begin=(0, 0))
+        for e in range(blocks.num_experts)
+        for ours, theirs, shape in kinds
+    ]
+
+
+def shared_expert(blocks: Blocks, prefix: str) -> list[Part]:
+    """A shared expert that is a Llama-like MLP below `prefix`; none where its width is 0."""
+    width, d_model = blocks.shared_expert_hidden_size, blocks.d_model
+    if not width:
+        return []
+    return [
+        whole("shared_expert.w1.weight", f"{prefix}.gate_proj.weight", width, d_model),
+        whole("shared_expert.v1.weight", f"{prefix}.up_proj.weight", width, d_model),
+        whole("shared_expert.w2.weight", f"{prefix}.down_proj.weight", d_model, width),
+    ]
