@@ -127,10 +127,13 @@ def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 @functools.cache
 def device_supported(device: torch.device) -> bool:
-    """Hopper with a Triton that has host tensor descriptors (3.4 up)."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return _triton_version() >= (3, 4)
+    """Hopper with a Triton that has host tensor descriptors."""
+    return device.type == "cuda" and capability_supported(torch.cuda.get_device_capability(device))
+
+
+def capability_supported(capability: tuple[int, int]) -> bool:
+    """The same of a GPU that need not be here."""
+    return capability[0] == 9 and _triton_version() >= (3, 4)
 
 
 @functools.cache

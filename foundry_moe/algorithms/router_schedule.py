@@ -14,6 +14,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
+from foundry_moe.algorithms.backend_log import log_backends
 from foundry_moe.algorithms.dmoe_mesh import count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules, say_fresh
 from foundry_moe.layers.context import BatchContext, stay, unchanged
@@ -65,6 +66,7 @@ class RouterSteps(Algorithm):
     Composer's Trainer and that model, put it among the algorithms.
 
     As an algorithm it runs before all callbacks: what these save at the end of a batch is after the gates' step.
+    When training begins it logs which backend computes the experts, and why (`log_backends`).
     It also refuses to go on from a checkpoint whose experts mean something else than the model's, though they fit.
 
     YAML::
@@ -107,6 +109,7 @@ class RouterSteps(Algorithm):
             self._compare(moe_layers(state.model))
             self._compare_models(describe_model(state.model))
             _share(context)
+            log_backends(state)
         elif event == Event.BATCH_START:
             context.progress = progress_of(state)
         elif event == Event.BEFORE_TRAIN_BATCH:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from foundry_moe.commands.chips import CHIPS
+
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe verify`: sets `run` to a function of the parsed arguments that returns an exit code."""
@@ -55,6 +57,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (default: 80)")
+    parser.add_argument("--chip", choices=CHIPS, default="h100", help="decides which kernels run (default: h100)")
 
     def run(arguments: argparse.Namespace) -> int:
         from foundry_moe.commands.plan import plan_command

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_moe.commands.model_shape import ModelShape, planned_moe, read_shape
+from foundry_moe.commands.planned_backend import planned_backend
 from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.run_config import check_run, load_run, plain
 from foundry_moe.launch.spares import ranks_in_use
@@ -351,4 +352,5 @@ def plan_command(arguments: argparse.Namespace) -> int:
         gpu_bytes=arguments.gpu_memory_gib * GIB,
     )
     print(format_plan(plan))
+    print(planned_backend(run, arguments.chip))
     return 1 if any(warning.startswith("will not fit") for warning in plan.warnings) else 0

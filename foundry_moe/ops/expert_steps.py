@@ -9,9 +9,11 @@ GLU: gate, up; else 1).
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
+import triton
 from foundry_moe_kernels import expert_products, permute
 from torch import Tensor
 
@@ -19,18 +21,52 @@ from foundry_moe.ops import ragged_steps, sparse_steps
 
 
 def takes_hopper(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
-    """Whether the Hopper kernels compute experts of these sizes: 16-bit floats, rows of 16 bytes.
+    """Whether the Hopper kernels compute experts of these sizes: see `why_portable`."""
+    return why_portable(device, dtype, width, hidden) is None
+
+
+def why_portable(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    hidden: int,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """What keeps the Hopper kernels from experts of these sizes, in words; None where they compute them.
 
     FOUNDRY_MOE_KERNELS=portable in the environment keeps to the kernels of any chip.
+
+    Args:
+        width, hidden: D and F.
+        capability: of a CUDA device that need not be here; default: the device's own.
     """
-    return (
-        os.environ.get("FOUNDRY_MOE_KERNELS") != "portable"
-        and dtype in (torch.float16, torch.bfloat16)
-        and device.type == "cuda"
-        and width * dtype.itemsize % 16 == 0
-        and hidden * dtype.itemsize % 16 == 0
-        and expert_products.descriptors.device_supported(device)
-    )
+    return _why_portable(device, dtype, width, hidden, capability, os.environ.get("FOUNDRY_MOE_KERNELS"))
+
+
+@functools.lru_cache(maxsize=256)
+def _why_portable(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    hidden: int,
+    capability: tuple[int, int] | None,
+    kernels: str | None,
+) -> str | None:
+    if kernels == "portable":
+        return "FOUNDRY_MOE_KERNELS=portable is set"
+    if device.type != "cuda":
+        return "there is no GPU"
+    major, minor = capability or torch.cuda.get_device_capability(device)
+    if not expert_products.descriptors.capability_supported((major, minor)):
+        return (
+            "the Hopper kernels want sm_90 with Triton 3.4 or later, and this is "
+            f"sm_{major}{minor} with Triton {triton.__version__}"
+        )
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the Hopper kernels want bf16 or fp16, and this is {str(dtype).removeprefix('torch.')}"
+    if width * dtype.itemsize % 16 or hidden * dtype.itemsize % 16:
+        return f"the Hopper kernels want widths that 8 divides, and these are d_model {width}, experts of {hidden}"
+    return None
 
 
 def pack(offsets_E: Tensor, rows: int, hidden: int, hopper: bool) -> Tensor:

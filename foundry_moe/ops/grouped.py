@@ -10,13 +10,16 @@ from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.permute import PermutePlan
 
 
-def is_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `torch._grouped_mm` computes this dtype on this device (bf16 on CUDA of capability 9.0, torch 2.8 up)."""
+def is_available(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None = None) -> bool:
+    """Whether `torch._grouped_mm` computes this dtype on this device (bf16 on CUDA of capability 9.0, torch 2.8 up).
+
+    `capability`: of a CUDA device that need not be here.
+    """
     return (
         hasattr(torch, "_grouped_mm")
         and dtype is torch.bfloat16
         and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and (capability or torch.cuda.get_device_capability(device)) >= (9, 0)
     )
 
 

@@ -13,15 +13,20 @@ from foundry_moe.ops.permute import PermutePlan, permute, unpermute
 _EXPERT_MLPS = {"grouped": grouped.grouped_mlp, "reference": reference.reference_mlp}
 
 
-def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+def choose_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None = None
+) -> str:
     """The backend that `auto` stands for here, or `backend` itself once it is known to work.
+
+    Args:
+        capability: of a CUDA device that need not be here; default: the device's own.
 
     Raises:
         ValueError: the backend asked for cannot run on this device with this dtype.
     """
     if backend == "auto":
         return "blocksparse" if device.type == "cuda" and blocksparse.is_available(device, dtype) else "reference"
-    if backend == "grouped" and not grouped.is_available(device, dtype):
+    if backend == "grouped" and not grouped.is_available(device, dtype, capability):
         raise ValueError(
             f"backend grouped needs bf16 on a CUDA device of capability 9.0 and torch 2.8 or later, not {dtype} on "
             f"{device} with torch {torch.__version__}: use backend: auto or reference"

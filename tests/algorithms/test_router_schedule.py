@@ -107,6 +107,19 @@ def fit(moe, *, microbatch=BATCH, batches=2, checkpointing="none", record=None, 
 LOSSES = {"balance": 0.3, "z": 0.05}
 
 
+def test_a_run_says_once_what_computes_its_experts(caplog):
+    fit({}, batches=1)
+    said = [record.getMessage() for record in caplog.records if "dMoE experts: " in record.getMessage()]
+    assert said == ["dMoE experts: reference, plain torch, one expert after another: there is no GPU"]
+
+
+def test_a_backend_that_cannot_run_here_ends_the_run_before_its_first_batch():
+    record = Record()
+    with pytest.raises(ValueError, match="backend grouped needs bf16 on a CUDA device"):
+        fit({"backend": "grouped"}, record=record)
+    assert not record.gradients
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 def test_balance_over_the_batch_is_exact_under_accumulation_and_checkpointing(checkpointing):
     moe = {"loss": LOSSES, "balance_over": "batch"}

@@ -13,8 +13,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from foundry_moe.cli import parse
 from foundry_moe.commands.model_shape import read_shape
-from foundry_moe.commands.plan import GIB, format_plan, plan_run, ranks_per_token
+from foundry_moe.commands.plan import GIB, format_plan, plan_command, plan_run, ranks_per_token
+from foundry_moe.commands.planned_backend import planned_backend
 
 pytestmark = pytest.mark.quick
 
@@ -239,3 +241,19 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits() -> None:
         [*command, *machine, "--gpu-memory-gib", "24"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert small.returncode == 1 and "will not fit" in small.stdout
+
+
+def test_the_plan_says_which_kernels_the_chip_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foundry_moe.ops.blocksparse.INTERPRETED", False)  # where tests run, kernels take no bf16
+    run = [str(ROOT / "yamls/pretrain/8gpu.yaml"), "--gpus", "8"]
+    for chip, expected in (("h100", "experts on h100"), ("a100", "blocksparse, portable kernels")):
+        plan_command(parse(["plan", *run, "--chip", chip]))
+        assert expected in capsys.readouterr().out
+
+
+def test_a_backend_that_the_chip_does_not_have_is_an_error_of_the_plan() -> None:
+    run = load("yamls/pretrain/8gpu.yaml", model__moe__backend="grouped")
+    with pytest.raises(ValueError, match="backend grouped needs bf16 on a CUDA device"):
+        planned_backend(run, "a100")

@@ -1,0 +1,49 @@
+"""Which backend computes a layer's experts, and why, in one line for people. The choice itself is made elsewhere."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from foundry_moe.ops.expert_steps import why_portable
+from foundry_moe.ops.mlp import choose_backend
+
+_HOPPER = "blocksparse, Hopper kernels"
+_PORTABLE = "blocksparse, portable kernels (SDD, DSD, DDS)"
+
+
+def describe_backend(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    width: int,
+    hidden: int,
+    capacity: float | str | None = None,
+    capability: tuple[int, int] | None = None,
+) -> str:
+    """What computes experts with these settings, and what decides it.
+
+    Args:
+        backend, capacity: as in `MoEConfig`.
+        dtype: of matrix products.
+        width, hidden: D and F.
+        capability: of a CUDA device that need not be here; default: the device's own.
+
+    Raises:
+        ValueError: the backend that is asked for cannot run there.
+    """
+    if capacity is not None:
+        return f"batched products over slots, as capacity ({capacity}) asks; backend is for dropless layers"
+    chosen = choose_backend(backend, device, dtype, capability)
+    name = str(dtype).removeprefix("torch.")
+    if chosen == "blocksparse":
+        reason = why_portable(device, dtype, width, hidden, capability)
+        if reason is None:
+            return f"{_HOPPER}: sm_90, Triton {triton.__version__}, {name}"
+        return f"{_PORTABLE}: {reason}"
+    if backend != "auto":
+        return f"{chosen}, as backend ({backend}) asks"
+    if device.type != "cuda":
+        return "reference, plain torch, one expert after another: there is no GPU"
+    return f"reference, plain torch, one expert after another: kernels compute fp32, fp16 and bf16, and this is {name}"

@@ -1,0 +1,73 @@
+"""What a run says of the kernels that compute its experts: for every chip, none of which need be here."""
+
+import pytest
+import torch
+
+from foundry_moe.ops.chosen_backend import describe_backend
+from foundry_moe.ops.expert_steps import _why_portable, why_portable
+
+pytestmark = pytest.mark.quick
+
+CUDA = torch.device("cuda")
+SIZES = {"width": 2048, "hidden": 1024}
+PORTABLE = "blocksparse, portable kernels (SDD, DSD, DDS): "
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu_host(monkeypatch):
+    """The interpreter takes no bf16, and tests run in it; Triton as CI's modern stack has it."""
+    monkeypatch.setattr("foundry_moe.ops.blocksparse.INTERPRETED", False)
+    monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 6))
+    monkeypatch.delenv("FOUNDRY_MOE_KERNELS", raising=False)
+    _why_portable.cache_clear()
+    yield
+    _why_portable.cache_clear()
+
+
+def describe(capability, dtype=torch.bfloat16, backend="auto", **more):
+    return describe_backend(backend, CUDA, dtype, **{**SIZES, **more}, capability=capability)
+
+
+def test_hopper_takes_its_own_kernels():
+    assert describe((9, 0)).startswith("blocksparse, Hopper kernels: sm_90, Triton ")
+    assert describe((9, 0), torch.float16).endswith("float16")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
+def test_other_chips_take_the_portable_kernels_and_the_line_names_the_chip(capability):
+    text = describe(capability)
+    assert text.startswith(f"{PORTABLE}the Hopper kernels want sm_90 with Triton 3.4 or later, and this is sm_")
+    assert f"sm_{capability[0]}{capability[1]} with Triton " in text
+
+
+def test_an_older_triton_is_named(monkeypatch):
+    monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 3))
+    assert describe((9, 0)).startswith(PORTABLE)
+
+
+def test_dtypes_widths_and_the_switch_are_reasons(monkeypatch):
+    assert "want bf16 or fp16, and this is float32" in describe((9, 0), torch.float32)
+    assert "want widths that 8 divides, and these are d_model 2048, experts of 1020" in describe((9, 0), hidden=1020)
+    monkeypatch.setenv("FOUNDRY_MOE_KERNELS", "portable")
+    assert describe((9, 0)) == f"{PORTABLE}FOUNDRY_MOE_KERNELS=portable is set"
+
+
+def test_what_is_said_is_what_is_chosen():
+    """`takes_hopper` asks the same function, which sees the real device when none is given."""
+    assert why_portable(torch.device("cpu"), torch.bfloat16, 64, 64) == "there is no GPU"
+
+
+def test_reference_is_said_with_its_reason():
+    text = describe_backend("auto", torch.device("cpu"), torch.float32, **SIZES)
+    assert text == "reference, plain torch, one expert after another: there is no GPU"
+    assert describe((9, 0), torch.float64).endswith("kernels compute fp32, fp16 and bf16, and this is float64")
+
+
+def test_what_a_user_asked_for_is_said_as_that():
+    assert describe((8, 0), backend="reference") == "reference, as backend (reference) asks"
+    assert "capacity (1.25)" in describe((9, 0), capacity=1.25)
+
+
+def test_a_backend_that_the_chip_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="backend grouped needs bf16 on a CUDA device of capability"):
+        describe((8, 0), backend="grouped")
