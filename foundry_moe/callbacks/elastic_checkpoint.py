@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from composer.callbacks import CheckpointSaver
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, reseed, restore
 from foundry_moe.callbacks.starting_point import StartingPoint
 from foundry_moe.callbacks.stopping import leave
-from foundry_moe.callbacks.watch import RunWatch, Verdict
+from foundry_moe.callbacks.watch import RunWatch, Verdict, WatchingCallback
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError
@@ -40,7 +40,7 @@ REWINDS = 3  # to one checkpoint
 GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
 
 
-class ElasticCheckpoint(Callback):
+class ElasticCheckpoint(WatchingCallback):
     """Saves the run in the background, as one commit of all ranks, and resumes it on any mesh.
 
     Under `callbacks` in YAML:
@@ -77,8 +77,8 @@ class ElasticCheckpoint(Callback):
         self._fitting = False
         self._rewound: list[int] = []  # steps that the run went back to
         limit = self.config.max_nonfinite
-        self._watch = RunWatch(
-            signals=self.config.signals, grace_s=self.config.grace_s, looks_at_numbers=limit is not None
+        super().__init__(
+            RunWatch(signals=self.config.signals, grace_s=self.config.grace_s, looks_at_numbers=limit is not None)
         )
 
     # Resuming
@@ -222,15 +222,6 @@ class ElasticCheckpoint(Callback):
         verdict = self._watch.before_batch(state, busy=self._engine.busy)
         self._busy = verdict.busy
         self._act_on(verdict, state, logger)
-
-    def after_loss(self, state: State, logger: Logger) -> None:
-        self._watch.after_loss(state)
-
-    def after_backward(self, state: State, logger: Logger) -> None:
-        self._watch.after_backward(state)
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        self._watch.after_train_batch(state)
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
         if self._fitting:  # else nothing was trained that could be lost

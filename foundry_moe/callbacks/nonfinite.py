@@ -1,27 +1,22 @@
 """Losses, gradients and weights that are not finite: seen on the device, read a batch later, told with the layer.
 
 `FiniteWatch` looks at one rank's part of one batch after another and costs no wait for the device; `NonfiniteCount`
-counts, over all ranks' rows, how many batches in a row were bad. What is done then is the caller's.
+counts, over all ranks' rows, how many batches in a row were bad. What is done then is the caller's. It must not know
+Composer.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from composer.core import Precision, State
 from torch import Tensor
 
 from foundry_moe.callbacks.agreement import FINITE, NO_NEWS, NONFINITE, Row, name_ranks
-
-log = logging.getLogger(__name__)
-
-
-Magnitudes = tuple[list[str], list[Tensor]]  # names, and their values in some 1-D tensors
+from foundry_moe.ops.finite import NonfiniteSearch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +24,8 @@ class Finding:
     """What was not finite on one rank in one batch; names of parameters in the model's order.
 
     batch: its number, from 1.
-    weights: before the batch; gradients: after its backward pass, of this rank's shards.
+    weights: before the batch, where its loss or gradients are bad here; gradients: after its backward pass. Both of
+        this rank's shards.
     """
 
     batch: int
@@ -43,88 +39,96 @@ class Finding:
 
 
 class FiniteWatch:
-    """One rank's watch. Events of a batch, in order: `before_batch`, `after_loss` and `after_backward` for each
-    microbatch, `after_batch`; `read` at any time.
+    """One rank's watch. Of a batch, in order: `before_batch`, `after_loss` and `after_backward` for each microbatch,
+    `after_batch`; `read` at any time.
+
+    Reading all weights and gradients of OLMoE's shape took 2 to 3% of a step on an H200. So weights are read by a
+    kernel that ends at once unless the loss or a gradient is bad, as they are where a weight that was used is; and of
+    each gradient those lines that `NonfiniteSearch` reads.
 
     Args:
         parameters: the model's, as the optimizer knows them: walking the modules each batch would cost a millisecond.
+        gradients: whether they are looked at; not under a scaler of fp16, which tries scales until none overflows.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]], *, gradients: bool = True) -> None:
+        self._parameters = [(name, p) for name, p in parameters if p.is_floating_point()]
+        self._gradients = gradients
+        self._search_weights, self._search_gradients = NonfiniteSearch(lines=False), NonfiniteSearch(lines=True)
         self._loss: Tensor | None = None  # the sum over microbatches: finite only if all are
-        self._weights: Magnitudes = ([], [])
-        self._gradients: Magnitudes | None = None
+        self._flags: Tensor | None = None  # uint8: loss, each weight, each gradient; on the loss's device
+        self._names_after: list[str] = []  # whose gradients were looked at
         self._batch = 0
         self._to_come = 0
-        self._unread: tuple[int, list[str], list[str], Tensor, torch.cuda.Event | None] | None = None
+        self._unread: tuple[int, list[str], Tensor, torch.cuda.Event | None] | None = None
 
-    def before_batch(self, state: State, microbatches: int) -> None:
-        """Largest magnitudes of the weights, one pass over this rank's shards."""
-        self._loss, self._gradients = None, None
-        self._batch = state.timestamp.batch.value + 1
-        # automatic microbatches are not known before; clipping may then have spread what was one layer's
-        self._to_come = 0 if state.auto_microbatching else microbatches
-        self._weights = _magnitudes(self._parameters)
+    def before_batch(self, batch: int, microbatches: int) -> None:
+        """A batch begins.
 
-    def after_loss(self, state: State) -> None:
-        for loss in _losses(state.loss):
-            value = loss.detach().float().mean()
+        Args:
+            batch: its number, from 1.
+            microbatches: how many; 0 = not known before.
+        """
+        self._loss, self._flags = None, None
+        self._batch, self._to_come = batch, microbatches
+
+    def after_loss(self, loss: Any) -> None:
+        """A microbatch's loss: a tensor, or several in a list or by name."""
+        for part in _losses(loss):
+            value = part.detach().float().mean()
             self._loss = value if self._loss is None else self._loss + value
 
-    def after_backward(self, state: State) -> None:
-        """Looks at the gradients after the last microbatch, before clipping makes all of them NaN where one was."""
+    def after_backward(self) -> None:
+        """Looks after the last microbatch, before clipping makes all gradients NaN where one was."""
         self._to_come -= 1
         if self._to_come == 0:
-            self._look_at_gradients(state)
+            self._look()
 
-    def after_batch(self, state: State) -> None:
-        """Starts bringing the flags to the host."""
-        if self._gradients is None:
-            self._look_at_gradients(state)
-        assert self._gradients is not None
+    def after_batch(self) -> None:
+        """Before the optimizer's step: starts bringing the flags to the host."""
+        if self._flags is None:  # clipping may have spread what was one layer's
+            self._look()
         if self._unread is not None:  # the device is more than a batch behind
             self.read()
-        if self._unread is not None or self._loss is None:
+        if self._unread is not None or self._flags is None:
             return
-        names, values = self._weights
-        names_after, values_after = self._gradients
-        device = self._loss.device
-        all_values = [self._loss.reshape(1), *(value.to(device) for value in (*values, *values_after))]
-        bad = torch.isfinite(torch.cat(all_values)).logical_not()
-        event = None
-        if device.type == "cuda":
-            flags = torch.empty(bad.shape, dtype=torch.bool, pin_memory=True)
-            flags.copy_(bad, non_blocking=True)
+        flags, event = self._flags, None
+        if flags.is_cuda:
+            on_host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            flags = on_host.copy_(flags, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        else:
-            flags = bad
-        self._unread = (self._batch, names, names_after, flags, event)
+        self._unread = (self._batch, self._names_after, flags, event)
 
-    def _look_at_gradients(self, state: State) -> None:
-        if state.precision == Precision.AMP_FP16:  # its scaler tries scales until none overflows, and skips those steps
-            self._gradients = ([], [])
+    @torch.no_grad()
+    def _look(self) -> None:
+        if self._loss is None:
             return
-        self._gradients = _magnitudes(
-            (name, parameter.grad) for name, parameter in self._parameters if parameter.grad is not None
-        )
+        weights = [_local(parameter) for _, parameter in self._parameters]
+        after = [(name, p.grad) for name, p in self._parameters if p.grad is not None] if self._gradients else []
+        self._names_after = [name for name, _ in after]
+        self._flags = torch.zeros(1 + len(weights) + len(after), dtype=torch.uint8, device=self._loss.device)
+        loss, bad_weights, bad_gradients = self._flags.split([1, len(weights), len(after)])
+        loss.copy_(torch.isfinite(self._loss).logical_not().reshape(1))
+        self._search_gradients([_local(gradient) for _, gradient in after], bad_gradients)
+        # another rank's loss may be bad through a weight that is this rank's: its gradients come here
+        self._search_weights(weights, bad_weights, only_if=self._flags.amax().reshape(1))
 
     def read(self) -> Finding | None:
         """What was found in the newest batch that was not read yet; None if the device has not come so far."""
         if self._unread is None:
             return None
-        batch, names, names_after, flags, event = self._unread
+        batch, names_after, flags, event = self._unread
         if event is not None and not event.query():
             return None
         self._unread = None
-        bad = flags.tolist()
-        after = bad[1 + len(names) :]
+        loss, *bad = map(bool, flags.tolist())
+        names = [name for name, _ in self._parameters]
         return Finding(
             batch=batch,
-            loss=bad[0],
-            weights=[name for name, flag in zip(names, bad[1:], strict=False) if flag],
-            gradients=[name for name, flag in zip(names_after, after, strict=True) if flag],
+            loss=loss,
+            weights=[name for name, flag in zip(names, bad, strict=False) if flag],
+            gradients=[name for name, flag in zip(names_after, bad[len(names) :], strict=True) if flag],
         )
 
 
@@ -135,20 +139,9 @@ def _losses(loss: Any) -> list[Tensor]:
     return [item for item in several if isinstance(item, Tensor)]
 
 
-@torch.no_grad()
-def _magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> Magnitudes:
-    """Names and the largest magnitude in this rank's part of each; NaN where there is one."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
-    for name, tensor in tensors:
-        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if part.numel() and part.is_floating_point():
-            by_kind.setdefault((part.dtype, part.device), []).append((name, part))
-    names: list[str] = []
-    values: list[Tensor] = []
-    for kind in by_kind.values():  # of one dtype and device it is one launch for many tensors
-        names += [name for name, _ in kind]
-        values.append(torch.stack(torch._foreach_norm([part for _, part in kind], float("inf"))).float())
-    return names, values
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class NonfiniteCount:

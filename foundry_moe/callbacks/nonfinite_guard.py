@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 
 from foundry_moe.callbacks.elastic_checkpoint import ADVICE, ElasticCheckpoint
-from foundry_moe.callbacks.watch import RunWatch, Verdict
+from foundry_moe.callbacks.watch import RunWatch, Verdict, WatchingCallback
 from foundry_moe.checkpoint.errors import NonfiniteError
 from foundry_moe.schema import refuse_unknown
 
 
-class NonfiniteGuard(Callback):
+class NonfiniteGuard(WatchingCallback):
     """Stops the run after batches whose loss, gradients or weights are not finite, and says where it began.
 
     Under `callbacks` in YAML:
@@ -34,7 +34,7 @@ class NonfiniteGuard(Callback):
         if not isinstance(max_nonfinite, int) or max_nonfinite < 1:
             raise ValueError(f"callbacks.nonfinite_guard.max_nonfinite ({max_nonfinite}) must be a whole number from 1")
         self.max_nonfinite = max_nonfinite
-        self._watch = RunWatch()
+        super().__init__(RunWatch())
 
     def init(self, state: State, logger: Logger) -> None:
         if any(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks):
@@ -48,15 +48,6 @@ class NonfiniteGuard(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         self._check(self._watch.before_batch(state, busy=False), self.max_nonfinite)
-
-    def after_loss(self, state: State, logger: Logger) -> None:
-        self._watch.after_loss(state)
-
-    def after_backward(self, state: State, logger: Logger) -> None:
-        self._watch.after_backward(state)
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        self._watch.after_train_batch(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._check(self._watch.elsewhere(), 1)

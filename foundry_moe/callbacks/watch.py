@@ -1,7 +1,6 @@
 """A run's watch over itself: one message of all ranks before each batch; what it says of stopping, numbers and data.
 
-Both `elastic_checkpoint` and `nonfinite_guard` hold one, and give it the trainer's events; what a verdict leads to is
-theirs.
+`elastic_checkpoint` and `nonfinite_guard` are `WatchingCallback`s; what a verdict leads to is theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as torch_dist
-from composer.core import State
+from composer.core import Callback, Precision, State
+from composer.loggers import Logger
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,7 +51,7 @@ class RunWatch:
         self.count = NonfiniteCount()
         self._grace_s = grace_s
         self._looks_at_numbers = looks_at_numbers
-        self._finite: FiniteWatch | None = None
+        self.finite: FiniteWatch | None = None  # from `start` on
         self._agreement = RankAgreement(None)
         self._group: torch_dist.ProcessGroup | None = None
         self._order: list[str] = []
@@ -65,7 +65,7 @@ class RunWatch:
         parameters = list(state.model.named_parameters())
         self._order = [name for name, _ in parameters]
         if self._looks_at_numbers:
-            self._finite = FiniteWatch(parameters)
+            self.finite = FiniteWatch(parameters, gradients=state.precision != Precision.AMP_FP16)
         if self.signals.names:
             loaders = [state.train_dataloader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)]
             for loader in loaders:
@@ -82,25 +82,14 @@ class RunWatch:
         verdict, rows = self._exchange(microbatches=count, busy=busy)
         if not isinstance(state.model, DistributedDataParallel):  # there ranks meet in the last microbatch alone
             check_microbatches(rows, state.timestamp.batch.value + 1, state.device_train_microbatch_size)
-        if self._finite is not None:
-            self._finite.before_batch(state, count)
+        if self.finite is not None:
+            # automatic microbatches are not known before
+            self.finite.before_batch(state.timestamp.batch.value + 1, 0 if state.auto_microbatching else count)
         return verdict
 
     def elsewhere(self) -> Verdict:
         """Collective, where no batch is to come: in an evaluation, at the end."""
         return self._exchange(microbatches=1, busy=False)[0]
-
-    def after_loss(self, state: State) -> None:
-        if self._finite is not None:
-            self._finite.after_loss(state)
-
-    def after_backward(self, state: State) -> None:
-        if self._finite is not None:
-            self._finite.after_backward(state)
-
-    def after_train_batch(self, state: State) -> None:
-        if self._finite is not None:
-            self._finite.after_batch(state)
 
     def what_happened(self, verdict: Verdict) -> str:
         """Collective. How many batches were not finite, from which on, and where it began."""
@@ -110,7 +99,7 @@ class RunWatch:
         return f"the last {verdict.bad_batches} batches were not finite, from batch {batch} on: {where}"
 
     def _exchange(self, *, microbatches: int, busy: bool) -> tuple[Verdict, list[Row]]:
-        finding = self._finite.read() if self._finite is not None else None
+        finding = self.finite.read() if self.finite is not None else None
         mine = Row(
             stop=int(self.signals.reason is not None),
             health=self.count.row(finding),
@@ -123,6 +112,25 @@ class RunWatch:
         if told:
             stop = f"{self.signals.reason or 'a signal'} on {name_ranks(told)}"
         return Verdict(stop=stop, bad_batches=self.count.add(rows), busy=any(row.busy for row in rows)), rows
+
+
+class WatchingCallback(Callback):
+    """Shows a `RunWatch` each batch's losses and gradients."""
+
+    def __init__(self, watch: RunWatch) -> None:
+        self._watch = watch
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        if self._watch.finite is not None:
+            self._watch.finite.after_loss(state.loss)
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        if self._watch.finite is not None:
+            self._watch.finite.after_backward()
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if self._watch.finite is not None:
+            self._watch.finite.after_batch()
 
 
 def count_microbatches(state: State) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from composer.core import Precision
 from torch import nn
 
 from foundry_moe.callbacks.agreement import FINITE, NO_NEWS, NONFINITE, Row
@@ -34,20 +32,18 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), Poison(), nn.Linear(4, 2))
 
 
-def train(network: nn.Sequential, x: torch.Tensor, *, microbatches: int = 2, batch: int = 6, auto: bool = False) -> Any:
+def train(network: nn.Sequential, x: torch.Tensor, *, microbatches: int = 2, batch: int = 7, auto: bool = False) -> Any:
     """One batch as Composer runs it, with clipping before `after_batch`; returns what the watch read."""
     watch = FiniteWatch(list(network.named_parameters()))
-    timestamp = SimpleNamespace(batch=SimpleNamespace(value=batch))
-    state: Any = SimpleNamespace(timestamp=timestamp, auto_microbatching=auto, precision=Precision.FP32)
-    watch.before_batch(state, microbatches)
+    watch.before_batch(batch, 0 if auto else microbatches)
     network.zero_grad()
     for part in x.chunk(microbatches):
-        state.loss = {"total": network(part).square().mean(), "other": torch.tensor(float("nan"))}
-        watch.after_loss(state)
-        state.loss["total"].backward()
-        watch.after_backward(state)
+        loss = network(part).square().mean()
+        watch.after_loss({"total": loss, "other": torch.tensor(float("nan"))})
+        loss.backward()
+        watch.after_backward()
     nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-    watch.after_batch(state)
+    watch.after_batch()
     found = watch.read()
     assert watch.read() is None, "each batch is read once"
     return found

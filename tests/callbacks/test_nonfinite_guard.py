@@ -1,0 +1,93 @@
+"""The callback `nonfinite_guard` in a trainer: it stops a run whose numbers are not finite, and only that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer import Callback, ComposerModel, State, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from foundry_moe.callbacks.nonfinite_guard import NonfiniteGuard
+from foundry_moe.checkpoint.errors import NonfiniteError
+
+
+class Line(ComposerModel):
+    """A linear layer, fitted to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        return self.last(self.first(batch["x"]))
+
+    def loss(self, outputs: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        return outputs.square().mean()
+
+
+class Poison(Callback):
+    """Makes one weight bad before a batch, and good after another."""
+
+    def __init__(self, bad: int, good: int = 10**6) -> None:
+        self.bad, self.good, self.seen = bad, good, 0
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def batch_start(self, state: State, logger: Any) -> None:
+        batch = state.timestamp.batch.value + 1
+        self.seen = batch
+        if batch == self.bad:
+            self.kept = {name: value.clone() for name, value in state.model.state_dict().items()}
+            state.model.last.weight.data[0, 2] = float("nan")
+        if batch == self.good:
+            state.model.load_state_dict(self.kept)
+
+
+def fit(poison: Poison, **keys: Any) -> None:
+    data = DataLoader([{"x": torch.randn(3)} for _ in range(16)], batch_size=2)
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    Trainer(
+        model=model,
+        train_dataloader=data,
+        optimizers=optimizer,
+        max_duration="8ba",
+        device="cpu",
+        callbacks=[poison, NonfiniteGuard(**keys)],
+        progress_bar=False,
+    ).fit()
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_run_stops_after_so_many_batches_and_says_where_it_began(limit) -> None:
+    poison = Poison(bad=3)
+    with pytest.raises(NonfiniteError, match=r"from batch 3 on|batch 3 was not finite") as raised:
+        fit(poison, max_nonfinite=limit)
+    assert "first in last.weight" in str(raised.value) and "lower the learning rate" in str(raised.value)
+    assert poison.seen == 3 + limit, "seen before the next batch"
+
+
+def test_fewer_bad_batches_than_the_limit_stop_nothing() -> None:
+    poison = Poison(bad=3, good=5)
+    fit(poison, max_nonfinite=3)
+    assert poison.seen == 8
+
+
+def test_a_run_that_ends_with_bad_numbers_says_so() -> None:
+    with pytest.raises(NonfiniteError, match="batch 8 was not finite: the weights were not finite before it"):
+        fit(Poison(bad=8))
+
+
+@pytest.mark.parametrize("keys", [{"max_nonfinite": 0}, {"max_nonfinite": "3"}, {"max_nonfinit": 3}])
+def test_what_cannot_be_is_one_sentence(keys) -> None:
+    with pytest.raises(ValueError, match=r"callbacks\.nonfinite_guard\.?.*max_nonfinit"):
+        NonfiniteGuard(**keys)
+
+
+def test_beside_elastic_checkpoint_it_is_refused(tmp_path) -> None:
+    elastic = ElasticCheckpoint(folder=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="elastic_checkpoint looks at the same; remove nonfinite_guard"):
+        Trainer(model=Line(), callbacks=[elastic, NonfiniteGuard()], device="cpu")
