@@ -1,6 +1,5 @@
-"""The shape of an MPT or dMoE model read from a run's YAML: parameters by kind, without building anything.
-
-Must not know meshes or memory.
+"""The shape of a run's model: parameters by kind. That of an MPT or dMoE model is read from the YAML alone, and nothing
+is built. Must not know meshes or memory.
 
 Letters: D model width, F expert width, H width of a dense FFN, E experts, K choices, S sequence length, V vocabulary.
 """
@@ -16,6 +15,22 @@ from foundry_moe.launch.run_config import read_moe
 from foundry_moe.schema import section
 
 MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
+HUGGING_FACE = "hf_causal_lm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Parameters of a model that were counted on it; of a block each is the mean over blocks.
+
+    around_ffn: of a block, beside its FFN or MoE layer: attention and norms.
+    beside_experts: of an MoE layer: router and shared expert.
+    dense_ffn: of an FFN that stays; 0 where none does.
+    """
+
+    around_ffn: float
+    beside_experts: float
+    dense_ffn: float
+    outside_blocks: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +42,7 @@ class ModelShape:
     expert_matrices, ffn_matrices: 3 for a GLU, 2 for an MLP.
     norm_width: parameters of one norm.
     learned_positions: positions with an embedding of their own; 0 = none.
+    counted: counts that stand in place of MPT's formulas.
     """
 
     layers: int
@@ -48,6 +64,7 @@ class ModelShape:
     expert_matrices: int
     shared_hidden: int
     has_router: bool
+    counted: Counted | None = None
 
     @property
     def expert(self) -> int:
@@ -59,34 +76,43 @@ class ModelShape:
         return self.num_experts * self.expert
 
     @property
-    def attention(self) -> int:
-        """Parameters of one attention."""
+    def around_ffn(self) -> float:
+        """Parameters of a block's attention and two norms."""
+        if self.counted is not None:
+            return self.counted.around_ffn
         weights = self.d_model * (self.d_model + 2 * self.key_width) + self.d_model**2
-        return weights + (2 * self.d_model + 2 * self.key_width if self.biased else 0)
+        bias = 2 * self.d_model + 2 * self.key_width if self.biased else 0
+        return weights + bias + 2 * self.norm_width
 
     @property
-    def moe_rest(self) -> int:
+    def moe_rest(self) -> float:
         """Parameters of an MoE layer beside its experts: router and shared expert."""
+        if self.counted is not None:
+            return self.counted.beside_experts
         router = self.num_experts * self.d_model if self.has_router else 0
         return router + self.expert_matrices * self.d_model * self.shared_hidden
 
     @property
-    def dense_ffn(self) -> int:
+    def dense_ffn(self) -> float:
+        if self.counted is not None:
+            return self.counted.dense_ffn
         bias = (self.ffn_matrices - 1) * self.ffn_hidden + self.d_model if self.biased else 0
         return self.ffn_matrices * self.d_model * self.ffn_hidden + bias
 
     @property
-    def moe_block(self) -> int:
+    def moe_block(self) -> float:
         """Parameters outside the experts of a block that has them."""
-        return self.attention + 2 * self.norm_width + self.moe_rest
+        return self.around_ffn + self.moe_rest
 
     @property
-    def dense_block(self) -> int:
-        return self.attention + 2 * self.norm_width + self.dense_ffn
+    def dense_block(self) -> float:
+        return self.around_ffn + self.dense_ffn
 
     @property
-    def outside_blocks(self) -> int:
+    def outside_blocks(self) -> float:
         """Embeddings, head and last norm."""
+        if self.counted is not None:
+            return self.counted.outside_blocks
         tables = 1 if self.tied else 2
         return tables * self.vocab_size * self.d_model + self.learned_positions * self.d_model + self.norm_width
 
@@ -94,7 +120,7 @@ class ModelShape:
     def dense(self) -> int:
         """Parameters outside experts."""
         blocks = self.moe_layers * self.moe_block + (self.layers - self.moe_layers) * self.dense_block
-        return blocks + self.outside_blocks
+        return round(blocks + self.outside_blocks)
 
     @property
     def experts(self) -> int:
@@ -143,13 +169,13 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
         ValueError: another kind of model, or a value that cannot be.
     """
     model = section(run, "model")
+    moe, _ = planned_moe(run)
     if model.get("name") not in MODELS:
         raise ValueError(
-            f"model.name ({model.get('name')}): plan reads the sizes that {' and '.join(MODELS)} have in their YAML; "
-            "to plan this model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to "
-            f"{MODELS[0]}, with the same algorithms.dmoe"
+            f"model.name ({model.get('name')}): the sizes of {', '.join(MODELS)} are read from YAML, and plan counts "
+            f"those of {HUGGING_FACE}; to plan this model, give its d_model, n_layers, n_heads, vocab_size and "
+            f"expansion_ratio to {MODELS[0]}, with the same algorithms.dmoe"
         )
-    moe, _ = planned_moe(run)
     d_model, layers, n_heads = (_required(model, key) for key in ("d_model", "n_layers", "n_heads"))
     attention, ffn = section(run, "model", "attn_config"), section(run, "model", "ffn_config")
     kv_heads = {"multihead_attention": n_heads, "multiquery_attention": 1}.get(

@@ -1,6 +1,7 @@
 """What a run needs on a cluster, from its YAML: mesh, bytes on each GPU, messages in a step, and warnings.
 
-Arithmetic alone: nothing is built or started. Loads are taken as even, as a balance loss makes them.
+Arithmetic alone: nothing is started, and only a Hugging Face model is built, without weights. Loads are taken as even,
+as a balance loss makes them.
 
 Letters: D, F, E, K, S, V as in shape.py; T tokens of a GPU's microbatch; P ranks that divide the experts.
 """
@@ -13,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foundry_moe.commands.model_shape import ModelShape, planned_moe, read_shape
+from foundry_moe.commands.model_shape import HUGGING_FACE, ModelShape, planned_moe, read_shape
 from foundry_moe.commands.planned_backend import planned_backend
 from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.run_config import check_run, load_run, plain
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
-from foundry_moe.schema import from_mapping
+from foundry_moe.schema import from_mapping, section
 
 GIB = 2**30
 # Bytes a parameter of optimizer state: two fp32 moments, or one.
@@ -241,8 +242,13 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     Raises:
         ValueError: no experts, a model that is not read, or a mesh or batch that cannot be.
     """
-    shape = read_shape(run)
     moe, mesh_keys = planned_moe(run)
+    if section(run, "model").get("name") == HUGGING_FACE:
+        from foundry_moe.commands.hugging_face_shape import count_shape  # imports transformers
+
+        shape = count_shape(run, moe)
+    else:
+        shape = read_shape(run)
     mesh_config = from_mapping(MeshConfig, mesh_keys, "mesh")
     machine: dict[str, int] = {"ranks_per_node": gpus_per_node, "num_experts": moe.num_experts}
     batch = run.get("global_train_batch_size")

@@ -214,7 +214,7 @@ def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], w
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ({"model__name": "hf_causal_lm"}, r"model.name \(hf_causal_lm\): plan reads the sizes"),
+        ({"model__name": "some_model"}, r"model.name \(some_model\): the sizes of mpt_causal_lm, dmoe_causal_lm are"),
         ({"model__moe": None}, "model.moe.num_experts is missing"),
         ({"model__moe": None, "model__name": "mpt_causal_lm"}, "no experts to plan for"),
         ({"model__moe__layers": [0, 99]}, r"layers \(\[0, 99\]\): the model has 16, so use 0 to 15"),
