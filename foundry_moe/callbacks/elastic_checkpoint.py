@@ -21,6 +21,7 @@ from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+from foundry_moe import __version__
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, reseed, restore
 from foundry_moe.callbacks.starting_point import StartingPoint
 from foundry_moe.callbacks.stopping import leave
@@ -31,6 +32,8 @@ from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.stores import is_remote, open_store
+from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
+from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
 
 log = logging.getLogger(__name__)
@@ -150,6 +153,7 @@ class ElasticCheckpoint(WatchingCallback):
             timeout = max(GROUP_TIMEOUT, datetime.timedelta(seconds=2 * self.config.save_timeout_s))
             group = torch_dist.new_group(backend="gloo", timeout=timeout)
             self._talk = torch_dist.new_group(backend="gloo", timeout=timeout)
+        architecture = architecture_of(state.model)
         return CheckpointEngine(
             open_store(self.config.folder, self.config.store_options),
             group=group,
@@ -164,9 +168,11 @@ class ElasticCheckpoint(WatchingCallback):
             info={
                 "mesh": describe_mesh(state.model),
                 "torch": torch.__version__,
+                "foundry_moe": __version__,
                 "run_name": state.run_name,
                 "model": describe_model(state.model),
                 "training": describe_training(state),
+                **({} if architecture is None else {ARCHITECTURE: architecture.to_info()}),
             },
         )
 
@@ -343,11 +349,12 @@ class ElasticCheckpoint(WatchingCallback):
 
     def _save(self, state: State) -> float:
         assert self._engine is not None
-        timestamp = state.timestamp
+        timestamp, loss = state.timestamp, (state.total_loss_dict or {}).get("loss/train/total")
         summary = {
             "epoch": timestamp.epoch.value,
             "sample": timestamp.sample.value,
             "token": timestamp.token.value,
+            **({} if loss is None else {"loss": loss}),
             "training_seconds": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
         }
         self._prepared = True

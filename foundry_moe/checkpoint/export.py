@@ -1,4 +1,4 @@
-"""A commit's model as a set of safetensors files, written piece by piece: memory holds one block, not the model.
+"""A commit's tensors as a set of safetensors files, written piece by piece: memory holds one block, not the model.
 
 The files are what Hugging Face calls a sharded checkpoint: `model-00001-of-00007.safetensors` and an index. The
 format is at https://github.com/huggingface/safetensors#format: 8 bytes of length, a JSON header, raw bytes.
@@ -6,26 +6,31 @@ format is at https://github.com/huggingface/safetensors#format: 8 bytes of lengt
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, tensor_bytes
+from foundry_moe.checkpoint.codec import DTYPE_NAMES
 from foundry_moe.checkpoint.codec import DTYPES as TORCH_DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
-from foundry_moe.checkpoint.manifest import TensorEntry
-from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce
+from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce, intersect, narrow_to
 from foundry_moe.checkpoint.reader import inline_tensors
 from foundry_moe.checkpoint.store import Store
+from foundry_moe.checkpoint.targets import Part, Target, copied
 
 FILE_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
 DTYPES = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"},
@@ -35,46 +40,40 @@ DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One tensor of the export: stored in blocks, or as bytes in the manifest."""
+class Source:
+    """One tensor of a commit: stored in blocks as the manifest's `item`, or `inline` in the manifest."""
 
-    name: str
     dtype: str
     shape: tuple[int, ...]
     item: int | None = None
-    raw: bytes | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
+    inline: Tensor | None = None
 
 
-def pieces_of(found: Found, section: str) -> list[Piece]:
-    """The tensors of a section, `model` as a rule, without the section's name, in the manifest's order."""
+def sources_of(found: Found, section: str) -> dict[str, Source]:
+    """The tensors of a section, `model` as a rule, by name without the section's, in the manifest's order.
+
+    Raises:
+        CheckpointError: there is no such section.
+    """
     prefix = section + "."
-    pieces = [
-        Piece(name=name.removeprefix(prefix), dtype=entry.dtype, shape=entry.shape, item=item)
+    sources = {
+        name.removeprefix(prefix): Source(dtype=entry.dtype, shape=entry.shape, item=item)
         for item, (name, entry) in enumerate(found.manifest.tensors.items())
         if name.startswith(prefix)
-    ]
-    pieces += [
-        Piece(
-            name=name.removeprefix(prefix),
-            dtype=DTYPE_NAMES[tensor.dtype],
-            shape=tuple(tensor.shape),
-            raw=tensor_bytes(tensor),
-        )
+    }
+    sources |= {
+        name.removeprefix(prefix): Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
         for name, tensor in inline_tensors(found.manifest.values).items()
         if name.startswith(prefix)
-    ]
-    for piece in pieces:
-        if piece.dtype not in DTYPES:
-            raise CheckpointError(f"{piece.name} has dtype {piece.dtype}, which safetensors does not have")
-    return pieces
+    }
+    if not sources:
+        sections = sorted({name.split(".")[0] for name in found.manifest.tensors})
+        raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
+    return sources
 
 
 def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int = FILE_BYTES) -> Path:
-    """Writes a section of a commit below `out`; returns the index's path.
+    """Writes a section of a commit below `out`, as it is; returns the index's path.
 
     Args:
         file_bytes: a file ends before it would grow beyond this; one tensor may.
@@ -83,79 +82,158 @@ def export(store: Store, found: Found, out: Path, *, section: str = "model", fil
         CheckpointError: there is no such section, `out` holds an export already, or data is damaged: then no index is
             written.
     """
-    pieces = pieces_of(found, section)
-    if not pieces:
-        sections = sorted({name.split(".")[0] for name in found.manifest.tensors})
-        raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
-    index = out / "model.safetensors.index.json"
+    sources = sources_of(found, section)
+    index = out / INDEX
     if index.exists():
         raise CheckpointError(f"{index} exists: export to an empty folder")
+    targets = [copied(name, name, source.shape) for name, source in sources.items()]
+    return write_targets(store, found, sources, targets, out, file_bytes=file_bytes)
+
+
+def write_targets(
+    store: Store,
+    found: Found,
+    sources: Mapping[str, Source],
+    targets: Sequence[Target],
+    out: Path,
+    *,
+    dtype: str | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Writes tensors that are cut and put together from a commit's below `out`, and then their index.
+
+    Args:
+        dtype: floating-point tensors are cast to it; None = as they are.
+
+    Raises:
+        CheckpointError: data is damaged, or safetensors does not have a tensor's dtype.
+        OSError: there is no space for the files: looked at before each is filled.
+    """
+    kinds = {target.name: _dtype_of(target, sources, dtype) for target in targets}
+    sizes = {target.name: target.count * TORCH_DTYPES[kinds[target.name]].itemsize for target in targets}
     out.mkdir(parents=True, exist_ok=True)
-    groups: list[list[Piece]] = [[]]
-    for piece in pieces:
-        if groups[-1] and sum(p.size_bytes for p in groups[-1]) + piece.size_bytes > file_bytes:
+    groups: list[list[Target]] = [[]]
+    filled = 0
+    for target in targets:
+        if groups[-1] and filled + sizes[target.name] > file_bytes:
             groups.append([])
-        groups[-1].append(piece)
+            filled = 0
+        groups[-1].append(target)
+        filled += sizes[target.name]
     names: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         partial = out / (name + ".partial")
         with open(partial, "wb") as file:
-            _write_file(file, group, store, found)
+            begins = _begin_file(file, group, kinds, sizes, found.commit.step)
+            _fill_file(file, group, begins, {n: TORCH_DTYPES[k] for n, k in kinds.items()}, sources, store, found)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out / name)
-        names |= {piece.name: name for piece in group}
-    total = sum(piece.size_bytes for piece in pieces)
+        names |= {target.name: name for target in group}
+    index = out / INDEX
+    total = sum(sizes.values())
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=1, sort_keys=True))
     return index
 
 
-def _write_file(file: IO[bytes], group: list[Piece], store: Store, found: Found) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(found.commit.step)}}
-    end = 0
-    for piece in group:
-        header[piece.name] = {
-            "dtype": DTYPES[piece.dtype],
-            "shape": list(piece.shape),
-            "data_offsets": [end, end + piece.size_bytes],
+def _dtype_of(target: Target, sources: Mapping[str, Source], dtype: str | None) -> str:
+    if not target.parts:
+        return dtype or "float32"
+    own = sources[target.parts[0].source].dtype
+    cast = dtype if dtype and TORCH_DTYPES[own].is_floating_point and not target.keeps_dtype else own
+    if cast not in DTYPES:
+        raise CheckpointError(f"{target.name} has dtype {cast}, which safetensors does not have")
+    return cast
+
+
+def _begin_file(
+    file: IO[bytes], group: Sequence[Target], kinds: Mapping[str, str], sizes: Mapping[str, int], step: int
+) -> dict[str, int]:
+    """Writes the header and reserves the rest; returns where each tensor begins."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(step)}}
+    begins, end = {}, 0
+    for target in group:
+        size = sizes[target.name]
+        header[target.name] = {
+            "dtype": DTYPES[kinds[target.name]],
+            "shape": list(target.shape),
+            "data_offsets": [end, end + size],
         }
-        end += piece.size_bytes
+        begins[target.name] = end
+        end += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     file.write(len(raw).to_bytes(8, "little") + raw)
     base = file.tell()
-    file.truncate(base + end)
+    if end:
+        file.flush()
+        os.posix_fallocate(file.fileno(), base, end)  # a full disk is said now, and not in the middle
+    return {name: base + begin for name, begin in begins.items()}
+
+
+def _fill_file(
+    file: IO[bytes],
+    group: Sequence[Target],
+    begins: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+    sources: Mapping[str, Source],
+    store: Store,
+    found: Found,
+) -> None:
+    """Brings each block of the commit to its places in the file."""
+    pieces: dict[str, list[tuple[int, Target, Part]]] = {}
+    for target in group:
+        for part in target.parts:
+            pieces.setdefault(part.source, []).append((part.box[0][0] if part.box[0] else 0, target, part))
+    for placed in pieces.values():
+        placed.sort(key=lambda piece: piece[0])
+
+    def put(name: str, box: Box, tensor: Tensor) -> None:
+        placed = pieces[name]
+        behind = box[0][0] + box[1][0] if box[0] else 1
+        for _, target, part in placed[: bisect.bisect_left(placed, behind, key=lambda piece: piece[0])]:
+            common = intersect(box, part.box)
+            if common is not None:
+                piece = part.turned(narrow_to(tensor, box[0], common)).to(dtypes[target.name]).contiguous()
+                _write_box(file, begins[target.name], target.shape, part.place_of(common), piece)
+
     entries = list(found.manifest.tensors.values())
-    begins = {piece.item: base + header[piece.name]["data_offsets"][0] for piece in group if piece.item is not None}
-    for piece in group:
-        if piece.raw is not None:
-            file.seek(base + header[piece.name]["data_offsets"][0])
-            file.write(piece.raw)
-    blocks = [block_of(entries[item], item, index) for item in begins for index in range(len(entries[item].object_B))]
+    items: dict[int, str] = {}
+    for name in pieces:
+        source = sources[name]
+        if source.inline is not None:
+            put(name, ((0,) * len(source.shape), source.shape), source.inline)
+        else:
+            assert source.item is not None
+            items[source.item] = name
+    blocks = [
+        block
+        for item, name in items.items()
+        for block in (block_of(entries[item], item, index) for index in range(len(entries[item].object_B)))
+        if any(intersect(block.box, part.box) for _, _, part in pieces[name])
+    ]
     fetcher = Fetcher(store, found.commit.attempt, found.manifest)
     ranges = coalesce(found.manifest, blocks)
-    for part, data in zip(ranges, fetcher.stream(ranges), strict=True):
+    for span, data in zip(ranges, fetcher.stream(ranges), strict=True):
         if isinstance(data, CheckpointError):
             raise data
-        view = data[0]
-        for block, start in part.blocks:
-            _write_block(
-                file, begins[block.item], entries[block.item], block.box, view[start : start + block.size_bytes]
-            )
+        for block, start in span.blocks:
+            raw = torch.frombuffer(data[0][start : start + block.size_bytes], dtype=torch.uint8)
+            tensor = raw.view(TORCH_DTYPES[entries[block.item].dtype]).reshape(block.box[1])
+            put(items[block.item], block.box, tensor)
 
 
-def _write_block(
-    file: IO[bytes], begin: int, entry: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]], data: memoryview
-) -> None:
-    """Puts a block into its rows of the tensor, which is contiguous in the file."""
-    offsets, sizes = box
-    strides = [entry.itemsize * math.prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
+def _write_box(file: IO[bytes], begin: int, shape: tuple[int, ...], offsets: tuple[int, ...], piece: Tensor) -> None:
+    """Puts a box into its rows of a tensor of that shape, which is contiguous in the file."""
+    data = piece.reshape(-1).view(torch.uint8).numpy().data
+    sizes, itemsize = tuple(piece.shape), piece.element_size()
+    strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = len(sizes)  # dimensions from here on are whole, so that their elements lie together
-    while inner > 0 and sizes[inner - 1] == entry.shape[inner - 1]:
+    while inner > 0 and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     run = inner - 1 if inner else 0
-    run_bytes = (sizes[run] * strides[run]) if sizes else entry.itemsize
+    run_bytes = (sizes[run] * strides[run]) if sizes else itemsize
     outer: tuple[int, ...] = sizes[:run]
     for number, coordinate in enumerate(np.ndindex(*outer)):
         where = sum((o + c) * s for o, c, s in zip(offsets, coordinate, strides, strict=False))

@@ -41,6 +41,7 @@ class ModelShape:
     moe_layers: how many of `layers` have experts.
     expert_matrices, ffn_matrices: 3 for a GLU, 2 for an MLP.
     norm_width: parameters of one norm.
+    query_key_norms: parameters of the norms of queries and keys in one attention; 0 = none.
     learned_positions: positions with an embedding of their own; 0 = none.
     counted: counts that stand in place of MPT's formulas.
     """
@@ -56,6 +57,7 @@ class ModelShape:
     learned_positions: int
     biased: bool
     norm_width: int
+    query_key_norms: int = 0
     ffn_hidden: int
     ffn_matrices: int
     num_experts: int
@@ -82,7 +84,7 @@ class ModelShape:
             return self.counted.around_ffn
         weights = self.d_model * (self.d_model + 2 * self.key_width) + self.d_model**2
         bias = 2 * self.d_model + 2 * self.key_width if self.biased else 0
-        return weights + bias + 2 * self.norm_width
+        return weights + bias + 2 * self.norm_width + self.query_key_norms
 
     @property
     def moe_rest(self) -> float:
@@ -190,19 +192,25 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     moe.check_layers_of(layers)
     biased = not model.get("no_bias", False)
     centred = "rms" not in str(model.get("norm_type", "low_precision_layernorm"))
+    head_dim = d_model // n_heads
+    # queries' and keys' norms are of the attention's own kind
+    norms = 1 if "rms" in str(attention.get("norm_type", "low_precision_layernorm")) or not biased else 2
     sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)
     return ModelShape(
         layers=layers,
         moe_layers=sum(moe.selects(index) for index in range(layers)),
         d_model=d_model,
         n_heads=n_heads,
-        key_width=d_model // n_heads * int(kv_heads),
+        key_width=head_dim * int(kv_heads),
         vocab_size=_required(model, "vocab_size"),
         sequence=sequence,
         tied=bool(model.get("tie_word_embeddings", True)),
         learned_positions=sequence if model.get("learned_pos_emb", True) else 0,
         biased=biased,
         norm_width=d_model * (2 if biased and centred else 1),
+        query_key_norms=norms
+        * head_dim
+        * (n_heads + int(kv_heads) if attention.get("qk_ln") else 2 if attention.get("qk_gn") else 0),
         ffn_hidden=hidden,
         ffn_matrices=3 if gated_ffn else 2,
         num_experts=moe.num_experts,

@@ -1,8 +1,9 @@
-"""Parsers of `foundry-moe verify` and `foundry-moe plan`. What a command runs is imported when it runs."""
+"""Parsers of `foundry-moe verify`, `plan` and `export`. What a command runs is imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from foundry_moe.commands.chips import CHIPS
@@ -63,6 +64,42 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         from foundry_moe.commands.plan import plan_command
 
         return plan_command(arguments)
+
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """`foundry-moe export`: as `add_verify_parser`."""
+    parser = subparsers.add_parser(
+        "export",
+        help="a trained model as a Hugging Face folder, for transformers, vLLM and SGLang",
+        description="Writes a checkpoint's model in the names, layouts and configuration of its Hugging Face family, a "
+        "block in memory at a time, and compares it with the checkpoint: each tensor's hash, and the logits of plain "
+        "transformers. OUT appears once all of this is done, or not at all.",
+    )
+    parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://bucket/run or a path")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config, keys of the run")
+    parser.add_argument("--step", type=int, help="default: the newest checkpoint that is good")
+    parser.add_argument("--dtype", help="bf16, fp16 or fp32 (default: as it was trained)")
+    parser.add_argument(
+        "--certify",
+        action=argparse.BooleanOptionalAction,
+        help="compare logits too (default: where the model fits into free memory); hashes are compared always",
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing but the certificate: OUT is there already")
+    parser.add_argument("--tokenizer", help="its folder or name, or none (default: the run's)")
+    parser.add_argument("--config", metavar="RUN.yaml", help="the run, for checkpoints that do not record their model")
+    parser.add_argument("--file-gb", type=float, default=5.0, help="size of one file (default 5)")
+    parser.add_argument("--endpoint-url", help="the S3 server, if it is not AWS")
+    parser.add_argument("--profile")
+    parser.add_argument("--region")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from foundry_moe.commands.export import export_command
+
+        return export_command(arguments)
 
     parser.set_defaults(run=run)
     return parser

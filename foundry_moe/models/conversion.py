@@ -17,7 +17,7 @@ from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.ffn import DenseFFN, SparseFFN, expert_weights, find_ffns
-from foundry_moe.models.loaded_weights import check_init, refuse_saving
+from foundry_moe.models.loaded_weights import check_init
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +81,17 @@ def apply_dmoe(
         warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(blocks)}", stacklevel=2)
         return []
     context.observe(model)
-    refuse_saving(model)
+    _let_save(model)
     log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(blocks), config.num_experts)
     return layers
+
+
+def _let_save(model: nn.Module) -> None:
+    """Makes `save_pretrained` write what `from_pretrained` reads; nothing to do for a model that has none."""
+    if any(callable(getattr(module, "save_pretrained", None)) for module in model.modules()):
+        from foundry_moe.models.native.saving import let_save  # brings transformers
+
+        let_save(model)
 
 
 def _without_dense(

@@ -19,6 +19,7 @@ from foundry_moe.layers.gates.gate import Gate
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.conversion import apply_dmoe
+from foundry_moe.models.native.saving import let_save
 from foundry_moe.schema import from_mapping
 
 _ATTENTION = "sdpa"
@@ -88,6 +89,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
         for layer in moe_layers(self.model):
             layer.context = context
         context.observe(self.model)
+        let_save(self.model)
 
     @property
     def context(self) -> BatchContext:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.layers.lookup import moe_layers
@@ -86,10 +86,21 @@ def test_a_dense_block_beside_moe_blocks_cannot_be_named() -> None:
         apply_dmoe(mixed(), MoEConfig(num_experts=4, top_k=2, expert_hidden_size=12, layers=(0, 1)))
 
 
-def test_a_converted_model_is_not_saved_where_it_could_not_be_read_back(tmp_path: Path) -> None:
+def test_a_converted_model_is_saved_as_one_that_can_be_read_back(tmp_path: Path) -> None:
     model = fresh()
     apply_dmoe(model, MoEConfig(num_experts=2))
-    for one in (model, copy.deepcopy(model)):
-        with pytest.raises(ValueError, match="save_pretrained: this LlamaForCausalLM has dMoE layers"):
-            one.save_pretrained(tmp_path)
+    for number, one in enumerate((model, copy.deepcopy(model))):
+        one.save_pretrained(tmp_path / str(number))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / str(number), torch_dtype="auto")
+        assert again.config.model_type == "mixtral"
+        torch.testing.assert_close(again(input_ids=IDS).logits, one(input_ids=IDS).logits, rtol=2e-5, atol=2e-6)
+    with pytest.raises(ValueError, match="save_pretrained: this LlamaModel is a part"):
+        model.model.save_pretrained(tmp_path / "part")
+
+
+def test_a_converted_model_that_no_family_computes_is_not_saved(tmp_path: Path) -> None:
+    model = fresh()
+    apply_dmoe(model, MoEConfig(num_experts=2, gate={"name": "topk", "score": "sigmoid"}))
+    with pytest.raises(ValueError, match=r"save_pretrained: gate.score \(sigmoid\)"):
+        model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,225 @@
+"""Whether an exported folder is the checkpoint's model: tensor by tensor, and by the logits of plain transformers.
+
+It goes by the files alone, through safetensors' own reader, and by the checkpoint: nothing that the writer knew is
+taken on trust but which tensor of theirs is made of which of ours; that is what the logits are compared for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.export import INDEX, Source
+from foundry_moe.checkpoint.ledger import Found
+from foundry_moe.checkpoint.store import Store
+from foundry_moe.checkpoint.targets import Target, assemble
+from foundry_moe.checkpoint.whole import read_whole
+from foundry_moe.models.native.architecture import Architecture
+from foundry_moe.models.native.plan import Native
+from foundry_moe.models.native.rebuild import build, logits_of
+
+FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
+TOKENS = (2, 16)  # sequences and positions
+# Both compute in fp32 with another order of sums. Of the logits' standard deviation; a swapped pair of experts, a
+# transposed matrix or gate and up exchanged moved it by 1e-2 and more in the tests' small random models.
+TOLERANCE = 1e-3
+PROBLEMS_SHOWN = 5
+HEADROOM = 1.5  # of the fp32 model, for what else a forward pass and a load hold
+
+
+@dataclass(kw_only=True)
+class Certificate:
+    """What `certificate.json` holds.
+
+    tensors: for each tensor of the folder the hash (xxh3, 128 bits) of its bytes, which is also that of the same
+        elements in the checkpoint, cast to the folder's dtype.
+    logits: of both models on the same tokens, or why they were not compared.
+    """
+
+    good: bool = False
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    family: str = ""
+    dtype: str = ""
+    experts: dict[str, int] = field(default_factory=dict)
+    logits: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    tensors: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A checkpoint and what it became.
+
+    sources: the checkpoint's tensors, by name without the architecture's prefix.
+    dtype: that floating-point tensors were cast to; None = as they were.
+    """
+
+    store: Store
+    found: Found
+    architecture: Architecture
+    native: Native
+    sources: Mapping[str, Source]
+    targets: Sequence[Target]
+    dtype: str | None
+
+
+def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> Certificate:
+    """Compares a folder with the checkpoint.
+
+    Our model's logits are left in the folder, for whoever wants to compare another program's with them.
+
+    Args:
+        with_logits: None = where the model in fp32 fits into this machine's free memory.
+
+    Returns:
+        The certificate, `good` or with its problems.
+    """
+    blocks, commit = exported.native.blocks, exported.found.commit
+    certificate = Certificate(
+        checkpoint={
+            "folder": exported.store.url,
+            "step": commit.step,
+            "attempt": commit.attempt,
+            "manifest_xxh3": commit.manifest_hash,
+        },
+        family=exported.native.family.name,
+        dtype=exported.dtype or "as trained",
+        experts={"layers": len(blocks.layers), "each": blocks.num_experts},
+    )
+    certificate.problems += _compare_tensors(exported, folder, certificate.tensors)
+    _compare_logits(exported, folder, certificate, with_logits)
+    certificate.good = not certificate.problems
+    return certificate
+
+
+def _compare_tensors(exported: Exported, folder: Path, hashes: dict[str, str]) -> list[str]:
+    problems: list[str] = []
+    try:
+        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        return [f"{folder / INDEX} cannot be read: {error}"]
+    wanted = {target.name: target for target in exported.targets}
+    problems += [f"{name} is not in the folder" for name in wanted if name not in weight_map]
+    strange = [name for name in weight_map if name not in wanted]
+    problems += [f"{name} is in the folder, and the model has no such tensor" for name in strange]
+    for target, tensor in _from_checkpoint(exported):
+        if target.name not in weight_map:
+            continue
+        try:
+            with safe_open(folder / weight_map[target.name], framework="pt") as file:
+                there = file.get_tensor(target.name)
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{target.name} cannot be read from {weight_map[target.name]}: {error}")
+            continue
+        hashes[target.name] = _hash(there)
+        if there.dtype != tensor.dtype or there.shape != tensor.shape or hashes[target.name] != _hash(tensor):
+            problems.append(f"{target.name} is not what the checkpoint has{_what_it_is(target, there, exported)}")
+    return problems
+
+
+def _from_checkpoint(exported: Exported) -> Iterator[tuple[Target, Tensor]]:
+    """Each target as the checkpoint has it; memory holds the sources of one layer's experts at most."""
+    held: dict[str, Tensor] = {}
+    for target in exported.targets:
+        needed = {part.source for part in target.parts}
+        if not needed <= held.keys():
+            block = next((name.partition(".experts.")[0] for name in needed if ".experts." in name), "")
+            held = {name: tensor for name, tensor in held.items() if name.startswith(block + ".experts.")}
+            more = [name for name in needed if name not in held]
+            held |= read_whole(exported.store, exported.found, exported.sources, more)
+        yield target, _cast(assemble(target, held.__getitem__), target, exported.dtype)
+
+
+def _cast(tensor: Tensor, target: Target, dtype: str | None) -> Tensor:
+    if dtype is None or target.keeps_dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(DTYPES[dtype])
+
+
+def _what_it_is(target: Target, there: Tensor, exported: Exported) -> str:
+    if tuple(there.shape) != target.shape:
+        return f": it has the shape {list(there.shape)}, not {list(target.shape)}"
+    return ""
+
+
+def _hash(tensor: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _compare_logits(exported: Exported, folder: Path, certificate: Certificate, with_logits: bool | None) -> None:
+    needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
+    if with_logits is None and needed > free_memory_bytes():
+        why = f"the model needs {needed / 1e9:.1f} GB in fp32, more than is free"
+        certificate.logits = {"compared": False, "why": why}
+        return
+    if with_logits is False:
+        certificate.logits = {"compared": False, "why": "not asked for"}
+        return
+    vocabulary = int(exported.native.config.vocab_size)
+    ids = torch.randint(vocabulary, TOKENS, generator=torch.Generator().manual_seed(0))
+    ours = logits_of(_ours(exported), ids)
+    try:
+        theirs_model, report = AutoModelForCausalLM.from_pretrained(
+            folder, torch_dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+        )
+    except Exception as error:  # whatever transformers says of a folder that it cannot load
+        certificate.logits = {"compared": False, "why": f"transformers does not load the folder: {error}"}
+        certificate.problems.append(certificate.logits["why"])
+        return
+    wrong = {key: sorted(names)[:3] for key, names in report.items() if names}
+    if wrong:
+        certificate.problems.append(f"transformers loads the folder with {wrong}")
+    theirs = logits_of(theirs_model.eval(), ids)
+    scale = float(ours.std())
+    difference = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")
+    np.savez(folder / LOGITS, tokens=ids.numpy(), logits=ours.numpy())
+    certificate.logits = {
+        "compared": True,
+        "tokens": ids.tolist(),
+        "standard_deviation": scale,
+        "largest_difference": difference,
+        "tolerance": TOLERANCE,
+        "unit": "standard deviations of the logits",
+        "transformers": transformers.__version__,
+    }
+    if not difference <= TOLERANCE:
+        certificate.problems.append(
+            f"logits differ by {difference:.1e} of their standard deviation, and rounding by {TOLERANCE:g} at most"
+        )
+
+
+def _ours(exported: Exported) -> torch.nn.Module:
+    """Our model in fp32, with weights rounded as the folder's are."""
+    tensors = read_whole(exported.store, exported.found, exported.sources, exported.sources)
+    kept = {part.source for target in exported.targets if target.keeps_dtype for part in target.parts}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            rounded = tensor if exported.dtype is None or name in kept else tensor.to(DTYPES[exported.dtype])
+            tensors[name] = rounded.float()
+    return build(exported.architecture, tensors)
+
+
+def free_memory_bytes() -> int:
+    """What this machine can still give, by /proc/meminfo; without it all of the memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(free.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,199 @@
+"""`foundry-moe export`: a checkpoint as a folder that plain transformers, vLLM and SGLang load."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.errors import CheckpointError, NotFoundError
+from foundry_moe.checkpoint.export import sources_of, write_targets
+from foundry_moe.checkpoint.ledger import Found, Ledger
+from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.commands.certificate import Certificate, Exported, certify
+from foundry_moe.commands.model_card import write_model_card
+from foundry_moe.models.native.architecture import Architecture
+from foundry_moe.models.native.plan import native_of
+
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+NO_TOKENIZER = "none"
+
+
+def export_command(arguments: argparse.Namespace) -> int:
+    """Exports, certifies, and renames the folder last.
+
+    Raises:
+        ValueError: the model cannot leave, or an argument cannot be.
+        CheckpointError: the checkpoint is not there or damaged, `out` is in use, no space is left, or the folder fails
+            its certificate. Then nothing stays.
+    """
+    options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
+    store = open_store(arguments.run_folder, options)
+    if not store.exists():
+        raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
+    ledger = Ledger(store)
+    choice = ledger.choose("auto" if arguments.step is None else arguments.step)
+    for sentence in choice.rejected:
+        print(f"passed over: {sentence}", file=sys.stderr)
+    if choice.found is None:
+        raise NotFoundError(f"{store.url} holds no checkpoint")
+    with ledger.hold(choice.found.commit):
+        architecture = _architecture(choice.found, store, arguments.config, arguments.overrides)
+        dtype = SHORT_DTYPES.get(arguments.dtype, arguments.dtype)
+        exported = plan_export(store, choice.found, architecture, dtype)
+        if arguments.check:
+            certificate = certify(exported, arguments.out, with_logits=True if arguments.certify else None)
+            certificate.write(arguments.out)
+            return _tell(certificate, arguments.out)
+        tokenizer = read_tokenizer(arguments.tokenizer, architecture.tokenizer)
+        with_logits = {True: True, False: False, None: None}[arguments.certify]
+        certificate = export_to(exported, arguments.out, tokenizer, with_logits, int(arguments.file_gb * 10**9))
+    return _tell(certificate, arguments.out)
+
+
+def plan_export(store: Store, found: Found, architecture: Architecture, dtype: str | None) -> Exported:
+    """What is to be written, and of what.
+
+    Raises:
+        ValueError: no family computes this, or there is no such dtype.
+    """
+    if dtype is not None and (dtype not in DTYPES or not DTYPES[dtype].is_floating_point):
+        raise ValueError(f"--dtype ({dtype}) must be bf16, fp16 or fp32")
+    native = native_of(architecture)
+    sources = {
+        name.removeprefix(architecture.prefix): source
+        for name, source in sources_of(found, "model").items()
+        if name.startswith(architecture.prefix)
+    }
+    targets = native.targets({name: source.shape for name, source in sources.items()})
+    kinds = {source.dtype for source in sources.values()}
+    native.config.torch_dtype = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
+    return Exported(
+        store=store,
+        found=found,
+        architecture=architecture,
+        native=native,
+        sources=sources,
+        targets=targets,
+        dtype=dtype,
+    )
+
+
+def export_to(
+    exported: Exported,
+    out: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    with_logits: bool | None,
+    file_bytes: int,
+) -> Certificate:
+    """Writes the folder beside `out`, certifies it and renames it to `out`.
+
+    Raises:
+        CheckpointError: see `export_command`.
+    """
+    config = exported.native.config
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, int(config.vocab_size))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(config, name, None) is None or exported.architecture.model_type == "mpt":
+                setattr(config, name, getattr(tokenizer, name))
+    with _beside(out) as partial:
+        write_targets(
+            exported.store,
+            exported.found,
+            exported.sources,
+            exported.targets,
+            partial,
+            dtype=exported.dtype,
+            file_bytes=file_bytes,
+        )
+        config.save_pretrained(partial)
+        GenerationConfig.from_model_config(config).save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        certificate = certify(exported, partial, with_logits=with_logits)
+        certificate.write(partial)
+        if not certificate.good:
+            raise CheckpointError(
+                f"{out} is not written, for what was written is not the checkpoint's model: "
+                + "; ".join(certificate.problems[:3])
+            )
+        write_model_card(exported, certificate, partial, has_tokenizer=tokenizer is not None)
+    return certificate
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A new folder next to `out`, which becomes `out` at the end, or goes."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty: name a new folder")
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase | None:
+    """The run's tokenizer, or another that the user names; None for none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    name = recorded if asked is None else asked
+    if name in ("", NO_TOKENIZER):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # OSError, ValueError and others, by what is wrong
+        where = "the run's tokenizer" if asked is None else "--tokenizer"
+        raise ValueError(
+            f"{where} ({name}) cannot be read ({str(error).splitlines()[0]}); name its folder with --tokenizer, or "
+            f"write --tokenizer {NO_TOKENIZER} to leave without one"
+        ) from error
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"--tokenizer: it has {len(tokenizer)} tokens, and the model {vocab_size}: it is another's")
+
+
+def _architecture(found: Found, store: Store, config: str | None, overrides: list[str]) -> Architecture:
+    where = f"the checkpoint of step {found.commit.step} in {store.url}"
+    if config is None:
+        if overrides:
+            raise ValueError(f"{overrides[0]}: keys of a run go with --config RUN.yaml")
+        return Architecture.from_info(found.manifest.info, where)
+    from foundry_moe.commands.architecture_of_run import architecture_of_run
+
+    return architecture_of_run(config, overrides)
+
+
+def _tell(certificate: Certificate, out: Path) -> int:
+    logits: dict[str, Any] = certificate.logits
+    for problem in certificate.problems:
+        print(f"  {problem}", file=sys.stderr)
+    if not certificate.good:
+        print(f"error: {out} is not the checkpoint's model", file=sys.stderr)
+        return 1
+    compared = f"logits were not compared: {logits.get('why')}"
+    if logits.get("compared"):
+        compared = f"logits differ by {logits['largest_difference']:.1e} of their standard deviation"
+    print(
+        f"{out}: step {certificate.checkpoint['step']} as {certificate.family}; {len(certificate.tensors)} tensors are "
+        f"the checkpoint's; {compared}"
+    )
+    return 0

@@ -1,0 +1,103 @@
+"""What a checkpoint records of its model, so that the model can leave without the run's YAML: plain data.
+
+Beside the tensors' names and shapes, which a checkpoint has anyway, this says what they compute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from foundry_moe.config import MoEConfig
+from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.schema import from_mapping
+
+KEY = "architecture"  # of a checkpoint's `info`
+# of `MoEConfig`, what says nothing of the function that saved weights are
+_OF_THE_RUN = ("layers", "loss", "balance_over", "init", "backend", "memory", "mesh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model with dMoE layers.
+
+    config: what its `PretrainedConfig.to_dict()` gives, `model_type` among it.
+    experts: keys of `MoEConfig`, resolved.
+    layers: indices of the MoE layers.
+    num_layers: of the model.
+    prefix: of the names of its tensors in a checkpoint: the trainer's wrapper has the model as an attribute.
+    tokenizer: the name or folder that the run's tokenizer was read from; empty for none.
+    """
+
+    config: Mapping[str, Any]
+    experts: MoEConfig
+    layers: tuple[int, ...]
+    num_layers: int
+    prefix: str
+    tokenizer: str = ""
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type"))
+
+    def to_info(self) -> dict[str, Any]:
+        """As JSON has it, for `from_info`."""
+        experts = {key: value for key, value in asdict(self.experts).items() if key not in _OF_THE_RUN}
+        plain = {**asdict(self), "config": dict(self.config), "experts": experts}
+        return json.loads(json.dumps(plain, default=str))
+
+    @staticmethod
+    def from_info(info: Mapping[str, Any], where: str) -> Architecture:
+        """From a checkpoint, which may hold anything.
+
+        Raises:
+            ValueError: it does not say what its model is, or not in this form; `where` is named.
+        """
+        found = info.get(KEY)
+        if found is None:
+            raise ValueError(
+                f"{where} does not say what model its tensors are, as checkpoints of older versions and imported "
+                "weights do not: give the run's YAML with --config"
+            )
+        known = {field.name for field in fields(Architecture)}
+        if not isinstance(found, Mapping) or not found.keys() <= known or not isinstance(found.get("config"), Mapping):
+            raise ValueError(f"{where}: its {KEY} is not in the form that this version reads")
+        try:
+            experts = from_mapping(MoEConfig, found["experts"], f"{where}: experts")
+            return Architecture(
+                config=found["config"],
+                experts=experts,
+                layers=tuple(int(layer) for layer in found["layers"]),
+                num_layers=int(found["num_layers"]),
+                prefix=str(found["prefix"]),
+                tokenizer=str(found.get("tokenizer", "")),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{where}: its {KEY} lacks {error}") from error
+
+
+def architecture_of(model: nn.Module) -> Architecture | None:
+    """The architecture of a live model, wrapped or not; None for one without dMoE layers or a Hugging Face model."""
+    layers = moe_layers(model)
+    named: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, PreTrainedModel)]
+    if not layers or not named:
+        return None
+    name, pretrained = named[0]
+    name = name.removeprefix("module").removeprefix(".")  # DDP's
+    return Architecture(
+        config=pretrained.config.to_dict(),
+        experts=replace(layers[0].config, layers="all", mesh=None),
+        layers=tuple(layer.layer_index for layer in layers),
+        num_layers=_num_layers(pretrained.config),
+        prefix=f"{name}." if name else "",
+        tokenizer=str(getattr(getattr(model, "tokenizer", None), "name_or_path", "") or ""),
+    )
+
+
+def _num_layers(config: PretrainedConfig) -> int:
+    return int(getattr(config, "n_layers", None) or config.num_hidden_layers)

@@ -1,0 +1,139 @@
+"""How a model with dMoE layers is saved by `save_pretrained` and by LLM Foundry's `hf_checkpointer`: as its family.
+
+LLM Foundry makes a second model, `type(model)(config)`, loads the first one's whole state dict into it and saves it.
+So the converted model gets a class of its own, a subclass of what it was: called with a configuration it makes the
+family's native model, which takes our state dict and holds theirs. Where no family computes the same, both raise.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import transformers
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from foundry_moe.checkpoint.targets import assemble
+from foundry_moe.models.native.architecture import architecture_of
+from foundry_moe.models.native.plan import Native, native_of
+
+_HOW = "save its state_dict, or use callbacks.elastic_checkpoint and `foundry-moe export`"
+
+
+def let_save(model: nn.Module) -> None:
+    """Gives the causal language model inside `model` a class whose saving writes its family's format.
+
+    Parts of it, which are models of transformers by themselves, refuse to be saved: they are no whole family's.
+    """
+    found: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for number, module in enumerate(found):
+        if number == 0 and type(module).__name__.endswith("ForCausalLM"):
+            _convert_class(module)
+        else:
+            module.save_pretrained = partial(_refuse, type(module).__name__)
+
+
+def native_of_model(model: nn.Module) -> Native:
+    """The family that a live model leaves as.
+
+    Raises:
+        ValueError: none computes this; names the key in the way and the value that would do.
+    """
+    architecture = architecture_of(model)
+    if architecture is None:
+        raise ValueError(f"{type(model).__name__} has no dMoE layers, or is no Hugging Face model")
+    return native_of(architecture)
+
+
+def _refuse(kind: str, *_: Any, **__: Any) -> None:
+    raise ValueError(f"save_pretrained: this {kind} is a part of a model with dMoE layers; save the whole model")
+
+
+class SavesNative(nn.Module):
+    """What is put in front of a converted model's class."""
+
+    _converted: ClassVar[weakref.ref[Any]]
+    generation_config: Any
+
+    def __new__(cls, *arguments: Any, **keys: Any) -> Any:
+        if not arguments and not keys:
+            return super().__new__(cls)  # to be filled by a copy
+        converted = cls._converted()
+        assert converted is not None, "the model that was converted is gone"
+        return _native_model(converted)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *arguments: Any, **keys: Any) -> None:
+        """As transformers', in the family's names and layouts. On a mesh all ranks call it, and rank 0 writes.
+
+        Raises:
+            ValueError: no family computes this.
+        """
+        try:
+            model = _native_model(self)
+        except ValueError as error:
+            raise ValueError(f"save_pretrained: {error}; {_HOW}") from error
+        state = keys.pop("state_dict", None)
+        if state is None and any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            state = get_model_state_dict(self, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if not state:
+                return
+        model.load_state_dict(dict(self.state_dict() if state is None else state), assign=True)
+        if model.generation_config is not None and self.generation_config is not None:
+            model.generation_config.update(**self.generation_config.to_dict())
+        model.save_pretrained(save_directory, *arguments, **keys)
+
+
+class _TakesOurs(nn.Module):
+    """Put in front of a family's class: `load_state_dict` takes the tensors of a model of ours."""
+
+    native: Native
+    config: Any
+    get_output_embeddings: Any
+
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        if not hasattr(self, "_modules"):  # FSDP2's classes call it once more, with the converted model's configuration
+            super().__init__(*arguments, **keys)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """Takes the tensors out of `state_dict`, so that both formats are never whole in memory at once."""
+        targets = self.native.targets({name: tuple(tensor.shape) for name, tensor in state_dict.items()})
+        left: dict[str, int] = {}
+        for target in targets:
+            for part in target.parts:
+                left[part.source] = left.get(part.source, 0) + 1
+        theirs: dict[str, Tensor] = {}
+        for target in targets:
+            theirs[target.name] = assemble(target, state_dict.__getitem__).clone()
+            for part in target.parts:
+                left[part.source] -= 1
+                if not left[part.source] and isinstance(state_dict, dict):
+                    del state_dict[part.source]
+        tied = self.get_output_embeddings()
+        if getattr(self.config, "tie_word_embeddings", False) and tied is not None:
+            theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
+        return super().load_state_dict(theirs, strict=strict, assign=assign)
+
+
+def _convert_class(model: Any) -> None:
+    was = type(model)
+    if issubclass(was, SavesNative):
+        return
+    attributes = {"__module__": was.__module__, "__qualname__": was.__qualname__, "_converted": weakref.ref(model)}
+    model.__class__ = type(was.__name__, (SavesNative, was), attributes)
+
+
+def _native_model(converted: nn.Module) -> Any:
+    """The family's model without weights, which takes ours."""
+    from llmfoundry.models.utils import init_empty_weights
+
+    native = native_of_model(converted)
+    theirs = getattr(transformers, native.family.architecture)
+    cls = type(theirs.__name__, (_TakesOurs, theirs), {"__module__": theirs.__module__, "native": native})
+    with init_empty_weights():
+        return cls(native.config)

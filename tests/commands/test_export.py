@@ -1,0 +1,338 @@
+"""`foundry-moe export`: what leaves is the checkpoint's model, in plain transformers, or nothing leaves."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.cli import main
+from foundry_moe.commands import certificate
+from foundry_moe.commands.architecture_of_run import architecture_of_run
+from foundry_moe.models.native.plan import native_of
+from tests.commands.exporting import Wrapped, commit, mpt
+from tests.models.families.small import small
+
+ROOT = Path(__file__).parents[2]
+IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+def export(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *map(str, words)])
+    return int(ended.value.code or 0)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+MPTS = {
+    "mixtral": {},
+    "mixtral, tied, grouped queries": {
+        "tie_word_embeddings": True,
+        "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
+    },
+    "mixtral, apart": {
+        "attn_config": {"fused_qkv": False, "attn_type": "multiquery_attention"},
+        "moe": {"activation": "geglu"},
+    },
+    "olmoe": {
+        "attn_config": {"qk_ln": True, "norm_type": "rmsnorm"},
+        "moe": {"gate": {"name": "topk", "normalize": False}},
+    },
+    "olmoe, switch": {
+        "attn_config": {"qk_ln": True, "norm_type": "rmsnorm"},
+        "moe": {"gate": {"name": "switch"}, "top_k": 1},
+    },
+    "qwen3_moe, every other layer": {
+        "attn_config": {"qk_gn": True, "norm_type": "rmsnorm"},
+        "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}},
+        "moe": {"layers": {"every": 2}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MPTS)
+def test_an_mpt_leaves_as_the_family_that_computes_the_same(name: str, tmp_path: Path) -> None:
+    model = mpt(**MPTS[name])
+    assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--certify") == 0
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert there.config.model_type == name.split(",")[0]
+    # fp32, another order of sums
+    torch.testing.assert_close(logits(there), logits(model.model), rtol=1e-4, atol=1e-5)
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert found["good"] and found["logits"]["largest_difference"] < 1e-5 and not found["problems"]
+    assert set(there.state_dict()) - {"lm_head.weight"} == set(found["tensors"]) - {"lm_head.weight"}
+
+
+def of_hugging_face(kind: str) -> torch.nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 61, "initializer_range": 0.3}
+    torch.manual_seed(4)
+    dense = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
+    }
+    if kind in dense:
+        model = dense[kind]()
+        layers: Any = {"every": 2} if kind == "qwen3" else "all"
+        apply_dmoe(model, MoEConfig(num_experts=4, top_k=2, init="upcycle", layers=layers))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".experts." in name:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        return model
+    native = small(kind)
+    keys = {"expert_hidden_size": "auto", "activation": "auto"}
+    apply_dmoe(native, MoEConfig(num_experts=5, top_k=2, **keys))
+    return native
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "mixtral", "olmoe", "qwen3_moe"])
+def test_a_model_of_hugging_face_leaves_as_its_family(kind: str, tmp_path: Path) -> None:
+    model = of_hugging_face(kind)
+    assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--certify") == 0
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(there), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_native_model_leaves_bit_for_bit_as_it_came(tmp_path: Path) -> None:
+    untouched = small("mixtral").state_dict()
+    assert export(commit(Wrapped(of_hugging_face("mixtral")), tmp_path / "run"), tmp_path / "out") == 0
+    left = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert left.keys() == untouched.keys()
+    assert all(torch.equal(left[name], untouched[name]) for name in left)
+
+
+def test_cast_to_bf16_in_small_files_it_is_the_rounded_model(tmp_path: Path) -> None:
+    model = mpt()
+    assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--dtype", "bf16", "--file-gb", 2e-5) == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
+    assert there.dtype == torch.bfloat16
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype=torch.float32)
+    torch.testing.assert_close(logits(there), logits(model.model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run, and its export."""
+    folder = tmp_path_factory.mktemp("good")
+    assert export(commit(mpt(), folder / "run"), folder / "out", "--certify") == 0
+    return folder / "run", folder / "out"
+
+
+def swap_experts(tensors: dict[str, torch.Tensor]) -> None:
+    for kind in ("w1", "w2", "w3"):
+        one, other = (f"model.layers.1.block_sparse_moe.experts.{e}.{kind}.weight" for e in (0, 2))
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def transpose(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def drop_a_layer(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        del tensors[name]
+
+
+def exchange_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
+    for e in range(4):
+        gate, up = (f"model.layers.0.block_sparse_moe.experts.{e}.{kind}.weight" for kind in ("w1", "w3"))
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+def turn_a_bit(tensors: dict[str, torch.Tensor]) -> None:
+    raw = tensors["lm_head.weight"].view(torch.int32)
+    raw[3, 3] ^= 1
+
+
+SPOILS = [swap_experts, transpose, drop_a_layer, exchange_gate_and_up]
+
+
+def spoiled(out: Path, to: Path, spoil: Any) -> Path:
+    shutil.copytree(out, to)
+    (file,) = to.glob("*.safetensors")
+    tensors = load_file(file)
+    spoil(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    index = json.loads((to / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: file.name for name in tensors}
+    (to / "model.safetensors.index.json").write_text(json.dumps(index))
+    if spoil is drop_a_layer:
+        config = json.loads((to / "config.json").read_text()) | {"num_hidden_layers": 1}
+        (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+@pytest.mark.parametrize("spoil", [*SPOILS, turn_a_bit])
+def test_a_spoiled_folder_fails_by_its_tensors(
+    spoil: Any, good: tuple[Path, Path], tmp_path: Path, capsys: Any
+) -> None:
+    run, out = good
+    folder = spoiled(out, tmp_path / "out", spoil)
+    assert export(run, folder, "--check") == 1
+    error = capsys.readouterr().err
+    assert "is not what the checkpoint has" in error or "is not in the folder" in error
+    assert json.loads((folder / "certificate.json").read_text())["good"] is False
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_spoiled_folder_fails_by_its_logits_alone(
+    spoil: Any, good: tuple[Path, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate, "_compare_tensors", lambda *_: [])
+    run, out = good
+    assert export(run, out, "--check", "--certify") == 0
+    capsys.readouterr()
+    assert export(run, spoiled(out, tmp_path / "out", spoil), "--check", "--certify") == 1
+    assert "logits differ by" in capsys.readouterr().err
+
+
+def test_logits_beside_the_folder_are_ours(good: tuple[Path, Path]) -> None:
+    saved = np.load(good[1] / "certificate.npz")
+    with torch.no_grad():
+        ours = mpt().model.eval()(input_ids=torch.from_numpy(saved["tokens"])).logits
+    np.testing.assert_allclose(saved["logits"], ours.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_card_has_the_runs_figures(good: tuple[Path, Path]) -> None:
+    card = (good[1] / "README.md").read_text()
+    for words in ("| step | 7 |", "| tokens | 1,234 |", "3.2500", "4 of width 32 in 2 of 2 layers, 2 for a token"):
+        assert words in card
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attn_config": {"rope": False}, "learned_pos_emb": True}, "model.attn_config.rope (false)"),
+    ({"attn_config": {"rope": False, "alibi": True}}, "alibi have no counterpart"),
+    (
+        {"norm_type": "layernorm"},
+        "model.norm_type (layernorm): no Hugging Face MoE family computes this; rmsnorm",
+    ),
+    ({"no_bias": False}, "model.no_bias (false): no Hugging Face MoE family computes this; true would do"),
+    ({"logit_scale": 0.5}, "model.logit_scale (0.5)"),
+    ({"attn_config": {"clip_qkv": 6.0}}, "model.attn_config.clip_qkv (6.0)"),
+    ({"attn_config": {"softmax_scale": 0.3}}, "model.attn_config.softmax_scale (0.3)"),
+    ({"attn_config": {"qk_ln": True}}, "model.attn_config.norm_type (low_precision_layernorm), of queries and keys"),
+    ({"attn_config": {"qk_ln": True, "norm_type": "rmsnorm"}}, "gate.normalize (true): with model.attn_config.qk_ln"),
+    ({"attn_config": {"rope_hf_config": {"type": "linear", "factor": 2.0}}}, "model.attn_config.rope_hf_config.type"),
+    ({"moe": {"gate": {"name": "topk", "normalize": False}}}, "gate.normalize (false)"),
+    ({"moe": {"gate": {"name": "topk", "score": "sigmoid"}}}, "gate.score (sigmoid)"),
+    ({"moe": {"gate": {"name": "ktop1"}}}, "gate.name (ktop1)"),
+    ({"moe": {"activation": "gelu"}}, "activation (gelu)"),
+    ({"moe": {"capacity": 1.25}}, "capacity (1.25)"),
+    ({"moe": {"shared_expert_hidden_size": 8}}, "shared_expert_hidden_size (8)"),
+    ({"moe": {"layers": [0]}}, "[1] are dense"),
+]
+
+
+@pytest.mark.parametrize(("keys", "sentence"), REFUSED)
+def test_what_no_family_computes_is_named_and_nothing_is_written(
+    keys: dict[str, Any], sentence: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert export(commit(mpt(**keys), tmp_path / "run"), tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1 and "would do" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["demo/cpu", "pretrain/1gpu", "pretrain/4gpu", "pretrain/8gpu", "cluster/64x8gpu"])
+def test_every_run_we_ship_leaves(name: str) -> None:
+    path = ROOT / "yamls" / f"{name}.yaml"
+    layers = min(2, OmegaConf.load(path).model.n_layers)
+    native = native_of(architecture_of_run(str(path), [f"model.n_layers={layers}"]))
+    assert native.family.model_type == ("olmoe" if name in ("pretrain/4gpu", "pretrain/8gpu") else "mixtral")
+
+
+def test_a_commit_that_does_not_say_its_model_leaves_with_the_runs_yaml(tmp_path: Path, capsys: Any) -> None:
+    keys = {"model.d_model": 96, "model.n_layers": 1, "model.vocab_size": 64, "model.moe.expert_hidden_size": 16}
+    words = ["--config", str(ROOT / "yamls/pretrain/1gpu.yaml"), *(f"{key}={value}" for key, value in keys.items())]
+    model = mpt(
+        moe={"num_experts": 32, "top_k": 4, "expert_hidden_size": 16},
+        **{"d_model": 48, "n_heads": 12, "n_layers": 1, "vocab_size": 64, "tie_word_embeddings": True},
+    )
+    run = commit(model, tmp_path / "run", architecture=None)
+    assert export(run, tmp_path / "out") == 2
+    assert "give the run's YAML with --config" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", *words, "--tokenizer", "none") == 2
+    assert "would be" in capsys.readouterr().err  # the YAML's d_model is not the checkpoint's
+    assert export(run, tmp_path / "out", *words, "model.d_model=48", "--tokenizer", "none", "--certify") == 0
+
+
+def test_a_tokenizer_goes_along_or_is_asked_for(tiny_text: Path, tmp_path: Path, capsys: Any) -> None:
+    model = mpt(vocab_size=4096)
+    model.tokenizer = type("Tokenizer", (), {"name_or_path": "nowhere/at/all"})()
+    run = commit(model, tmp_path / "run")
+    assert export(run, tmp_path / "out") == 2
+    assert "(nowhere/at/all) cannot be read" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", "--tokenizer", tiny_text / "tokenizer") == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and config["eos_token_id"] == config[
+        "bos_token_id"
+    ] is not None
+    small_run = commit(mpt(), tmp_path / "other")
+    assert export(small_run, tmp_path / "other_out", "--tokenizer", tiny_text / "tokenizer") == 2
+    assert "it is another's" in capsys.readouterr().err
+
+
+def test_without_space_nothing_stays(good: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        assert export(good[0], tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written: File too large" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_damage_and_a_folder_in_use_are_one_sentence(good: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+    shutil.copytree(good[0], tmp_path / "run")
+    store = open_store(str(tmp_path / "run"))
+    (key,) = [entry.key for entry in store.scan("steps/") if entry.key.endswith(".bin")]
+    raw = bytearray(store.get(key))
+    raw[len(raw) // 2] ^= 1
+    store.put(key, bytes(raw))
+    assert export(tmp_path / "run", tmp_path / "out") == 1
+    assert "do not have the recorded hash" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    assert export(good[0], tmp_path / "used") == 1
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert export(tmp_path / "nothing", tmp_path / "out") == 2
+    assert "there is nothing at" in capsys.readouterr().err
+
+
+def test_safetensors_own_reader_takes_every_file(good: tuple[Path, Path]) -> None:
+    for path in good[1].glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            assert file.metadata() == {"format": "pt", "step": "7"} and len(list(file.keys())) == 41

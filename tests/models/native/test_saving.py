@@ -1,0 +1,60 @@
+"""`save_pretrained` of converted models, and LLM Foundry's `hf_checkpointer`, write what plain transformers loads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
+
+from foundry_moe import MoEConfig, apply_dmoe
+from tests.commands.exporting import mpt
+from tests.models.families.small import small
+
+IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def test_a_native_model_is_saved_bit_for_bit_in_several_files(tmp_path: Path) -> None:
+    before = small("mixtral").state_dict()
+    model: Any = small("mixtral")
+    apply_dmoe(model, MoEConfig(num_experts=5, top_k=2))
+    assert isinstance(model, MixtralForCausalLM) and type(model).__name__ == "MixtralForCausalLM"
+    model.save_pretrained(tmp_path, max_shard_size="20kB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    after = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_saved_of_a_tied_mpt_is_mixtral(tmp_path: Path) -> None:
+    model = mpt(tie_word_embeddings=True).model
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="np") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+    there = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(there), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_called_with_a_configuration_the_class_makes_the_family_as_llm_foundry_does(tmp_path: Path) -> None:
+    model = mpt().model
+    second = type(model)(copy.deepcopy(model.config))
+    state = dict(model.state_dict())
+    second.load_state_dict(state, assign=True)
+    assert not state, "both formats would be in memory at once"
+    assert second.config.model_type == "mixtral"
+    torch.testing.assert_close(logits(second), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_dict_that_lacks_experts_is_refused() -> None:
+    model = mpt().model
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".blocks.1.ffn." not in name}
+    with pytest.raises(ValueError, match=r"experts of layers \[0\] are there, and the model has them in \[0, 1\]"):
+        type(model)(model.config).load_state_dict(state, assign=True)
