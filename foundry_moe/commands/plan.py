@@ -358,5 +358,5 @@ def plan_command(arguments: argparse.Namespace) -> int:
         gpu_bytes=arguments.gpu_memory_gib * GIB,
     )
     print(format_plan(plan))
-    print(planned_backend(run, arguments.chip))
+    print(planned_backend(run, plan.shape, arguments.chip))
     return 1 if any(warning.startswith("will not fit") for warning in plan.warnings) else 0

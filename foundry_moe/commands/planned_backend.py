@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from foundry_moe.commands.chips import CHIPS
-from foundry_moe.commands.model_shape import planned_moe, read_shape
+from foundry_moe.commands.model_shape import ModelShape, planned_moe
 from foundry_moe.ops.chosen_backend import describe_backend
 
 
-def planned_backend(run: Mapping[str, Any], chip: str) -> str:
+def planned_backend(run: Mapping[str, Any], shape: ModelShape, chip: str) -> str:
     """The plan's line on experts.
 
     Args:
@@ -22,7 +22,6 @@ def planned_backend(run: Mapping[str, Any], chip: str) -> str:
         ValueError: the run asks for a backend that the chip does not have.
     """
     moe, _ = planned_moe(run)
-    shape = read_shape(run)
     precision = str(run.get("precision", "amp_bf16"))
     dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
     text = describe_backend(

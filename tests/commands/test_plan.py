@@ -256,4 +256,4 @@ def test_the_plan_says_which_kernels_the_chip_runs(
 def test_a_backend_that_the_chip_does_not_have_is_an_error_of_the_plan() -> None:
     run = load("yamls/pretrain/8gpu.yaml", model__moe__backend="grouped")
     with pytest.raises(ValueError, match="backend grouped needs bf16 on a CUDA device"):
-        planned_backend(run, "a100")
+        planned_backend(run, read_shape(run), "a100")
