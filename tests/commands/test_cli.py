@@ -68,11 +68,11 @@ def test_a_plan_of_a_tiny_run_warns_of_no_slowness(capsys):
     assert code == 0 and "messages" in out and "0.00 s" not in out
 
 
-def test_a_plan_says_what_to_do_with_a_hugging_face_model(capsys):
+def test_a_plan_of_a_hugging_face_model_that_is_not_here_is_one_line(capsys):
     run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
     model = "model={name: hf_causal_lm, pretrained_model_name_or_path: some/model}"
     code, _, error = outcome(capsys, "plan", run, model, "algorithms.dmoe.num_experts=4", "--gpus", "2")
-    assert code == 2 and "give its d_model" in error and error.count("\n") == 1
+    assert code == 2 and "(some/model): its configuration cannot be read" in error and error.count("\n") == 1
 
 
 @pytest.mark.quick
