@@ -151,14 +151,15 @@ class MoEConfig:
     expert_hidden_size: width of one expert; auto = that of the FFN it replaces.
     activation: swiglu | geglu | geglu_tanh | reglu | silu | gelu | gelu_tanh | relu | relu2; auto = that of the FFN it
         replaces.
+    bias: whether experts have biases; auto = those of the FFN that they are copied from, else none.
     layers: all | {every: n} | a list of layer indices.
     gate: `{name: ..., ...}`; the other keys belong to the gate.
     loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`; auto = what the gate wants,
         `{balance: 0.01}` for most.
     balance_over: the tokens whose loads the balance loss sees: rank | group (ranks that share experts) | microbatch
         (of all ranks) | batch (all microbatches of a step too, which takes one more forward pass if there are several).
-    init: random | upcycle (each expert starts as a copy of the dense FFN) | auto (random; an error where the dense FFN
-        was loaded).
+    init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle where
+        the dense FFN was loaded, else random). The weights of an MoE block are always kept.
     init_std: standard deviation of random weights; projections back to the residual stream have it
         divided by sqrt(2 * number of layers), as in GPT-2 (Radford et al. 2019, section 2.3).
     shared_expert_hidden_size: width of an expert that every token passes through; 0 = none.
@@ -175,6 +176,7 @@ class MoEConfig:
     top_k: int = 2
     expert_hidden_size: int | Literal["auto"] = AUTO
     activation: str = AUTO
+    bias: bool | Literal["auto"] = AUTO
     layers: str | dict | tuple[int, ...] = field(
         default="all", metadata=form("all, {every: n} or a list of indices such as [1, 3, 5]")
     )

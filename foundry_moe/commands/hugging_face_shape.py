@@ -16,7 +16,7 @@ from foundry_moe.commands.model_shape import Counted, ModelShape
 from foundry_moe.config import ACTIVATIONS, MoEConfig
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.models.ffn import find_ffns
+from foundry_moe.models.found_blocks import find_blocks
 from foundry_moe.schema import section
 
 
@@ -29,7 +29,7 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
     model = section(run, "model")
     config = _read_config(model)
     built = _build(config)
-    blocks = {name: _count(module) for name, module, _ in find_ffns(built)}
+    blocks = {block.name: _count(block.module) for block in find_blocks(built, None)}
     before = _count(built)
     # what the weights are is not asked for, so none is thrown away
     apply_dmoe(built, replace(experts, init="random", mesh=None), loaded=False)

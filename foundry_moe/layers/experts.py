@@ -15,6 +15,7 @@ from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.layers.token_dispatcher import Chunk
 from foundry_moe.ops import expert_mlp
 from foundry_moe.ops.activations import POINTWISE
+from foundry_moe.ops.biases import Biases
 
 
 def _unchanged(weight: Tensor) -> Tensor:
@@ -26,6 +27,7 @@ class Experts(nn.Module):
 
     Args:
         activation: a name in `foundry_moe.config.ACTIVATIONS`.
+        bias: add biases to all projections: w1_bias_EF, v1_bias_EF (of a GLU), w2_bias_ED. They begin at zero.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
 
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
@@ -39,6 +41,7 @@ class Experts(nn.Module):
         hidden_size: int,
         activation: str,
         num_layers: int,
+        bias: bool = False,
         init_std: float = 0.02,
         backend: str = "auto",
         memory: str = "save",
@@ -58,9 +61,18 @@ class Experts(nn.Module):
         self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if kind.gated else None
         self.w2_EDF = nn.Parameter(torch.empty(num_experts, d_model, hidden_size, device=device, dtype=dtype))
 
+        def bias_of(size: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(num_experts, size, device=device, dtype=dtype)) if bias else None
+
+        self.w1_bias_EF = bias_of(hidden_size)
+        self.v1_bias_EF = bias_of(hidden_size) if kind.gated else None
+        self.w2_bias_ED = bias_of(d_model)
+
     def initial(self, name: str, expert: int, *, seed: int, layer: int, device: torch.device) -> Tensor:
         """The initial fp32 matrix of one global expert, for example `w1_EFD` -> [F, D]; a shard is a slice of it."""
         shape = tuple(self.get_parameter(name).shape[1:])
+        if "_bias_" in name:
+            return torch.zeros(shape, device=device)
         std = residual_std(self.init_std, self.num_layers) if name == "w2_EDF" else self.init_std
         return normal_matrix(shape, std, seed=seed, layer=layer, name=name, expert=expert, device=device)
 
@@ -78,6 +90,13 @@ class Experts(nn.Module):
         """
         w1_EFD, w2_EDF = self.local(self.w1_EFD), self.local(self.w2_EDF)
         v1_EFD = self.local(self.v1_EFD) if self.v1_EFD is not None else None
+        biases = None
+        if self.w1_bias_EF is not None and self.w2_bias_ED is not None:
+            biases = Biases(
+                w1_EF=self.local(self.w1_bias_EF),
+                v1_EF=None if self.v1_bias_EF is None else self.local(self.v1_bias_EF),
+                w2_ED=self.local(self.w2_bias_ED),
+            )
         outputs = []
         for chunk in sent:
             x_QD, weights_QK, plan = chunk.receive()
@@ -90,6 +109,7 @@ class Experts(nn.Module):
                 w1_EFD,
                 v1_EFD,
                 w2_EDF,
+                biases=biases,
                 activation=self.activation,
                 backend=self.backend,
                 memory=self.memory,

@@ -5,7 +5,8 @@ Shapes: T tokens, D model width, E experts (of the whole layer), K choices a tok
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,17 @@ class MoELayer(nn.Module):
         config: with `expert_hidden_size` and `activation` resolved (no `auto`).
         layer_index: among the model's layers; seeds the weights.
         num_layers: layers of the model, for the scale of the output projections.
-        context: shared by the layers of a model.
-        returns_logits: return (output, router logits) as Hugging Face's MoE blocks do.
+        context: shared by the layers of a model, which draws their weights; None for a layer on its own, which draws
+            them here.
+        router_output: return (output, router logits) or (output, probabilities), as Hugging Face's MoE blocks do.
+
+    router_groups: experts stand in groups of so many whose rows of the router begin equal (see `models/upcycling.py`).
+    adds_nothing: the shared expert begins with an output of zero.
+    sources: where the layer's weights come from, for whoever has drawn them on the meta device and fills them.
 
     Raises:
-        ValueError: an unknown gate or key, or a loss that the gate does not have.
+        ValueError: `auto` for the experts' width or activation; an unknown gate or key, or a loss that the gate does
+            not have.
     """
 
     def __init__(
@@ -45,19 +52,25 @@ class MoELayer(nn.Module):
         d_model: int,
         config: MoEConfig,
         *,
-        layer_index: int,
-        num_layers: int,
-        context: BatchContext,
-        returns_logits: bool = False,
+        layer_index: int = 0,
+        num_layers: int = 1,
+        context: BatchContext | None = None,
+        router_output: Literal["none", "logits", "probabilities"] = "none",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        assert isinstance(config.expert_hidden_size, int) and config.activation != "auto", "resolve `auto` first"
+        for key in ("expert_hidden_size", "activation"):
+            if getattr(config, key) == "auto":
+                raise ValueError(f"{key} (auto): a layer on its own has no FFN to read it from; give it a value")
+        assert isinstance(config.expert_hidden_size, int)
         self.config = config
         self.d_model = d_model
         self.layer_index = layer_index
-        self.returns_logits = returns_logits
+        self.router_output = router_output
+        self.router_groups = 1
+        self.adds_nothing = False
+        self.sources: Sequence[Any] = ()
         self.num_experts = config.num_experts
         placement: dict[str, Any] = {"device": device, "dtype": dtype}
         expert: dict[str, Any] = {
@@ -73,6 +86,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             num_experts=config.num_experts,
             hidden_size=config.expert_hidden_size,
+            bias=config.bias is True,
             backend=config.backend,
             memory=config.memory,
             **expert,
@@ -88,15 +102,31 @@ class MoELayer(nn.Module):
         self.wanted_losses = frozenset(self.loss_weights)
         measured = list(self.loss_weights) if config.capacity is None else [*self.loss_weights, DROPPED]
         self.statistics = LoadStatistics(config.num_experts, measured)
-        self.context = context
+        self.context = BatchContext() if context is None else context
+        if context is None and torch.device(device or "cpu").type != "meta":
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws gate and experts from (seed, layer, expert)."""
-        seed, layer = self.config.seed, self.layer_index
-        self.gate.reset_parameters(seed=seed, layer=layer, std=self.config.init_std)
-        self.experts.reset_parameters(seed=seed, layer=layer)
+        self.reset_gate()
+        self.experts.reset_parameters(seed=self.config.seed, layer=self.layer_index)
+        self.reset_shared_expert()
+
+    @torch.no_grad()
+    def reset_gate(self) -> None:
+        """Draws the gate from (seed, layer)."""
+        self.gate.reset_parameters(seed=self.config.seed, layer=self.layer_index, std=self.config.init_std)
+        if self.router_groups > 1:
+            weight_ED = self.gate.get_parameter("weight_ED")
+            weight_ED.copy_(weight_ED[:: self.router_groups].repeat_interleave(self.router_groups, dim=0))
+
+    def reset_shared_expert(self) -> None:
+        """Draws the shared expert, if there is one, from (seed, layer)."""
         if self.shared_expert is not None:
-            self.shared_expert.reset_parameters(seed=seed, layer=layer)
+            self.shared_expert.reset_parameters(seed=self.config.seed, layer=self.layer_index)
+            if self.adds_nothing:
+                with torch.no_grad():
+                    self.shared_expert.w2.weight.zero_()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         x_TD = x.reshape(-1, self.d_model)
@@ -122,7 +152,12 @@ class MoELayer(nn.Module):
         if self.training and torch.is_grad_enabled():
             y_TD = self._attach(y_TD, measured, choices, context.mask_T)
         y = y_TD.reshape(x.shape)
-        return (y, choices.logits_TE) if self.returns_logits else y
+        if self.router_output == "none":
+            return y
+        logits_TE = choices.logits_TE
+        if logits_TE is not None and self.router_output == "probabilities":
+            return y, logits_TE.softmax(-1).to(x.dtype)
+        return y, logits_TE
 
     def _drop(self, choices: Choices, mask_T: Tensor | None) -> tuple[Choices, Tensor]:
         """The choices that fit the experts' capacity, and the share that does not. Padding is given no slot."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
+from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
-from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.models.ffn import DenseFFN, SparseFFN, expert_weights, find_ffns
-from foundry_moe.models.loaded_weights import check_init
+from foundry_moe.models.filling import by_tensor, fill
+from foundry_moe.models.found_blocks import Found, find_blocks
+from foundry_moe.models.loaded_weights import Origin
 
 log = logging.getLogger(__name__)
 
@@ -28,18 +27,22 @@ def apply_dmoe(
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
     *,
     loaded: bool | None = None,
+    blocks: Mapping[str, Mapping[str, Any] | None] | None = None,
 ) -> list[MoELayer]:
     """Replaces the feed-forward blocks of chosen layers by MoE layers, in place.
 
-    Dense blocks become new experts (`init: random`) or copies of themselves (`init: upcycle`). A Hugging Face MoE
-    block (Mixtral, OLMoE, Qwen3-MoE) keeps its weights and its meaning, and dense blocks beside it stay dense.
-    A loss must go through `batch_context(model).anchor(loss)` if something scales it before its backward pass; `DMoE`
-    does this.
+    Dense blocks become new experts (`init: random`), or copies or shards of themselves (`init: upcycle`). A Hugging
+    Face MoE block keeps its weights and its meaning, and dense blocks beside it stay dense; which families can be
+    taken over is in docs/hugging_face.md. Layers on the meta device note where their weights come from, in
+    `MoELayer.sources`. A loss must go through `batch_context(model).anchor(loss)` if something scales it before its
+    backward pass; `DMoE` does this.
 
     Args:
-        model: an MPT, a Hugging Face causal LM with Llama-like blocks, or a wrapper of one.
+        model: an MPT, a Hugging Face causal LM, or a wrapper of one; with `blocks`, any model.
         optimizers: their groups get the new parameters in place of the old ones.
         loaded: whether the model's weights were loaded; None: where a Hugging Face configuration names a source.
+        blocks: feed-forward blocks by name, a `*` for any one part: `{"layers.*.mlp": None}`; where it is not one that
+            is known, its linear maps: `{"layers.*.ff": {"w1": "lin_in", "w2": "lin_out", "activation": "gelu"}}`.
 
     Returns:
         The new layers, in order; empty, with a warning, where no block matched.
@@ -47,42 +50,40 @@ def apply_dmoe(
     Raises:
         ValueError: the model has MoE layers of ours already, or MoE blocks of a kind that is not known; a layer index
             that it does not have; an activation, bias or width that cannot be taken over; dense weights that were
-            loaded and would be thrown away.
+            loaded and cannot be copied.
     """
     if moe_layers(model):
         raise ValueError(
             "the model has dMoE layers already: configure them once, by algorithms.dmoe or by the model's own keys "
             "(model.name: dmoe_causal_lm with model.moe)"
         )
-    blocks = list(find_ffns(model))
-    if not blocks:
+    found = find_blocks(model, blocks)
+    if not found:
         warnings.warn(
             f"dMoE changed nothing: {type(model).__name__} has no feed-forward block that it knows (MPT's, or "
             "Llama-like ones with gate_proj, up_proj and down_proj)",
             stacklevel=2,
         )
         return []
-    config.check_layers_of(len(blocks))
-    chosen = [index for index in range(len(blocks)) if config.selects(index)]
-    if any(isinstance(block, SparseFFN) for _, _, block in blocks):
-        chosen = _without_dense(chosen, blocks, config)
-    elif chosen:
-        check_init(model, config, loaded)
+    config.check_layers_of(len(found))
+    chosen = _without_dense([block for index, block in enumerate(found) if config.selects(index)], found, config)
+    if not chosen:
+        warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(found)}", stacklevel=2)
+        return []
+    origin = Origin(model, config, loaded)
+    if not chosen[0].sparse:
+        origin.warn()
     context = BatchContext()
     layers = []
-    for index in chosen:
-        name, module, block = blocks[index]
-        layer = _build_layer(name, block, config, index, len(blocks), context)
-        layer.train(module.training)
-        _replace_module(model, name, layer)
-        _replace_parameters(module.parameters(), layer.parameters(), optimizers)
+    for block in chosen:
+        layer = _build_layer(block, config, origin, len(found), context)
+        layer.train(block.module.training)
+        _replace_module(model, block.name, layer)
+        _replace_parameters(block.module.parameters(), layer.parameters(), optimizers)
         layers.append(layer)
-    if not layers:
-        warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(blocks)}", stacklevel=2)
-        return []
     context.observe(model)
     _let_save(model)
-    log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(blocks), config.num_experts)
+    log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(found), config.num_experts)
     return layers
 
 
@@ -94,11 +95,11 @@ def _let_save(model: nn.Module) -> None:
         let_save(model)
 
 
-def _without_dense(
-    chosen: Sequence[int], blocks: Sequence[tuple[str, nn.Module, DenseFFN | SparseFFN]], config: MoEConfig
-) -> list[int]:
+def _without_dense(chosen: list[Found], found: Sequence[Found], config: MoEConfig) -> list[Found]:
     """A model with MoE blocks is dense elsewhere on purpose (Qwen3-MoE's `mlp_only_layers`): those blocks stay."""
-    dense = [index for index in chosen if isinstance(blocks[index][2], DenseFFN)]
+    if not any(block.sparse for block in found):
+        return chosen
+    dense = [block.layer for block in chosen if not block.sparse]
     if dense and isinstance(config.layers, tuple):
         raise ValueError(
             f"layers ({list(config.layers)}): {', '.join(map(str, dense))} of this model are dense beside MoE blocks, "
@@ -106,107 +107,33 @@ def _without_dense(
         )
     if dense:
         log.warning("dMoE: the dense blocks %s, beside MoE blocks, stay as they are", dense)
-    return [index for index in chosen if index not in dense]
+    return [block for block in chosen if block.sparse]
 
 
-def _resolve(name: str, block: DenseFFN | SparseFFN, config: MoEConfig) -> MoEConfig:
-    """The configuration with `auto` read off the block, and checked against it."""
-    activation = block.activation if config.activation == AUTO else config.activation
-    if activation is None:
-        raise ValueError(
-            f"activation (auto): that of {name} is not one of {', '.join(ACTIVATIONS)}; name one of these, "
-            "with init: random"
-        )
-    hidden = block.hidden_size if config.expert_hidden_size == AUTO else config.expert_hidden_size
-    resolved = replace(config, activation=activation, expert_hidden_size=hidden)
-    if isinstance(block, SparseFFN):
-        return _resolve_sparse(name, block, resolved)
-    if config.init == "upcycle":
-        _check_upcycle(name, block, resolved)
-    return resolved
-
-
-def _resolve_sparse(name: str, block: SparseFFN, config: MoEConfig) -> MoEConfig:
-    asked = (config.num_experts, config.top_k, config.expert_hidden_size, config.activation)
-    found = (len(block.experts), block.top_k, block.hidden_size, block.activation)
-    for key, ours, theirs in zip(
-        ("num_experts", "top_k", "expert_hidden_size", "activation"), asked, found, strict=True
-    ):
-        if ours != theirs:
-            raise ValueError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}; its weights keep that")
-    if config.gate.get("name") != "topk":
-        raise ValueError(f"gate.name ({config.gate.get('name')}): {name} is an MoE block already, with gate topk")
-    normalize = config.gate.get("normalize", block.normalize)
-    if normalize != block.normalize:
-        raise ValueError(
-            f"gate.normalize ({normalize}): {name} is an MoE block already, trained with "
-            f"{block.normalize}; leave it out"
-        )
-    return replace(config, gate={**config.gate, "normalize": block.normalize})
-
-
-def _check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> None:
-    if block.has_bias:
-        raise ValueError(f"init (upcycle): {name} has biases and experts have none; use init: random, or no_bias: true")
-    if config.expert_hidden_size != block.hidden_size:
-        raise ValueError(
-            f"expert_hidden_size ({config.expert_hidden_size}) must be that of {name} ({block.hidden_size}) for "
-            "init: upcycle; leave it auto"
-        )
-    if config.activation != block.activation:
-        raise ValueError(
-            f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
-            "leave it auto"
-        )
-    if block.gate.weight.is_meta:
-        raise ValueError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
-
-
-def _build_layer(
-    name: str,
-    block: DenseFFN | SparseFFN,
-    config: MoEConfig,
-    index: int,
-    num_layers: int,
-    context: BatchContext,
-) -> MoELayer:
-    weight = block.router.weight if isinstance(block, SparseFFN) else block.gate.weight
+def _build_layer(block: Found, config: MoEConfig, origin: Origin, num_layers: int, context: BatchContext) -> MoELayer:
+    plan = block.plan(config, origin)
+    weight = next(block.module.parameters())
     layer = MoELayer(
-        block.d_model,
-        _resolve(name, block, config),
-        layer_index=index,
+        plan.d_model,
+        plan.config,
+        layer_index=block.layer,
         num_layers=num_layers,
         context=context,
-        returns_logits=isinstance(block, SparseFFN),
+        router_output=plan.router_output,
         device=weight.device,
         dtype=weight.dtype,
     )
-    if not weight.is_meta:
-        layer.reset_parameters()
-    if isinstance(block, SparseFFN):
-        _copy_sparse(layer, block)
-    elif config.init == "upcycle":
-        _copy_dense(layer, block)
-    if layer.shared_expert is not None and (isinstance(block, SparseFFN) or config.init == "upcycle"):
-        with torch.no_grad():
-            layer.shared_expert.w2.weight.zero_()  # adds nothing at first: the layer computes what the block did
+    layer.router_groups = plan.router_groups
+    layer.sources = plan.parts
+    layer.adds_nothing = plan.fresh_shared_expert
+    if weight.is_meta:
+        return layer
+    layer.reset_parameters()
+    theirs: dict[str, Tensor] = dict(block.module.state_dict())
+    ours = layer.state_dict()
+    for name, parts in by_tensor(plan.parts).items():
+        fill(ours[name], (0,) * ours[name].dim(), parts, theirs.__getitem__)
     return layer
-
-
-@torch.no_grad()
-def _copy_dense(layer: MoELayer, block: DenseFFN) -> None:
-    """Every expert becomes the dense block (Komatsuzaki et al. 2022, sparse upcycling)."""
-    for name, weight in expert_weights(block).items():
-        layer.experts.get_parameter(name).copy_(weight.expand_as(layer.experts.get_parameter(name)))
-
-
-@torch.no_grad()
-def _copy_sparse(layer: MoELayer, block: SparseFFN) -> None:
-    assert isinstance(layer.gate, TopKGate)
-    layer.gate.weight_ED.copy_(block.router.weight)
-    for e, expert in enumerate(block.experts):
-        for name, weight in expert_weights(expert).items():
-            layer.experts.get_parameter(name)[e].copy_(weight)
 
 
 def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -1,12 +1,14 @@
-"""Reads the feed-forward blocks of known models: MPT's, Hugging Face's Llama-like `*MLP`, and its MoE blocks.
+"""Reads the dense feed-forward blocks of known models: MPT's, Hugging Face's Llama-like `*MLP`, GPT-2's and NeoX's.
 
 Blocks are told by their parts, not by their class, so that look-alikes of other models are found too.
 Knows nothing of configuration or trainers.
+
+Shapes: D model width, F width of the block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,53 +20,37 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class DenseFFN:
-    """A dense block: act(gate x) * (up x) or, with `up` None, act(gate x); then `down`.
+    """A dense block: act(w1 x + b1) * (v1 x) or, without v1, act(w1 x + b1); then w2.
 
+    names: `w1`, `v1` (of a GLU) and `w2` -> the name of the linear map in the block.
+    transposed: the maps hold [in, out], as GPT-2's `Conv1D` does.
     activation: a name in `foundry_moe.config.ACTIVATIONS`, or None where it is not one of them.
+    dropout: of the block's output, which experts do not have.
     """
 
-    gate: nn.Linear
-    up: nn.Linear | None
-    down: nn.Linear
+    module: nn.Module
+    names: Mapping[str, str]
+    transposed: bool
     activation: str | None
+    dropout: float = 0.0
+
+    def weight(self, name: str) -> Tensor:
+        return self.module.get_submodule(self.names[name]).get_parameter("weight")
 
     @property
     def d_model(self) -> int:
-        return self.gate.in_features
+        return self.weight("w1").shape[0 if self.transposed else 1]
 
     @property
     def hidden_size(self) -> int:
-        return self.gate.out_features
+        return self.weight("w1").shape[1 if self.transposed else 0]
 
     @property
-    def has_bias(self) -> bool:
-        return any(linear is not None and linear.bias is not None for linear in (self.gate, self.up, self.down))
+    def biases(self) -> tuple[str, ...]:
+        """Those of `w1`, `v1` and `w2` that have one."""
+        modules = {name: self.module.get_submodule(theirs) for name, theirs in self.names.items()}
+        return tuple(name for name, linear in modules.items() if getattr(linear, "bias", None) is not None)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SparseFFN:
-    """A Hugging Face MoE block with a linear router and experts without biases: Mixtral's, OLMoE's, Qwen3-MoE's."""
-
-    router: nn.Linear
-    experts: list[DenseFFN]
-    top_k: int
-    normalize: bool
-
-    @property
-    def d_model(self) -> int:
-        return self.router.in_features
-
-    @property
-    def hidden_size(self) -> int:
-        return self.experts[0].hidden_size
-
-    @property
-    def activation(self) -> str | None:
-        return self.experts[0].activation
-
-
-# What blocks have that compute something else than a softmax over x W and its top k: Qwen2-MoE's, PhiMoE's sparsemixer
-_OTHER_MEANING = ("shared_expert", "router_jitter_noise")
 
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
@@ -79,6 +65,15 @@ _MODULES = {
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
+_GLUS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_MLPS = (
+    ("up_proj", "down_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("c_fc", "c_proj"),
+    ("fc_in", "fc_out"),
+    ("fc1", "fc2"),
+)
+_ACTS = ("act_fn", "act", "activation_fn")
 
 
 def _pointwise_name(act: Any) -> str | None:
@@ -96,69 +91,88 @@ def _pointwise_name(act: Any) -> str | None:
     return name
 
 
-def _linears(module: nn.Module, *names: str) -> tuple[nn.Linear, ...] | None:
-    parts = tuple(getattr(module, name, None) for name in names)
-    return parts if all(isinstance(part, nn.Linear) for part in parts) else None  # type: ignore[return-value]
+def _linears(module: nn.Module, names: tuple[str, ...]) -> str | None:
+    """What kind of linear map all of these are: `Linear`, `Conv1D`, or None."""
+    parts = [getattr(module, name, None) for name in names]
+    if all(isinstance(part, nn.Linear) for part in parts):
+        return "Linear"
+    return "Conv1D" if all(type(part).__name__ == "Conv1D" and hasattr(part, "nf") for part in parts) else None
 
 
 def read_dense(module: nn.Module) -> DenseFFN | None:
     """The block's parts, or None where it is not a dense FFN that we know."""
-    act = getattr(module, "act_fn", getattr(module, "act", None))
-    for names in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
-        gated = _linears(module, *names)
-        if gated is not None and act is not None:
-            return DenseFFN(
-                gate=gated[0], up=gated[1], down=gated[2], activation=_GATED.get(_pointwise_name(act) or "")
-            )
-    plain = _linears(module, "up_proj", "down_proj")
-    if plain is not None and act is not None:
-        return DenseFFN(gate=plain[0], up=None, down=plain[1], activation=_pointwise_name(act))
+    act = next((getattr(module, name) for name in _ACTS if getattr(module, name, None) is not None), None)
+    if act is None:
+        return None
+    name = _pointwise_name(act)
+    for roles, families in ((("w1", "v1", "w2"), _GLUS), (("w1", "w2"), _MLPS)):
+        for names in families:
+            kind = _linears(module, names)
+            if kind is not None:
+                dropout = getattr(module, "dropout", None)
+                return DenseFFN(
+                    module=module,
+                    names=dict(zip(roles, names, strict=True)),
+                    transposed=kind == "Conv1D",
+                    activation=_GATED.get(name or "") if len(roles) == 3 else name,
+                    dropout=dropout.p if isinstance(dropout, nn.Dropout) else 0.0,
+                )
     return None
 
 
-def read_sparse(module: nn.Module) -> SparseFFN | None:
-    """The parts of a Hugging Face MoE block, or None where it is not one that we know."""
-    router, experts = getattr(module, "gate", None), getattr(module, "experts", None)
-    top_k = getattr(module, "top_k", None)
-    if not isinstance(router, nn.Linear) or not isinstance(experts, nn.ModuleList) or not isinstance(top_k, int):
-        return None
-    dense = [read_dense(expert) for expert in experts]
-    if not dense or router.bias is not None or any(d is None or d.has_bias for d in dense):
-        return None
-    if any(hasattr(module, part) for part in _OTHER_MEANING):
-        return None
-    # Mixtral always normalises and has no switch for it
-    normalize = bool(getattr(module, "norm_topk_prob", True))
-    return SparseFFN(router=router, experts=[d for d in dense if d], top_k=top_k, normalize=normalize)
+def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> DenseFFN:
+    """A block that a user names by hand.
 
-
-def find_ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, DenseFFN | SparseFFN]]:
-    """(name, module, parts) of each feed-forward block, in the order of layers; experts of a block are not blocks.
+    Args:
+        parts: names of its linear maps under `w1`, `v1` (of a GLU) and `w2`, and `activation`; None: to be read.
 
     Raises:
-        ValueError: an MoE block of another kind, whose experts would be taken for blocks.
+        ValueError: it cannot be read, or has no such linear maps.
+    """
+    if parts is None:
+        found = read_dense(module)
+        if found is None:
+            raise ValueError(
+                f"blocks: {name} ({type(module).__name__}) is not a feed-forward block that is known; say what it is: "
+                "{w1: ..., w2: ..., activation: gelu}, and v1 for a GLU"
+            )
+        return found
+    for key in parts:
+        if key not in ("w1", "v1", "w2", "activation"):
+            raise ValueError(f"blocks: {name}: {key} is not one of w1, v1, w2, activation")
+    names = {role: parts[role] for role in ("w1", "v1", "w2") if parts.get(role) is not None}
+    for role in ("w1", "w2"):
+        if role not in names:
+            raise ValueError(f"blocks: {name}: {role} must name a linear map of {type(module).__name__}")
+    kind = _linears(module, tuple(names.values()))
+    if kind is None:
+        raise ValueError(
+            f"blocks: {name} ({type(module).__name__}): {', '.join(names.values())} are not all linear maps of it"
+        )
+    return DenseFFN(module=module, names=names, transposed=kind == "Conv1D", activation=parts.get("activation"))
+
+
+def find_ffns(model: nn.Module) -> Iterator[tuple[str, DenseFFN]]:
+    """(name, parts) of each dense feed-forward block, in the order of layers.
+
+    Raises:
+        ValueError: a block of experts, whose experts would be taken for blocks.
     """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if name.startswith(inside) if inside else False:
             continue
-        block = read_sparse(module) or read_dense(module)
+        block = read_dense(module)
         if block is None and _holds_experts(module):
             raise ValueError(
-                f"{name} ({type(module).__name__}) is an MoE block already, with a router, a shared expert or biases "
-                "that a dMoE layer does not have: blocks like Mixtral's, OLMoE's and Qwen3-MoE's can be taken over"
+                f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
+                "docs/hugging_face.md for those that can be taken over"
             )
         if block is not None:
             inside = (*inside, f"{name}.")
-            yield name, module, block
+            yield name, block
 
 
 def _holds_experts(module: nn.Module) -> bool:
     experts = getattr(module, "experts", None)
     return isinstance(experts, nn.ModuleList) and any(read_dense(expert) is not None for expert in experts)
-
-
-def expert_weights(ffn: DenseFFN) -> dict[str, Tensor]:
-    """A dense block's weights under the names of `foundry_moe.layers.experts.Experts`, one expert's worth."""
-    weights = {"w1_EFD": ffn.gate.weight, "w2_EDF": ffn.down.weight}
-    return weights if ffn.up is None else {**weights, "v1_EFD": ffn.up.weight}

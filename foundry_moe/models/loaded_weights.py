@@ -6,7 +6,7 @@ import warnings
 
 from torch import nn
 
-from foundry_moe.config import MoEConfig
+from foundry_moe.config import AUTO, MoEConfig
 
 
 def source_of(model: nn.Module) -> str:
@@ -24,25 +24,39 @@ def source_of(model: nn.Module) -> str:
     return ""
 
 
-def check_init(model: nn.Module, config: MoEConfig, loaded: bool | None) -> None:
-    """Looks at whether dense blocks that were loaded are about to be replaced by random experts.
+class Origin:
+    """Where a dense model's weights come from, and so how its experts begin.
 
     Args:
-        loaded: None: where the model names a source.
+        loaded: whether they were loaded; None: where the model names a source.
 
-    Raises:
-        ValueError: they are, and nobody asked for it.
+    init: random | upcycle.
+    from_files: weights on the meta device are read from files later.
     """
-    source = source_of(model) or ("the model" if loaded else "")
-    if not source or loaded is False or config.init == "upcycle":
-        return
-    if config.init == "random":
-        warnings.warn(
-            f"init (random): experts are drawn anew, and the feed-forward weights of {source} are not used",
-            stacklevel=3,
+
+    def __init__(self, model: nn.Module, config: MoEConfig, loaded: bool | None) -> None:
+        self.source = source_of(model) or ("the model" if loaded else "")
+        self.from_files = bool(loaded)
+        self.asked = config.init
+        was_loaded = bool(self.source) and loaded is not False
+        self.init = config.init
+        if config.init == AUTO:
+            self.init = "upcycle" if was_loaded else "random"
+        self._warn = was_loaded and config.init == "random"
+
+    def warn(self) -> None:
+        """Says that loaded weights are not used, where a user asked for that."""
+        if self._warn:
+            warnings.warn(
+                f"init (random): experts are drawn anew, and the feed-forward weights of {self.source} are not used",
+                stacklevel=3,
+            )
+
+    def explain(self, reason: str) -> str:
+        """Why a dense block cannot be upcycled, as a sentence for the user."""
+        if self.asked != AUTO:
+            return reason
+        return (
+            f"init (auto): the feed-forward weights of {self.source} would be thrown away, as they cannot be copied: "
+            f"{reason}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
         )
-        return
-    raise ValueError(
-        f"init (auto): the feed-forward weights of {source} would be thrown away; write init: upcycle to make every "
-        "expert a copy of them, or init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
-    )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foundry_moe.ops import blocksparse, grouped, padded, reference
 from foundry_moe.ops.activations import POINTWISE
+from foundry_moe.ops.biases import Biases, of_choices, with_bias, with_ones, with_rows
 from foundry_moe.ops.permute import PermutePlan, permute, unpermute
 
 _EXPERT_MLPS = {"grouped": grouped.grouped_mlp, "reference": reference.reference_mlp}
@@ -66,10 +67,12 @@ def expert_mlp(
     activation: str,
     backend: str = "auto",
     memory: str = "save",
+    biases: Biases | None = None,
 ) -> Tensor:
     """y_TD: for each token the weighted sum of its experts' outputs.
 
-    Expert e computes act(x w1_e^T) w2_e^T or, given `v1_EFD`, (act(x w1_e^T) * x v1_e^T) w2_e^T.
+    Expert e computes act(x w1_e^T) w2_e^T or, given `v1_EFD`, (act(x w1_e^T) * x v1_e^T) w2_e^T; `biases` are added
+    to each product.
     Under autocast, `x_TD` and the weights are cast as they are for a linear layer.
 
     Args:
@@ -86,6 +89,19 @@ def expert_mlp(
         ValueError: shapes that do not fit, an unknown activation, a backend that cannot run here.
     """
     _check(x_TD, w1_EFD, v1_EFD, w2_EDF, plan, activation)
+    if biases is not None:
+        y_TP = expert_mlp(
+            with_ones(x_TD),
+            weights_TK,
+            plan,
+            with_bias(w1_EFD, biases.w1_EF),
+            None if v1_EFD is None or biases.v1_EF is None else with_bias(v1_EFD, biases.v1_EF),
+            with_rows(w2_EDF),
+            activation=activation,
+            backend=backend,
+            memory=memory,
+        )
+        return y_TP[:, : x_TD.shape[1]] + of_choices(biases.w2_ED, weights_TK, plan).to(y_TP.dtype)
     device_type = x_TD.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

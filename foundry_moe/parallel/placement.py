@@ -153,11 +153,10 @@ def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
 
 def draw_replicated(layer: Any, device: torch.device) -> None:
     """Draws what a layer on the meta device has beside experts: small, and FSDP2 cuts it later."""
-    keys = {"seed": layer.config.seed, "layer": layer.layer_index}
-    for part, more in ((layer.gate, {"std": layer.config.init_std}), (layer.shared_expert, {})):
+    for part, reset in ((layer.gate, layer.reset_gate), (layer.shared_expert, layer.reset_shared_expert)):
         if part is not None and any(parameter.is_meta for parameter in part.parameters()):
             part.to_empty(device=device)
-            part.reset_parameters(**keys, **more)
+            reset()
 
 
 def place_experts(
@@ -172,7 +171,7 @@ def place_experts(
     """Makes a layer's expert weights DTensors: dimension 0 over `expert`, `dimension` over `shard`.
 
     Two shardings of one dimension would make rows interleave; on different dimensions a checkpoint can be cut
-    to any mesh. Experts on the meta device are drawn here.
+    to any mesh. Experts on the meta device are drawn here, but for what `layer.sources` will fill.
     """
     experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
@@ -210,11 +209,14 @@ def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
     """Fills a layer's placed experts with their initial weights: the same numbers as without a mesh."""
     _, shard, _ = plan.coordinates(dist.get_rank())
     owned = plan.experts_of(dist.get_rank(), layer.num_experts)
+    filled = {part.ours.removeprefix("experts.") for part in layer.sources}
     if dimension == 0:
         width = -(-layer.num_experts // plan.shard)  # FSDP2's chunks: the last ones may be short, or empty
         owned = owned[shard * width : (shard + 1) * width]
     experts: Any = layer.experts
     for name, parameter in experts.named_parameters():
+        if name in filled:
+            continue
         local_eFD: Tensor = parameter.to_local()
         rows = local_eFD.shape[1]
         for expert, local_FD in zip(owned, local_eFD, strict=True):

@@ -37,12 +37,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_loaded_dense_model_is_not_made_random_by_default(folder: Path) -> None:
+def test_a_loaded_dense_model_is_upcycled_by_default(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder).double()
+    with torch.no_grad():
+        before = model(input_ids=IDS).logits
+        apply_dmoe(model, MoEConfig(num_experts=2))
+        torch.testing.assert_close(model(input_ids=IDS).logits, before, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loaded_dense_model_that_cannot_be_upcycled_is_not_made_random(folder: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder)
     with pytest.raises(
-        ValueError, match=r"init \(auto\): .* would be thrown away; write init: upcycle .* or init: random"
+        ValueError,
+        match=r"init \(auto\): .* would be thrown away, .*: expert_hidden_size \(7\) must be .* write init: random",
     ):
-        apply_dmoe(model, MoEConfig(num_experts=2))
+        apply_dmoe(model, MoEConfig(num_experts=2, expert_hidden_size=7))
     assert not moe_layers(model)
 
 
@@ -61,8 +70,10 @@ def test_upcycling_and_fresh_models_go_without_a_word(folder: Path) -> None:
 
 
 def test_weights_that_came_another_way_can_be_declared() -> None:
-    with pytest.raises(ValueError, match="would be thrown away"):
-        apply_dmoe(fresh(), MoEConfig(num_experts=2), loaded=True)
+    model = fresh()
+    dense = model.model.layers[0].mlp.up_proj.weight
+    layer = apply_dmoe(model, MoEConfig(num_experts=2), loaded=True)[0]
+    assert torch.equal(layer.experts.v1_EFD[1], dense)
 
 
 def mixed() -> Qwen3MoeForCausalLM:

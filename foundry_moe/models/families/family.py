@@ -65,9 +65,11 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
         layers: indices of its MoE layers.
 
     Raises:
-        ValueError: tokens are dropped, which no family does.
+        ValueError: tokens are dropped, or experts have biases, which no family does.
     """
     assert isinstance(config.expert_hidden_size, int), "resolve `auto` first"
+    if config.bias is True:
+        raise ValueError("bias (true): experts of Hugging Face's families have no biases; false would do")
     if config.capacity is not None and config.capacity != "dynamic":
         raise ValueError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; null would do")
     return Blocks(
@@ -95,6 +97,7 @@ class Part:
     begin: where it begins in their tensor; dimensions that theirs has more, in front, are of size one.
     transposed: theirs holds the transpose of ours.
     fp32: kept in fp32, whatever the model's dtype is.
+    scale: ours is theirs times this; not 1 where a dense FFN becomes experts alone.
     """
 
     ours: str
@@ -105,6 +108,7 @@ class Part:
     begin: tuple[int, ...]
     transposed: bool = False
     fp32: bool = False
+    scale: float = 1.0
 
     def box(self, begin: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> tuple[slice, ...]:
         """The indices of their tensor that hold `sizes` elements from `begin` of this part; all of it by default.

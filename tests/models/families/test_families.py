@@ -118,6 +118,7 @@ def test_what_our_layers_do_not_compute_is_named(model_type: str, keys: Any, sen
         ("qwen3_moe", {"shared_expert_hidden_size": 8}, r"shared_expert_hidden_size \(8\): Qwen3-MoE .* 0 would do"),
         ("deepseek_v3", {"shared_expert_hidden_size": 8}, r"gate.score \(softmax\): DeepSeek-V3"),
         ("granitemoe", {"capacity": 1.25}, r"capacity \(1.25\) drops tokens.* null would do"),
+        ("olmoe", {"bias": True}, r"bias \(true\): .* false would do"),
         ("mixtral", {"layers": (0, 2)}, r"layers: \[1\] are dense, and Mixtral has none such; layers: all would do"),
     ],
 )
