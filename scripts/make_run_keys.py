@@ -26,6 +26,7 @@ KINDS = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null
 GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
 GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
 PACKAGE = "foundry_moe"
+OUR_CALLBACKS = ("expert_load", "nonfinite_guard", "run_report")  # elastic_checkpoint looks at its keys itself
 # LLM Foundry's transform `update_batch_size_info` reads these and fills in those
 NEEDED = {"global_train_batch_size", "device_train_microbatch_size"}
 COMPUTED = {"device_train_batch_size", "device_train_grad_accum", "device_eval_batch_size", "n_gpus"}
@@ -120,7 +121,7 @@ def build() -> dict[str, Any]:
         entries[name] = {key: keys_of(known[key]) for key in of_others(name, known)}
     entries["callbacks"] |= {key: keys_of(v) for key, v in registry.callbacks_with_config.get_all().items()}
     # of ours, those that are their own signature; the others are checked by `MoEConfig` and its like
-    entries["callbacks"] |= {key: keys_of(registry.callbacks.get(key)) for key in ("expert_load", "run_report")}
+    entries["callbacks"] |= {key: keys_of(registry.callbacks.get(key)) for key in OUR_CALLBACKS}
     entries["optimizers"] |= {key: keys_of(registry.optimizers.get(key)) for key in ("decoupled_adamw_fused",)}
     entries["models"]["mpt_causal_lm"] = {
         "keys": {**{key: ["any"] for key in general}, **mpt, **composer},

@@ -10,6 +10,7 @@ from composer.loggers import Logger
 from foundry_moe.callbacks.elastic_checkpoint import ADVICE, ElasticCheckpoint
 from foundry_moe.callbacks.watch import RunWatch, Verdict, WatchingCallback
 from foundry_moe.checkpoint.errors import NonfiniteError
+from foundry_moe.checkpoint.settings import GUARDED_TWICE
 from foundry_moe.schema import refuse_unknown
 
 
@@ -38,10 +39,7 @@ class NonfiniteGuard(WatchingCallback):
 
     def init(self, state: State, logger: Logger) -> None:
         if any(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks):
-            raise ValueError(
-                "callbacks.nonfinite_guard: elastic_checkpoint looks at the same; remove nonfinite_guard, and set "
-                "callbacks.elastic_checkpoint.max_nonfinite"
-            )
+            raise ValueError(GUARDED_TWICE)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._watch.start(state)

@@ -17,6 +17,10 @@ from foundry_moe.schema import form, from_mapping
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever starts it again loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
 WHERE = "callbacks.elastic_checkpoint"
+GUARDED_TWICE = (
+    "callbacks.nonfinite_guard: elastic_checkpoint looks at the same; remove nonfinite_guard, and set "
+    f"{WHERE}.max_nonfinite"
+)
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 COUNTS = ("ba", "ep", "sp", "tok")
 

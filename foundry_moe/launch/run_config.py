@@ -38,7 +38,7 @@ MODEL = "dmoe_causal_lm"
 _NAMES = {
     "llmfoundry_models": (MODEL,),
     "llmfoundry_algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
-    "llmfoundry_callbacks": ("elastic_checkpoint", "expert_load", "run_report"),
+    "llmfoundry_callbacks": ("elastic_checkpoint", "expert_load", "nonfinite_guard", "run_report"),
 }
 _ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
 _OF_FOUNDRY = ("ffn_type", "fc_type", "ffn_act_fn", "ffn_hidden_size")  # keys of ffn_config that are not ours

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from foundry_moe.checkpoint.settings import GUARDED_TWICE
 from foundry_moe.config import MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, known_names, table
 from foundry_moe.schema import one_of, section
@@ -47,6 +48,7 @@ def check_values(run: Mapping[str, Any], config: MoEConfig | None) -> None:
     if clipping:
         one_of("algorithms.gradient_clipping.clipping_type", clipping.get("clipping_type"), _CLIPPING)
         _above("algorithms.gradient_clipping.clipping_threshold", clipping.get("clipping_threshold"), 0)
+    _check_guard(section(run, "callbacks"))
     for loader in ("train_loader", "eval_loader"):
         if isinstance(run.get(loader), Mapping):
             _check_loader(loader, section(run, loader), run)
@@ -190,6 +192,16 @@ def _check_optimizer(run: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"optimizer: {pattern!r} is no regular expression of names of parameters: {error}"
             ) from None
+
+
+def _check_guard(callbacks: Mapping[str, Any]) -> None:
+    if "nonfinite_guard" not in callbacks:
+        return
+    if "elastic_checkpoint" in callbacks:
+        raise ValueError(GUARDED_TWICE)
+    most = section(callbacks, "nonfinite_guard").get("max_nonfinite", 1)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"callbacks.nonfinite_guard.max_nonfinite ({most!r}) must be a whole number from 1")
 
 
 def _check_loader(where: str, loader: Mapping[str, Any], run: Mapping[str, Any]) -> None:
