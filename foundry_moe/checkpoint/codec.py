@@ -13,6 +13,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,13 @@ def _pack(raw: bytes) -> dict[str, Any]:
     return {"$b": base64.b85encode(raw).decode()}
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What `encode` made of a value before; it is taken as it is."""
+
+    body: Any
+
+
 def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] | None = None) -> Any:
     """A value as what `json.dumps` takes.
 
@@ -94,6 +102,8 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
     def go(item: Any, path: str, depth: int) -> Any:
         if item is None or isinstance(item, bool | str) or type(item) is int:
             return item
+        if isinstance(item, Encoded):
+            return item.body
         depth += 1
         if depth > DEPTH:
             raise ValueError(f"{path or 'the value'} is nested deeper than {DEPTH}, which a checkpoint cannot hold")
@@ -282,3 +292,8 @@ def tensors_in(values: Any, path: str = "") -> Iterator[tuple[str, str | None, A
         else:
             for key, item in values["$dict"] if tag == "$dict" else values.items():
                 yield from tensors_in(item, f"{path}.{key}" if path else str(key))
+
+
+def inline_tensors(values: Any) -> dict[str, Tensor]:
+    """The small tensors among encoded values, by path."""
+    return {path: decode(node) for path, tag, node in tensors_in(values) if tag == "$tensor"}

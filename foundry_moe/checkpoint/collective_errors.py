@@ -8,9 +8,13 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -55,3 +59,80 @@ def portable_errors(method: Callable[P, T]) -> Callable[P, T]:
             raise portable(error)  # noqa: B904 - it is the same error, or has it as its cause
 
     return call
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: Exception
+
+
+class RanksError(Exception):
+    """What failed on which ranks, raised on all of them."""
+
+    def __init__(self, reasons: dict[int, Exception]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        return "; ".join(sorted({str(reason) for reason in self.reasons.values()}))
+
+
+class Ranks:
+    """The ranks of a CPU group, or a single process. What one of them raises in a step, all raise as a RanksError."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+
+    def decide(self, here: Callable[[], T], first: Callable[[list[T]], R]) -> R:
+        """Every rank runs `here`; rank 0 makes one answer of all results, in the order of ranks. Collective."""
+        answer = self._gathered(here, first)
+        if self.group is not None:
+            box = [answer]
+            dist.broadcast_object_list(box, src=0, group=self.group)
+            (answer,) = box
+        return _unwrapped(answer)
+
+    def deal(self, here: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
+        """As `decide`, with one answer for each rank."""
+        answer = self._gathered(here, first)
+        if self.group is None:
+            return _unwrapped(answer)[0]
+        answers = answer if isinstance(answer, list) else [answer] * self.size
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, answers if self.rank == 0 else None, src=0, group=self.group)
+        return _unwrapped(box[0])
+
+    def _gathered(self, here: Callable[[], T], first: Callable[[list[T]], Any]) -> Any:
+        """What rank 0 makes of all results; None elsewhere."""
+        mine = _tried(here)
+        results: list[Any] = [mine]
+        if self.group is not None:
+            results = [None] * self.size
+            dist.gather_object(mine, results if self.rank == 0 else None, dst=0, group=self.group)
+        if self.rank != 0:
+            return None
+        failed: dict[int, Exception] = {}
+        for rank, result in enumerate(results):
+            if isinstance(result, _Failed):
+                failed |= result.error.reasons if isinstance(result.error, RanksError) else {rank: result.error}
+        if not failed:
+            made = _tried(lambda: first(results))
+            if not isinstance(made, _Failed):
+                return made
+            failed = {0: made.error}
+        return RanksError(failed)
+
+
+def _tried(step: Callable[[], T]) -> T | _Failed:
+    try:
+        return step()
+    except Exception as error:
+        return _Failed(portable(error))
+
+
+def _unwrapped(answer: Any) -> Any:
+    if isinstance(answer, RanksError):
+        raise answer
+    return answer

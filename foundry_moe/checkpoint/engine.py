@@ -9,40 +9,38 @@ import logging
 import secrets
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.collective_errors import portable
+from foundry_moe.checkpoint.choosing import choose, worst
+from foundry_moe.checkpoint.collective_errors import Ranks, RanksError
+from foundry_moe.checkpoint.committer import STALE_S, CommitRequest, Committer
 from foundry_moe.checkpoint.errors import (
+    CheckpointError,
     DamagedError,
-    MismatchError,
     OwnedError,
-    StoreError,
     TakenOverError,
     TooManyFailuresError,
 )
 from foundry_moe.checkpoint.exchange import Traffic
-from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
-from foundry_moe.checkpoint.manifest import CommitKey, Manifest
-from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners
-from foundry_moe.checkpoint.reader import ElasticLoadPlanner, ElasticReader
-from foundry_moe.checkpoint.retention import Retention
+from foundry_moe.checkpoint.finite import is_finite
+from foundry_moe.checkpoint.ledger import Found, Ledger
+from foundry_moe.checkpoint.manifest import CommitKey
+from foundry_moe.checkpoint.owners import Claim, Heart, Identity
+from foundry_moe.checkpoint.reader import read_blocks
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
+from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.checkpoint.writer import CommitRequest, ElasticSavePlanner, ElasticWriter, PlanCache
+from foundry_moe.checkpoint.writer import PlanCache, build_manifest, hash_blocks, write_object
 
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 1800.0
 TELL_S = 60.0  # between two log lines about a save that takes too long
-STALE_S = 6 * 3600.0  # an uncommitted attempt to which nothing was added for so long belongs to no living run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +98,8 @@ class CheckpointEngine:
         policy: Policy | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> None:
-        self.ledger, self.group, self.policy = Ledger(store), group, policy or Policy()
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.ledger, self.policy, self._ranks = Ledger(store), policy or Policy(), Ranks(group)
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
         self.info = {"world_size": self.world_size, **(info or {})}
         self.failures_in_a_row = 0
         self.generation = 0
@@ -111,12 +108,10 @@ class CheckpointEngine:
         self._snapshotter = Snapshotter(self.rank, self.world_size)
         self._plans = PlanCache()
         self._thread: threading.Thread | None = None
-        self._writer: ElasticWriter | None = None  # of the newest save
+        self._seconds: dict[str, float] = {}  # of the newest save: how long each of its parts took
         self._began_s, self._saving = 0.0, 0  # of the newest save: when, and its step
         self._report: SaveReport | None = None
-        self._collected_s: float | None = None
-        self._retention, self._owners = Retention(self.ledger), Owners(store)
-        self._claim: Claim | None = None  # on rank 0
+        self._committer = Committer(self.ledger, keep=self.policy.keep, stale_s=self.policy.stale_s)  # rank 0's
         self._heart: Heart | None = None  # on rank 0
         self._other_model: OwnedError | None = None
         self._taken_over: TakenOverError | None = None
@@ -131,29 +126,25 @@ class CheckpointEngine:
         Raises:
             OwnedError: the folder is another run's.
         """
-        box: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                self._claim = self._owners.claim(identity, has_commits=lambda: bool(self.ledger.newest_first()))
-                self._heart = Heart(self._owners, self._claim)
-            except Exception as error:
-                box[0] = portable(error)
-        if self.group is not None:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        if isinstance(box[0], OwnedError) and box[0].model_differs:
-            self._other_model = box[0]
-        elif box[0] is not None:
-            raise box[0]
+        try:
+            self._ranks.decide(lambda: None, lambda _: self._take(identity))
+        except RanksError as failed:
+            reason = failed.reasons[0]
+            if not isinstance(reason, OwnedError) or not reason.model_differs:
+                raise reason from None
+            self._other_model = reason
+
+    def _take(self, identity: Identity) -> None:
+        self._heart = Heart(self._committer.owners, self._committer.claim(identity))
+
+    @property
+    def _claim(self) -> Claim | None:
+        return self._committer.claimed
 
     def close(self) -> None:
         """This process saves no more: its heartbeat ends."""
         if self._heart is not None:
             self._heart.stop()
-
-    def _check_owner(self) -> None:
-        if self._claim is not None:
-            self._owners.check(self._claim)
-            self._owners.beat(self._claim)
 
     # Saving
 
@@ -199,7 +190,7 @@ class CheckpointEngine:
         self._thread = threading.Thread(
             target=self._run, args=(snapshot, request, began, blocked), name="checkpoint-save", daemon=True
         )
-        self._began_s, self._saving = time.monotonic(), step
+        self._began_s, self._saving, self._seconds = time.monotonic(), step, {}
         self._thread.start()
         threading.Thread(
             target=self._tell_slow, args=(self._thread, step), name="checkpoint-watch", daemon=True
@@ -230,7 +221,7 @@ class CheckpointEngine:
 
     @property
     def _writing(self) -> bool:
-        return self._writer is not None and "write" not in self._writer.seconds
+        return "write" not in self._seconds
 
     def _newest(self) -> str:
         return "none yet" if self._last_step is None else f"the one of step {self._last_step}"
@@ -275,54 +266,58 @@ class CheckpointEngine:
         return {"milestone": True} if step // every > max(before, 0) else {}
 
     def _run(self, snapshot: Snapshot, request: CommitRequest, began: float, blocked: float) -> None:
-        writer = self._writer = ElasticWriter(self.ledger, request, self._plans, self._check_owner)
         error: str | None = None
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(
-                    {},
-                    storage_writer=writer,
-                    planner=ElasticSavePlanner(snapshot),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-        except CheckpointException as failed:
-            reasons = [reason for reason, _ in failed.failures.values()]
-            error = "; ".join(sorted({str(reason) for reason in reasons}))
+            self._write(snapshot, request)
+        except RanksError as failed:
+            error = str(failed)
+            reasons = failed.reasons.values()
             self._taken_over = next((reason for reason in reasons if isinstance(reason, TakenOverError)), None)
         except Exception as failed:  # a lost connection to another rank, or a fault of ours: never silently
             error = f"{type(failed).__name__}: {failed}"
         if self.rank == 0:
-            self._tidy(writer, failed=error is not None)
+            self._committer.tidy(request.where if error is None else None)
         self._report = SaveReport(
             step=request.where.step,
             error=error,
             bytes_staged=snapshot.staged.numel(),
             seconds_blocked=blocked,
             seconds_total=time.perf_counter() - began,
-            seconds=dict(writer.seconds),
+            seconds=dict(self._seconds),
         )
 
-    def _tidy(self, writer: ElasticWriter, *, failed: bool) -> None:
-        """Retention after a commit; after a failure the attempt goes, unless it may have been committed after all."""
-        try:
-            if not failed:
-                self._check_owner()
-                self._retention.retain(self.policy.keep, made=writer.request.where)
-                self._collect()
-            elif writer.attempt is not None and not writer.recording:
-                self._retention.delete_attempt(writer.attempt)
-        except Exception as error:  # else this rank would have no report, and count failures otherwise than the others
-            log.warning("Old checkpoints were not cleaned up, the new ones are safe: %s", error)
+    def _write(self, snapshot: Snapshot, request: CommitRequest) -> None:
+        """One attempt: a digest of the layout goes to rank 0, the attempt's name to all, and hashes come back."""
+        seconds, began = self._seconds, time.perf_counter()
+        fault_injection.point("save.planned")
 
-    def _collect(self) -> None:
-        now = time.monotonic()
-        if self._collected_s is None or now - self._collected_s > self.policy.stale_s:
-            self._collected_s = now
-            gone = self._retention.collect(self.policy.stale_s, own=self._claim is not None)
-            if gone:
-                log.info("Removed %d unfinished attempts at checkpoints, %d bytes.", len(gone), sum(gone.values()))
+        def begin(digests: list[str]) -> str:
+            strange = [rank for rank, digest in enumerate(digests) if digest != snapshot.digest]
+            if strange:
+                raise CheckpointError(
+                    f"ranks {strange[:8]} hold other tensors, or otherwise laid out, than rank 0: every rank must give "
+                    "the same state dict"
+                )
+            return self._committer.begin(request.where.step)
+
+        attempt = self._ranks.decide(lambda: snapshot.digest, begin)
+
+        def write() -> tuple[int, bytes, bool]:
+            hashes = hash_blocks(snapshot.staged, snapshot.blocks, snapshot.starts)
+            seconds["hash"] = time.perf_counter() - began
+            write_object(self.ledger.store, attempt, self.rank, snapshot.staged)
+            seconds["write"] = time.perf_counter() - began
+            return snapshot.staged.numel(), hashes.tobytes(), is_finite(snapshot)
+
+        def commit(reports: list[tuple[int, bytes, bool]]) -> None:
+            written = time.perf_counter()
+            info = {**request.info, "attempt": attempt}
+            wrote = {rank: (size, hashes) for rank, (size, hashes, _) in enumerate(reports)}
+            manifest = build_manifest(snapshot, self._plans.get(snapshot), wrote, info)
+            self._committer.commit(request, manifest, finite=all(finite for *_, finite in reports))
+            seconds["commit"] = time.perf_counter() - written
+
+        self._ranks.decide(write, commit)
 
     def poll(self) -> SaveReport | None:
         """The report of a save that has ended since the last call, None if there is none.
@@ -393,15 +388,12 @@ class CheckpointEngine:
         """
         skip: list[CommitKey] = []
         while True:
-            choice = self._agree(resume, skip)
+            choice = choose(self._ranks, self.ledger, resume, skip)
             self.generation, self._forked_from = choice.generation, choice.forked_from
-            for sentence in choice.rejected:
-                log.warning("Passed over a checkpoint: %s", sentence)
             if choice.found is None:
                 if self._other_model is not None:
                     raise self._other_model
                 return None
-            fault_injection.point("load.manifest_read")
             if callable(state_dict):
                 state_dict = state_dict(choice.found.manifest.info)
             try:
@@ -415,63 +407,26 @@ class CheckpointEngine:
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", skip[-1].step, error)
 
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
-        reader = ElasticReader(self.ledger.store, found, self.group)
-        planner = ElasticLoadPlanner(found.manifest, rank=self.rank, world_size=self.world_size)
+        made: list[StateTargets] = []
+        traffic: list[Traffic] = []
+
+        def plan() -> None:
+            made.append(StateTargets(found.manifest, state_dict, rank=self.rank, world_size=self.world_size))
+
+        def read() -> None:
+            traffic.append(read_blocks(self.ledger.store, found, self._ranks, made[0]))
+
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(
-                    dict(state_dict),
-                    storage_reader=reader,
-                    planner=planner,
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-        except CheckpointException as failed:
-            raise _worst([reason for reason, _ in failed.failures.values()]) from failed
+            for step in (plan, read):
+                self._ranks.decide(step, lambda _: None)
+        except RanksError as failed:
+            raise worst(failed) from failed
         self._last_step = found.commit.step
         return Loaded(
             step=found.commit.step,
-            state=planner.result,
+            state=made[0].result,
             info=found.manifest.info,
             summary=found.commit.summary,
-            traffic=reader.traffic,
+            traffic=traffic[0],
             rejected=rejected,
         )
-
-    def _agree(self, resume: str | int, skip: list[CommitKey]) -> Choice:
-        """Rank 0 looks and tells the others, over the CPU group; an error is raised on all."""
-        box: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                choice = self.ledger.choose(resume, skip=skip)
-                found = choice.found
-                fault_injection.point("load.listed")
-                box[0] = (
-                    (found.commit, found.manifest_raw) if found else None,
-                    (choice.generation, choice.forked_from, choice.rejected),
-                )
-            except Exception as error:
-                box[0] = portable(error)
-        if self.group is not None:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        if isinstance(box[0], Exception):
-            raise box[0]
-        if self.rank == 0:
-            return choice
-        raw, (generation, forked_from, rejected) = box[0]
-        found = None
-        if raw is not None:
-            commit, manifest_raw = raw
-            found = Found(commit=commit, manifest=Manifest.from_bytes(manifest_raw), manifest_raw=manifest_raw)
-        return Choice(found=found, generation=generation, forked_from=forked_from, rejected=rejected)
-
-
-def _worst(reasons: list[BaseException]) -> BaseException:
-    """Of several ranks' failures the one that decides: a wrong model, then a silent store, then whatever else says
-    nothing of the checkpoint; damage, for which the one before is taken, only if that is all that there is."""
-    for kind in (MismatchError, StoreError):
-        for reason in reasons:
-            if isinstance(reason, kind):
-                return reason
-    return next((reason for reason in reasons if not isinstance(reason, DamagedError)), reasons[0])

@@ -202,7 +202,30 @@ class Ledger:
             if not candidates:
                 have = ", ".join(str(step) for step in sorted({key.step for key in keys})) or "none"
                 raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; it holds: {have}")
-        rejected = []
+        # a step that the user names is theirs to look at
+        found, rejected = self.first_good(candidates, skip=skip, finite=resume == "auto")
+        if found is None:
+            return Choice(found=None, generation=newest, forked_from=None)
+        return Choice(
+            found=found,
+            generation=newest + 1 if found.commit.where != keys[0] else newest,
+            forked_from=found.commit.forked_from if forked_from is None else forked_from,
+            rejected=rejected,
+        )
+
+    def first_good(
+        self, candidates: Iterable[CommitKey], *, skip: Iterable[CommitKey] = (), finite: bool = False
+    ) -> tuple[Found | None, list[str]]:
+        """The first of some commits that can be used, None if there are none; and why those before it cannot.
+
+        Args:
+            skip: commits that turned out damaged when their data was read.
+            finite: pass over those whose weights are not.
+
+        Raises:
+            DamagedError: there are commits, and none can be used.
+        """
+        rejected: list[str] = []
         for key in candidates:
             if key in skip:
                 rejected.append(f"{key.key} is damaged")
@@ -212,22 +235,16 @@ class Ledger:
             except DamagedError as error:
                 rejected.append(str(error))
                 continue
-            if resume == "auto" and not is_finite(found.commit):  # a step that the user names is theirs to look at
+            if finite and not is_finite(found.commit):
                 rejected.append(f"{key.key}: its weights are not finite")
                 continue
-            fresh = key != keys[0]
-            return Choice(
-                found=found,
-                generation=newest + 1 if fresh else newest,
-                forked_from=found.commit.forked_from if forked_from is None else forked_from,
-                rejected=rejected,
-            )
+            return found, rejected
         if rejected:
             raise DamagedError(
                 f"no checkpoint in {self.store.url} can be used: {'; '.join(rejected)}. Nothing was deleted; "
                 "mend or remove them, or give the run another folder"
             )
-        return Choice(found=None, generation=newest, forked_from=None)
+        return None, rejected
 
     def _forked_from(self, key: CommitKey) -> int | None:
         try:

@@ -160,12 +160,20 @@ class Owners:
         left = any(entry.key == claim.left_key for entry in entries)
         return float("inf") if left or not heard else self.store.now_s() - max(heard.values())
 
-    def claim(self, identity: Identity, *, has_commits: Callable[[], bool]) -> Claim:
+    def claim(self, identity: Identity, *, has_commits: Callable[[], bool], life: str = "") -> Claim:
         """Makes the folder this process's. An owner that died before anything was committed is passed over.
+
+        Args:
+            life: the claim's nonce. Who has claimed with it before goes on with that claim: several writers of one
+                process are one owner.
 
         Raises:
             OwnedError: it belongs to another run.
+            TakenOverError: it was this life's, and is another's by now.
         """
+        if life and (mine := self._claim_of(life)) is not None:
+            self.check(mine)
+            return mine
         taken, name = 0, "".join(filter(str.isprintable, identity.run_name))[:NAME_CHARS]
         identity = Identity(run_name=name, model=identity.model)
         while True:
@@ -182,7 +190,7 @@ class Owners:
             mine = Claim(
                 number=taken,
                 run=before.run if before is not None and same else secrets.token_hex(8),
-                nonce=secrets.token_hex(8),
+                nonce=life or secrets.token_hex(8),
                 run_name=name or (before.run_name if before is not None and same else ""),
                 model=identity.model,
                 host=socket.gethostname(),
@@ -196,6 +204,11 @@ class Owners:
                 self.beat(mine)
                 self._forget(mine)
                 return mine
+
+    def _claim_of(self, life: str) -> Claim | None:
+        keys = (entry.key for entry in self.store.scan("owners/") if _KEY.fullmatch(entry.key))
+        claims = (self._read(key) for key in keys)
+        return next((claim for claim in claims if claim is not None and claim.nonce == life), None)
 
     def _refuse(self, owner: Claim, identity: Identity, silent_s: float, problem: str) -> OwnedError:
         seen = f"heard of {silent_s:.0f} s ago" if silent_s <= LIVE_S else "not running now"

@@ -49,10 +49,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     gc.set_defaults(run=_guarded(run_gc))
     release = command("release", "let another run go on with this folder")
     release.set_defaults(run=_guarded(run_release))
-    export = command("export", "the model as safetensors files, without holding it in memory")
-    export.add_argument("out", type=Path)
+    export = command("export", "a checkpoint in formats that others read")
+    export.add_argument("out", type=Path, help="a new folder, or a new file for torch")
+    export.add_argument(
+        "--format",
+        choices=("safetensors", "dcp", "torch"),
+        default="safetensors",
+        help="safetensors: files with an index (default) | dcp: a folder as torch.distributed.checkpoint writes it | "
+        "torch: one file of torch.save, which is held in memory once",
+    )
     export.add_argument("--step", type=int, help="default: the newest that is good")
-    export.add_argument("--section", default="model", help="model (default) or optim")
+    export.add_argument("--section", help="model, optim, ... (default: model for safetensors, all for dcp and torch)")
     export.add_argument("--file-gb", type=float, default=5.0, help="size of one file (default 5)")
     export.set_defaults(run=_guarded(run_export))
     importing = command("import", "make a folder's first checkpoint from weights of another format")
@@ -218,6 +225,7 @@ def run_release(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
+    from foundry_moe.checkpoint import stock_formats
     from foundry_moe.checkpoint.export import export, weight_map
 
     store, ledger = _open(arguments)
@@ -226,12 +234,15 @@ def run_export(arguments: argparse.Namespace) -> int:
         print(f"passed over: {sentence}", file=sys.stderr)
     if choice.found is None:
         raise CheckpointError(f"{store.url} holds no checkpoint")
-    with ledger.hold(choice.found.commit):
-        index = export(
-            store, choice.found, arguments.out, section=arguments.section, file_bytes=int(arguments.file_gb * 10**9)
-        )
-    files = set(weight_map(index).values())
-    print(f"step {choice.found.commit.step}: {len(weight_map(index))} tensors in {len(files)} files, {index}")
+    found, out, section = choice.found, arguments.out, arguments.section
+    with ledger.hold(found.commit):
+        if arguments.format == "safetensors":
+            index = export(store, found, out, section=section or "model", file_bytes=int(arguments.file_gb * 10**9))
+            count, where = len(weight_map(index)), f"{len(set(weight_map(index).values()))} files, {index}"
+        else:
+            writers = {"dcp": stock_formats.export_dcp, "torch": stock_formats.export_torch}
+            count, where = writers[arguments.format](store, found, out, section=section), str(out)
+    print(f"step {found.commit.step}: {count} tensors in {where}")
     return 0
 
 

@@ -2,7 +2,8 @@
 
 Each incarnation is a group of 1 to 4 processes on a random mesh: it loads the newest checkpoint, compares every
 element with what that step must be, trains on in place while saves run in the background, and is killed by SIGKILL,
-at a named point of the engine on a random rank or at a random time. What is held:
+at a named point of the engine on a random rank or at a random time. A fifth of the incarnations load and save through
+torch.distributed.checkpoint and its default planners (`Reader`, `Writer`) in the same folder. What is held:
 - the checkpoint that is loaded is exactly its step's state, never a mixture;
 - no step that was reported as committed is lost, but to retention;
 - in the end every commit in the store reads back right.
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,10 +39,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # peers that vanish are w
 import torch
 import torch._dynamo  # DTensor imports it lazily: here once, and not 2 s in every forked process
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint import Reader, Writer, fault_injection
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
@@ -51,6 +54,8 @@ from tests.ports import free_port
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4)]
 STEPS_PER_LIFE = 4
+DCP_KILLS = "through torch.distributed.checkpoint"
+BY_DCP = 0.2  # the part of the incarnations that use torch.distributed.checkpoint's planners
 KEEP = 3
 STALE = "steps/000000000000/20200101T000000-deadbeef/data/000000.bin"  # of an attempt that nobody finished
 SHAPES = {"experts": (8, 8, 160), "dense": (64, 33), "bias": (128,)}  # an expert is 5 KiB: a block of its own
@@ -112,16 +117,33 @@ class Shared:
         struct.pack_into("q", self.memory, 0, step)
 
 
-def live(rank: int, mesh: tuple[int, int, int], store: Store, port: int, shared: Shared, fault: str | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """What becomes of one group of processes."""
+
+    mesh: tuple[int, int, int]
+    fault: str | None
+    delay_s: float | None
+    by_dcp: bool
+
+    @property
+    def world(self) -> int:
+        return self.mesh[0] * self.mesh[1] * self.mesh[2]
+
+
+def live(rank: int, life: Life, store: Store, port: int, shared: Shared) -> None:
     """One process's life: load, check, train and save until killed, or for STEPS_PER_LIFE steps."""
+    mesh, world = life.mesh, life.world
     ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # die with the harness
-    world = mesh[0] * mesh[1] * mesh[2]
     group = None
     if world > 1:
         tcp = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=datetime.timedelta(seconds=60))
         dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world)
         group = dist.group.WORLD
-    fault_injection.hook = fault_injection.hook_from_environment(fault, rank)
+    fault_injection.hook = fault_injection.hook_from_environment(life.fault, rank)
+    if life.by_dcp:
+        live_by_dcp(rank, mesh, store, shared)
+        return
     engine = CheckpointEngine(store, group=group, policy=Policy(keep=KEEP, stale_s=0.0))
     engine.claim(Identity(run_name="storm"))
     state = make_state(0, mesh)
@@ -137,14 +159,42 @@ def live(rank: int, mesh: tuple[int, int, int], store: Store, port: int, shared:
         assert step >= shared.committed, f"went back to step {step}, {shared.committed} was committed"
         compare(state, step, mesh)
     for _ in range(STEPS_PER_LIFE):
-        for name, tensor in state["model"].items():
-            local(tensor).add_(PRIMES[name])  # in place, while the save before may be under way
         step += 1
-        state["optim"]["step"].fill_(step)
-        state["cursor"]["sample"] = step * 8
+        train(state, step)  # in place, while the save before may be under way
         note(engine, rank, shared)
         engine.save(state, step)
     note(engine, rank, shared)
+
+
+def train(state: dict, step: int) -> None:
+    for name, tensor in state["model"].items():
+        local(tensor).add_(PRIMES[name])
+    state["optim"]["step"].fill_(step)
+    state["cursor"]["sample"] = step * 8
+
+
+def live_by_dcp(rank: int, mesh: tuple[int, int, int], store: Store, shared: Shared) -> None:
+    """The same through PyTorch's functions and default planners."""
+    warnings.simplefilter("ignore")
+    reader, writer = Reader(store.url, options=store.options), Writer(store.url, keep=KEEP, run_name="storm")
+    reader.ledger, writer._store = Ledger(store), store  # its S3 client was made before the fork
+    state, step = make_state(0, mesh), 0
+    if reader.steps():
+        for tensor in state["model"].values():
+            local(tensor).fill_(-1)
+        dcp.load(state, storage_reader=reader)
+        assert reader.step is not None
+        step = reader.step
+        assert step >= shared.committed, f"went back to step {step}, {shared.committed} was committed"
+        compare(state, step, mesh)
+    else:
+        assert shared.committed < 0, f"step {shared.committed} was committed and nothing is found"
+    for _ in range(STEPS_PER_LIFE):
+        step += 1
+        train(state, step)
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=mesh == (1, 1, 1))
+        if rank == 0:
+            shared.committed = step
 
 
 def note(engine: CheckpointEngine, rank: int, shared: Shared) -> None:
@@ -156,32 +206,30 @@ def note(engine: CheckpointEngine, rank: int, shared: Shared) -> None:
         shared.committed = report.step
 
 
-def incarnate(
-    mesh: tuple[int, int, int], store: Store, shared: Shared, fault: str | None, delay_s: float | None
-) -> str:
+def incarnate(life: Life, store: Store, shared: Shared) -> str:
     """Forks one group and waits for its end; returns `killed` or `finished`.
 
     Raises:
         AssertionError: a process failed otherwise than by the kill; what it printed is above.
     """
-    port, world = free_port(), mesh[0] * mesh[1] * mesh[2]
+    port = free_port()
     children = []
-    for rank in range(world):
+    for rank in range(life.world):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                live(rank, mesh, store, port, shared, fault)
+                live(rank, life, store, port, shared)
                 code = 0
             except BaseException:
                 Path(f"{TRACES}-{os.getpid()}").write_text(traceback.format_exc())
             finally:
                 os._exit(code)
         children.append(pid)
-    if delay_s is not None:
-        time.sleep(delay_s)
+    if life.delay_s is not None:
+        time.sleep(life.delay_s)
         os.kill(random.choice(children), signal.SIGKILL)
-    return reap(children, f"mesh {mesh}, fault {fault}")
+    return reap(children, str(life))
 
 
 def reap(children: list[int], what: str) -> str:
@@ -231,7 +279,7 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
     counts: Counter = Counter()
     points = [point for point in fault_injection.POINTS for _ in range(2)]
     random.shuffle(points)
-    while sum(n for cause, n in counts.items() if cause != "finished") < kills:
+    while sum(n for cause, n in counts.items() if cause not in ("finished", DCP_KILLS)) < kills:
         mesh = random.choice(MESHES)
         world = mesh[0] * mesh[1] * mesh[2]
         fault, delay_s, cause = None, None, "random time"
@@ -244,9 +292,12 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
             fault, cause = f"{point}:{rank}:{random.randint(1, 3 if point[:4] not in ('load', 'coll') else 1)}", point
         else:
             delay_s = random.uniform(0.0, 0.6)
-        ended = incarnate(mesh, store, shared, fault, delay_s)
+        life = Life(mesh=mesh, fault=fault, delay_s=delay_s, by_dcp=random.random() < BY_DCP)
+        ended = incarnate(life, store, shared)
         counts[cause if ended == "killed" else "finished"] += 1
-        if sum(counts.values()) % check_every == 0:
+        if ended == "killed" and life.by_dcp:
+            counts[DCP_KILLS] += 1
+        if (sum(counts.values()) - counts[DCP_KILLS]) % check_every == 0:
             check_all(store)
     commits = check_all(store)
     retention = Retention(Ledger(store))

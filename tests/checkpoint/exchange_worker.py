@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import reader, shared_memory
+from foundry_moe.checkpoint import reader, shared_memory, state_targets
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
 from foundry_moe.checkpoint.ledger import Ledger
@@ -211,7 +211,7 @@ def fail_beside_the_exchange(folder: str, timeout_s: float) -> dict[str, list[En
         results[f"save: {name}"] = _of_all(Ended("", report.error or "", time.perf_counter() - began, None, False))
     with mock.patch.object(Ledger, "choose", bug):
         results["load: choose"] = _of_all(load(engine, whole=True))
-    with mock.patch.object(reader, "plan_reads", bug if dist.get_rank() == 1 else reader.plan_reads):
+    with mock.patch.object(state_targets, "plan_reads", bug if dist.get_rank() == 1 else state_targets.plan_reads):
         results["load: plan"] = _of_all(load(engine, whole=True))
     results["nothing"] = _of_all(load(engine, whole=True))
     return results

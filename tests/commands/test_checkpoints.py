@@ -128,6 +128,40 @@ def test_export_passes_over_damage_or_writes_no_index(folder, tmp_path, capsys) 
     assert not list((tmp_path / "bad").glob("*.json"))
 
 
+def test_export_to_pytorchs_formats_and_back(folder, tmp_path, capsys) -> None:
+    stock, single = tmp_path / "stock", tmp_path / "state.pt"
+    assert tool("export", folder, stock, "--format", "dcp") == 0
+    assert tool("export", folder, single, "--format", "torch") == 0
+    expected, target = make_state(3), make_state(0)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(stock), no_dist=True)
+    for state in (target, torch.load(single, weights_only=True)):
+        for name, tensor in expected["model"].items():
+            assert state["model"][name].dtype == tensor.dtype and torch.equal(state["model"][name], tensor), name
+        assert state["optim"]["groups"] == expected["optim"]["groups"] and state["values"]["tuple"] == (1, {"a": None})
+        assert torch.equal(state["values"]["late"], expected["values"]["late"])
+    for number, source in enumerate((stock, single)):
+        assert tool("import", tmp_path / f"new {number}", source) == 0
+        loaded = CheckpointEngine(open_store(str(tmp_path / f"new {number}"))).load({"model": make_state(0)["model"]})
+        for name, tensor in expected["model"].items():
+            assert torch.equal(loaded.state["model"][name], tensor), name
+    assert tool("export", folder, tmp_path / "part", "--format", "dcp", "--section", "optim") == 0
+    names = dcp.FileSystemReader(tmp_path / "part").read_metadata().state_dict_metadata
+    assert {name.split(".")[0] for name in names} == {"optim"}
+    capsys.readouterr()
+    for words in ((stock, "--format", "dcp"), (single, "--format", "torch"), (tmp_path / "x", "--section", "models")):
+        assert tool("export", folder, *words) == 1
+    assert capsys.readouterr().err.count("exists: ") == 2
+
+
+def test_a_damaged_block_leaves_no_stock_checkpoint(folder, tmp_path, capsys) -> None:
+    store = open_store(str(folder))
+    damage(store, 3, "bit flipped")
+    for out, kind in ((tmp_path / "stock", "dcp"), (tmp_path / "state.pt", "torch")):
+        assert tool("export", folder, out, "--step", 3, "--format", kind) == 1
+        assert "do not have the recorded hash" in capsys.readouterr().err
+        assert not (out / ".metadata").exists() and not out.is_file()
+
+
 def attempt(store) -> str:
     return next(entry.key.split("/")[2] for entry in store.scan("steps/000000000002/"))
 

@@ -1,0 +1,300 @@
+"""`Writer`: a StorageWriter of torch.distributed.checkpoint for any planner. Each save is one commit of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, Encoded, encode
+from foundry_moe.checkpoint.collective_errors import portable_errors
+from foundry_moe.checkpoint.committer import CommitRequest, Committer
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.layout import Block, Box, cut
+from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest
+from foundry_moe.checkpoint.owners import Identity, tensors_digest
+from foundry_moe.checkpoint.range_reads import narrow_to
+from foundry_moe.checkpoint.snapshot import INLINE_BYTES, StagingBuffer, place
+from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint.writer import Row, entry_of, hash_blocks, object_key, write_object
+
+_LIFE = secrets.token_hex(8)  # all writers of one process are one owner of a folder
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What rank 0 tells each rank: its number, and the attempt that all write."""
+
+    rank: int
+    attempt: str
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a rank has put one tensor of its plan: its blocks, with first bytes and hashes, in an object of a size."""
+
+    rows: list[tuple[Box, int, int]]
+    object_bytes: int
+
+
+class Writer(StorageWriter):
+    """Saves to a folder of commits, with torch.distributed.checkpoint's planners or others.
+
+        writer = Writer("s3://bucket/run", keep=3)
+        dcp.save(state_dict, storage_writer=writer, checkpoint_id=step)
+
+    `checkpoint_id` is the step, a whole number; without one it is the newest commit's plus one. A checkpoint exists
+    once its record is written, by all ranks' data, and not before. The folder belongs to one run at a time, as
+    `owners` says. Values that are no tensors are stored as data and not as pickles: numbers, text, bytes, lists,
+    tuples, dictionaries, sets, NumPy arrays, times, dtypes; an object of any other class is refused by its name.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        run_name: str = "",
+        info: Mapping[str, Any] | None = None,
+        options: StoreOptions | None = None,
+    ) -> None:
+        """No store is asked for anything yet.
+
+        Args:
+            folder: `s3://bucket/run`, or a path that all nodes see.
+            keep: so many of the newest good commits stay; None keeps all.
+            run_name: another name than the folder's run has is refused; empty agrees with any.
+            info: what tools show of the writer: mesh, versions. Plain JSON.
+            options: endpoint, profile and patience of the store.
+
+        Raises:
+            ValueError: an address that is none, or a `keep` below 1.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep ({keep}) must be at least 1, or None to keep all")
+        self.folder, self.options, self.keep = os.fspath(folder), options, keep
+        self.run_name, self.info = run_name, dict(info or {})
+        self.commit: Commit | None = None  # on rank 0: the newest of this writer
+        self._life = f"{_LIFE}-{os.getpid()}"
+        self._asked: int | None = None  # the step of the next save
+        self._buffer = StagingBuffer()
+        self._store: Store = open_store(self.folder, options)
+        self._committer: Committer | None = None  # on rank 0
+        self._request: CommitRequest | None = None  # on rank 0, of the save under way
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `async_save` with a process: that one opens the store itself, and is the same owner."""
+        return {**self.__dict__, "_buffer": None, "_store": None, "_committer": None, "_request": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _buffer=StagingBuffer(), _store=open_store(state["folder"], state["options"]))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return str(checkpoint_id).isascii() and str(checkpoint_id).isdigit()
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._asked = None if checkpoint_id is None else step_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError("use_collectives=False would commit each rank by itself: leave it out")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        fault_injection.point("save.planned")
+        return plan
+
+    @portable_errors
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            raise CheckpointError(
+                "enable_plan_caching=True keeps the plan of an earlier save, and with it the name under which that one "
+                "was written: use DefaultSavePlanner() without it"
+            )
+        if self._committer is None:
+            committer = Committer(Ledger(self._store), keep=self.keep)
+            committer.claim(Identity(run_name=self.run_name, model=_digest(plans)), self._life)
+            self._committer = committer
+        else:
+            self._committer.tidy(None)  # of a save that failed on another rank
+        where = _next(self._committer.ledger.newest_first(), self._asked)
+        attempt = self._committer.begin(where.step)
+        info = {"world_size": len(plans), "torch": torch.__version__, **self.info}
+        self._request = CommitRequest(
+            where=where,
+            nonce=secrets.token_hex(8),
+            info={**info, "step": where.step, "attempt": attempt},
+            summary={**info, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
+        )
+        return [
+            dataclasses.replace(plan, storage_data=_Told(rank=rank, attempt=attempt)) for rank, plan in enumerate(plans)
+        ]
+
+    @portable_errors
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        told = plan.storage_data
+        assert isinstance(told, _Told)
+        results: list[WriteResult] = []
+        whole: list[tuple[WriteItem, int]] = []  # items that are stored in blocks, and how many
+        blocks: list[Block] = []
+        for item in plan.items:
+            node = _inline(item, planner)
+            if node is not None:
+                results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=node))
+                continue
+            mine = _blocks(item, len(whole))
+            blocks += mine
+            whole.append((item, len(mine)))
+        starts, size_bytes = place(blocks)
+        staged = self._buffer.reserve(size_bytes, pinned=False)
+        at = 0
+        for item, count in whole:
+            _stage(item, planner, staged, blocks[at : at + count], starts[at : at + count])
+            at += count
+        hashes = hash_blocks(staged, blocks, starts).tolist()
+        write_object(self._store, told.attempt, told.rank, staged)
+        at = 0
+        for item, count in whole:
+            part = slice(at, at + count)
+            boxes = [block.box for block in blocks[part]]
+            rows = list(zip(boxes, starts[part], hashes[part], strict=True))
+            stored = _Stored(rows=rows, object_bytes=size_bytes)
+            size = sum(block.size_bytes for block in blocks[part])
+            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=stored))
+            at += count
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    @portable_errors
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self._committer is not None and self._request is not None
+        self.commit, self._asked = None, None
+        try:
+            manifest = _manifest(metadata, results, self._request.info)
+            try:
+                Manifest.from_bytes(manifest.to_bytes())  # what would not be read again is not committed
+            except DamagedError as error:
+                raise CheckpointError(f"step {self._request.where.step} cannot be stored: {error}") from error
+            self.commit = self._committer.commit(self._request, manifest)
+        finally:
+            self._committer.tidy(None if self.commit is None else self.commit.where)
+
+
+def step_of(checkpoint_id: Any) -> int:
+    """A step from what users give as `checkpoint_id`: 100 or "100".
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    if not Writer.validate_checkpoint_id(checkpoint_id) or int(str(checkpoint_id)) >= 10**15:
+        raise ValueError(f"checkpoint_id ({checkpoint_id!r}) must be the step, a whole number such as 100")
+    return int(str(checkpoint_id))
+
+
+def _next(keys: list[CommitKey], step: int | None) -> CommitKey:
+    """Where the next commit goes: newer than all, also if a run has gone back to an earlier step."""
+    if not keys:
+        return CommitKey(generation=0, step=step or 0)
+    newest = keys[0]
+    step = newest.step + 1 if step is None else step
+    return CommitKey(generation=newest.generation + (step <= newest.step), step=step)
+
+
+def _digest(plans: list[SavePlan]) -> str:
+    """Of the model's names and shapes, which a folder's run keeps; of all tensors where none is the model's."""
+    tensors = {item.index.fqn: item.tensor_data for plan in plans for item in plan.items if item.tensor_data}
+    models = {name: data for name, data in tensors.items() if name.startswith("model.")} or tensors
+    return tensors_digest({name: torch.empty(data.size, device="meta") for name, data in models.items()})
+
+
+def _inline(item: WriteItem, planner: SavePlanner) -> Encoded | None:
+    """What the manifest itself holds: values, and small tensors that all ranks have alike."""
+    data = item.tensor_data
+    if data is not None and item.type != WriteItemType.TENSOR:
+        return None
+    if data is not None and data.size.numel() * data.properties.dtype.itemsize > INLINE_BYTES:
+        return None
+    found = planner.resolve_data(item)
+    if isinstance(found, io.BytesIO):
+        found.seek(0)
+        found = torch.load(found, map_location="cpu", weights_only=False)  # this process's own, pickled in that call
+    return Encoded(encode(found, where=item.index.fqn))
+
+
+def _blocks(item: WriteItem, number: int) -> list[Block]:
+    data = item.tensor_data
+    assert data is not None
+    if data.properties.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{item.index.fqn} has dtype {data.properties.dtype}: it cannot be stored")
+    if 0 in data.chunk.sizes:
+        return []
+    itemsize = data.properties.dtype.itemsize
+    boxes = cut((tuple(data.chunk.offsets), tuple(data.chunk.sizes)), itemsize)
+    return [Block(number, index, box, itemsize * torch.Size(box[1]).numel()) for index, box in enumerate(boxes)]
+
+
+def _stage(item: WriteItem, planner: SavePlanner, staged: Tensor, blocks: list[Block], starts: list[int]) -> None:
+    """Copies a tensor to its blocks. It is resolved here and freed after: a planner may make it for the call."""
+    data = item.tensor_data
+    assert data is not None
+    if not blocks:
+        return
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    tensor = tensor.detach()
+    if tuple(tensor.shape) != tuple(data.chunk.sizes) or tensor.dtype != data.properties.dtype:
+        raise CheckpointError(
+            f"{item.index.fqn} is {tensor.dtype} {list(tensor.shape)}, its plan says {data.properties.dtype} "
+            f"{list(data.chunk.sizes)}"
+        )
+    for block, start in zip(blocks, starts, strict=True):
+        target = staged[start : start + block.size_bytes].view(tensor.dtype).view(block.box[1])
+        target.copy_(narrow_to(tensor, data.chunk.offsets, block.box))
+
+
+def _manifest(metadata: Metadata, results: list[list[WriteResult]], info: Mapping[str, Any]) -> Manifest:
+    """The table of contents of what all ranks wrote; `metadata` says what the state is made of."""
+    objects: list[tuple[str, int]] = []
+    rows: dict[str, list[Row]] = {}
+    leaves: dict[str, Encoded] = {}
+    for rank, written in enumerate(results):
+        object_bytes = 0
+        for result in written:
+            name, stored = result.index.fqn, result.storage_data
+            if isinstance(stored, Encoded):
+                leaves[name] = stored
+            else:
+                rows.setdefault(name, []).extend(
+                    (box, len(objects), start, digest) for box, start, digest in stored.rows
+                )
+                object_bytes = stored.object_bytes
+        if object_bytes:
+            objects.append((object_key(rank), object_bytes))
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and name not in leaves:
+            dtype = DTYPE_NAMES[entry.properties.dtype]
+            tensors[name] = entry_of(dtype, tuple(entry.size), sorted(rows.get(name, [])))
+            leaves[name] = Encoded({"$ref": name})
+    paths = metadata.planner_data or {}
+    state: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        set_element(state, paths.get(name, (name,)), leaf)
+    return Manifest(info=info, objects=objects, tensors=tensors, values=encode(state))

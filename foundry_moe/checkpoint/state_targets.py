@@ -1,0 +1,144 @@
+"""A load into the state dict of a training run, on any mesh: what each rank needs follows from layouts alone.
+
+Model and optimizer must match the checkpoint; other sections may lack or add tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, inline_tensors
+from foundry_moe.checkpoint.errors import MismatchError
+from foundry_moe.checkpoint.layout import Block, Box
+from foundry_moe.checkpoint.manifest import Manifest
+from foundry_moe.checkpoint.range_reads import bytes_before, intersect, narrow_to, plan_reads
+from foundry_moe.checkpoint.snapshot import flatten, local_part
+
+STRICT = ("model", "optim")  # sections whose tensors must be there, no more and no fewer
+NAMES_SHOWN = 5
+
+
+class StateTargets:
+    """Fills the tensors of a state dict in place; `result` is then the whole state, values included."""
+
+    def __init__(
+        self, manifest: Manifest, state_dict: Mapping[str, Any], *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Raises MismatchError if the checkpoint is that of another model."""
+        self.manifest = manifest
+        self.rank, self._world_size = rank, world_size
+        flat = flatten(state_dict, world_size, inline=False)
+        self.tensors, self.layouts = dict(flat.tensors), dict(flat.layouts)
+        self._names = list(manifest.tensors)
+        self._pieces: dict[tuple[int, int, int], Box] = {}
+        self._locals: dict[int, tuple[Tensor, memoryview | None]] = {}
+        inline = inline_tensors(self.manifest.values)
+        saved = {name: (entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
+        saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in inline.items()}
+        self._check(saved)
+        for name, entry in self.manifest.tensors.items():
+            # of a lenient section, and not here or another one here: the reader brings it anew, in full, on every rank
+            if name not in self.tensors or self._described(name) != saved[name]:
+                tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+                fresh = flatten({name: tensor}, self._world_size, inline=False)
+                self.tensors[name], self.layouts[name] = tensor, fresh.layouts[name]
+        for name, tensor in inline.items():
+            if name in self.tensors and self._described(name) == saved[name]:
+                self._fill(name, tensor)
+            else:
+                self.tensors.pop(name, None)  # of a lenient section: what was saved comes as it is
+        self.reads = plan_reads(self.manifest, self.layouts, self.rank)
+
+    def _described(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a tensor of this model."""
+        return tuple(self.layouts[name].shape), DTYPE_NAMES.get(self.tensors[name].dtype, "?")
+
+    def _check(self, saved: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        problems = []
+        for name in sorted(self.tensors.keys() | saved.keys()):
+            if name.split(".")[0] not in STRICT:
+                continue
+            if name not in saved:
+                problems.append(f"{name} is not in the checkpoint")
+            elif name not in self.tensors:
+                problems.append(f"{name} {list(saved[name][0])} is not in this model")
+            else:
+                here = self._described(name)
+                if here != saved[name]:
+                    problems.append(
+                        f"{name} is {here[1]} {list(here[0])} here and {saved[name][1]} {list(saved[name][0])} there"
+                    )
+        if problems:
+            more = f"; and {len(problems) - NAMES_SHOWN} more" if len(problems) > NAMES_SHOWN else ""
+            raise MismatchError(
+                f"the checkpoint of step {self.manifest.info.get('step')} is that of another model: "
+                f"{'; '.join(problems[:NAMES_SHOWN])}{more}. Nothing was loaded: give this run another folder, or the "
+                "model that the checkpoint was written with"
+            )
+
+    def _fill(self, name: str, value: Tensor) -> None:
+        layout = self.layouts[name]
+        if self.rank in layout.chunk_of_rank:
+            box, _ = layout.chunks[layout.chunk_of_rank[self.rank]]
+            local_part(self.tensors[name]).copy_(narrow_to(value, (0,) * value.ndim, box))
+
+    def _box(self, item: int, rank: int) -> Box:
+        """What a rank holds of a tensor."""
+        layout = self.layouts[self._names[item]]
+        return layout.chunks[layout.chunk_of_rank[rank]][0]
+
+    def piece(self, block: Block, rank: int) -> Box:
+        """What a rank needs of a stored block."""
+        key = (block.item, block.index, rank)
+        if key not in self._pieces:
+            box = intersect(block.box, self._box(block.item, rank))
+            assert box is not None
+            self._pieces[key] = box
+        return self._pieces[key]
+
+    def _local(self, item: int) -> tuple[Tensor, memoryview | None]:
+        """This rank's part of a tensor, and its bytes if they can be read to."""
+        if item not in self._locals:
+            local = local_part(self.tensors[self._names[item]])
+            readable = local.device.type == "cpu" and local.is_contiguous() and local.numel() > 0
+            self._locals[item] = local, local.view(-1).view(torch.uint8).numpy().data if readable else None
+        return self._locals[item]
+
+    def place(self, block: Block, piece: Tensor) -> None:
+        """Puts this rank's piece of a block, in its dtype and flat, where it belongs."""
+        box = self.piece(block, self.rank)
+        narrow_to(self._local(block.item)[0], self._box(block.item, self.rank)[0], box).copy_(piece.view(box[1]))
+
+    def memory(self, block: Block) -> memoryview | None:
+        """The final memory of a block, if the rank needs it whole and its bytes lie together."""
+        local, raw = self._local(block.item)
+        piece = self.piece(block, self.rank)
+        if raw is None or piece != block.box:
+            return None
+        origin, sizes = self._box(block.item, self.rank)
+        start = bytes_before(sizes, origin, piece, local.element_size())
+        return None if start is None else raw[start : start + block.size_bytes]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The state as it was saved; its tensors are those of the state dict that was filled."""
+
+        def of_target(path: str) -> Tensor:
+            return self.tensors[path]
+
+        return _with_targets(decode(self.manifest.values, tensor=of_target), self.tensors, "")
+
+
+def _with_targets(tree: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
+    """The tree with each small tensor replaced by the target's tensor of that path, which holds the same values."""
+    if isinstance(tree, Tensor):
+        return tensors.get(path, tree)
+    if isinstance(tree, dict):
+        return {k: _with_targets(v, tensors, f"{path}.{k}" if path else str(k)) for k, v in tree.items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(tree)(_with_targets(v, tensors, f"{path}.{i}" if path else str(i)) for i, v in enumerate(tree))
+    return tree

@@ -1,0 +1,152 @@
+"""A commit in PyTorch's own formats: a folder that `FileSystemReader` loads, or a file of `torch.save`."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.dcp_reader import Contents, metadata_of
+from foundry_moe.checkpoint.errors import CheckpointError
+from foundry_moe.checkpoint.ledger import Found
+from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce
+from foundry_moe.checkpoint.store import Store
+
+
+def export_dcp(store: Store, found: Found, out: Path, *, section: str | None = None) -> int:
+    """Writes a folder as torch.distributed.checkpoint does, a block in memory at a time; returns how many tensors.
+
+    Args:
+        section: this part of the state alone, for example `model`.
+
+    Raises:
+        CheckpointError: `out` holds a checkpoint already, or data is damaged: then no `.metadata` is written.
+    """
+    if (out / ".metadata").exists():
+        raise CheckpointError(f"{out / '.metadata'} exists: export to an empty folder")
+    planner = _Blocks(store, found, section)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({}, storage_writer=dcp.FileSystemWriter(out), planner=planner, no_dist=True)
+    except CheckpointException as failed:
+        raise CheckpointError("; ".join(str(reason) for reason, _ in failed.failures.values())) from failed
+    return planner.tensors
+
+
+def export_torch(store: Store, found: Found, out: Path, *, section: str | None = None) -> int:
+    """Writes one file of `torch.save`, the state as it was saved; it is held in memory once. Returns how many tensors.
+
+    Raises:
+        CheckpointError: `out` exists, or data is damaged: then nothing is written.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists: name a new file")
+    blocks, count = _Blocks(store, found, section), 0
+    state: dict[str, Any] = {}
+    for name, entry in blocks.metadata.state_dict_metadata.items():
+        value = blocks.contents.leaves[name]
+        if isinstance(entry, TensorStorageMetadata):
+            value, count = blocks.whole(name), count + 1
+        set_element(state, blocks.metadata.planner_data[name], value)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    torch.save(state, partial)
+    partial.rename(out)
+    return count
+
+
+class _Blocks(SavePlanner):
+    """Plans a commit's blocks as shards; each is read, and checked by its hash, when it is written."""
+
+    def __init__(self, store: Store, found: Found, section: str | None) -> None:
+        """Raises CheckpointError if there is no such section."""
+        self.contents, self.metadata = Contents(found.manifest), metadata_of(found.manifest)
+        if section is not None:
+            mine = {n: m for n, m in self.metadata.state_dict_metadata.items() if self.contents.paths[n][0] == section}
+            if not mine:
+                sections = sorted({str(path[0]) for path in self.contents.paths.values()})
+                raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
+            paths = {name: self.contents.paths[name] for name in mine}
+            self.metadata = Metadata(state_dict_metadata=mine, planner_data=paths)
+        self._manifest, self._items = found.manifest, {name: item for item, name in enumerate(found.manifest.tensors)}
+        self._fetcher = Fetcher(store, found.commit.attempt, found.manifest)
+
+    @property
+    def tensors(self) -> int:
+        return sum(isinstance(m, TensorStorageMetadata) for m in self.metadata.state_dict_metadata.values())
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """The state is the commit's, and not `state_dict`."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                items.append(WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO))
+                continue
+            for chunk in entry.chunks or [_whole(entry)]:
+                data = TensorWriteData(chunk=chunk, properties=entry.properties, size=entry.size)
+                index = MetadataIndex(name, chunk.offsets)
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data=self.metadata.planner_data)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        name, number = write_item.index.fqn, write_item.index.index
+        leaf = self.contents.leaves[name]
+        if not isinstance(leaf, Tensor):
+            return self.contents.pickled(name)
+        if not leaf.is_meta:
+            return leaf
+        return self._block(name, number) if leaf.numel() else torch.empty(leaf.shape, dtype=leaf.dtype)
+
+    def _block(self, name: str, index: int | None) -> Tensor:
+        assert index is not None
+        entry, item = self._manifest.tensors[name], self._items[name]
+        block = block_of(entry, item, index)
+        (part,) = coalesce(self._manifest, [block])
+        raw = np.empty(block.size_bytes, dtype=np.uint8)
+        self._fetcher.fetch(part, [raw.data])
+        return torch.from_numpy(raw).view(DTYPES[entry.dtype]).view(block.box[1])
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor of all its blocks."""
+        leaf = self.contents.leaves[name]
+        if not leaf.is_meta:
+            return leaf
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+        entry = self._manifest.tensors[name]
+        for index, (offsets, sizes) in enumerate(zip(entry.offsets_BN.tolist(), entry.sizes_BN.tolist(), strict=True)):
+            place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+            tensor[place] = self._block(name, index)
+        return tensor
+
+
+def _whole(entry: TensorStorageMetadata) -> ChunkStorageMetadata:
+    """The chunk of a tensor that has no blocks, because it has no elements."""
+    return ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
