@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, inline_tensors
 from foundry_moe.checkpoint.codec import DTYPES as TORCH_DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce, intersect, narrow_to
-from foundry_moe.checkpoint.reader import inline_tensors
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.targets import Part, Target, copied
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.codec import inline_tensors as inline_tensors
 from foundry_moe.checkpoint.collective_errors import Ranks
 from foundry_moe.checkpoint.exchange import Fetch, Needs, Traffic, exchange
 from foundry_moe.checkpoint.layout import Block, Box

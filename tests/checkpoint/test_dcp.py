@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -255,3 +257,24 @@ def test_a_save_in_a_thread_holds_what_was_there_at_its_call(tmp_path) -> None:
     future.result()
     dcp.load(state, storage_reader=Reader(tmp_path))
     assert torch.equal(state["w"], torch.ones(3000))
+
+
+def test_the_example_goes_on_with_two_processes_where_four_ended(tmp_path) -> None:
+    """`examples/fsdp2_checkpoint.py` under torchrun, as its text says."""
+    root = Path(__file__).parents[2]
+
+    def launch(processes: int) -> str:
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        program = [str(root / "examples" / "fsdp2_checkpoint.py"), str(tmp_path / "run")]
+        paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, *words, *program], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        return done.stdout
+
+    (total,) = re.findall(r"^saved step 3 on 4 processes, sum of weights (\S+)$", launch(4), re.M)
+    two = launch(2)
+    assert f"loaded step 3 on 2 processes, sum of weights {total}\n" in two
+    assert "saved step 6 on 2 processes" in two
