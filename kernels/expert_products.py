@@ -32,7 +32,11 @@ _GATHER_WIDTHS = range(256, 4097, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedRows:
-    """Rows of every expert and the block rows (of 128) that cover them. Built by `ragged_rows`."""
+    """Rows of every expert and the block rows (of 128) that cover them. Built by `ragged_rows`.
+
+    count: of block rows, and two integers that products count their tiles with: products of the same rows follow one
+    another on one stream.
+    """
 
     offsets_E: Tensor
     entries_M4: Tensor
@@ -243,6 +247,7 @@ def _rows_product(
             STAGES=tile.stages,
             SPLIT=tile.split,
             BUFFERS=1 if beside else hopper_products.buffers(tile, split),
+            LAST=tile.bn if glu else hopper_products.last_columns(n, tile.bn),
             num_warps=hopper_products.WARPS,
             maxnreg=hopper_products.REGISTERS,
         )
@@ -388,10 +393,10 @@ def weight_gradient(
     b_desc = descriptors.ragged_rows(b_RN[None], tile.bk, tile.bn, specialised=special)
     part = tile.bn // tile.split
     if special:
-        from foundry_moe_kernels import hopper_products
+        from foundry_moe_kernels import hopper_inner, hopper_products
 
         launch(
-            hopper_products.inner_kernel,
+            hopper_inner.inner_kernel,
             (programs,),
             a_desc,
             b_desc,
@@ -403,12 +408,14 @@ def weight_gradient(
             m_tiles,
             n_tiles,
             tile.group,
+            m,
             BM=tile.bm,
             BN=tile.bn,
             BK=tile.bk,
             STAGES=tile.stages,
             SPLIT=tile.split,
             BUFFERS=hopper_products.buffers(tile, tile.split),
+            LAST=hopper_products.last_columns(n, tile.bn),
             num_warps=hopper_products.WARPS,
             maxnreg=hopper_products.REGISTERS,
         )

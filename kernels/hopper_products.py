@@ -9,7 +9,9 @@ groups of warps, or four:
                   its half of the epilogue through buffers of its own, stored while the next tile multiplies
     copier        one warp, where asked for: copies tokens to their rows for a later product, in place of a launch
 
-No barrier ties the groups but the ring's two a stage: `full` (its bytes have come) and `empty` (both halves are done).
+No barrier ties the groups but the ring's two a stage: `full` (its bytes have come) and `empty` (both halves are done),
+and, in products of rows, two a ticket: experts end in partial tiles, which take less time, so the loaders of all
+programs draw a launch's tiles by a counter and hand each tile's number to the multipliers.
 
 Shapes: R rows, E experts, P planes (gate, up), M block rows; BM x BN x BK the tile, H = BM / 2 rows a multiplier.
 """
@@ -20,24 +22,27 @@ import dataclasses
 import functools
 from typing import Any
 
-from foundry_moe_kernels.activations import activate
+from foundry_moe_kernels.hopper_tiles import (
+    GATHERERS,
+    WRAP,
+    multiply,
+    multiply_and_store,
+    next_stage,
+    rings,
+    skip,
+    store_buffers,
+    store_gated,
+)
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-WRAP = gl.constexpr(2**28)  # see `descriptors`
+TICKETS = gl.constexpr(2)  # tiles that a loader may be ahead, two or more
 WARPS = 4  # of the first multiplier; the second has as many
-GATHERERS = gl.constexpr(4)  # warps of a loader that gathers
 SHARED_BYTES = 226 * 2**10  # of a multiprocessor, less what barriers take
 REGISTERS = 168  # a thread at launch, of which all but the multipliers give up most
 COPY_COLUMNS = 256  # of a copied row's box; a box has at most so many in each of its dimensions
@@ -45,135 +50,39 @@ _COPY_BYTES = 2**15  # of the rows under way
 
 
 @gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """Reckoned, since `last = stage` in a loop keeps what `last` was before the loop (Triton 3.6)."""
-    return gl.where(stage == 0, STAGES, stage) - 1
-
-
-@gluon.jit
-def _multiply(
-    ring, stage, phase, steps,
-    HALF: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, GATHERED: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """One half [H, BN] of a tile, fp32. A step's stage is given back once the step after it is under way."""
-    a_ring, b_ring, full, empty = ring
-    H: gl.constexpr = BM // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    acc = gl.zeros([H, BN], gl.float32, layout)
-    for step in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        if GATHERED:
-            fence_async_shared()  # for what threads have written, not the copy engine
-        if TRANS_A:
-            a = a_ring.index(stage).reshape([BK, BM]).slice(HALF * H, H, dim=1).permute((1, 0))
-        else:
-            a = a_ring.index(stage).reshape([BM, BK]).slice(HALF * H, H, dim=0)
-        if TRANS_B:
-            b = b_ring.index(stage).reshape([BN, BK]).permute((1, 0))
-        else:
-            b = b_ring.index(stage).reshape([BK, BN])
-        acc = warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > 0)
-        stage, phase = _next(stage, phase, STAGES)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(_before(stage, STAGES)))
-    return acc, stage, phase
-
-
-@gluon.jit
-def _skip(ring, stage, phase, steps, STAGES: gl.constexpr):
-    """A half without rows: its stages pass by."""
-    _, _, full, empty = ring
-    for _ in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage))
-        stage, phase = _next(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
-def _halves(tile):
-    ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1]
-    return tile.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def _put(tile, desc, place, column, buffer, PENDING: gl.constexpr):
-    """Stores columns of a tile by way of `buffer`, free once all but the latest PENDING stores have read theirs."""
-    tma.store_wait(PENDING)
-    buffer.reshape(tile.shape).store(tile.to(desc.dtype))
-    fence_async_shared()
-    c0, c1, c2, row = place
-    tma.async_copy_shared_to_global(desc, [c0, c1, c2, row, column], buffer)
-
-
-@gluon.jit
-def _write(acc, desc, place, column, buffers, SPLIT: gl.constexpr):
-    """A half tile in SPLIT parts of columns, which take turns at the buffers. The last tile's stores are long done."""
-    COUNT: gl.constexpr = buffers.shape[0]
-    W: gl.constexpr = acc.shape[1] // SPLIT
-    if SPLIT == 1:
-        _put(acc, desc, place, column, buffers.index(0), 0)
-    else:
-        left, right = _halves(acc)
-        if SPLIT == 2:
-            _put(left, desc, place, column, buffers.index(0), 0)
-            _put(right, desc, place, column + W, buffers.index(1 % COUNT), COUNT - 1)
-        else:
-            l0, l1 = _halves(left)
-            r0, r1 = _halves(right)
-            _put(l0, desc, place, column, buffers.index(0), 0)
-            _put(l1, desc, place, column + W, buffers.index(1 % COUNT), COUNT - 1)
-            _put(r0, desc, place, column + 2 * W, buffers.index(2 % COUNT), COUNT - 1)
-            _put(r1, desc, place, column + 3 * W, buffers.index(3 % COUNT), COUNT - 1)
-
-
-@gluon.jit
-def _write_gated(acc, z_desc, h_desc, place, column, buffers, swapped, ACT: gl.constexpr):
-    """Gate and up, side by side in the tile, and act(gate) * up."""
-    COUNT: gl.constexpr = buffers.shape[0]
-    first, second = _halves(acc)
-    gate, up = first.to(z_desc.dtype), second.to(z_desc.dtype)
-    if swapped:
-        gate, up = up, gate
-    _, c1, c2, row = place
-    _put(gate, z_desc, (0, c1, c2, row), column, buffers.index(0), 0)
-    _put(up, z_desc, (1, c1, c2, row), column, buffers.index(1 % COUNT), COUNT - 1)
-    h = activate(gate.to(gl.float32), ACT) * up.to(gl.float32)
-    _put(h, h_desc, (0, c1, c2, row), column, buffers.index(2 % COUNT), COUNT - 1)
-
-
-@gluon.jit
-def _rings(a_desc, b_desc, STAGES: gl.constexpr, GATHERED: gl.constexpr):
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32 * GATHERERS if GATHERED else 1)
+def _tickets():
+    """Tile numbers on their way from the loader to the multipliers, and their barriers."""
+    numbers = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(TICKETS):
+        mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    return a_ring, b_ring, full, empty
+    return numbers, full, empty
 
 
 @gluon.jit
-def _buffers(desc, COUNT: gl.constexpr):
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+def _hand_out(tickets, turn, tile, W: gl.constexpr):
+    """The loader's, of W warps."""
+    numbers, full, empty = tickets
+    slot = turn % TICKETS
+    mbarrier.wait(empty.index(slot), ((turn // TICKETS) & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    numbers.index(slot).store(gl.full([1], tile, gl.int32, layout))
+    mbarrier.arrive(full.index(slot))
 
 
-# -- ragged rows: C = A W_e
+@gluon.jit
+def _take(tickets, turn):
+    """A multiplier's."""
+    numbers, full, empty = tickets
+    slot = turn % TICKETS
+    mbarrier.wait(full.index(slot), (turn // TICKETS) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile = gl.max(numbers.index(slot).load(layout), 0)
+    mbarrier.arrive(empty.index(slot))
+    return tile
 
 
 @gluon.jit
@@ -188,23 +97,30 @@ def _rows_place(tile, column_tiles, num_blocks, grouped):
 
 @gluon.jit
 def _rows_load(
-    a_desc, b_desc, ring, work, tokens,
+    a_desc, b_desc, ring, work, tickets, tokens,
     PLANES: gl.constexpr, GATED: gl.constexpr, TRANS_B: gl.constexpr, COLUMNS: gl.constexpr,
     CHOICES: gl.constexpr, GATHERED: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     a_ring, b_ring, full, empty = ring
-    block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped = work
-    num_blocks = gl.load(num_blocks_ptr)
+    block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped = work
+    num_blocks = gl.load(counts_ptr)
+    tiles = num_blocks * column_tiles
     if GATHERED:
         x_ptr, x_stride, source_ptr, num_rows = tokens
         # 128 bytes of a row side by side: a stage's swizzle spreads them over all banks
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [GATHERERS, 1], [1, 0])
         rows = gl.arange(0, BM, gl.SliceLayout(1, layout))
         columns = gl.arange(0, BK, gl.SliceLayout(0, layout))
+    WARPS_HERE: gl.constexpr = GATHERERS if GATHERED else 1
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), num_blocks * column_tiles, gl.num_programs(0)):
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        _hand_out(tickets, turn, tile, WARPS_HERE)
+        turn += 1
         block, column_tile = _rows_place(tile, column_tiles, num_blocks, grouped)
+        tile = gl.num_programs(0) + gl.atomic_add(counts_ptr + 1, 1, sem="relaxed")
         entry = block_rows_ptr + block * 4
         expert = gl.load(entry)
         first_row = gl.load(entry + 1) + gl.load(entry + 3)
@@ -232,39 +148,56 @@ def _rows_load(
             if GATHERED:
                 async_copy.async_copy_global_to_shared(a_ring.index(stage).reshape([BM, BK]), pointers + step * BK)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
+    _hand_out(tickets, turn, tile, WARPS_HERE)
+    if gl.atomic_add(counts_ptr + 2, 1) == gl.num_programs(0) - 1:  # the last one: as the next launch wants them
+        gl.store(counts_ptr + 1, 0)
+        gl.store(counts_ptr + 2, 0)
 
 
 @gluon.jit
 def _rows_multiply(
-    c_desc, h_desc, ring, work, buffers, HALF: gl.constexpr,
+    c_desc, h_desc, ring, work, tickets, buffers, HALF: gl.constexpr,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
     GATHERED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped = work
-    num_blocks = gl.load(num_blocks_ptr)
+    block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped = work
+    num_blocks = gl.load(counts_ptr)
+    tiles = num_blocks * column_tiles
     COLUMNS: gl.constexpr = BN // 2 if GATED else BN
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), num_blocks * column_tiles, gl.num_programs(0)):
+    turn = 0
+    tile = _take(tickets, turn)
+    while tile < tiles:
         block, column_tile = _rows_place(tile, column_tiles, num_blocks, grouped)
         entry = block_rows_ptr + block * 4
         start = gl.load(entry + 1)
         size = gl.load(entry + 2)
         row = gl.load(entry + 3) + HALF * (BM // 2)
-        if row < size:
-            acc, stage, phase = _multiply(
-                ring, stage, phase, k_tiles * PLANES, HALF, False, TRANS_B, GATHERED, BM, BN, BK, STAGES
+        steps = k_tiles * PLANES
+        place = (0, WRAP, start + size, WRAP - size + row)
+        column = column_tile * COLUMNS
+        if row >= size:
+            stage, phase = skip(ring, stage, phase, steps, STAGES)
+        elif GATED:
+            acc, stage, phase = multiply(
+                ring, stage, phase, steps, HALF, False, TRANS_B, GATHERED, BM, BN, BK, STAGES, BN
             )
-            place = (0, WRAP, start + size, WRAP - size + row)
-            column = column_tile * COLUMNS
-            if GATED:
-                _write_gated(acc, c_desc, h_desc, place, column, buffers, swapped, ACT)
-            else:
-                _write(acc, c_desc, place, column, buffers, SPLIT)
+            store_gated(acc, c_desc, h_desc, place, column, buffers, swapped, ACT)
+        elif LAST == BN or column_tile < column_tiles - 1:
+            stage, phase = multiply_and_store(
+                ring, stage, phase, steps, c_desc, place, column, buffers, HALF, False, TRANS_B, GATHERED,
+                BM, BN, BK, STAGES, SPLIT, BN
+            )  # fmt: skip
         else:
-            stage, phase = _skip(ring, stage, phase, k_tiles * PLANES, STAGES)
+            stage, phase = multiply_and_store(
+                ring, stage, phase, steps, c_desc, place, column, buffers, HALF, False, TRANS_B, GATHERED,
+                BM, BN, BK, STAGES, SPLIT, LAST
+            )  # fmt: skip
+        turn += 1
+        tile = _take(tickets, turn)
     tma.store_wait(0)
 
 
@@ -294,38 +227,42 @@ def _copy(in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES: gl.cons
 
 @gluon.jit(do_not_specialize=["num_rows", "column_tiles", "k_tiles", "swapped", "grouped"])
 def rows_kernel(
-    a_desc, b_desc, c_desc, h_desc, in_desc, out_desc, block_rows_ptr, num_blocks_ptr, x_ptr, source_ptr, end_ptr,
+    a_desc, b_desc, c_desc, h_desc, in_desc, out_desc, block_rows_ptr, counts_ptr, x_ptr, source_ptr, end_ptr,
     x_stride, num_rows, column_tiles, k_tiles, swapped, grouped,
     CHOICES: gl.constexpr, GATHERED: gl.constexpr, SLOTS: gl.constexpr,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    BUFFERS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """block_rows_ptr: int32 [M, 4] of (expert, first row of the expert, rows of the expert, row within it).
+
+    counts_ptr: int32 [3], block rows in use and two zeros, which a launch leaves as they were: no two at a time.
 
     plain     c[0] = A W, planes summed over
     GATED     c = gate and up, whose columns lie side by side in the tile; h = act(gate) * up
     GATHERED  row r of A is token source[r] // CHOICES of x (its width a multiple of BK); else A comes by a_desc
+    LAST      columns to multiply of a row's last tile, unless GATED: see `last_columns`
     SLOTS     of the copier; 0 = none. Row r of out_desc becomes token source[r] // CHOICES of in_desc. Not GATHERED
     """
-    ring = _rings(a_desc, b_desc, STAGES, GATHERED)
-    first = _buffers(c_desc, BUFFERS)
-    second = _buffers(c_desc, BUFFERS)
-    work = (block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, grouped)
+    ring = rings(a_desc, b_desc, STAGES, GATHERED)
+    first = store_buffers(c_desc, BUFFERS)
+    second = store_buffers(c_desc, BUFFERS)
+    work = (block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped)
+    tickets = _tickets()
     tokens = (x_ptr, x_stride, source_ptr, num_rows)
     COLUMNS: gl.constexpr = BN // 2 if GATED else BN
     if SLOTS:
-        slots = _buffers(in_desc, SLOTS)
+        slots = store_buffers(in_desc, SLOTS)
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
             mbarrier.init(ready.index(i), count=1)
         fence_async_shared()
         gl.warp_specialize([
-            (_rows_multiply, (c_desc, h_desc, ring, work, first, 0, PLANES, GATED, ACT, TRANS_B, False,
-                              BM, BN, BK, STAGES, SPLIT)),
-            (_rows_multiply, (c_desc, h_desc, ring, work, second, 1, PLANES, GATED, ACT, TRANS_B, False,
-                              BM, BN, BK, STAGES, SPLIT)),
-            (_rows_load, (a_desc, b_desc, ring, work, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES, False,
+            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, first, 0, PLANES, GATED, ACT, TRANS_B, False,
+                              BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, second, 1, PLANES, GATED, ACT, TRANS_B, False,
+                              BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_load, (a_desc, b_desc, ring, work, tickets, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES, False,
                           BM, BK, STAGES)),
             (_copy, (in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
@@ -334,94 +271,13 @@ def rows_kernel(
         MOST: gl.constexpr = 232 if GATHERED else 240
         LEAST: gl.constexpr = 40 if GATHERED else 24
         gl.warp_specialize([
-            (_rows_multiply, (c_desc, h_desc, ring, work, first, 0, PLANES, GATED, ACT, TRANS_B, GATHERED,
-                              BM, BN, BK, STAGES, SPLIT)),
-            (_rows_multiply, (c_desc, h_desc, ring, work, second, 1, PLANES, GATED, ACT, TRANS_B, GATHERED,
-                              BM, BN, BK, STAGES, SPLIT)),
-            (_rows_load, (a_desc, b_desc, ring, work, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES, GATHERED,
-                          BM, BK, STAGES)),
+            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, first, 0, PLANES, GATED, ACT, TRANS_B, GATHERED,
+                              BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, second, 1, PLANES, GATED, ACT, TRANS_B, GATHERED,
+                              BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_load, (a_desc, b_desc, ring, work, tickets, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
+                          GATHERED, BM, BK, STAGES)),
         ], [4, LOADERS], [MOST, LEAST])  # fmt: skip
-
-
-# -- ragged inner dimension: C_e = A_e^T B_e
-
-
-@gluon.jit
-def _inner_place(tile, work, BK: gl.constexpr):
-    """(expert, its first row, rows, steps, plane, m, n tile): expert after expert, `grouped` tiles of m at a time."""
-    offsets_ptr, order_ptr, _, planes, m_tiles, n_tiles, grouped = work
-    # Tiles get shorter and programs take them in turn: whoever is ahead in every later turn comes last in the first.
-    programs = gl.num_programs(0)
-    tile = gl.where(tile < programs, programs - 1 - tile, tile)
-    per_expert = planes * m_tiles * n_tiles
-    turn = tile // per_expert
-    inner = tile - turn * per_expert
-    group = inner // (grouped * n_tiles)
-    first = group * grouped
-    height = min(planes * m_tiles - first, grouped)
-    inner -= group * (grouped * n_tiles)
-    pm = first + inner % height
-    plane = pm // m_tiles
-    expert = gl.load(order_ptr + turn)
-    start = gl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
-    size = gl.load(offsets_ptr + expert) - start
-    steps = gl.maximum(gl.cdiv(size, BK), 1)  # without rows, one step over what the maps clip to zeros
-    return expert, start, size, steps, plane, pm - plane * m_tiles, inner // height
-
-
-@gluon.jit
-def _inner_load(
-    a_desc, b_desc, ring, work,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    a_ring, b_ring, full, empty = ring
-    _, _, num_experts, planes, m_tiles, n_tiles, _ = work
-    stage = 0
-    phase = 0
-    for tile in range(gl.program_id(0), num_experts * planes * m_tiles * n_tiles, gl.num_programs(0)):
-        _, start, size, steps, plane, m, n = _inner_place(tile, work, BK)
-        for step in range(steps):
-            y = start + size
-            x = WRAP - size + step * BK
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            ready = full.index(stage)
-            mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(a_desc, [plane, WRAP, y, x, m * BM], ready, a_ring.index(stage))
-            tma.async_copy_global_to_shared(b_desc, [0, WRAP, y, x, n * BN], ready, b_ring.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
-
-
-@gluon.jit
-def _inner_multiply(
-    c_desc, ring, work, buffers, HALF: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    _, _, num_experts, planes, m_tiles, n_tiles, _ = work
-    stage = 0
-    phase = 0
-    for tile in range(gl.program_id(0), num_experts * planes * m_tiles * n_tiles, gl.num_programs(0)):
-        expert, _, _, steps, plane, m, n = _inner_place(tile, work, BK)
-        acc, stage, phase = _multiply(ring, stage, phase, steps, HALF, True, False, False, BM, BN, BK, STAGES)
-        _write(acc, c_desc, (0, plane, expert, m * BM + HALF * (BM // 2)), n * BN, buffers, SPLIT)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["num_experts", "planes", "m_tiles", "n_tiles", "grouped"])
-def inner_kernel(
-    a_desc, b_desc, c_desc, offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    BUFFERS: gl.constexpr,
-):  # fmt: skip
-    """offsets_ptr: int32 [E], the row after the last one of each expert; order_ptr: int32 [E], most rows first."""
-    ring = _rings(a_desc, b_desc, STAGES, False)
-    first = _buffers(c_desc, BUFFERS)
-    second = _buffers(c_desc, BUFFERS)
-    work = (offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped)
-    gl.warp_specialize([
-        (_inner_multiply, (c_desc, ring, work, first, 0, BM, BN, BK, STAGES, SPLIT)),
-        (_inner_multiply, (c_desc, ring, work, second, 1, BM, BN, BK, STAGES, SPLIT)),
-        (_inner_load, (a_desc, b_desc, ring, work, BM, BN, BK, STAGES)),
-    ], [4, 1], [240, 24])  # fmt: skip
 
 
 def buffers(tile: Tile, split: int) -> int:
@@ -429,6 +285,12 @@ def buffers(tile: Tile, split: int) -> int:
     ring_bytes = 2 * tile.stages * (tile.bm + tile.bn) * tile.bk
     part_bytes = 2 * tile.bm * tile.bn // split  # of both halves
     return max(min((SHARED_BYTES - ring_bytes) // part_bytes, split, 2), 1)
+
+
+def last_columns(columns: int, bn: int) -> int:
+    """Columns to multiply of the last of a matrix's tiles of `bn`: 64 or 128 where those hold all that are left."""
+    left = columns % bn
+    return next((wide for wide in (64, 128) if 0 < left <= wide < bn), bn)
 
 
 def copy_slots(width: int) -> int:

@@ -84,9 +84,9 @@ def max_block_rows(num_rows: int, num_experts: int, block: int) -> int:
 
 
 @triton.jit
-def _pick(mine, values_E):
-    """For each index the value of the one expert that `mine` marks; 0 where it marks none."""
-    return tl.sum(tl.where(mine, values_E[None, :], 0), axis=1)
+def _owner(at, ends_E, EXPERTS: tl.constexpr):
+    """For each index the first expert that ends past it, from running sums; past all of them, the last."""
+    return tl.minimum(tl.sum((ends_E[None, :] <= at[:, None]).to(tl.int32), axis=1), EXPERTS - 1)
 
 
 @triton.jit(do_not_specialize=["num_experts", "block_rows", "blocks", "block_columns"])
@@ -110,31 +110,38 @@ def _topology_kernel(
     used = tl.sum(height * wide)
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
 
-    mine = (at[:, None] >= row_first[None, :]) & (at[:, None] < row_end[None, :])
-    local = at - _pick(mine, row_first)
-    some = tl.sum(mine.to(tl.int32), 1) > 0
+    own = _owner(at, row_end, EXPERTS)
+    local = at - tl.gather(row_first, own, axis=0)
+    some = at < tl.sum(height)
+    tall, broad = tl.gather(height, own, axis=0), tl.gather(wide, own, axis=0)
     keep = at < block_rows
-    tl.store(starts_ptr + at, _pick(mine, start) + local * BLOCK, mask=keep)
-    tl.store(sizes_ptr + at, tl.where(some, tl.minimum(_pick(mine, size) - local * BLOCK, BLOCK), 0), mask=keep)
-    tl.store(experts_ptr + at, _pick(mine, e), mask=keep)
+    tl.store(starts_ptr + at, tl.gather(start, own, axis=0) + local * BLOCK, mask=keep)
+    left = tl.gather(size, own, axis=0) - local * BLOCK
+    tl.store(sizes_ptr + at, tl.where(some, tl.minimum(left, BLOCK), 0), mask=keep)
+    tl.store(experts_ptr + at, own, mask=keep)
     tl.store(locals_ptr + at, local, mask=keep)
-    tl.store(heights_ptr + at, _pick(mine, height), mask=keep)
-    inside = local.to(tl.int64) * BLOCK * _pick(mine, width)
-    tl.store(values_ptr + at, _pick(mine, value_first) + inside, mask=keep)
-    offset = tl.where(some, _pick(mine, block_first) + local * _pick(mine, wide), used)
+    tl.store(heights_ptr + at, tall, mask=keep)
+    inside = local.to(tl.int64) * BLOCK * tl.gather(width, own, axis=0)
+    tl.store(values_ptr + at, tl.gather(value_first, own, axis=0) + inside, mask=keep)
+    offset = tl.where(some, tl.gather(block_first, own, axis=0) + local * broad, used)
     tl.store(row_offsets_ptr + at, offset, mask=at <= block_rows)
 
-    mine = (at[:, None] >= block_first[None, :]) & (at[:, None] < block_end[None, :])
-    first, tall, broad = _pick(mine, block_first), _pick(mine, height), _pick(mine, wide)
+    own = _owner(at, block_end, EXPERTS)
+    first, tall, broad = (
+        tl.gather(block_first, own, axis=0),
+        tl.gather(height, own, axis=0),
+        tl.gather(wide, own, axis=0),
+    )
     local = at - first
     row, column = local // tl.maximum(broad, 1), local // tl.maximum(tall, 1)
     keep = at < blocks
-    tl.store(rows_ptr + at, _pick(mine, row_first) + row, mask=keep)
-    tl.store(columns_ptr + at, _pick(mine, column_first) + local - row * broad, mask=keep)
+    tl.store(rows_ptr + at, tl.gather(row_first, own, axis=0) + row, mask=keep)
+    tl.store(columns_ptr + at, tl.gather(column_first, own, axis=0) + local - row * broad, mask=keep)
     tl.store(transposed_ptr + at, first + (local - column * tall) * broad + column, mask=keep)
 
-    mine = (at[:, None] >= column_first[None, :]) & (at[:, None] < column_end[None, :])
-    offset = _pick(mine, block_first) + (at - _pick(mine, column_first)) * _pick(mine, height)
+    own = _owner(at, column_end, EXPERTS)
+    inside = (at - tl.gather(column_first, own, axis=0)) * tl.gather(height, own, axis=0)
+    offset = tl.gather(block_first, own, axis=0) + inside
     tl.store(column_offsets_ptr + at, tl.where(at < block_columns, offset, used), mask=at <= block_columns)
 
     my_end = tl.load(offsets_ptr + at, mask=at < num_experts, other=0)
@@ -285,6 +292,8 @@ def _block_rows_kernel(
     tall_end = tl.cumsum(tall, axis=0)
     if tl.program_id(0) == 0:
         tl.store(count_ptr, tl.sum(tall))
+        tl.store(count_ptr + 1, 0)
+        tl.store(count_ptr + 2, 0)
     m = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     first = tall_end - tall
     mine = (m[:, None] >= first[None, :]) & (m[:, None] < tall_end[None, :])
@@ -305,16 +314,17 @@ def split_block_rows(packed: Tensor, experts: int) -> tuple[Tensor, Tensor, Tens
     """Views of what `block_row_table` gives.
 
     Returns:
-        int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert; int32 [1], the
-        number of block rows in use; int32 [E], the experts from the most rows to the fewest.
+        int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert; int32 [3], the
+        number of block rows in use and two zeros, which products count with; int32 [E], the experts from the most
+        rows to the fewest.
     """
-    end = packed.shape[0] - experts - 1
+    end = packed.shape[0] - experts - 3
     return packed[:end].view(-1, 4), packed[end + experts :], packed[end : end + experts]
 
 
 def packed_block_rows(num_rows: int, experts: int, block: int) -> int:
     """Integers of what `block_row_table` gives."""
-    return 4 * max(max_block_rows(num_rows, experts, block), 1) + experts + 1
+    return 4 * max(max_block_rows(num_rows, experts, block), 1) + experts + 3
 
 
 def block_row_table(offsets_E: Tensor, num_rows: int, block: int) -> Tensor:

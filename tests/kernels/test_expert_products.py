@@ -118,6 +118,21 @@ def test_rows_product_of_both_orientations_and_planes(loads, tile):
     close(both, truth, used)
 
 
+@pytest.mark.parametrize("width", [320, 384] if CUDA else [24])
+def test_last_tile_of_a_row_may_be_narrow(loads, tile, width):
+    rows, offsets_E, used, _ = setup(loads)
+    x, w = poison(new(1, ROWS, D), used, 1), new(len(loads), width, D, scale=D**-0.5)
+    y = ep.rows_product(x, (w,), rows, transposed=True, tile=tile)
+    close(y, reference.rows_product(x.double(), (w.double(),), offsets_E, transposed=True), used)
+    wide = new(len(loads), D, width, scale=D**-0.5)
+    y = ep.rows_product(x, (wide,), rows, transposed=False, tile=tile)
+    close(y, reference.rows_product(x.double(), (wide.double(),), offsets_E, transposed=False), used)
+    b = poison(new(ROWS, width), used)
+    dw = ep.weight_gradient(x, b, rows, tile=tile)
+    close(dw, reference.weight_gradient(x.double(), b.double(), offsets_E))
+    assert rows.count[1:].tolist() == [0, 0]  # as the next product wants them
+
+
 @pytest.mark.parametrize(
     "activation, weighted, gated",
     [("silu", True, True), ("silu", False, True), ("gelu", True, False), ("gelu", True, True), ("gelu", False, False)]

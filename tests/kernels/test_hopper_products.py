@@ -11,7 +11,7 @@ COMPILE = """
 import re, subprocess, tempfile
 import torch
 from pathlib import Path
-from foundry_moe_kernels import descriptors, expert_products as ep, hopper_products
+from foundry_moe_kernels import descriptors, expert_products as ep, hopper_inner, hopper_products
 from foundry_moe_kernels.tuning import Tile
 
 
@@ -34,7 +34,7 @@ def report(kernel):
 
 descriptors.specialised_supported = lambda device: True
 hopper_products.rows_kernel = Compiled(hopper_products.rows_kernel)
-hopper_products.inner_kernel = Compiled(hopper_products.inner_kernel)
+hopper_inner.inner_kernel = Compiled(hopper_inner.inner_kernel)
 x, h, both = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 512), (256, 1024), (2, 2, 1024, 512)))
 w, v = both
 rows = ep.RaggedRows(
@@ -49,6 +49,10 @@ ep.up(x, w, v, rows, "silu", tile=tile)
 ep.up(tokens, w, v, rows, "silu", tile=tile)
 ep.rows_product(h[None].repeat(2, 1, 1), (w, v), rows, transposed=False, tile=tile, beside=(tokens, x.clone()))
 ep.weight_gradient(h[None], x, rows, tile=tile)
+for width in (320, 384):  # and a last tile of 64 or 128 columns
+    narrow = torch.zeros(2, width, 512, dtype=torch.bfloat16)
+    ep.rows_product(x[None], (narrow,), rows, transposed=True, tile=tile)
+    ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=tile)
 """
 
 
@@ -72,10 +76,18 @@ def test_rows_of_each_width_that_can_be_copied_have_a_tensor_map():
 
 
 @needs_gluon
+def test_last_tile_is_as_narrow_as_what_is_left():
+    from foundry_moe_kernels.hopper_products import last_columns
+
+    left = {2880: 64, 1408: 128, 2048: 256, 320: 64, 449: 256, 8: 64}
+    assert {columns: last_columns(columns, 256) for columns in left} == left
+
+
+@needs_gluon
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     kernels = [[int(word) for word in line.split()] for line in run_for(90, COMPILE)]
-    assert len(kernels) == 6
-    for products, stack, local, shared in kernels:
-        assert products == 8  # four instructions a step of 64 in each of two halves
+    # four instructions a step of 64 in each of two halves, and as many for a narrow last tile
+    assert [products for products, *_ in kernels] == [8] * 6 + [16] * 4
+    for _, stack, local, shared in kernels:
         assert stack == local == 0
         assert shared <= 227 * 1024
