@@ -51,6 +51,10 @@ def _strides(matrix: Tensor) -> tuple[int, int, int]:
     return (matrix.stride(0) if matrix.dim() == 3 else 0), matrix.stride(-2), matrix.stride(-1)
 
 
+def _along(b_KN: Tensor) -> bool:
+    return b_KN.stride(-2) == 1 and b_KN.stride(-1) != 1
+
+
 def _precision(tf32: bool) -> str:
     return "tf32" if tf32 else "ieee"
 
@@ -133,7 +137,9 @@ def sdd(
         )
     s = _empty_values(topology, a, zero_tail)
     if s.numel():
-        tile = tile or choose("sdd", topology, a.dtype, columns=max(topology.widths), inner=a_RK.shape[1])
+        tile = tile or choose(
+            "sdd", topology, a.dtype, columns=max(topology.widths), inner=a_RK.shape[1], tf32=tf32, along=_along(b_KC)
+        )  # fmt: skip
         _rows((a_RK,), (b_KC,), s, topology, tile, sdd=True, tf32=tf32)
     return s
 
@@ -163,7 +169,9 @@ def sdd_act(
     if z_PRF.numel():
         glu = len(weights) == 2
         product = "glu" if glu else "act"
-        tile = tile or choose(product, topology, a.dtype, columns=topology.widths[0], inner=a.shape[1])
+        tile = tile or choose(
+            product, topology, a.dtype, columns=topology.widths[0], inner=a.shape[1], tf32=tf32, along=True
+        )  # fmt: skip
         turned = tuple(weight.mT for weight in weights)
         _rows(
             (a,), turned, z_PRF, topology, tile, sdd=True, tf32=tf32, source_R=source_R, choices=choices, h=h_RF,
@@ -214,7 +222,10 @@ def dsd(
     _check_columns(b_in, topology, "b")
     result = (torch.zeros if zero_tail else torch.empty)(topology.num_rows, n, dtype=s.dtype, device=s.device)
     if result.numel():
-        tile = tile or choose("dsd", topology, s.dtype, columns=n, inner=max(topology.widths))
+        product = "dsd2" if len(b_P) == 2 else "dsd"
+        tile = tile or choose(
+            product, topology, s.dtype, columns=n, inner=max(topology.widths), tf32=tf32, along=_along(b_in)
+        )  # fmt: skip
         _rows(s_P, b_P, result, topology, tile, sdd=False, tf32=tf32)
     return result
 
@@ -233,7 +244,9 @@ def _inner(
     elif out.shape != shape or out.dtype != s.dtype:
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype}")
     if out.numel():
-        tile = tile or choose("inner", topology, s.dtype, columns=n, inner=topology.num_rows // len(topology.widths))
+        tile = tile or choose(
+            "inner", topology, s.dtype, columns=n, inner=topology.num_rows // len(topology.widths), tf32=tf32
+        )  # fmt: skip
         out_expert, out_column, out_n = _strides(out)
         launch(
             inner_kernel, (topology.block_columns * cdiv(n, tile.bn),),
@@ -244,6 +257,7 @@ def _inner(
             out_expert, out_column, out_n,
             UNIFORM=topology.uniform, STACKED=stacked, BLOCK=topology.block, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
             EVEN_M=topology.uniform and width % topology.block == 0, EVEN_N=n % tile.bn == 0,
+            TURNED=tf32 and s.element_size() == 4,
             PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out

@@ -19,11 +19,12 @@ def inner_kernel(
     starts, sizes, heights, values, rows_Z, transposed_Z, column_offsets, order_E, widths_E, columns_E,
     column_experts, column_locals, columns, width, b_row, b_n, out_expert, out_column, out_n,
     UNIFORM: tl.constexpr, STACKED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = Sᵀ B, rows of S's columns by `columns` of B. An expert without rows gets zeros.
 
-    width: of every expert, where UNIFORM; then the experts with the most rows come first.
+    width: of every expert, where UNIFORM; then the experts with the most rows come first. TURNED: S is read as Sᵀ, not
+    turned in shared memory, where Triton copies four-byte elements one by one for that.
     """
     wide = tl.cdiv(columns, BN)
     n = tl.program_id(0) // wide
@@ -48,13 +49,20 @@ def inner_kernel(
         start = tl.load(starts + m).to(tl.int64)
         rows = (blocks - 1) * BLOCK + tl.load(sizes + m + blocks - 1)
         origin = start * width if UNIFORM else tl.load(values + m)
-        s = s_ptr + origin + k.to(tl.int64)[:, None] * width + i[None, :]
+        if TURNED:
+            s = s_ptr + origin + k.to(tl.int64)[None, :] * width + i[:, None]
+        else:
+            s = s_ptr + origin + k.to(tl.int64)[:, None] * width + i[None, :]
         b = b_ptr + (start + k)[:, None] * b_row + j[None, :] * b_n
         for step in range(0, rows, BK):
-            keep_k = (step + k < rows)[:, None]
-            s_tile = tl.load(s, mask=keep_k if EVEN_M else keep_k & keep_i[None, :], other=0.0)
-            b_tile = tl.load(b, mask=keep_k if EVEN_N else keep_k & keep_j[None, :], other=0.0)
-            acc = tl.dot(tl.trans(s_tile), b_tile, acc, input_precision=PRECISION)
+            keep_k = step + k < rows
+            b_tile = tl.load(b, mask=keep_k[:, None] if EVEN_N else keep_k[:, None] & keep_j[None, :], other=0.0)
+            if TURNED:
+                turned = tl.load(s, mask=keep_k[None, :] if EVEN_M else keep_k[None, :] & keep_i[:, None], other=0.0)
+            else:
+                s_tile = tl.load(s, mask=keep_k[:, None] if EVEN_M else keep_k[:, None] & keep_i[None, :], other=0.0)
+                turned = tl.trans(s_tile)
+            acc = tl.dot(turned, b_tile, acc, input_precision=PRECISION)
             s += BK * width
             b += BK * b_row
     base = e.to(tl.int64) * out_expert if STACKED else tl.load(columns_E + e).to(tl.int64) * out_column

@@ -34,10 +34,8 @@ class SparseTile:
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program may take on this device; in the interpreter, a Hopper's."""
-    if device.type != "cuda":
-        return SHARED_BYTES[90]
-    major, minor = torch.cuda.get_device_capability(device)
-    return SHARED_BYTES.get(10 * major + minor, SHARED_BYTES[80] if major in (8, 10) else SHARED_BYTES[86])
+    known = capability(device)
+    return SHARED_BYTES.get(known, SHARED_BYTES[80] if known // 10 in (8, 10) else SHARED_BYTES[86])
 
 
 def fit(tile: SparseTile, block: int, itemsize: int, limit_bytes: int, operands: int = 1) -> SparseTile:
@@ -54,18 +52,67 @@ def fit(tile: SparseTile, block: int, itemsize: int, limit_bytes: int, operands:
     return tile
 
 
-def choose(product: str, topology: Topology, dtype: torch.dtype, *, columns: int, inner: int) -> SparseTile:
-    """The tile of a product: sdd, act (it and its activation), glu (two of them), dsd or inner (weights' gradients).
+# The tiles of chips that were measured, by capability (benchmarks/sparse_tiles.py): of a product those from an inner
+# depth on, the deepest first. dsd2 is the sum of two; `along` is any product of tf32 whose second operand lies along
+# the inner dimension, `across` one where it does not. Two warps keep Triton from Hopper's tf32 instruction, which wants
+# operands along it and has others turned four bytes at a time (H200: 41 to 158 TFLOP/s)
+MEASURED: dict[int, dict[str, tuple[tuple[int, SparseTile], ...]]] = {
+    90: {
+        "sdd": ((4096, SparseTile(bn=256, stages=4, warps=8, group=4)), (0, SparseTile(bn=256, stages=4, warps=8))),
+        "act": ((0, SparseTile(bn=256, stages=4, warps=8)),),
+        "glu": ((0, SparseTile(bk=32, stages=6, warps=8)),),
+        "dsd": (
+            (4096, SparseTile(bn=256, stages=4, warps=8, group=4)),
+            (1536, SparseTile(bn=256, stages=4, warps=8)),
+            (0, SparseTile(bn=256, warps=8)),
+        ),
+        "dsd2": (
+            (4096, SparseTile(bn=256, bk=32, stages=6, warps=8)),
+            (0, SparseTile(bn=256, bk=32, stages=4, warps=8)),
+        ),
+        "inner": ((512, SparseTile(group=2)), (0, SparseTile(stages=2))),
+        "glu tf32": ((0, SparseTile(bk=32, warps=8)),),
+        "along": ((0, SparseTile(bn=256, bk=32, stages=4, warps=8)),),
+        "across": ((0, SparseTile(bn=64, bk=16, stages=4, warps=2)),),
+    }
+}
+
+
+def _others(product: str) -> SparseTile:
+    """The rule for chips that were not measured.
+
+    Four warps' registers would not do for an activation, nor for a turned operand.
+    """
+    return SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "dsd", "dsd2") else 8)
+
+
+def _kind(product: str, tf32: bool, along: bool) -> str:
+    if not tf32:
+        return product
+    return "glu tf32" if product == "glu" else "along" if along else "across"
+
+
+def choose(
+    product: str, topology: Topology, dtype: torch.dtype, *, columns: int, inner: int, tf32: bool = False,
+    along: bool = False,
+) -> SparseTile:  # fmt: skip
+    """The tile of a product.
+
+    That is sdd, act (it and its activation), glu (two of them), dsd, dsd2 (two of them) or inner (weights' gradients).
 
     Args:
         columns, inner: of a tile's row, and how deep it is on average.
+        tf32: fp32 operands are rounded to tf32.
+        along: the second operand's adjacent elements follow the inner dimension.
     """
     device, block = topology.starts_M.device, topology.block
-    if _is_hopper(device):
-        tile = _measured(product, inner)
-    else:  # four warps' registers would not do for an activation, nor for a turned operand
-        tile = SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "dsd") else 8)
-    if dtype.itemsize == 4:
+    measured = MEASURED.get(capability(device))
+    if measured is None:
+        tile = _others(product)
+    else:
+        kind = _kind(product, tf32 and dtype.itemsize == 4, along)
+        tile = next(tile for least, tile in measured[kind] if inner >= least)
+    if dtype.itemsize == 4 and tile.bk > 32:
         tile = replace(tile, bk=32)
     if block < BLOCK:
         tile = replace(tile, bn=max(min(64, next_power_of_2(columns)), 16), bk=max(min(32, next_power_of_2(inner)), 16))
@@ -79,14 +126,9 @@ def choose(product: str, topology: Topology, dtype: torch.dtype, *, columns: int
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _measured(product: str, inner: int) -> SparseTile:
-    """On an H100 (benchmarks/sparse_tiles.py)."""
-    if product == "glu":
-        return SparseTile(bn=128, bk=32, stages=6, warps=8)
-    if product == "inner":
-        return SparseTile(bn=256, warps=8) if inner >= 2048 else SparseTile(stages=3 if inner >= 512 else 2)
-    return SparseTile(bn=256, stages=4, warps=8)
+def capability(device: torch.device) -> int:
+    """As in sm_90; in the interpreter, a Hopper's."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -18,7 +18,7 @@ from foundry_moe_kernels import permute, pointwise, products, sparse_tiles, topo
 
 capability = {capability}
 sparse_tiles.shared_bytes = lambda device: sparse_tiles.SHARED_BYTES[capability]
-sparse_tiles._is_hopper = lambda device: capability == 90
+sparse_tiles.capability = lambda device: capability
 run = JITFunction.run
 
 
@@ -80,6 +80,27 @@ def test_portable_kernels_compile_and_fit(capability):
         "_permute_kernel",
         "_activation_backward_kernel",
     } <= names
+    for name, kind, shared, registers, stack in lines:
+        assert int(shared) <= SHARED_BYTES[capability], f"{name} takes {shared} bytes of shared memory"
+        assert int(stack) <= SPILLED[kind], f"{name}: {registers} registers, {stack} bytes of stack"
+
+
+TF32 = """
+t = topology.topology_from_offsets(offsets_E, rows, [f] * experts, block)
+products.sdd_act(x, (w1, v1), t, "silu", source_R=source_R, choices=2, tf32=True)
+products.dsd(h, w2, t, trans_b=True, tf32=True)
+products.sdd(x, w2, t, tf32=True)
+products.dsd((h, h.clone()), (w1, v1), t, tf32=True)
+products.dsd(h, x, t, trans_s=True, stacked=True, tf32=True)
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_products_of_tf32_compile_and_fit(capability):
+    operands = COMPILE[: COMPILE.index("products.sdd_act")]
+    script = operands.replace("{capability}", str(capability)).replace("{dtype}", "float32") + TF32
+    lines = [line.split() for line in run_for(capability, script)]
+    assert [name for name, *_ in lines].count("inner_kernel") == 1
     for name, kind, shared, registers, stack in lines:
         assert int(shared) <= SHARED_BYTES[capability], f"{name} takes {shared} bytes of shared memory"
         assert int(stack) <= SPILLED[kind], f"{name}: {registers} registers, {stack} bytes of stack"
