@@ -1,6 +1,7 @@
 """A whole expert layer from routing to combine, forward and backward, beside torch's grouped way and the dense roof.
 
     python benchmarks/layer.py [--cases OLMoE,Qwen3] [--profile]
+    python benchmarks/layer.py --sweep: see `layer_sweep`
 
 The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Times are taken one step of each
 in turn, in a new order every time: what the card's power allows is then the same for all. Peak memory is what the
@@ -22,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from timing import header, in_turn_ms, probabilities
+from layer_sweep import LAYERS, sweep
+from timing import captured, header, in_turn_ms, probabilities
 
 from foundry_moe.ops import expert_mlp, plan_permute
 from foundry_moe.ops.softmax_topk import softmax_topk
@@ -50,7 +52,14 @@ def ours(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k
 def torch_grouped(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int) -> Tensor:
     """torchtitan's way: sort, gather, `torch._grouped_mm`, weigh, scatter-add."""
     top, experts_TK = torch.topk(logits, k)
-    weights_A = torch.softmax(top.float(), -1).flatten()
+    return grouped_experts(x, experts_TK, torch.softmax(top.float(), -1), w1, v1, w2, k)
+
+
+def grouped_experts(
+    x: Tensor, experts_TK: Tensor, weights_TK: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int
+) -> Tensor:
+    """`torch_grouped` after its router."""
+    weights_A = weights_TK.flatten()
     expert_A, order_A = torch.sort(experts_TK.flatten(), stable=True)
     offsets_E = torch.histc(expert_A.float(), bins=w1.shape[0], min=0, max=w1.shape[0] - 1).cumsum(0).int()
     token_A = order_A // k
@@ -101,19 +110,6 @@ def peak_bytes(way: Way) -> int:
     for leaf in way.leaves:
         leaf.grad = None
     return peak
-
-
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """For the device's time alone: the host launches a step of the smallest case slower than the device computes it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def profile(way: Way) -> None:
@@ -188,7 +184,15 @@ def main() -> None:
     parser.add_argument("--loads", default="uniform,zipf")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--layers", default=",".join(LAYERS), help="of the sweep")
+    parser.add_argument("--dtypes", default="bf16,fp16,tf32", help="of the sweep")
+    parser.add_argument("--csv", type=Path, help="folder for the sweep's tables")
     arguments = parser.parse_args()
+    if arguments.sweep:
+        torch.manual_seed(0)
+        layers, dtypes = arguments.layers.split(","), arguments.dtypes.split(",")
+        sys.exit(bool(sweep(grouped_experts, layers, dtypes, arguments.repeats, arguments.csv)))
     cases = arguments.cases.split(",")
     context = torch.multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_kernels, args=pair) for pair in enumerate(cases)]

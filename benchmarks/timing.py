@@ -50,6 +50,22 @@ def in_turn_ms(runs: Sequence[Callable[[], object]], repeats: int = 11, warmup: 
     return [sorted(start.elapsed_time(end) for start, end in pairs)[repeats // 2] for pairs in events]
 
 
+def captured(run: Callable[[], None], pool: object | None = None) -> torch.cuda.CUDAGraph:
+    """For the device's time alone: the host launches a step of the smallest case slower than the device computes it.
+
+    Graphs of one `pool` share memory: what one leaves is gone once another is replayed.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph
+
+
 def queued_ms(run: Callable[[], object], device: torch.device, rounds: int) -> float:
     """The median of a call's milliseconds on the device.
 
