@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from foundry_moe.callbacks import stopping
-from foundry_moe.callbacks.stopping import OutliveSignals, Restart, StopSignals, shield_workers
+from foundry_moe.callbacks.stopping import LEAVE_S, OutliveSignals, Restart, StopSignals, shield_workers
 
 
 def test_a_signal_is_noted_once_and_given_back() -> None:
@@ -90,3 +91,24 @@ def test_leaving_is_an_exit_code_that_says_start_me_again() -> None:
     code = "from foundry_moe.callbacks.stopping import leave\ntry: leave('x')\nexcept Exception: pass\n"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 75
     assert issubclass(Restart, SystemExit)
+
+
+def test_leaving_waits_for_loggers_and_not_for_what_hangs_at_the_exit() -> None:
+    """Loggers close at the exit; data loaders' processes are waited for there, and peers where modules are freed."""
+    code = """
+import atexit, time
+class Peer:
+    def __del__(self):
+        time.sleep(100)
+atexit.register(time.sleep, 100)  # as multiprocessing does, before anything of ours is imported
+from foundry_moe.callbacks.stopping import leave
+atexit.register(print, "closed")
+peer = Peer()
+print("imported", flush=True)
+leave('x')
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "imported\n"
+    began = time.monotonic()
+    assert process.stdout.read() == "closed\n" and process.wait(60) == 75
+    assert time.monotonic() - began < LEAVE_S - 2, "no timer ended it"
