@@ -10,6 +10,7 @@
 #   make chaos                      1,000 kills of the checkpoint engine, and 24 of the demo's run: an hour
 #   make chaos-ceph                 the same on Ceph RGW, started here (Debian: scripts/ceph_rgw.sh says what it needs), or
 #                                   on any S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
+#   make check-exports  exported models, read by the newest transformers in an environment of its own (FOLDERS=... too)
 #   make verify                     trains on meshes of 1 to 8 processes, and compares with one
 STACK ?= modern
 VENV := $(if $(filter stock,$(STACK)),.venv-stock,.venv)
@@ -24,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
-.PHONY: env demo test test-all test-rest lint docs verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs check-exports verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -52,6 +53,9 @@ lint: env
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "the site is in build/site: open build/site/index.html"
+
+check-exports: env
+	scripts/check_exports.sh $(VENV) $(FOLDERS)
 
 verify: env
 	$(BIN)/foundry-moe verify

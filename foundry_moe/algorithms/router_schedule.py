@@ -22,6 +22,7 @@ from foundry_moe.layers.gate_updates import note_loads, step_gates
 from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
+from foundry_moe.models.native.saving import native_of_model
 from foundry_moe.models.same_run import check_model, describe_model
 from foundry_moe.parallel.gate_collectives import GateCollectives
 
@@ -106,6 +107,7 @@ class RouterSteps(Algorithm):
         if context is None:
             return
         if event == Event.FIT_START:
+            check_hf_checkpointer(state)
             self._compare(moe_layers(state.model))
             self._compare_models(describe_model(state.model))
             _share(context)
@@ -135,6 +137,23 @@ class RouterSteps(Algorithm):
                 raise ValueError(
                     f"experts' {key} ({ours}): the checkpoint was trained with {theirs}; use that, or start anew"
                 )
+
+
+def check_hf_checkpointer(state: State) -> None:
+    """Refuses LLM Foundry's callback `hf_checkpointer` where it could not save: it would end the run at its first save.
+
+    Raises:
+        ValueError: no Hugging Face family computes what this model does; names the key in the way.
+    """
+    for callback in state.callbacks:
+        if any(cls.__name__ == "HuggingFaceCheckpointer" for cls in type(callback).__mro__):
+            try:
+                native_of_model(state.model)
+            except ValueError as error:
+                raise ValueError(
+                    f"callbacks.hf_checkpointer: {error}; or take it out: elastic_checkpoint keeps the model, and "
+                    "`foundry-moe checkpoints export` writes it under our own names"
+                ) from error
 
 
 def _share(context: BatchContext) -> None:

@@ -176,7 +176,7 @@ def _compare_logits(exported: Exported, folder: Path, certificate: Certificate, 
     ours = logits_of(_ours(exported), ids)
     try:
         theirs_model, report = AutoModelForCausalLM.from_pretrained(
-            folder, torch_dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+            folder, torch_dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # whatever transformers says of a folder that it cannot load
         certificate.logits = {"compared": False, "why": f"transformers does not load the folder: {error}"}

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.cli import main
+from foundry_moe.models.families import family_of
 from foundry_moe.models.mpt import DMoECausalLM
 from foundry_moe.models.native.architecture import KEY, architecture_of
+from tests.models.families.small import MODEL_TYPES, small
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 32, "activation": "swiglu", "init_std": 0.2}
 ROPE = {"rope": True, "rope_impl": "hf"}
@@ -38,6 +51,34 @@ def mpt(moe: dict[str, Any] | None = None, attn_config: dict[str, Any] | None = 
     return model
 
 
+MPTS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "mixtral, tied, grouped queries": {
+        "tie_word_embeddings": True,
+        "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
+    },
+    "mixtral, apart": {
+        "attn_config": {"fused_qkv": False, "attn_type": "multiquery_attention"},
+        "moe": {"activation": "geglu"},
+    },
+    "olmoe": {
+        "attn_config": {"qk_ln": True, "norm_type": "rmsnorm"},
+        "moe": {"gate": {"name": "topk", "normalize": False}},
+    },
+    "olmoe, switch": {
+        "attn_config": {"qk_ln": True, "norm_type": "rmsnorm"},
+        "moe": {"gate": {"name": "switch"}, "top_k": 1},
+    },
+    "qwen3_moe, every other layer": {
+        "attn_config": {"qk_gn": True, "norm_type": "rmsnorm"},
+        "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}},
+        "moe": {"layers": {"every": 2}},
+    },
+}
+# without DBRX: transformers 4.51 runs it on `eager` attention only where `clip_qkv` is set, as it is in DBRX itself
+MODEL_KINDS = ("llama", "mistral", "qwen3", *(kind for kind in MODEL_TYPES if kind != "dbrx"))
+
+
 class Wrapped(nn.Module):
     """As the trainer has it: the model under `model`."""
 
@@ -59,3 +100,46 @@ def commit(model: nn.Module, folder: Path, **info: Any) -> Path:
     report = engine.wait()
     assert report is not None and report.error is None
     return folder
+
+
+def of_hugging_face(kind: str) -> nn.Module:
+    """A small model of transformers that was given dMoE layers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 61, "initializer_range": 0.3}
+    torch.manual_seed(4)
+    dense = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
+    }
+    if kind in dense:
+        model = dense[kind]()
+        layers: Any = {"every": 2} if kind == "qwen3" else "all"
+        apply_dmoe(model, MoEConfig(num_experts=4, top_k=2, init="upcycle", layers=layers))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".experts." in name:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        return model
+    native = small(kind)
+    blocks = family_of(native.config).read(native.config)
+    apply_dmoe(native, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
+    return native
+
+
+def export_all(folder: Path) -> None:
+    """Exports one model of each kind to `folder/KIND/exported`, for another program to read."""
+    models = {name: mpt(**keys) for name, keys in MPTS.items()}
+    models |= {f"hugging face {kind}": Wrapped(of_hugging_face(kind)) for kind in MODEL_KINDS}
+    for name, model in models.items():
+        place = folder / name.replace(",", "").replace(" ", "_")
+        run = commit(model, place / "run")
+        try:
+            main(["export", str(run), str(place / "exported"), "--certify"])
+        except SystemExit as ended:
+            if ended.code:
+                raise
+
+
+if __name__ == "__main__":
+    export_all(Path(sys.argv[1]))

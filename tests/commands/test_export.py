@@ -14,23 +14,15 @@ import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
-from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.cli import main
 from foundry_moe.commands import certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
 from foundry_moe.models.native.plan import native_of
-from tests.commands.exporting import Wrapped, commit, mpt
+from tests.commands.exporting import MODEL_KINDS, MPTS, Wrapped, commit, mpt, of_hugging_face
 from tests.models.families.small import small
 
 ROOT = Path(__file__).parents[2]
@@ -48,32 +40,6 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-MPTS = {
-    "mixtral": {},
-    "mixtral, tied, grouped queries": {
-        "tie_word_embeddings": True,
-        "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
-    },
-    "mixtral, apart": {
-        "attn_config": {"fused_qkv": False, "attn_type": "multiquery_attention"},
-        "moe": {"activation": "geglu"},
-    },
-    "olmoe": {
-        "attn_config": {"qk_ln": True, "norm_type": "rmsnorm"},
-        "moe": {"gate": {"name": "topk", "normalize": False}},
-    },
-    "olmoe, switch": {
-        "attn_config": {"qk_ln": True, "norm_type": "rmsnorm"},
-        "moe": {"gate": {"name": "switch"}, "top_k": 1},
-    },
-    "qwen3_moe, every other layer": {
-        "attn_config": {"qk_gn": True, "norm_type": "rmsnorm"},
-        "ffn_config": {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}},
-        "moe": {"layers": {"every": 2}},
-    },
-}
-
-
 @pytest.mark.parametrize("name", MPTS)
 def test_an_mpt_leaves_as_the_family_that_computes_the_same(name: str, tmp_path: Path) -> None:
     model = mpt(**MPTS[name])
@@ -87,31 +53,7 @@ def test_an_mpt_leaves_as_the_family_that_computes_the_same(name: str, tmp_path:
     assert set(there.state_dict()) - {"lm_head.weight"} == set(found["tensors"]) - {"lm_head.weight"}
 
 
-def of_hugging_face(kind: str) -> torch.nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 61, "initializer_range": 0.3}
-    torch.manual_seed(4)
-    dense = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
-    }
-    if kind in dense:
-        model = dense[kind]()
-        layers: Any = {"every": 2} if kind == "qwen3" else "all"
-        apply_dmoe(model, MoEConfig(num_experts=4, top_k=2, init="upcycle", layers=layers))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if ".experts." in name:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-        return model
-    native = small(kind)
-    keys = {"expert_hidden_size": "auto", "activation": "auto"}
-    apply_dmoe(native, MoEConfig(num_experts=5, top_k=2, **keys))
-    return native
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "mixtral", "olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_a_model_of_hugging_face_leaves_as_its_family(kind: str, tmp_path: Path) -> None:
     model = of_hugging_face(kind)
     assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--certify") == 0
@@ -258,7 +200,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_no_family_computes_is_named_and_nothing_is_written(
     keys: dict[str, Any], sentence: str, tmp_path: Path, capsys: Any
 ) -> None:
-    assert export(commit(mpt(**keys), tmp_path / "run"), tmp_path / "out") == 2
+    run = commit(mpt(**keys), tmp_path / "run")
+    capsys.readouterr()  # what others say while the model is built
+    assert export(run, tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1 and "would do" in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -330,6 +274,17 @@ def test_damage_and_a_folder_in_use_are_one_sentence(good: tuple[Path, Path], tm
     assert "exists and is not empty" in capsys.readouterr().err
     assert export(tmp_path / "nothing", tmp_path / "out") == 2
     assert "there is nothing at" in capsys.readouterr().err
+
+
+def test_from_s3_it_is_the_same(good: tuple[Path, Path], tmp_path: Path, moto: tuple[str, int]) -> None:
+    url = f"http://{moto[0]}:{moto[1]}"
+    store = open_store("s3://bucket/to-export", StoreOptions(endpoint_url=url))
+    for path in good[0].rglob("*"):
+        if path.is_file() and path.relative_to(good[0]).parts[0] in ("commits", "steps"):
+            store.put(str(path.relative_to(good[0])), path.read_bytes())
+    assert export("s3://bucket/to-export", tmp_path / "out", "--endpoint-url", url) == 0
+    (there,), (here,) = tmp_path.glob("out/*.safetensors"), good[1].glob("*.safetensors")
+    assert there.read_bytes() == here.read_bytes()
 
 
 def test_safetensors_own_reader_takes_every_file(good: tuple[Path, Path]) -> None:

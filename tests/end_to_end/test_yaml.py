@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from foundry_moe.cli import main
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "yamls" / "demo" / "cpu.yaml"
@@ -34,10 +37,15 @@ def test_llm_foundrys_own_command_trains_our_yaml(tiny_arguments, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def launched(tiny_arguments, tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("launched")
+
+
+@pytest.fixture(scope="module")
+def launched(tiny_arguments, folder):
     """The demo's run on two processes: begun, gone on with, and started once more when it is done."""
     arguments = [
-        *tiny_arguments(tmp_path_factory.mktemp("launched")),
+        *tiny_arguments(folder),
         "global_train_batch_size=8",
         "callbacks.run_report.interval=1ba",
     ]
@@ -50,6 +58,20 @@ def test_two_processes_train_and_report(launched):
     assert first.returncode == 0, first.stderr[-3000:]
     for words in ("first loss", "last loss", "validation loss", "unigram loss", "checkpoint ", "sample "):
         assert f"\n{words}" in first.stdout
+
+
+def test_its_model_answers_in_plain_transformers(launched, folder, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(folder / "checkpoints"), str(tmp_path / "out"), "--certify"])
+    assert not ended.value.code
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    asked = tokenizer("The state of the union", return_tensors="pt", return_token_type_ids=False)
+    answer = model.generate(**asked, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert answer.shape[1] == asked["input_ids"].shape[1] + 8
+    assert tokenizer.decode(answer[0]).startswith("The state of the union")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| run | demo |" in card and "| training loss at that step |" in card and "| mesh | world 2 |" in card
 
 
 def test_a_run_started_again_goes_on(launched):

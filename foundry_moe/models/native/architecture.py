@@ -90,13 +90,23 @@ def architecture_of(model: nn.Module) -> Architecture | None:
     name, pretrained = named[0]
     name = name.removeprefix("module").removeprefix(".")  # DDP's
     return Architecture(
-        config=pretrained.config.to_dict(),
+        config=_plain(pretrained.config),
         experts=replace(layers[0].config, layers="all", mesh=None),
         layers=tuple(layer.layer_index for layer in layers),
         num_layers=_num_layers(pretrained.config),
         prefix=f"{name}." if name else "",
         tokenizer=str(getattr(getattr(model, "tokenizer", None), "name_or_path", "") or ""),
     )
+
+
+def _plain(config: PretrainedConfig) -> dict[str, Any]:
+    """As `to_dict`, but that parts which are configurations themselves, as DBRX has, keep their own keys alone: their
+    constructors refuse what every configuration has."""
+    common = PretrainedConfig().to_dict().keys() | {"model_type"}
+    parts = {key: value.to_dict() for key, value in vars(config).items() if isinstance(value, PretrainedConfig)}
+    own = {key: {k: v for k, v in part.items() if k not in common} for key, part in parts.items()}
+    # `_attn_implementation_autoset` would keep a model that is built of this from choosing its attention
+    return {key: value for key, value in {**config.to_dict(), **own}.items() if not key.startswith("_")}
 
 
 def _num_layers(config: PretrainedConfig) -> int:
