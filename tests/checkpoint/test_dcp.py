@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import math
 import os
 import pickle
@@ -17,8 +18,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from foundry_moe.checkpoint import Reader, Writer
 from foundry_moe.checkpoint.engine import CheckpointEngine
@@ -105,10 +106,10 @@ def test_a_nested_state_comes_back_with_its_stateful_objects(store) -> None:
 def test_a_state_is_rebuilt_from_the_checkpoint_alone_as_format_utils_does(tmp_path) -> None:
     store = open_store(str(tmp_path))
     save(store, 3)
-    state = _load_state_dict_from_keys(storage_reader=Reader(store.url))
+    state: dict[str, Any] = {}
+    _load_state_dict(state, Reader(store.url), no_dist=True, planner=_EmptyStateDictLoadPlanner())
     check(state, 3)
     assert state["counter"]["count"] == 3
-    assert _load_state_dict_from_keys("array", storage_reader=Reader(store.url)).keys() == {"array"}
 
 
 def test_a_step_that_nobody_names_is_the_next_and_keep_counts(tmp_path) -> None:
@@ -192,7 +193,8 @@ def test_what_cannot_be_done_is_a_sentence(tmp_path) -> None:
     assert "holds no checkpoint" in failure(lambda: dcp.load({"w": torch.ones(1)}, storage_reader=Reader(folder)))
     assert "x.y is a builtins.object, which a checkpoint cannot hold" in store_it(object())
     assert "must be the step, a whole number" in store_it(1, checkpoint_id="/tmp/elsewhere")
-    assert "leave it out" in store_it(1, use_collectives=False)
+    if "use_collectives" in inspect.signature(dcp.save).parameters:  # not in PyTorch 2.7
+        assert "leave it out" in store_it(1, use_collectives=False)
     assert "keep (0) must be at least 1" in failure(lambda: Writer(folder, keep=0))
     writer, state = Writer(folder), {"w": torch.ones(100)}
     for again in (False, True):
@@ -252,7 +254,7 @@ def test_a_writer_goes_to_another_process_and_is_the_same_owner(tmp_path) -> Non
 
 def test_a_save_in_a_thread_holds_what_was_there_at_its_call(tmp_path) -> None:
     state = {"w": torch.ones(3000)}
-    future = dcp.async_save(state, storage_writer=Writer(tmp_path), checkpoint_id="1", no_dist=True)
+    future = dcp.async_save(state, storage_writer=Writer(tmp_path), checkpoint_id="1")
     state["w"].fill_(7)
     future.result()
     dcp.load(state, storage_reader=Reader(tmp_path))
