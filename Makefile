@@ -1,6 +1,6 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each does all its own set-up, and nothing twice.
 #
-#   make env [STACK=modern|stock]   the environment alone: .venv or .venv-stock
+#   make env [STACK=modern|stock|newest]   the environment alone: .venv, .venv-stock or .venv-newest
 #   make demo [DEMO=...]            trains a small dMoE on real text, 2 processes on the CPU
 #   make test                       tests marked quick: something of every part, in minutes
 #   make test-all [TESTS=...]       the whole suite, or the part of it that TESTS names
@@ -13,7 +13,7 @@
 #   make check-exports  exported models, read by the newest transformers in an environment of its own (FOLDERS=... too)
 #   make verify                     trains on meshes of 1 to 8 processes, and compares with one
 STACK ?= modern
-VENV := $(if $(filter stock,$(STACK)),.venv-stock,.venv)
+VENV := $(if $(filter modern,$(STACK)),.venv,.venv-$(STACK))
 BIN := $(VENV)/bin
 TESTS ?= tests
 DEMO ?=

@@ -148,7 +148,7 @@ class MoEConfig:
 
     num_experts: experts in a layer.
     top_k: experts a token goes to.
-    expert_hidden_size: width of one expert; auto = that of the FFN it replaces.
+    expert_hidden_size: width of one expert, or a list of one width for each expert; auto = that of the FFN it replaces.
     activation: swiglu | geglu | geglu_tanh | reglu | silu | gelu | gelu_tanh | relu | relu2; auto = that of the FFN it
         replaces.
     bias: whether experts have biases; auto = those of the FFN that they are copied from, else none.
@@ -174,7 +174,9 @@ class MoEConfig:
 
     num_experts: int
     top_k: int = 2
-    expert_hidden_size: int | Literal["auto"] = AUTO
+    expert_hidden_size: int | tuple[int, ...] | Literal["auto"] = field(
+        default=AUTO, metadata=form("a whole number, auto, or a list of one width for each expert such as [512, 1024]")
+    )
     activation: str = AUTO
     bias: bool | Literal["auto"] = AUTO
     layers: str | dict | tuple[int, ...] = field(
@@ -206,8 +208,7 @@ class MoEConfig:
                 f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts}): "
                 f"lower top_k or raise num_experts"
             )
-        if self.expert_hidden_size != AUTO and self.expert_hidden_size < 1:
-            raise ValueError(f"expert_hidden_size ({self.expert_hidden_size}) must be 1 or more, or auto")
+        self._check_widths()
         if self.shared_expert_hidden_size < 0:
             raise ValueError(f"shared_expert_hidden_size ({self.shared_expert_hidden_size}) must be 0 or more")
         if self.shared_expert_gate and not self.shared_expert_hidden_size:
@@ -228,6 +229,33 @@ class MoEConfig:
                 f"drop ({self.drop}): capacity ({self.capacity}) drops nothing; give it a number such as 1.25"
             )
         _ = self.mesh_config
+
+    def _check_widths(self) -> None:
+        widths = self.expert_hidden_size
+        if isinstance(widths, int) and widths < 1:
+            raise ValueError(f"expert_hidden_size ({widths}) must be 1 or more, or auto")
+        if not isinstance(widths, tuple):
+            return
+        if len(widths) != self.num_experts:
+            raise ValueError(
+                f"expert_hidden_size has {len(widths)} widths, but num_experts is {self.num_experts}: give one width "
+                "for each expert, or one number for all"
+            )
+        if min(widths) < 1:
+            raise ValueError(f"expert_hidden_size ({list(widths)}): every width must be 1 or more")
+        if len(set(widths)) == 1:
+            object.__setattr__(self, "expert_hidden_size", widths[0])
+            return
+        for key, value, allowed in (
+            ("backend", self.backend, ("auto", "blocksparse", "reference")),
+            ("capacity", self.capacity, (None,)),
+            ("init", self.init, (AUTO, "random")),
+            ("bias", self.bias, (AUTO, False)),
+        ):
+            if value not in allowed:
+                use = " or ".join("null" if word is None else str(word).lower() for word in allowed)
+                raise ValueError(f"{key} ({value}) wants experts of one width, but expert_hidden_size gives several: "
+                                 f"use {key}: {use}")  # fmt: skip
 
     def _check_layers(self) -> None:
         layers = self.layers

@@ -1,6 +1,8 @@
 """Pointwise activations and their derivatives as Triton functions, for the epilogues of the expert products.
 
-All arithmetic in fp32. Knows nothing of shapes. The twins are `reference.activate` and `reference.activation_grad`.
+All arithmetic in fp32. Knows nothing of shapes. Constants stand right of tensors: in the interpreter of Triton 3.9 a
+constant times a tensor stays a constant, which `tl.exp` refuses. The twins are `reference.activate` and
+`reference.activation_grad`.
 """
 
 import triton
@@ -49,7 +51,7 @@ def _normal_cdf(z):
 
     With `tl.erf` the epilogue of `up` took as long again as its product (H200, 65536 x 512 x 2048: 287 of 602 TFLOP/s).
     """
-    t = 1.0 / (1.0 + 0.3275911 * _SQRT_HALF * tl.abs(z))
+    t = 1.0 / (1.0 + tl.abs(z) * (0.3275911 * _SQRT_HALF))
     bell = tl.exp(-0.5 * z * z)
     tail = (((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592
     tail = 0.5 * tail * t * bell
@@ -65,7 +67,7 @@ def activate(z, ACT: tl.constexpr):
         cdf, _ = _normal_cdf(z)
         return z * cdf
     elif ACT == "gelu_tanh":
-        return 0.5 * z * (1.0 + _tanh(_SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z)))
+        return 0.5 * z * (1.0 + _tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI))
     elif ACT == "relu":
         return tl.maximum(z, 0.0)
     elif ACT == "relu2":
@@ -87,8 +89,8 @@ def activate_with_grad(z, ACT: tl.constexpr):
         cdf, bell = _normal_cdf(z)
         return z * cdf, cdf + z * _INV_SQRT_2PI * bell
     elif ACT == "gelu_tanh":
-        t = _tanh(_SQRT_2_OVER_PI * (z + _GELU_CUBIC * z * z * z))
-        slope = _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * z * z)
+        t = _tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI)
+        slope = (1.0 + z * z * (3.0 * _GELU_CUBIC)) * _SQRT_2_OVER_PI
         return 0.5 * z * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
     elif ACT == "relu":
         return tl.maximum(z, 0.0), tl.where(z > 0.0, 1.0, 0.0)

@@ -99,15 +99,18 @@ def _unpermute_backward_kernel(
         for first in range(0, width, WIDTH):
             d = first + tl.arange(0, WIDTH)
             keep = d < width
+            # spread over the columns: a scalar's comparison makes no mask in the interpreter of Triton 3.9
+            chosen = keep & (tl.zeros((WIDTH,), tl.int64) + row >= 0)
+            slot = tl.zeros((WIDTH,), tl.int64) + assignment
             dy = tl.load(dy_ptr + t * width + d, mask=keep, other=0.0).to(ACC)
-            y = tl.load(y_ptr + row * width + d, mask=keep & (row >= 0), other=0.0).to(ACC)
+            y = tl.load(y_ptr + row * width + d, mask=chosen, other=0.0).to(ACC)
             dot += dy * y
-            tl.store(out_ptr + row * width + d, (dy * weight).to(out_ptr.dtype.element_ty), mask=keep & (row >= 0))
+            tl.store(out_ptr + row * width + d, (dy * weight).to(out_ptr.dtype.element_ty), mask=chosen)
             tail = out_ptr + assignment * width + d
             tl.store(
                 tail,
                 tl.zeros((WIDTH,), out_ptr.dtype.element_ty),
-                mask=keep & (assignment >= end) & (assignment < rows),
+                mask=keep & (slot >= end) & (slot < rows),
             )
         tl.store(dweights_ptr + assignment, tl.sum(dot).to(dweights_ptr.dtype.element_ty))
 

@@ -157,20 +157,23 @@ def sdd_act(
 ) -> tuple[Tensor, Tensor]:
     """The first products of a layer in one launch: z_PRF = a·W1ᵀ (and a·V1ᵀ), h_RF = act(z[0]) (times z[1]).
 
+    For experts of different widths z and h are values as `sdd` returns them, flat: [P, V] and [V].
+
     Args:
         a: [R, D]; with `source_R` (int32 [R]) [T, D], whose row source_R[r] // choices stands for row r.
-        weights: one or two stacks [E, F, D] of equal strides.
+        weights: one or two stacks [E, F, D], or matrices [C, D], of equal strides.
 
     Rows past the loads' end are undefined.
     """
     _check_same(a, weights[0])
-    z_PRF = torch.empty(len(weights), topology.num_rows, topology.widths[0], dtype=a.dtype, device=a.device)
+    shape = (topology.num_rows, topology.widths[0]) if topology.uniform else (topology.num_values,)
+    z_PRF = torch.empty(len(weights), *shape, dtype=a.dtype, device=a.device)
     h_RF = torch.empty_like(z_PRF[0])
     if z_PRF.numel():
         glu = len(weights) == 2
         product = "glu" if glu else "act"
         tile = tile or choose(
-            product, topology, a.dtype, columns=topology.widths[0], inner=a.shape[1], tf32=tf32, along=True
+            product, topology, a.dtype, columns=max(topology.widths), inner=a.shape[1], tf32=tf32, along=True
         )  # fmt: skip
         turned = tuple(weight.mT for weight in weights)
         _rows(

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with foundry_moe in it, from any CPython 3.10 to 3.12 on this host.
 #
-# usage: make_env.sh FOLDER modern|stock
+# usage: make_env.sh FOLDER modern|stock|newest
 #   modern  torch 2.11, through requirements/modern.txt; the project is installed editable, for development
 #   stock   what a plain `pip install .` resolves; the project is installed as a user gets it
+#   newest  the newest torch and Triton of the index, through requirements/newest.txt; for tests of what breaks next
 # Does nothing where the folder is up to date with setup.py and the requirements.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,7 +38,8 @@ fi
 install=("$env/bin/uv" pip install --quiet --python "$env/bin/python")
 case $stack in
     modern) "${install[@]}" --override requirements/modern.txt --editable ".[test,demo,docs]" ;;
+    newest) "${install[@]}" --override requirements/newest.txt --editable ".[test,demo]" ;;
     stock) "${install[@]}" --reinstall-package foundry_moe ".[test,demo]" ;;
-    *) echo "make_env: STACK must be modern or stock, not $stack" >&2; exit 2 ;;
+    *) echo "make_env: STACK must be modern, stock or newest, not $stack" >&2; exit 2 ;;
 esac
 echo "$wanted" >"$stamp"

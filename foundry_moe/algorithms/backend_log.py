@@ -37,7 +37,7 @@ def backends_of(layers: Iterable[MoELayer]) -> list[str]:
         weight = next(layer.experts.parameters())
         kind = weight.device.type
         config = layer.config
-        assert isinstance(config.expert_hidden_size, int)
+        assert config.expert_hidden_size != "auto"
         found.append(
             describe_backend(
                 config.backend,

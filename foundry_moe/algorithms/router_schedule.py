@@ -56,8 +56,12 @@ def meaning_of(layers: list[MoELayer]) -> dict[str, Any]:
     return {
         "layers": [layer.layer_index for layer in layers],
         "gate": {"name": first.config.gate["name"], **gate},
-        **{key: getattr(first.config, key) for key in _MEANING},
+        **{key: _as_data(getattr(first.config, key)) for key in _MEANING},
     }
+
+
+def _as_data(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 class RouterSteps(Algorithm):

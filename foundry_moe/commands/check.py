@@ -40,7 +40,7 @@ def check_command(arguments: argparse.Namespace) -> int:
     config = check_whole_run(run)
     mesh = ""
     if arguments.gpus is not None:
-        from foundry_moe.parallel.mesh import plan_mesh
+        from foundry_moe.parallel.mesh import check_expert_widths, plan_mesh
 
         machine: dict[str, Any] = {
             "ranks_per_node": min(arguments.gpus_per_node, arguments.gpus),
@@ -50,7 +50,10 @@ def check_command(arguments: argparse.Namespace) -> int:
         batch = run["global_train_batch_size"]
         used = ranks_in_use(keys, world_size=arguments.gpus, batch_size=batch, **machine)
         check_fit(run, used=used, config=config)
-        mesh = f", mesh {plan_mesh(keys, world_size=used, **machine)}"
+        plan = plan_mesh(keys, world_size=used, **machine)
+        if config is not None and isinstance(config.expert_hidden_size, tuple):
+            check_expert_widths(config.expert_hidden_size, plan.expert)
+        mesh = f", mesh {plan}"
     if arguments.data:
         check_files(run)
     print(f"ok: {describe(run)}{mesh}")

@@ -43,6 +43,7 @@ class ModelShape:
     norm_width: parameters of one norm.
     query_key_norms: parameters of the norms of queries and keys in one attention; 0 = none.
     learned_positions: positions with an embedding of their own; 0 = none.
+    expert_hidden: width of an expert; of experts of different widths the mean, with `widest` beside it.
     counted: counts that stand in place of MPT's formulas.
     """
 
@@ -62,20 +63,25 @@ class ModelShape:
     ffn_matrices: int
     num_experts: int
     top_k: int
-    expert_hidden: int
+    expert_hidden: float
     expert_matrices: int
     shared_hidden: int
     has_router: bool
+    widest: int | None = None
     counted: Counted | None = None
 
     @property
-    def expert(self) -> int:
-        """Parameters of one expert."""
+    def widest_expert(self) -> int:
+        return int(self.expert_hidden) if self.widest is None else self.widest
+
+    @property
+    def expert(self) -> float:
+        """Parameters of one expert, in the mean."""
         return self.expert_matrices * self.d_model * self.expert_hidden
 
     @property
     def experts_a_layer(self) -> int:
-        return self.num_experts * self.expert
+        return round(self.num_experts * self.expert)
 
     @property
     def around_ffn(self) -> float:
@@ -133,7 +139,7 @@ class ModelShape:
         return self.dense + self.experts
 
     @property
-    def active(self) -> int:
+    def active(self) -> float:
         """Parameters that a token passes through."""
         return self.dense + self.moe_layers * self.top_k * self.expert
 
@@ -193,6 +199,8 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     biased = not model.get("no_bias", False)
     centred = "rms" not in str(model.get("norm_type", "low_precision_layernorm"))
     head_dim = d_model // n_heads
+    given = moe.expert_hidden_size
+    widths = given if isinstance(given, tuple) else (hidden if isinstance(given, str) else given,)
     # queries' and keys' norms are of the attention's own kind
     norms = 1 if "rms" in str(attention.get("norm_type", "low_precision_layernorm")) or not biased else 2
     sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)
@@ -215,7 +223,8 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
         ffn_matrices=3 if gated_ffn else 2,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
-        expert_hidden=hidden if moe.expert_hidden_size == AUTO else int(moe.expert_hidden_size),
+        expert_hidden=sum(widths) / len(widths) if len(widths) > 1 else widths[0],
+        widest=max(widths),
         expert_matrices=3 if gated else 2,
         shared_hidden=moe.shared_expert_hidden_size,
         has_router=moe.gate.get("name") != "hash",

@@ -38,7 +38,7 @@ from foundry_moe.parallel.transformer_blocks import prefetch_in_order
 VOCABULARY, WIDTH, HIDDEN, LAYERS, POSITIONS, SEQUENCES, STEPS = 40, 16, 24, 2, 6, 12, 3
 LEARNING_RATE = 0.01
 EPSILON = 1e-3  # AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
-KINDS = ("embed", "head", "norm", "mix", "gate.", "shared", "w1_EFD", "v1_EFD", "w2_EDF")
+KINDS = ("embed", "head", "norm", "mix", "gate.", "shared", "w1_EFD", "v1_EFD", "w2_EDF", "w1_HD", "v1_HD", "w2_HD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,11 @@ CASES = (
         share=(1, 2),
         microbatches=2,
         max_norm=0.5,
+    ),
+    Case(
+        name="experts of different widths",
+        moe={"num_experts": 16, "top_k": 3, "expert_hidden_size": (5, 11, 8, 8, 12, 4, 15, 1) * 2},
+        share=(2, 1),
     ),
 )
 

@@ -19,7 +19,7 @@ from foundry_moe.commands.planned_backend import planned_backend
 from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.run_config import check_run, load_run, plain
 from foundry_moe.launch.spares import ranks_in_use
-from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, plan_mesh
+from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan, check_expert_widths, plan_mesh
 from foundry_moe.schema import from_mapping, section
 
 GIB = 2**30
@@ -159,7 +159,8 @@ def _saved_by_dense(shape: ModelShape, tokens: int, width: int) -> float:
 def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     """What the backward pass of a block with experts needs of T tokens."""
     tokens, width = step.tokens, step.width
-    d, f, k = shape.d_model, shape.expert_hidden, shape.top_k
+    d, k = shape.d_model, shape.top_k
+    f = shape.widest_expert  # block-sparse: of different widths, all rows have room for the widest
     received = ranks_per_token(shape.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
     hidden = shape.expert_matrices - 1
     if step.backend in ("grouped", "reference"):
@@ -255,7 +256,12 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     used = ranks_in_use(mesh_config, world_size=gpus, batch_size=batch, **machine)
     spares, gpus = gpus - used, used
     mesh = plan_mesh(mesh_config, world_size=gpus, **machine)
-    for rows, what in ((shape.expert_hidden, "expert_hidden_size"), (shape.d_model, "d_model")):
+    cut = [(shape.d_model, "d_model")]
+    if isinstance(moe.expert_hidden_size, tuple):
+        check_expert_widths(moe.expert_hidden_size, mesh.expert)
+    else:
+        cut.insert(0, (shape.widest_expert, "expert_hidden_size"))
+    for rows, what in cut:
         if not can_cut_rows(rows, shard=mesh.shard, expert=mesh.expert):
             raise ValueError(f"mesh.shard ({mesh.shard}) must divide {what} ({rows}), the rows of experts' matrices")
     microbatch = run.get("device_train_microbatch_size")

@@ -29,7 +29,7 @@ def planned_backend(run: Mapping[str, Any], shape: ModelShape, chip: str) -> str
         torch.device("cuda"),
         dtype,
         width=shape.d_model,
-        hidden=shape.expert_hidden,
+        hidden=moe.expert_hidden_size if isinstance(moe.expert_hidden_size, tuple) else shape.widest_expert,
         capacity=moe.capacity,
         capability=CHIPS[chip],
     )

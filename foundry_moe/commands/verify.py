@@ -19,7 +19,7 @@ from torch import Tensor
 from foundry_moe.commands.parity import CASES, HIDDEN, WIDTH, Case, run_case
 from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.launch.processes import run_processes
-from foundry_moe.parallel.mesh import Mesh, divisors, listed, plan_mesh
+from foundry_moe.parallel.mesh import Mesh, can_replicate, check_replicas, divisors, listed, plan_mesh
 
 DEFAULT_MESHES: tuple[Mesh, ...] = (
     (1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (1, 1, 8),
@@ -234,6 +234,7 @@ def check_mesh(mesh: Mesh, cases: Sequence[Case], devices: int | None) -> None:
             f"--mesh {replicate},{shard},{expert} needs {ranks} GPUs and {devices} are here: use --device cpu"
         )
     config = MeshConfig(replicate=replicate, shard=shard, expert=expert)
+    check_replicas(replicate, "cpu" if devices is None else "cuda")
     for case in cases:
         plan_mesh(config, world_size=ranks, ranks_per_node=ranks, num_experts=int(case.moe["num_experts"]))
     rows = math.gcd(WIDTH, HIDDEN)
@@ -244,14 +245,19 @@ def check_mesh(mesh: Mesh, cases: Sequence[Case], devices: int | None) -> None:
         )
 
 
+def default_meshes(devices: int | None) -> list[Mesh]:
+    """Those of `DEFAULT_MESHES` that fit the machine and the installed torch; `devices` as in `check_mesh`."""
+    if devices is not None:
+        return [mesh for mesh in DEFAULT_MESHES if math.prod(mesh) <= max(devices, 1)]
+    return [mesh for mesh in DEFAULT_MESHES if mesh[0] == 1 or can_replicate("cpu")]
+
+
 def verify_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe verify`: prints the certificate; 0 if every row passes."""
     started = time.monotonic()
     precision = arguments.precision or ("fp64" if arguments.device == "cpu" else "fp32")
     devices = torch.cuda.device_count() if arguments.device == "cuda" else None
-    meshes = arguments.mesh or [
-        mesh for mesh in DEFAULT_MESHES if devices is None or mesh[0] * mesh[1] * mesh[2] <= max(devices, 1)
-    ]
+    meshes = arguments.mesh or default_meshes(devices)
     for mesh in meshes:
         check_mesh(mesh, CASES, devices)
     table = certify(

@@ -68,6 +68,10 @@ class Experts(nn.Module):
         self.v1_bias_EF = bias_of(hidden_size) if kind.gated else None
         self.w2_bias_ED = bias_of(d_model)
 
+    def rows_of(self, experts: range) -> range:
+        """The indices of consecutive experts along a parameter's first dimension."""
+        return experts
+
     def initial(self, name: str, expert: int, *, seed: int, layer: int, device: torch.device) -> Tensor:
         """The initial fp32 matrix of one global expert, for example `w1_EFD` -> [F, D]; a shard is a slice of it."""
         shape = tuple(self.get_parameter(name).shape[1:])

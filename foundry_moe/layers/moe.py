@@ -18,6 +18,7 @@ from foundry_moe.layers.experts import Experts, SharedExpert
 from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.gates.rules import resolve_losses
+from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.topk import count_choices
@@ -63,7 +64,7 @@ class MoELayer(nn.Module):
         for key in ("expert_hidden_size", "activation"):
             if getattr(config, key) == "auto":
                 raise ValueError(f"{key} (auto): a layer on its own has no FFN to read it from; give it a value")
-        assert isinstance(config.expert_hidden_size, int)
+        assert isinstance(config.expert_hidden_size, int | tuple)
         self.config = config
         self.d_model = d_model
         self.layer_index = layer_index
@@ -83,14 +84,17 @@ class MoELayer(nn.Module):
         self.gate = build_gate(
             config.gate, d_model=d_model, num_experts=config.num_experts, top_k=config.top_k, **placement
         )
-        self.experts = Experts(
-            num_experts=config.num_experts,
-            hidden_size=config.expert_hidden_size,
-            bias=config.bias is True,
-            backend=config.backend,
-            memory=config.memory,
-            **expert,
-        )
+        computed = {"backend": config.backend, "memory": config.memory, **expert}
+        self.experts: Experts | MixedExperts
+        if isinstance(config.expert_hidden_size, tuple):
+            self.experts = MixedExperts(widths=config.expert_hidden_size, **computed)
+        else:
+            self.experts = Experts(
+                num_experts=config.num_experts,
+                hidden_size=config.expert_hidden_size,
+                bias=config.bias is True,
+                **computed,
+            )
         self.shared_expert = (
             SharedExpert(hidden_size=config.shared_expert_hidden_size, gated=config.shared_expert_gate, **expert)
             if config.shared_expert_hidden_size

@@ -32,6 +32,11 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
         ValueError: a width, number, gate, activation or bias that experts made of this block cannot have.
     """
     width, dense = config.expert_hidden_size, block.hidden_size
+    if isinstance(width, tuple):
+        raise ValueError(
+            f"expert_hidden_size ({list(width)}): experts that are made of {name} have one width; leave it auto, or "
+            "use init: random"
+        )
     assert isinstance(width, int)
     if config.activation != block.activation:
         raise ValueError(

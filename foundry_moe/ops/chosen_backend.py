@@ -18,7 +18,7 @@ def describe_backend(
     dtype: torch.dtype,
     *,
     width: int,
-    hidden: int,
+    hidden: int | tuple[int, ...],
     capacity: float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> str:
@@ -27,7 +27,7 @@ def describe_backend(
     Args:
         backend, capacity: as in `MoEConfig`.
         dtype: of matrix products.
-        width, hidden: D and F.
+        width, hidden: D and F; several F for experts of different widths.
         capability: of a CUDA device that need not be here; default: the device's own.
 
     Raises:
@@ -38,6 +38,8 @@ def describe_backend(
     chosen = choose_backend(backend, device, dtype, capability)
     name = str(dtype).removeprefix("torch.")
     if chosen == "blocksparse":
+        if isinstance(hidden, tuple):
+            return f"{_PORTABLE}: the Hopper kernels want experts of one width"
         reason = why_portable(device, dtype, width, hidden, capability)
         if reason is None:
             return f"{_HOPPER}: sm_90, Triton {triton.__version__}, {name}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -210,6 +210,47 @@ class Meshes:
     expert: DeviceMesh
     node_group: ProcessGroup | None = None
     peer_group: ProcessGroup | None = None
+
+
+def check_expert_widths(widths: Sequence[int], expert: int) -> None:
+    """Checks that ranks hold equal bytes of experts of different widths; each holds consecutive experts.
+
+    Raises:
+        ValueError: the sums differ; names an order of the widths that would do, where a simple search finds one.
+    """
+    local = len(widths) // expert
+    sums = [sum(widths[rank * local : (rank + 1) * local]) for rank in range(expert)]
+    if len(set(sums)) == 1:
+        return
+    groups: list[list[int]] = [[] for _ in range(expert)]
+    for width in sorted(widths, reverse=True):  # the widest first, each to the rank that holds least
+        min((group for group in groups if len(group) < local), key=sum).append(width)
+    found = len({sum(group) for group in groups}) == 1
+    hint = f"the order {[width for group in groups for width in group]} would do" if found else "use mesh.expert: 1"
+    raise ValueError(
+        f"mesh.expert ({expert}): every rank must hold as much of expert_hidden_size, but the sums of the widths of "
+        f"{local} consecutive experts are {listed(sums)}; {hint}"
+    )
+
+
+def can_replicate(device_type: str) -> bool:
+    """Whether the installed torch trains replicas on such devices.
+
+    On CPU processes torch 2.7 does not: its FSDP2 ends their first backward pass in an AssertionError
+    (`all_reduce_event is not None`), and its gloo has no average.
+    """
+    import torch
+
+    return device_type != "cpu" or not torch.__version__.startswith("2.7.")
+
+
+def check_replicas(replicate: int, device_type: str) -> None:
+    """Raises ValueError for replicas that the installed torch cannot train: see `can_replicate`."""
+    if replicate > 1 and not can_replicate(device_type):
+        raise ValueError(
+            f"mesh.replicate ({replicate}): torch 2.7 cannot train replicas on CPU processes; use replicate: 1, or the "
+            "modern stack (uv pip install --override requirements/modern.txt .)"
+        )
 
 
 def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:

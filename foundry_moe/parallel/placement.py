@@ -19,11 +19,21 @@ from torch.distributed.tensor import DTensor, Shard
 
 from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.layers.lookup import named_moe_layers
+from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.parallel.all_to_all import build_all_to_all
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from foundry_moe.parallel.gate_collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
-from foundry_moe.parallel.mesh import Meshes, MeshPlan, build_meshes, divisors, listed, plan_mesh
+from foundry_moe.parallel.mesh import (
+    Meshes,
+    MeshPlan,
+    build_meshes,
+    check_expert_widths,
+    check_replicas,
+    divisors,
+    listed,
+    plan_mesh,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +76,7 @@ def parallelize(
         ranks_per_node: default: LOCAL_WORLD_SIZE, or all.
 
     Raises:
-        ValueError: no MoE layer, or a mesh that fits neither the job nor the experts.
+        ValueError: no MoE layer, or a mesh that fits neither the job nor the experts nor the installed torch.
     """
     layers = named_moe_layers(model)
     if not layers:
@@ -74,6 +84,7 @@ def parallelize(
     plan = plan_for_layers(layers.values(), mesh_config, ranks_per_node)
     dimensions = {name: shard_dimension(name, layer.experts, plan) for name, layer in layers.items()}
     device = torch.device(device)
+    check_replicas(plan.replicate, device.type)
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -109,7 +120,11 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     if len(plans) > 1:
         raise ValueError(f"mesh.expert: auto differs from layer to layer ({listed(sorted(p.expert for p in plans))}):"
                          " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
-    return plans.pop()
+    plan = plans.pop()
+    for layer in layers:
+        if isinstance(layer.experts, MixedExperts):
+            check_expert_widths(layer.experts.widths, plan.expert)
+    return plan
 
 
 def connect(layers: Iterable[Any], meshes: Meshes, chunks: int) -> None:
@@ -178,7 +193,8 @@ def place_experts(
     owned = meshes.plan.experts_of(dist.get_rank(), layer.num_experts)
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            local = parameter.detach()[owned.start : owned.stop]
+            rows = experts.rows_of(owned)
+            local = parameter.detach()[rows.start : rows.stop]
             local = local.contiguous() if on_meta else local.to(device, copy=True)
             if meshes.plan.expert > 1:
                 local = DTensor.from_local(
@@ -199,6 +215,7 @@ def place_experts(
     )
     if meshes.plan.expert > 1:
         experts.local = LocalWeight(meshes.plan.expert)
+        experts.held = owned
     if on_meta:
         experts.to_empty(device=device)
         draw_experts(layer, meshes.plan, dimension)
@@ -209,6 +226,9 @@ def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
     """Fills a layer's placed experts with their initial weights: the same numbers as without a mesh."""
     _, shard, _ = plan.coordinates(dist.get_rank())
     owned = plan.experts_of(dist.get_rank(), layer.num_experts)
+    if isinstance(layer.experts, MixedExperts):
+        draw_mixed(layer, owned, shard, plan.shard, dimension)
+        return
     filled = {part.ours.removeprefix("experts.") for part in layer.sources}
     if dimension == 0:
         width = -(-layer.num_experts // plan.shard)  # FSDP2's chunks: the last ones may be short, or empty
@@ -224,6 +244,22 @@ def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
                 name, expert, seed=layer.config.seed, layer=layer.layer_index, device=local_FD.device
             )
             local_FD.copy_(whole_FD.narrow(0, shard * rows, rows) if dimension else whole_FD)
+
+
+def draw_mixed(layer: Any, owned: range, shard: int, shards: int, dimension: int) -> None:
+    """`draw_experts` for experts of different widths, of which `shard` cuts rows or columns wherever it falls."""
+    experts: MixedExperts = layer.experts
+    whole = experts.rows_of(owned)
+    for name, parameter in experts.named_parameters():
+        local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+        height, wide = local.shape
+        rows, columns = whole, range(wide)
+        if dimension == 0:
+            start = min(shard * -(-len(whole) // shards), len(whole))  # FSDP2's chunks: the last may be short or empty
+            rows = whole[start : start + height]
+        else:
+            columns = range(shard * wide, (shard + 1) * wide)
+        experts.draw_(name, local, rows, columns, seed=layer.config.seed, layer=layer.layer_index)
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, new: dict[nn.Parameter, nn.Parameter]) -> None:

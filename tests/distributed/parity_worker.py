@@ -272,7 +272,7 @@ def fail(kind: str, rank: int) -> Any:
         all_to_all.wait_for_splits(all_to_all.exchange_counts(torch.ones(2, all_to_all.size, 1, 2, dtype=torch.int64)))
 
 
-def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int) -> float:
+def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...]) -> float:
     """Experts drawn shard by shard from the meta device, against the same drawn whole: the largest difference."""
     replicate, shard, expert = mesh
     config = MoEConfig(

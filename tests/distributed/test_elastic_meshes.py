@@ -13,6 +13,7 @@ from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import elastic_mesh_worker as worker
 from tests.distributed.launching import PRELOAD
+from tests.stacks import trainable
 
 MESHES = {
     1: [(1, 1, 1)],
@@ -24,6 +25,7 @@ MESHES = {
     7: [(1, 7, 1)],
     8: [(2, 2, 2), (1, 2, 4)],
 }
+MESHES = {world: trainable(meshes) for world, meshes in MESHES.items() if trainable(meshes)}
 QUICK = (1, 2, 4, 8)
 
 
@@ -54,7 +56,9 @@ def check_bytes(results: list[dict]) -> None:
 def test_every_mesh_loads_what_every_mesh_saved(tmp_path) -> None:
     results, saved = run_pairs(str(tmp_path), QUICK)
     check_bytes(results)
-    for folder in ("2-2-2", "1-2-4", "1-1-1"):  # experts in pieces along two dimensions, and whole ones
+    for folder in sorted(
+        saved.keys() & {"2-2-2", "1-2-4", "1-1-1"}
+    ):  # experts in pieces along two dimensions, and whole ones
         check_export(tmp_path, folder, saved[folder])
 
 

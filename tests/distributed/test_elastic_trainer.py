@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from foundry_moe.launch.processes import run_processes
+from foundry_moe.parallel.mesh import can_replicate
 from tests.distributed import elastic_worker
 from tests.distributed.launching import PRELOAD
+from tests.stacks import needs_replicas
 
 YAML = str(Path(__file__).with_name("tiny.yaml"))
 BATCHES, BREAK = 6, 4
+FIRST = (2, 1, 2) if can_replicate("cpu") else (1, 2, 2)  # mesh of four; another goes on
+OTHER = (1, 2, 2) if can_replicate("cpu") else (1, 1, 4)
 
 
 def run(folder: Path, mesh: tuple[int, int, int], *, keys: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -41,10 +45,10 @@ def four(tmp_path_factory) -> dict[str, Any]:
     """On 4 processes: a run of 6 batches; one broken off after a save at batch 4 and a lost batch 5; and its
     continuations on the same mesh and another. Copies of its folder are left for other numbers of processes."""
     root = tmp_path_factory.mktemp("elastic")
-    whole, broken = launch(4, run(root / "whole", (2, 1, 2)), run(root / "broken", (2, 1, 2), break_at=BREAK))
+    whole, broken = launch(4, run(root / "whole", FIRST), run(root / "broken", FIRST, break_at=BREAK))
     for name in ("same", "other", "two", "one"):
         shutil.copytree(root / "broken", root / name)
-    same, other = launch(4, run(root / "same", (2, 1, 2)), run(root / "other", (1, 2, 2)))
+    same, other = launch(4, run(root / "same", FIRST), run(root / "other", OTHER))
     return {"root": root, "whole": whole, "broken": broken, "same": same, "other": other}
 
 
@@ -84,6 +88,7 @@ def test_one_process_goes_on_and_back_to_four(four) -> None:
     assert back["began_at"] == BATCHES and back["began"] == one["ended"]
 
 
+@needs_replicas
 def test_download_is_one_per_cluster(four) -> None:
     """On (2,1,2) two replicas share every byte: the store sends it once."""
     metrics = four["same"]["metrics"]

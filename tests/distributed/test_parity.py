@@ -20,6 +20,7 @@ from foundry_moe.commands.verify import (
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
 from tests.distributed.launching import PRELOAD
+from tests.stacks import needs_replicas, trainable
 
 MESHES = {
     1: [(1, 1, 1)],
@@ -30,10 +31,14 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    "processes", [pytest.param(size, marks=pytest.mark.quick if size == 2 else ()) for size in MESHES]
+    "processes",
+    [
+        pytest.param(size, marks=pytest.mark.quick if size == 2 else needs_replicas if size == 8 else ())
+        for size in MESHES
+    ],
 )
 def test_meshes_equal_one_process_in_fp64(processes: int) -> None:
-    table = certify(MESHES[processes], preload=PRELOAD)
+    table = certify(trainable(MESHES[processes]), preload=PRELOAD)
     rows = {row for cases in table.values() for rows in cases.values() for row in rows}
     assert {"loss", "clipped norm", "checkpoint"} <= rows
     for kind in ("embed", "head", "norm", "mix", "gate", "shared", "w1_EFD", "v1_EFD", "w2_EDF"):
@@ -70,15 +75,18 @@ def test_crowded_case_leaves_experts_without_tokens() -> None:
     ("mesh", "num_experts", "hidden_size"),
     [
         ((1, 2, 2), 4, 6),
-        ((2, 1, 2), 4, 6),
+        pytest.param((2, 1, 2), 4, 6, marks=needs_replicas),
         ((1, 4, 1), 4, 12),
         ((1, 4, 1), 5, 12),
         ((1, 4, 1), 5, 6),
         ((1, 1, 4), 8, 5),
+        ((1, 2, 2), 4, (6, 2, 3, 5)),
+        ((1, 4, 1), 3, (5, 3, 8)),
+        ((1, 4, 1), 3, (5, 3, 7)),
     ],
 )
 def test_experts_drawn_shard_by_shard_equal_those_drawn_whole(
-    mesh: tuple[int, int, int], num_experts: int, hidden_size: int
+    mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...]
 ) -> None:
     arguments = (mesh, num_experts, hidden_size)
     assert run_processes(parity_worker.draw_on_meta, *arguments, world_size=4, preload=PRELOAD) == 0.0

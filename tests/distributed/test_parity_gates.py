@@ -10,6 +10,7 @@ from foundry_moe.commands.verify import TOLERANCE, compare
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import gates_worker
 from tests.distributed.launching import PRELOAD
+from tests.stacks import needs_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
 
@@ -58,7 +59,10 @@ def test_a_shuffle_is_undone_and_balances_over_uneven_ranks():
 DRAWING = ["switch", "gshard", "noisy, in groups, with bias", "dense_to_sparse"]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)], ids=["2 processes", "4 processes"])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param((1, 1, 2), id="2 processes"), pytest.param((2, 1, 2), id="4 processes", marks=needs_replicas)],
+)
 def test_draws_and_states_do_not_depend_on_the_mesh(mesh):
     """Token by token: what noise, chance and jitter choose on each of the steps; and the bias on every rank."""
     ours = run_processes(
@@ -81,6 +85,7 @@ def test_draws_and_states_do_not_depend_on_the_mesh(mesh):
     assert bias and all(b.any() for b in bias.values())
 
 
+@needs_replicas
 def test_the_balance_loss_counts_the_ranks_that_it_says():
     """E * sum_e f_e P_e in fp64, gradient included: f over a rank, over the ranks that share experts, over all."""
     groups = {

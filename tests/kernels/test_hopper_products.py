@@ -83,7 +83,10 @@ def test_last_tile_is_as_narrow_as_what_is_left():
     assert {columns: last_columns(columns, 256) for columns in left} == left
 
 
-@needs_gluon
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."),
+    reason="the specialised kernels run with Triton 3.6 alone: Gluon is an experiment that each version changes",
+)
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     kernels = [[int(word) for word in line.split()] for line in run_for(90, COMPILE)]
     # four instructions a step of 64 in each of two halves, and as many for a narrow last tile

@@ -65,8 +65,13 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
         layers: indices of its MoE layers.
 
     Raises:
-        ValueError: tokens are dropped, or experts have biases, which no family does.
+        ValueError: tokens are dropped, or experts have biases or several widths, which no family does.
     """
+    if isinstance(config.expert_hidden_size, tuple):
+        raise ValueError(
+            f"expert_hidden_size ({list(config.expert_hidden_size)}): no Hugging Face model has experts of different "
+            "widths; one width would do"
+        )
     assert isinstance(config.expert_hidden_size, int), "resolve `auto` first"
     if config.bias is True:
         raise ValueError("bias (true): experts of Hugging Face's families have no biases; false would do")

@@ -1,0 +1,86 @@
+"""The activation's backward pass over the values of a topology whose experts differ in width.
+
+Values lie as `topology` says: the rows of an expert one after another, each as wide as the expert.
+
+Shapes: R rows, P planes (gate and up: 2, else 1), V values of one plane, T tokens, K choices.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from foundry_moe_kernels.activations import activate_with_grad
+from foundry_moe_kernels.launch import launch
+from foundry_moe_kernels.sizes import next_power_of_2
+from foundry_moe_kernels.topology import Topology
+from torch import Tensor
+
+
+@triton.jit
+def _backward_kernel(
+    dh_ptr, z_ptr, dz_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
+    ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0)
+    size = tl.load(sizes + m)
+    first = tl.program_id(1) * ROWS
+    if first >= size:
+        return
+    i = first + tl.arange(0, ROWS)
+    inside = i < size
+    width = tl.load(widths_E + tl.load(experts + m))
+    row = tl.load(starts + m) + i
+    weight = tl.full((ROWS,), 1.0, tl.float32)
+    if WEIGHTED:
+        source = tl.load(source_ptr + row, mask=inside, other=0)
+        weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
+    dtype = dh_ptr.dtype.element_ty
+    base = tl.load(values + m) + i.to(tl.int64)[:, None] * width
+    dots = tl.zeros((ROWS,), tl.float32)
+    for column in range(0, width, WIDTH):
+        f = column + tl.arange(0, WIDTH)
+        keep = inside[:, None] & (f < width)[None, :]
+        at = base + f[None, :]
+        dh = tl.load(dh_ptr + at, mask=keep, other=0.0).to(tl.float32)
+        value, slope = activate_with_grad(tl.load(z_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
+        weighted = dh * weight[:, None]
+        h = value
+        dgate = weighted * slope
+        if GLU:
+            up = tl.load(z_ptr + plane + at, mask=keep, other=0.0).to(tl.float32)
+            tl.store(dz_ptr + plane + at, (weighted * value).to(dtype), mask=keep)
+            h = value * up
+            dgate = dgate * up
+        tl.store(dz_ptr + at, dgate.to(dtype), mask=keep)
+        tl.store(dh_ptr + at, (h * weight[:, None]).to(dtype), mask=keep)
+        dots += tl.sum(dh * h, axis=1)
+    if WEIGHTED:
+        tl.store(dots_ptr + row, dots, mask=inside)
+
+
+def activation_backward(
+    dh_V: Tensor,
+    z_PV: Tensor,
+    topology: Topology,
+    activation: str,
+    weights_TK: Tensor | None,
+    source_R: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """dz_PV, the gradient of z_PV; dh_V becomes the weighted h. What no row holds is undefined.
+
+    Also, given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
+    """
+    planes = z_PV.shape[0]
+    dz_PV = torch.empty_like(z_PV)
+    weighted = weights_TK is not None
+    dots = torch.empty(1, topology.num_rows, dtype=torch.float32, device=dh_V.device) if weighted else None
+    wide = min(next_power_of_2(max(topology.widths)), 512)
+    rows = min(max(1, 2048 // wide), topology.block)
+    launch(
+        _backward_kernel, (topology.block_rows, topology.block // rows),
+        dh_V, z_PV, dz_PV, weights_TK, source_R, dots,
+        topology.starts_M, topology.sizes_M, topology.experts_M, topology.values_M, topology.widths_E, z_PV.stride(0),
+        ACT=activation, GLU=planes == 2, WEIGHTED=weighted, ROWS=rows, WIDTH=wide, num_warps=4,
+    )  # fmt: skip
+    return dz_PV, dots
