@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 VERSION = re.findall(r'^__version__ = "(.+)"', (HERE / "foundry_moe/__init__.py").read_text(), re.MULTILINE)[0]
 
 REQUIRES = [
+    # seen: torch 2.7.0, 2.11.0 and 2.15.0 with Triton 3.3, 3.6 and 3.9 (README, "Install")
     "torch>=2.7",
     "triton>=3.3; platform_system == 'Linux'",
     "mosaicml>=0.32,<0.33",
