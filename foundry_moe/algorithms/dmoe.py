@@ -12,6 +12,7 @@ from composer.utils import FSDP2Config
 from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
 from foundry_moe.algorithms.parameter_rules import LOADED, RULES, apply_rules
 from foundry_moe.algorithms.router_schedule import RouterSteps
+from foundry_moe.algorithms.weights_from_files import SOURCE, WeightsFromFiles
 from foundry_moe.config import MoEConfig, refuse_other_parallelism
 from foundry_moe.layers.lookup import batch_context
 from foundry_moe.layers.moe import MoELayer
@@ -43,6 +44,8 @@ class DMoE(Algorithm):
     def __init__(self, **settings: Any) -> None:
         self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`, as the next
         self._loaded: bool | None = settings.pop(LOADED, None)
+        source = settings.pop(SOURCE, None)  # from `read_by_rank`
+        self._files = None if source is None else WeightsFromFiles(source)
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
         self._settings = settings
 
@@ -55,7 +58,7 @@ class DMoE(Algorithm):
         return True
 
     def match(self, event: Event, state: State) -> bool:
-        return event in (Event.INIT, Event.AFTER_LOSS)
+        return event in (Event.INIT, Event.AFTER_LOSS) or (event == Event.BEFORE_LOAD and self._files is not None)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
@@ -66,7 +69,13 @@ class DMoE(Algorithm):
                 state.algorithms.append(RouterSteps())
             if self.config.mesh_config is not None:
                 place_on_mesh(state, self.config.mesh_config)
+            if self._files is not None:
+                self._files.prepare(state.device._device)  # type: ignore[arg-type]
             logger.log_hyperparameters({"dmoe/layers": len(layers), "dmoe/num_experts": self.config.num_experts})
+            return
+        if event == Event.BEFORE_LOAD:
+            assert self._files is not None
+            self._files.read(state)
             return
         context = batch_context(state.model)
         if context is not None:

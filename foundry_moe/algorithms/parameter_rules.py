@@ -42,7 +42,7 @@ def say_fresh(config: dict[str, Any]) -> dict[str, Any]:
     """
     algorithms, model = config.get("algorithms") or {}, config.get("model") or {}
     if isinstance(algorithms.get("dmoe"), Mapping) and model.get("pretrained") is False:
-        config["algorithms"] = {**algorithms, "dmoe": {**algorithms["dmoe"], LOADED: False}}
+        config["algorithms"] = {**algorithms, "dmoe": {LOADED: False, **algorithms["dmoe"]}}
     return config
 
 

@@ -29,6 +29,7 @@ from foundry_moe.callbacks.watch import RunWatch, Verdict, WatchingCallback
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.stores import is_remote, open_store
@@ -98,6 +99,15 @@ class ElasticCheckpoint(WatchingCallback):
         store = open_store(self.config.folder, self.config.store_options)
         if dist.get_global_rank() == 0:
             store.check()
+
+    def has_commits(self) -> bool:
+        """Whether this run goes on from a commit. Collective; rank 0 looks."""
+        found = [False]
+        if dist.get_global_rank() == 0 and self.config.resume != "never":
+            store = open_store(self.config.folder, self.config.store_options)
+            found = [bool(Ledger(store).newest_first())]
+        dist.broadcast_object_list(found)
+        return found[0]
 
     def before_load(self, state: State, logger: Logger) -> None:
         self._starting_point.skip_if_committed(open_store(self.config.folder, self.config.store_options))

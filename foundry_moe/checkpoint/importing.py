@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,12 +44,20 @@ _HARMLESS: list[Any] = [
 ]
 
 
-def import_weights(source: str, store: Store, *, prefix: str = "", trust_pickle: bool = False) -> tuple[int, int]:
+def import_weights(
+    source: str,
+    store: Store,
+    *,
+    prefix: str = "",
+    trust_pickle: bool = False,
+    rename: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+) -> tuple[int, int]:
     """Commits the weights of `source` as step 0; returns how many tensors and bytes.
 
     Args:
         prefix: put before each name.
         trust_pickle: read pickles as Python does, which runs whatever code is in them.
+        rename: gives all tensors the names and layouts of a run; it may raise ValueError.
 
     Raises:
         CheckpointError: no such source, a format that is not known, a pickle of more than tensors and plain values, or
@@ -58,6 +66,11 @@ def import_weights(source: str, store: Store, *, prefix: str = "", trust_pickle:
     if Ledger(store).newest_first():
         raise CheckpointError(f"{store.url} holds checkpoints already: import into an empty folder")
     weights = {prefix + name: tensor for name, tensor in read_weights(Path(source), trust_pickle).items()}
+    if rename is not None:
+        try:
+            weights = rename(weights)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
     if not weights:
         raise CheckpointError(f"{source} holds no tensors")
     for name, tensor in weights.items():

@@ -64,7 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.set_defaults(run=_guarded(run_export))
     importing = command("import", "make a folder's first checkpoint from weights of another format")
     importing.add_argument(
-        "source", help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files"
+        "source",
+        help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files; a folder "
+        "of a Hugging Face family that can be taken over gets the names of a run of hf_causal_lm",
     )
     importing.add_argument("--prefix", default="", help="put this before each name, for example model.")
     importing.add_argument(
@@ -248,9 +250,16 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 def run_import(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.importing import import_weights
+    from foundry_moe.models.renaming import renaming_of
 
     store, _ = _open(arguments, new=True)
-    count, size = import_weights(arguments.source, store, prefix=arguments.prefix, trust_pickle=arguments.trust_pickle)
+    try:
+        rename = None if arguments.prefix else renaming_of(Path(arguments.source))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    count, size = import_weights(
+        arguments.source, store, prefix=arguments.prefix, trust_pickle=arguments.trust_pickle, rename=rename
+    )
     print(
         f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; a run with this folder begins there"
     )

@@ -64,7 +64,7 @@ def _dbrx(**keys: Any) -> PreTrainedModel:
             n_layers=2,
             max_seq_len=64,
             vocab_size=VOCABULARY,
-            attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+            attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             ffn_config={**ffn, **keys},
             initializer_range=0.3,
             pad_token_id=0,

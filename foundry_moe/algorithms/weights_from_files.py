@@ -1,0 +1,79 @@
+"""`init_device: meta` with a pretrained Hugging Face model: each rank reads its own slices of the model's files.
+
+LLM Foundry refuses the two together. Here the model is built without weights, put on the mesh, and filled before any
+checkpoint is loaded: no process ever holds the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.distributed import prepare_distributed
+from torch import nn
+
+from foundry_moe.algorithms.parameter_rules import LOADED
+from foundry_moe.models.pretrained import SafetensorsFolder, materialize, read_pretrained
+
+SOURCE = "weights_source"  # internal key of algorithms.dmoe
+
+
+def read_by_rank(config: dict[str, Any]) -> dict[str, Any]:
+    """Part of a config transform: on several processes the algorithm reads what LLM Foundry would refuse to load."""
+    model, algorithms = config.get("model") or {}, config.get("algorithms") or {}
+    if (
+        model.get("name") != "hf_causal_lm"
+        or model.get("init_device") != "meta"
+        or not model.get("pretrained", True)
+        or not isinstance(algorithms.get("dmoe"), Mapping)
+        or int(os.environ.get("WORLD_SIZE", "1")) == 1
+    ):
+        return config
+    keys = {SOURCE: model.get("pretrained_model_name_or_path"), LOADED: True}
+    config["model"] = {**model, "pretrained": False}
+    config["algorithms"] = {**algorithms, "dmoe": {**algorithms["dmoe"], **keys}}
+    return config
+
+
+class WeightsFromFiles:
+    """Reads a model's weights between `Event.INIT` and `Event.BEFORE_LOAD`.
+
+    Args:
+        source: a folder, or a name on the Hugging Face Hub.
+
+    Raises:
+        ValueError: see `SafetensorsFolder`.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.folder = SafetensorsFolder(_folder_of(source))
+        self._draw: Any = None
+
+    def prepare(self, device: torch.device | str) -> None:
+        """From here on Composer gives parameters memory and no values: it would draw all of them, on CUDA alone."""
+        self._draw = prepare_distributed.meta_init
+
+        def give_memory(module: nn.Module, *_: Any) -> None:
+            materialize(module, device)
+
+        prepare_distributed.meta_init = give_memory  # type: ignore[assignment]
+
+    def read(self, state: State) -> None:
+        """Fills the model, unless the run goes on from a commit, and gives Composer its function back."""
+        if self._draw is not None:
+            prepare_distributed.meta_init, self._draw = self._draw, None
+        if any(getattr(callback, "has_commits", bool)() for callback in state.callbacks):
+            return
+        read_pretrained(state.model, self.folder, root="model")
+
+
+def _folder_of(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))

@@ -1,0 +1,109 @@
+"""`init_device: meta` with pretrained weights: each rank reads its own slices, and the model is the one on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.launch.processes import run_processes
+from tests.distributed import pretrained_worker
+from tests.distributed.launching import PRELOAD
+from tests.models.families.small import SIZES, small
+
+MESH = {"replicate": 1, "shard": 2, "expert": 2}
+# of four experts, so that two ranks can divide them
+KEYS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {"n_routed_experts": 16},
+    "dbrx": {"moe_num_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4},
+}
+
+
+def moe_of(model_type: str) -> dict[str, Any]:
+    experts = next(iter(KEYS[model_type].values()))
+    return {"num_experts": experts, "top_k": 3 if model_type == "deepseek_v3" else 2, "loss": {}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each layout, in several files, and a dense Llama."""
+    root = tmp_path_factory.mktemp("models")
+    for model_type, keys in KEYS.items():
+        small(model_type, **keys).save_pretrained(root / model_type, max_shard_size="40KB")
+    torch.manual_seed(2)
+    sizes = {**SIZES, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(root / "llama")
+    return {path.name: path for path in root.iterdir()}
+
+
+def test_each_rank_reads_its_own_slices_and_the_model_is_the_one_on_disk(folders: dict[str, Path]) -> None:
+    upcycled: dict[str, Any] = {"num_experts": 8, "top_k": 2, "expert_hidden_size": 22, "loss": {}}
+    moes = {model_type: moe_of(model_type) for model_type in KEYS} | {"llama": upcycled}
+    jobs = [(str(folders[name]), moe, MESH) for name, moe in moes.items()]
+    found = run_processes(pretrained_worker.read_models, jobs, world_size=4, preload=PRELOAD)
+    for (name, moe), result in zip(moes.items(), found, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(folders[name], torch_dtype=torch.float32).eval()
+        apply_dmoe(model, MoEConfig(**moe))
+        for key, weight in model.state_dict().items():
+            assert torch.equal(result["weights"][key], weight), (name, key)
+        with torch.no_grad():
+            truth = model(input_ids=pretrained_worker.IDS).logits
+        # sums in another order, of weights far larger than trained ones
+        torch.testing.assert_close(result["logits"], truth, rtol=1e-3, atol=1e-3)
+        if name != "llama":  # of a dense FFN two ranks read the same
+            # a quarter of all matrices; norms and biases are few, but rows of these sizes do not divide evenly
+            assert result["read"] < 0.3 * pretrained_worker.files_of(str(folders[name])), name
+
+
+def test_files_that_do_not_fit_are_one_sentence(folders: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from foundry_moe.models.pretrained import SafetensorsFolder, read_pretrained
+
+    model = small("mixtral", num_local_experts=4)
+    apply_dmoe(model, MoEConfig(**moe_of("mixtral")))
+    good = {name: t for path in folders["mixtral"].glob("*.safetensors") for name, t in load_file(path).items()}
+    one = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    spoiled = {
+        "missing": ({k: v for k, v in good.items() if k != one}, rf"has no tensor {one}: it is not a checkpoint"),
+        "extra": ({**good, "more.weight": torch.zeros(2)}, r"has a tensor more.weight, which this MixtralForCausalLM"),
+        "shape": ({**good, one: torch.zeros(3, 4)}, rf"{one}: .* has shape \[3, 4\], the model has \[44, 32\]"),
+        "dtype": ({**good, one: good[one].to(torch.float8_e4m3fn)}, rf"{one}: .* has dtype F8_E4M3, not one of F64"),
+    }
+    for case, (tensors, sentence) in spoiled.items():
+        (tmp_path / case).mkdir()
+        save_file(tensors, tmp_path / case / "model.safetensors")
+        with pytest.raises(ValueError, match=sentence):
+            read_pretrained(model, SafetensorsFolder(tmp_path / case))
+    read_pretrained(model, SafetensorsFolder(folders["mixtral"]))
+    cut = tmp_path / "extra" / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    (tmp_path / "nothing").mkdir()
+    for path, sentence in (
+        (cut.parent, "model.safetensors cannot be read as safetensors"),
+        (tmp_path / "nothing", "nothing holds no safetensors files"),
+        (tmp_path / "gone", "gone is no folder with a Hugging Face model"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            SafetensorsFolder(path)
+
+
+def test_a_run_on_one_process_loads_as_llm_foundry_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from foundry_moe.algorithms.router_schedule import add_steps_algorithm
+
+    run = {
+        "model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": "x", "init_device": "meta"},
+        "algorithms": {"dmoe": {"num_experts": 4}},
+    }
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert add_steps_algorithm({key: dict(value) for key, value in run.items()}) == run
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    changed = add_steps_algorithm({key: dict(value) for key, value in run.items()})
+    assert changed["model"]["pretrained"] is False and changed["algorithms"]["dmoe"]["weights_loaded"] is True
