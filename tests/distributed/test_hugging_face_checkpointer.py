@@ -1,0 +1,136 @@
+"""LLM Foundry's `hf_checkpointer` as it stands, on meshes; a model that came in, was trained, and leaves again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.launch.processes import run_processes
+from tests.checkpoint.conftest import moto
+from tests.commands.test_checkpoints import tool
+from tests.commands.test_export import export
+from tests.distributed import hugging_face_worker
+from tests.distributed.launching import PRELOAD
+from tests.models.families.small import small
+
+__all__ = ["moto"]
+
+YAML = str(Path(__file__).with_name("tiny.yaml"))
+MPT: dict[str, Any] = {
+    **{"name": "dmoe_causal_lm", "d_model": 16, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 16},
+    **{"vocab_size": 64, "no_bias": True, "tie_word_embeddings": True, "use_train_metrics": False},
+    **{"norm_type": "low_precision_rmsnorm", "learned_pos_emb": False, "init_device": "cpu"},
+    "attn_config": {"rope": True, "rope_impl": "hf"},
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 24, "activation": "swiglu", "loss": {}}
+
+
+def mesh(world: int) -> dict[str, int]:
+    return {"replicate": 1, "shard": world // 2, "expert": 2}
+
+
+def of_mixtral(folder: Path, world: int) -> dict[str, Any]:
+    """Two batches on a Mixtral that was read from a folder."""
+    return {
+        "model": {
+            **{"name": "hf_causal_lm", "pretrained_model_name_or_path": str(folder), "pretrained": True},
+            **{"init_device": "cpu", "use_train_metrics": False, "use_flash_attention_2": False},
+        },
+        "algorithms.dmoe": {"num_experts": 6, "top_k": 2, "loss": {}, "mesh": mesh(world)},
+    }
+
+
+def of_mpt(world: int, **moe: Any) -> dict[str, Any]:
+    return {
+        "model": {**MPT, "moe": {**EXPERTS, "mesh": mesh(world), **moe}},
+        "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.5}},
+    }
+
+
+def saved(run: dict[str, Any], checkpoints: Path, save_folder: str) -> dict[str, Any]:
+    return {
+        **run,
+        "max_duration": "2ba",
+        "train_loader.vocab_size": 60,
+        "callbacks": {
+            "elastic_checkpoint": {"folder": str(checkpoints), "interval": "2ba", "async": False},
+            "hf_checkpointer": {"save_folder": save_folder, "save_interval": "1ba"},
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What four processes left in folders, and what was refused."""
+    root = tmp_path_factory.mktemp("hugging_face")
+    small("mixtral", num_local_experts=6, intermediate_size=40).save_pretrained(root / "mixtral")
+    four = [
+        saved(of_mixtral(root / "mixtral", 4), root / "mixtral_run", str(root / "mixtral_saved")),
+        saved(of_mpt(4), root / "mpt_run", str(root / "mpt_saved")),
+        saved(of_mpt(4, gate={"name": "topk", "score": "sigmoid"}), root / "refused_run", str(root / "refused")),
+    ]
+    errors = run_processes(hugging_face_worker.train_all, YAML, four, {}, world_size=4, preload=PRELOAD)
+    return {"root": root, "errors": errors}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "mpt"])
+def test_on_a_mesh_it_writes_what_plain_transformers_loads(kind: str, runs: dict[str, Any]) -> None:
+    assert runs["errors"][:2] == [None, None]
+    root = runs["root"]
+    folder = root / f"{kind}_saved" / "huggingface" / "ba2"
+    assert (folder.parent / "ba1" / "config.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    assert export(root / f"{kind}_run", root / f"{kind}_exported", "--certify", "--tokenizer", "none") == 0
+    assert equal(tensors(folder), tensors(root / f"{kind}_exported"))
+
+
+def test_in_two_steps_out_and_in_again_is_bit_equal(runs: dict[str, Any]) -> None:
+    root = runs["root"]
+    if not (root / "mixtral_exported").exists():
+        assert export(root / "mixtral_run", root / "mixtral_exported", "--tokenizer", "none") == 0
+    again = AutoModelForCausalLM.from_pretrained(root / "mixtral_exported")
+    apply_dmoe(again, MoEConfig(num_experts=6, top_k=2))
+    assert tool("export", root / "mixtral_run", root / "plain") == 0
+    trained = {name.removeprefix("model."): tensor for name, tensor in tensors(root / "plain").items()}
+    assert equal(dict(again.state_dict()), trained)
+    before = small("mixtral", num_local_experts=6, intermediate_size=40).state_dict()
+    after = tensors(root / "mixtral_exported")
+    assert after.keys() == before.keys() and not any(torch.equal(after[name], before[name]) for name in after)
+
+
+@pytest.mark.slow  # Composer uploads from eight processes, each of which imports it anew
+def test_on_s3_it_writes_the_same(moto: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    root, tmp_path, url = tmp_path_factory.mktemp("s3"), tmp_path_factory.mktemp("back"), f"http://{moto[0]}:{moto[1]}"
+    store = {"S3_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    two = [saved(of_mpt(2), root / "s3_run", "s3://bucket/exported")]
+    assert run_processes(hugging_face_worker.train_all, YAML, two, store, world_size=2, preload=PRELOAD) == [None]
+    client = boto3.client("s3", endpoint_url=url)
+    prefix = "exported/huggingface/ba2/"
+    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="bucket", Prefix=prefix)["Contents"]]
+    for key in keys:
+        client.download_file("bucket", key, str(tmp_path / key.removeprefix(prefix)))
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert export(root / "s3_run", root / "s3_exported", "--tokenizer", "none") == 0
+    assert equal(tensors(tmp_path), tensors(root / "s3_exported"))
+
+
+def test_what_no_family_computes_is_refused_before_the_first_batch(runs: dict[str, Any]) -> None:
+    assert "callbacks.hf_checkpointer: gate.score (sigmoid)" in runs["errors"][2]
+    assert "foundry-moe checkpoints export" in runs["errors"][2]
+    assert not (runs["root"] / "refused").exists()
