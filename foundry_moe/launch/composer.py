@@ -25,11 +25,16 @@ POLL_S = 0.1
 
 
 class _Monitor:
-    """Stands in for Composer's `_monitor_processes`."""
+    """Stands in for Composer's `_monitor_processes`.
+
+    signal: the first that arrived.
+    failure: the first exit code that is neither 0 nor 75; those of processes that are ended for it say nothing.
+    """
 
     def __init__(self, launcher: Any, names: tuple[str, ...], wait_s: float) -> None:
         self.launcher, self.wait_s = launcher, wait_s
         self.signal: int | None = None
+        self.failure: int | None = None
         for name in names:
             signal.signal(signal.Signals[name], self._note)
 
@@ -41,6 +46,8 @@ class _Monitor:
         passed_on, deadline = False, None
         while True:
             codes = [process.poll() for process in processes.values()]
+            if self.failure is None:
+                self.failure = next((code for code in codes if code not in (None, 0, RESTART)), None)
             if all(code is not None for code in codes):
                 return
             if self.signal is not None and not passed_on:
@@ -51,15 +58,14 @@ class _Monitor:
             leaving = passed_on or RESTART in codes
             if leaving and deadline is None:
                 deadline = time.monotonic() + self.wait_s
-            crashed = any(code not in (None, 0, RESTART) for code in codes)
-            if (crashed and not passed_on) or (deadline is not None and time.monotonic() > deadline):
+            if (self.failure is not None and not passed_on) or (deadline is not None and time.monotonic() > deadline):
                 self.launcher.CLEANUP_TIMEOUT = datetime.timedelta(0)
                 return
             time.sleep(POLL_S)
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs Composer's launcher with these arguments; returns the first exit code that is not 0, or 75 for a stop."""
+    """Runs Composer's launcher with these arguments; returns the exit code of the first process that failed, or 75 for a stop."""
     import composer.cli.launcher
 
     launcher: Any = composer.cli.launcher
@@ -73,6 +79,7 @@ def launch(arguments: list[str]) -> int:
     )
     sys.argv = ["composer", *arguments]
     code = int(launcher.main())
+    code = code if monitor.failure is None else monitor.failure
     if monitor.signal is not None and code not in (0, USER_ERROR, *NO_OTHER_LIFE):
         return RESTART
     return code

@@ -74,6 +74,8 @@ def test_a_signal_is_passed_on_once_and_the_save_waited_for(tmp_path, launcher, 
     [
         (TORCHRUN, "1", 1, 2),  # may pass: started anew, and the other not asked for a save that it cannot make
         (TORCHRUN, "3", 3, 1),  # numbers that are not finite
+        (TORCHRUN, "4", 4, 1),  # another process has taken over: a restart would take the folder back
+        (COMPOSER, "4", 4, 1),
         (TORCHRUN, "75", 75, 2),  # one rank was asked to stop
         pytest.param(COMPOSER, "1", 1, 1, marks=pytest.mark.slow),
     ],
