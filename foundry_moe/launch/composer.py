@@ -65,7 +65,11 @@ class _Monitor:
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs Composer's launcher with these arguments; returns the exit code of the first process that failed, or 75 for a stop."""
+    """Runs Composer's launcher with these arguments.
+
+    Returns:
+        The exit code of the first process that failed, 75 for a stop, or 0.
+    """
     import composer.cli.launcher
 
     launcher: Any = composer.cli.launcher
