@@ -75,8 +75,7 @@ MPTS: dict[str, dict[str, Any]] = {
         "moe": {"layers": {"every": 2}},
     },
 }
-# without DBRX: transformers 4.51 runs it on `eager` attention only where `clip_qkv` is set, as it is in DBRX itself
-MODEL_KINDS = ("llama", "mistral", "qwen3", *(kind for kind in MODEL_TYPES if kind != "dbrx"))
+MODEL_KINDS = ("llama", "mistral", "qwen3", *MODEL_TYPES)
 
 
 class Wrapped(nn.Module):

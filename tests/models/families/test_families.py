@@ -27,6 +27,7 @@ def test_every_family_is_tried() -> None:
     assert set(MODEL_TYPES) == set(FAMILIES)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_parts_are_all_tensors_of_a_block_each_element_once(model_type: str) -> None:
     model = small(model_type)

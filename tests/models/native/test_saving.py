@@ -23,6 +23,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
+@pytest.mark.quick
 def test_a_native_model_is_saved_bit_for_bit_in_several_files(tmp_path: Path) -> None:
     before = small("mixtral").state_dict()
     model: Any = small("mixtral")
