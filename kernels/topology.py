@@ -24,6 +24,7 @@ from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
+_GATHERS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6))
 _CHUNK = 64  # indices that one program of the topology's kernel fills in
 
 
@@ -89,6 +90,16 @@ def _owner(at, ends_E, EXPERTS: tl.constexpr):
     return tl.minimum(tl.sum((ends_E[None, :] <= at[:, None]).to(tl.int32), axis=1), EXPERTS - 1)
 
 
+@triton.jit
+def _take(values_E, own, EXPERTS: tl.constexpr):
+    """values_E[own]. Gathers are faster on Triton 3.6, and Triton 3.3 fails to compile this kernel with them."""
+    if _GATHERS:
+        return tl.gather(values_E, own, axis=0)
+    else:
+        mine = own[:, None] == tl.arange(0, EXPERTS)[None, :]
+        return tl.sum(tl.where(mine, values_E[None, :], 0), axis=1)
+
+
 @triton.jit(do_not_specialize=["num_experts", "block_rows", "blocks", "block_columns"])
 def _topology_kernel(
     offsets_ptr, widths_ptr, values_ptr, starts_ptr, sizes_ptr, experts_ptr, locals_ptr, heights_ptr, row_offsets_ptr,
@@ -111,37 +122,37 @@ def _topology_kernel(
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
 
     own = _owner(at, row_end, EXPERTS)
-    local = at - tl.gather(row_first, own, axis=0)
+    local = at - _take(row_first, own, EXPERTS)
     some = at < tl.sum(height)
-    tall, broad = tl.gather(height, own, axis=0), tl.gather(wide, own, axis=0)
+    tall, broad = _take(height, own, EXPERTS), _take(wide, own, EXPERTS)
     keep = at < block_rows
-    tl.store(starts_ptr + at, tl.gather(start, own, axis=0) + local * BLOCK, mask=keep)
-    left = tl.gather(size, own, axis=0) - local * BLOCK
+    tl.store(starts_ptr + at, _take(start, own, EXPERTS) + local * BLOCK, mask=keep)
+    left = _take(size, own, EXPERTS) - local * BLOCK
     tl.store(sizes_ptr + at, tl.where(some, tl.minimum(left, BLOCK), 0), mask=keep)
     tl.store(experts_ptr + at, own, mask=keep)
     tl.store(locals_ptr + at, local, mask=keep)
     tl.store(heights_ptr + at, tall, mask=keep)
-    inside = local.to(tl.int64) * BLOCK * tl.gather(width, own, axis=0)
-    tl.store(values_ptr + at, tl.gather(value_first, own, axis=0) + inside, mask=keep)
-    offset = tl.where(some, tl.gather(block_first, own, axis=0) + local * broad, used)
+    inside = local.to(tl.int64) * BLOCK * _take(width, own, EXPERTS)
+    tl.store(values_ptr + at, _take(value_first, own, EXPERTS) + inside, mask=keep)
+    offset = tl.where(some, _take(block_first, own, EXPERTS) + local * broad, used)
     tl.store(row_offsets_ptr + at, offset, mask=at <= block_rows)
 
     own = _owner(at, block_end, EXPERTS)
     first, tall, broad = (
-        tl.gather(block_first, own, axis=0),
-        tl.gather(height, own, axis=0),
-        tl.gather(wide, own, axis=0),
+        _take(block_first, own, EXPERTS),
+        _take(height, own, EXPERTS),
+        _take(wide, own, EXPERTS),
     )
     local = at - first
     row, column = local // tl.maximum(broad, 1), local // tl.maximum(tall, 1)
     keep = at < blocks
-    tl.store(rows_ptr + at, tl.gather(row_first, own, axis=0) + row, mask=keep)
-    tl.store(columns_ptr + at, tl.gather(column_first, own, axis=0) + local - row * broad, mask=keep)
+    tl.store(rows_ptr + at, _take(row_first, own, EXPERTS) + row, mask=keep)
+    tl.store(columns_ptr + at, _take(column_first, own, EXPERTS) + local - row * broad, mask=keep)
     tl.store(transposed_ptr + at, first + (local - column * tall) * broad + column, mask=keep)
 
     own = _owner(at, column_end, EXPERTS)
-    inside = (at - tl.gather(column_first, own, axis=0)) * tl.gather(height, own, axis=0)
-    offset = tl.gather(block_first, own, axis=0) + inside
+    inside = (at - _take(column_first, own, EXPERTS)) * _take(height, own, EXPERTS)
+    offset = _take(block_first, own, EXPERTS) + inside
     tl.store(column_offsets_ptr + at, tl.where(at < block_columns, offset, used), mask=at <= block_columns)
 
     my_end = tl.load(offsets_ptr + at, mask=at < num_experts, other=0)
