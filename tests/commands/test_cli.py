@@ -64,7 +64,8 @@ def test_overrides_stand_anywhere_among_a_plans_options(capsys):
 
 def test_a_plan_of_a_tiny_run_warns_of_no_slowness(capsys):
     run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
-    code, out, _ = outcome(capsys, "plan", run, "model.moe.mesh={expert: 2}", "--gpus", "8", "--gpus-per-node", "2")
+    keys = ("model.moe.mesh={expert: 2}", "global_train_batch_size=16")
+    code, out, _ = outcome(capsys, "plan", run, *keys, "--gpus", "8", "--gpus-per-node", "2")
     assert code == 0 and "messages" in out and "0.00 s" not in out
 
 
