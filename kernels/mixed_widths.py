@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.activations import activate_with_grad
 from foundry_moe_kernels.launch import launch
+from foundry_moe_kernels.pointwise import activation_backward_tile
 from foundry_moe_kernels.sizes import next_power_of_2
 from foundry_moe_kernels.topology import Topology
 from torch import Tensor
@@ -35,26 +35,13 @@ def _backward_kernel(
     if WEIGHTED:
         source = tl.load(source_ptr + row, mask=inside, other=0)
         weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
-    dtype = dh_ptr.dtype.element_ty
     base = tl.load(values + m) + i.to(tl.int64)[:, None] * width
     dots = tl.zeros((ROWS,), tl.float32)
     for column in range(0, width, WIDTH):
         f = column + tl.arange(0, WIDTH)
         keep = inside[:, None] & (f < width)[None, :]
         at = base + f[None, :]
-        dh = tl.load(dh_ptr + at, mask=keep, other=0.0).to(tl.float32)
-        value, slope = activate_with_grad(tl.load(z_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
-        weighted = dh * weight[:, None]
-        h = value
-        dgate = weighted * slope
-        if GLU:
-            up = tl.load(z_ptr + plane + at, mask=keep, other=0.0).to(tl.float32)
-            tl.store(dz_ptr + plane + at, (weighted * value).to(dtype), mask=keep)
-            h = value * up
-            dgate = dgate * up
-        tl.store(dz_ptr + at, dgate.to(dtype), mask=keep)
-        tl.store(dh_ptr + at, (h * weight[:, None]).to(dtype), mask=keep)
-        dots += tl.sum(dh * h, axis=1)
+        dots += activation_backward_tile(dh_ptr, z_ptr, dz_ptr, at, keep, weight, plane, ACT, GLU)
     if WEIGHTED:
         tl.store(dots_ptr + row, dots, mask=inside)
 

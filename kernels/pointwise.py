@@ -44,6 +44,28 @@ def activate(z_PRF: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
+def activation_backward_tile(
+    dh_ptr, z_ptr, dz_ptr, at, keep, weight, up_plane, ACT: tl.constexpr, GLU: tl.constexpr
+):  # fmt: skip
+    """Of a tile of rows, at offsets `at` where `keep`: writes dz (where z lies, if it is z) and, over dh, the weighted
+    h. Returns dot(dh, h) of each row, from dh before it was weighted."""
+    dtype = dh_ptr.dtype.element_ty
+    dh = tl.load(dh_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    value, slope = activate_with_grad(tl.load(z_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
+    weighted = dh * weight[:, None]
+    h = value
+    dgate = weighted * slope
+    if GLU:
+        up = tl.load(z_ptr + up_plane + at, mask=keep, other=0.0).to(tl.float32)
+        tl.store(dz_ptr + up_plane + at, (weighted * value).to(dtype), mask=keep)
+        h = value * up
+        dgate = dgate * up
+    tl.store(dz_ptr + at, dgate.to(dtype), mask=keep)
+    tl.store(dh_ptr + at, (h * weight[:, None]).to(dtype), mask=keep)
+    return tl.sum(dh * h, axis=1)
+
+
+@triton.jit
 def _activation_backward_kernel(
     dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, end_ptr, rows, width,
     ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -55,7 +77,6 @@ def _activation_backward_kernel(
         source = tl.load(source_ptr + r, mask=inside, other=0)
         # a slot of the padded layout may be unused: -1
         weight = tl.load(weights_ptr + source, mask=inside & (source >= 0), other=0.0).to(tl.float32)
-    dtype = dh_ptr.dtype.element_ty
     base = r.to(tl.int64)[:, None] * width
     up_plane = rows.to(tl.int64) * width
     dots = tl.zeros((ROWS,), tl.float32)
@@ -63,19 +84,7 @@ def _activation_backward_kernel(
         f = first + tl.arange(0, WIDTH)
         keep = inside[:, None] & (f < width)[None, :]
         at = base + f[None, :]
-        dh = tl.load(dh_ptr + at, mask=keep, other=0.0).to(tl.float32)
-        value, slope = activate_with_grad(tl.load(z_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
-        weighted = dh * weight[:, None]
-        h = value
-        dgate = weighted * slope
-        if GLU:
-            up = tl.load(z_ptr + up_plane + at, mask=keep, other=0.0).to(tl.float32)
-            tl.store(z_ptr + up_plane + at, (weighted * value).to(dtype), mask=keep)
-            h = value * up
-            dgate = dgate * up
-        tl.store(z_ptr + at, dgate.to(dtype), mask=keep)
-        tl.store(dh_ptr + at, (h * weight[:, None]).to(dtype), mask=keep)
-        dots += tl.sum(dh * h, axis=1)
+        dots += activation_backward_tile(dh_ptr, z_ptr, z_ptr, at, keep, weight, up_plane, ACT, GLU)
     if WEIGHTED:
         tl.store(dots_ptr + r, dots, mask=inside)
 

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.layers.token_dispatcher import Chunk
-from foundry_moe.ops import expert_mlp
+from foundry_moe.layers.token_dispatcher import Chunk, compute_chunks
+from foundry_moe.ops import PermutePlan, expert_mlp
 from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.biases import Biases
 
 
-def _unchanged(weight: Tensor) -> Tensor:
+def unchanged(weight: Tensor) -> Tensor:
+    """`local` where nothing is placed on a mesh."""
     return weight
 
 
@@ -55,7 +56,7 @@ class Experts(nn.Module):
         self.memory = memory
         self.init_std = init_std
         self.num_layers = num_layers
-        self.local: Callable[[Tensor], Tensor] = _unchanged
+        self.local: Callable[[Tensor], Tensor] = unchanged
         wide = (num_experts, hidden_size, d_model)
         self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
         self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if kind.gated else None
@@ -88,7 +89,7 @@ class Experts(nn.Module):
                 parameter[expert].copy_(self.initial(name, expert, seed=seed, layer=layer, device=parameter.device))
 
     def forward(self, sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-        """Chunk by chunk: receives tokens, computes, starts the results' way back.
+        """What the experts make of the tokens of each chunk.
 
         All chunks are one call, so that FSDP2, which wraps this module, gathers its weights once.
         """
@@ -101,12 +102,9 @@ class Experts(nn.Module):
                 v1_EF=None if self.v1_bias_EF is None else self.local(self.v1_bias_EF),
                 w2_ED=self.local(self.w2_bias_ED),
             )
-        outputs = []
-        for chunk in sent:
-            x_QD, weights_QK, plan = chunk.receive()
-            if not torch.is_autocast_enabled(x_QD.device.type):
-                x_QD = x_QD.to(w1_EFD.dtype)  # as FSDP2 casts inputs, but it does not see what is received here
-            y_QD = expert_mlp(
+
+        def compute(x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan) -> Tensor:
+            return expert_mlp(
                 x_QD,
                 weights_QK,
                 plan,
@@ -118,8 +116,8 @@ class Experts(nn.Module):
                 backend=self.backend,
                 memory=self.memory,
             )
-            outputs.append(chunk.send_back(y_QD))
-        return tuple(outputs)
+
+        return compute_chunks(sent, w1_EFD.dtype, compute)
 
 
 class SharedExpert(nn.Module):

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS
+from foundry_moe.layers.experts import unchanged
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.layers.token_dispatcher import Chunk
+from foundry_moe.layers.token_dispatcher import Chunk, compute_chunks
+from foundry_moe.ops import PermutePlan
 from foundry_moe.ops.mixed_widths import mixed_mlp
-
-
-def _unchanged(weight: Tensor) -> Tensor:
-    return weight
 
 
 class MixedExperts(nn.Module):
@@ -52,7 +50,7 @@ class MixedExperts(nn.Module):
         self.memory = memory
         self.init_std = init_std
         self.num_layers = num_layers
-        self.local: Callable[[Tensor], Tensor] = _unchanged
+        self.local: Callable[[Tensor], Tensor] = unchanged
         self.widths = widths
         self.held = range(len(widths))
         shape = (sum(widths), d_model)
@@ -99,12 +97,9 @@ class MixedExperts(nn.Module):
         w1_HD, w2_HD = self.local(self.w1_HD), self.local(self.w2_HD)
         v1_HD = self.local(self.v1_HD) if self.v1_HD is not None else None
         widths = self.widths[self.held.start : self.held.stop]
-        outputs = []
-        for chunk in sent:
-            x_QD, weights_QK, plan = chunk.receive()
-            if not torch.is_autocast_enabled(x_QD.device.type):
-                x_QD = x_QD.to(w1_HD.dtype)  # as FSDP2 casts inputs, but it does not see what is received here
-            y_QD = mixed_mlp(
+
+        def compute(x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan) -> Tensor:
+            return mixed_mlp(
                 x_QD,
                 weights_QK,
                 plan,
@@ -116,5 +111,5 @@ class MixedExperts(nn.Module):
                 backend=self.backend,
                 memory=self.memory,
             )
-            outputs.append(chunk.send_back(y_QD))
-        return tuple(outputs)
+
+        return compute_chunks(sent, w1_HD.dtype, compute)

@@ -8,8 +8,10 @@ Shapes: T tokens of this process, Q tokens that its experts receive, K choices a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from foundry_moe.layers.gates.gate import Choices
@@ -52,6 +54,25 @@ class Chunk(NamedTuple):
     def send_back(self, y_QD: Tensor) -> Chunk:
         """Starts the way back of the experts' results for these tokens."""
         return Chunk((self.transport.send_back(y_QD),), self.transport)
+
+
+def compute_chunks(
+    sent: tuple[Chunk, ...], dtype: torch.dtype, expert_mlp: Callable[[Tensor, Tensor | None, PermutePlan], Tensor]
+) -> tuple[Chunk, ...]:
+    """Chunk by chunk: receives tokens, computes, starts the results' way back.
+
+    Args:
+        dtype: of the experts' weights. Outside of autocast tokens are cast to it, as FSDP2 casts a module's inputs:
+            what is received here it does not see.
+        expert_mlp: (x_QD, weights_QK, plan) -> y_QD.
+    """
+    outputs = []
+    for chunk in sent:
+        x_QD, weights_QK, plan = chunk.receive()
+        if not torch.is_autocast_enabled(x_QD.device.type):
+            x_QD = x_QD.to(dtype)
+        outputs.append(chunk.send_back(expert_mlp(x_QD, weights_QK, plan)))
+    return tuple(outputs)
 
 
 class TokenDispatcher(Protocol):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from foundry_moe_kernels import mixed_widths, permute, products
-from foundry_moe_kernels.sparse_tiles import BLOCK
 from foundry_moe_kernels.topology import Topology, pack_topology, packed_topology_size, unpack_topology
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,27 +23,20 @@ from foundry_moe.ops.operators import differentiable, operator
 from foundry_moe.ops.permute import PermutePlan
 from foundry_moe.ops.permute import permute as permute_rows
 from foundry_moe.ops.permute import unpermute as unpermute_rows
-
-
-def _block(device: torch.device) -> int:
-    return BLOCK if device.type == "cuda" else 16
-
-
-def _tf32() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
+from foundry_moe.ops.sparse_steps import allow_tf32, block_of
 
 
 @operator(
     "mixed_pack",
-    lambda offsets_E, rows, widths: offsets_E.new_empty(packed_topology_size(rows, widths, _block(offsets_E.device))),
+    lambda offsets_E, rows, widths: offsets_E.new_empty(packed_topology_size(rows, widths, block_of(offsets_E.device))),
 )
 def _pack(offsets_E: Tensor, rows: int, widths: Sequence[int]) -> Tensor:
     """The topology's tables, int32, for the products of both directions."""
-    return pack_topology(offsets_E, rows, list(widths), _block(offsets_E.device))
+    return pack_topology(offsets_E, rows, list(widths), block_of(offsets_E.device))
 
 
 def _topology(packed: Tensor, rows: int, widths: Sequence[int]) -> Topology:
-    return unpack_topology(packed, rows, list(widths), _block(packed.device))
+    return unpack_topology(packed, rows, list(widths), block_of(packed.device))
 
 
 def _planes(w1_HD: Tensor, v1_HD: Tensor | None) -> tuple[Tensor, ...]:
@@ -56,7 +48,7 @@ def _up(
 ) -> tuple[Tensor, Tensor]:
     """z_PV, h_V."""
     return products.sdd_act(
-        x_TD.contiguous(), planes, topology, activation, source_R=source_R, choices=choices, tf32=_tf32()
+        x_TD.contiguous(), planes, topology, activation, source_R=source_R, choices=choices, tf32=allow_tf32()
     )
 
 
@@ -86,7 +78,7 @@ def _forward(
         return x_TD.new_zeros(row_TK.shape[0], x_TD.shape[1]), x_TD.new_empty(len(planes), 0)
     topology = _topology(packed, rows, widths)
     z_PV, h_V = _up(x_TD, planes, topology, source_R, row_TK.shape[1], activation)
-    y_RD = products.dsd(h_V, w2_HD.contiguous(), topology, tf32=_tf32(), zero_tail=False)
+    y_RD = products.dsd(h_V, w2_HD.contiguous(), topology, tf32=allow_tf32(), zero_tail=False)
     y_TD = permute.unpermute(y_RD, None if weights_TK is None else weights_TK.contiguous(), row_TK)
     return y_TD, z_PV if keep else z_PV.new_empty(len(planes), 0)
 
@@ -126,15 +118,15 @@ def _backward(
     weights = None if weights_TK is None else weights_TK.contiguous()
     dy_RD = permute.permute(dy_TD.contiguous(), row_TK, offsets_E, rows, zero_tail=False)
     # dh, and then h in its place
-    h_V = products.sdd(dy_RD, w2_HD.contiguous(), topology, trans_b=True, tf32=_tf32(), zero_tail=False)
+    h_V = products.sdd(dy_RD, w2_HD.contiguous(), topology, trans_b=True, tf32=allow_tf32(), zero_tail=False)
     dz_PV, dots = mixed_widths.activation_backward(h_V, z_PV, topology, activation, weights, source_R)
-    dw2_HD = products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=_tf32())
+    dw2_HD = products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=allow_tf32())
     del h_V, dy_RD
-    dx_RD = products.dsd(tuple(dz_PV), planes, topology, tf32=_tf32(), zero_tail=False)
+    dx_RD = products.dsd(tuple(dz_PV), planes, topology, tf32=allow_tf32(), zero_tail=False)
     dx_TD = permute.unpermute(dx_RD, None, row_TK)
     del dx_RD
     x_RD = permute.permute(x_TD.contiguous(), row_TK, offsets_E, rows, zero_tail=False)
-    dw_P = [products.dsd(dz_V, x_RD, topology, trans_s=True, tf32=_tf32()) for dz_V in dz_PV]
+    dw_P = [products.dsd(dz_V, x_RD, topology, trans_s=True, tf32=allow_tf32()) for dz_V in dz_PV]
     dweights = none
     if weights_TK is not None:
         assert dots is not None

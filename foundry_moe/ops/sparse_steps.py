@@ -21,25 +21,26 @@ from torch import Tensor
 COPY_BYTES = 128 * 2**20
 
 
-def _block(device: torch.device) -> int:
+def block_of(device: torch.device) -> int:
+    """Rows of a block of the topology on this device."""
     return BLOCK if device.type == "cuda" else 16
 
 
 def pack(offsets_E: Tensor, rows: int, hidden: int) -> Tensor:
     """The topology's tables, int32, for all products of a layer."""
-    return pack_topology(offsets_E, rows, [hidden] * offsets_E.shape[0], _block(offsets_E.device))
+    return pack_topology(offsets_E, rows, [hidden] * offsets_E.shape[0], block_of(offsets_E.device))
 
 
 def packed_size(offsets_E: Tensor, rows: int, hidden: int) -> int:
     """Integers of `pack`."""
-    return packed_topology_size(rows, [hidden] * offsets_E.shape[0], _block(offsets_E.device))
+    return packed_topology_size(rows, [hidden] * offsets_E.shape[0], block_of(offsets_E.device))
 
 
 def _topology(offsets_E: Tensor, rows: int, hidden: int, packed: Tensor) -> Topology:
-    return unpack_topology(packed, rows, [hidden] * offsets_E.shape[0], _block(offsets_E.device))
+    return unpack_topology(packed, rows, [hidden] * offsets_E.shape[0], block_of(offsets_E.device))
 
 
-def _tf32() -> bool:
+def allow_tf32() -> bool:
     """Whether fp32 products may round their operands, as torch's own would."""
     return torch.backends.cuda.matmul.allow_tf32
 
@@ -56,7 +57,7 @@ def up(
     """(z_PRF, h_RF): pre-activations and act(z[0]) (times z[1])."""
     topology = _topology(offsets_E, source_R.shape[0], weights[0].shape[1], packed)
     return products.sdd_act(
-        x_TD, weights, topology, activation, source_R=source_R, choices=row_TK.shape[1], tf32=_tf32()
+        x_TD, weights, topology, activation, source_R=source_R, choices=row_TK.shape[1], tf32=allow_tf32()
     )
 
 
@@ -65,7 +66,7 @@ def down(
 ) -> Tensor:
     """y_TD: the weighted sum of each token's rows of h·W2ᵀ."""
     topology = _topology(offsets_E, h_RF.shape[0], w2_EDF.shape[2], packed)
-    y_RD = products.dsd(h_RF, w2_EDF, topology, trans_b=True, tf32=_tf32(), zero_tail=False)
+    y_RD = products.dsd(h_RF, w2_EDF, topology, trans_b=True, tf32=allow_tf32(), zero_tail=False)
     return permute.unpermute(y_RD, weights_TK, row_TK)
 
 
@@ -84,9 +85,9 @@ def down_backward_(
     topology = _topology(offsets_E, source_R.shape[0], w2_EDF.shape[2], packed)
     dy_RD = permute.permute(dy_TD, row_TK, offsets_E, source_R.shape[0], zero_tail=False)
     # dh, and then h in its place
-    h_RF = products.sdd(dy_RD, w2_EDF, topology, tf32=_tf32(), zero_tail=False)
+    h_RF = products.sdd(dy_RD, w2_EDF, topology, tf32=allow_tf32(), zero_tail=False)
     dots = pointwise.activation_backward_(h_RF, z_PRF, offsets_E, activation, weights_TK, source_R)
-    return products.dds(dy_RD, h_RF, topology, trans_a=True, stacked=True, tf32=_tf32()), dots
+    return products.dds(dy_RD, h_RF, topology, trans_a=True, stacked=True, tf32=allow_tf32()), dots
 
 
 def column_parts(rows: int, x_TD: Tensor) -> list[slice]:
@@ -110,13 +111,13 @@ def up_backward(
     topology = _topology(offsets_E, source_R.shape[0], weights[0].shape[1], packed)
     dx_TD = x_TD.new_empty(0)
     if needs_dx:
-        dx_RD = products.dsd(tuple(dz_PRF), weights, topology, tf32=_tf32(), zero_tail=False)
+        dx_RD = products.dsd(tuple(dz_PRF), weights, topology, tf32=allow_tf32(), zero_tail=False)
         dx_TD = permute.unpermute(dx_RD, None, row_TK)
         del dx_RD
     dw_PEFD = torch.empty(len(weights), *weights[0].shape, dtype=x_TD.dtype, device=x_TD.device)
     for columns in column_parts(source_R.shape[0], x_TD):
         x_RD = permute.permute(x_TD[:, columns], row_TK, offsets_E, source_R.shape[0], zero_tail=False)
         for dz_RF, dw_EFD in zip(dz_PRF, dw_PEFD, strict=True):
-            products.dsd(dz_RF, x_RD, topology, trans_s=True, stacked=True, tf32=_tf32(), out=dw_EFD[..., columns])
+            products.dsd(dz_RF, x_RD, topology, trans_s=True, stacked=True, tf32=allow_tf32(), out=dw_EFD[..., columns])
         del x_RD  # before the next part is copied
     return dx_TD, dw_PEFD
