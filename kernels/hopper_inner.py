@@ -1,6 +1,6 @@
 """Products with a ragged inner dimension, warp-specialised: C_e = A_e^T B_e. See `hopper_products`.
 
-Shapes: E experts, P planes (gate, up); BM x BN x BK a tile, H = BM / 2 rows of a multiplier.
+Shapes: E experts, P planes (gate, up); BM x BN x BK a tile, H = BM / 2 rows of a consumer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 def _inner_place(tile, work, BK: gl.constexpr):
     """(expert, its first row, rows, steps, plane, m, n tile): expert after expert, `grouped` tiles of m at a time."""
     offsets_ptr, order_ptr, _, planes, m_tiles, n_tiles, grouped, _ = work
-    # Tiles get shorter and programs take them in turn: whoever is ahead in every later turn comes last in the first.
+    # Tiles get shorter, so the programs that are first in all later rounds come last in the first round.
     programs = gl.num_programs(0)
     tile = gl.where(tile < programs, programs - 1 - tile, tile)
     per_expert = planes * m_tiles * n_tiles
@@ -35,7 +35,7 @@ def _inner_place(tile, work, BK: gl.constexpr):
 
 
 @gluon.jit
-def _inner_load(
+def _inner_producer(
     a_desc, b_desc, ring, work,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _inner_load(
 
 
 @gluon.jit
-def _inner_multiply(
+def _inner_consumer(
     c_desc, ring, work, buffers, HALF: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     LAST: gl.constexpr,
@@ -99,7 +99,7 @@ def inner_kernel(
     second = store_buffers(c_desc, BUFFERS)
     work = (offsets_ptr, order_ptr, num_experts, planes, m_tiles, n_tiles, grouped, height)
     gl.warp_specialize([
-        (_inner_multiply, (c_desc, ring, work, first, 0, BM, BN, BK, STAGES, SPLIT, LAST)),
-        (_inner_multiply, (c_desc, ring, work, second, 1, BM, BN, BK, STAGES, SPLIT, LAST)),
-        (_inner_load, (a_desc, b_desc, ring, work, BM, BN, BK, STAGES)),
+        (_inner_consumer, (c_desc, ring, work, first, 0, BM, BN, BK, STAGES, SPLIT, LAST)),
+        (_inner_consumer, (c_desc, ring, work, second, 1, BM, BN, BK, STAGES, SPLIT, LAST)),
+        (_inner_producer, (a_desc, b_desc, ring, work, BM, BN, BK, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

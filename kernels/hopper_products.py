@@ -1,19 +1,20 @@
 """The expert products as warp-specialised kernels, in Gluon, Triton's lower-level dialect (Triton 3.6, Hopper).
 
-They do what `ragged_rows` (plain, and `up` with a gate) and `ragged_inner` do, tile for tile. A program has three
-groups of warps, or four:
+They do what `ragged_rows` (plain, and `up` with a gate) and `ragged_inner` do, tile for tile. A program is persistent
+and has three groups of warps, or four:
 
-    loader        one warp: fills a ring of shared-memory stages by tensor maps, on into the next tiles. Four warps
-                  where an operand's rows are gathered from tokens: no tensor map can, threads copy 16 bytes each
-    multipliers   two groups of four warps, each with its half of a tile's rows: an asynchronous product a stage, then
-                  its half of the epilogue through buffers of its own, stored while the next tile multiplies
+    producer      one warp: fills a ring of shared-memory stages by TMA, ahead of the current tile. Four warps where the
+                  rows of an operand are gathered from tokens: TMA cannot, so each thread copies 16 bytes (cp.async)
+    consumers     two groups of four warps, each with its half of a tile's rows: an asynchronous wgmma a stage, then its
+                  half of the epilogue through buffers of its own, stored while the next tile is multiplied
     copier        one warp, where asked for: copies tokens to their rows for a later product, in place of a launch
 
-No barrier ties the groups but the ring's two a stage: `full` (its bytes have come) and `empty` (both halves are done),
-and, in products of rows, two a ticket: experts end in partial tiles, which take less time, so the loaders of all
-programs draw a launch's tiles by a counter and hand each tile's number to the multipliers.
+The groups share only the barriers of the ring, two a stage: `full` (the bytes have arrived) and `empty` (both consumers
+are done), and, in products of rows, those of the tile queue. Experts end in partial tiles, which take less time:
+tiles are scheduled dynamically, by a counter in device memory that all producers draw from, and a producer passes each
+tile's number to its consumers by a queue in shared memory.
 
-Shapes: R rows, E experts, P planes (gate, up), M block rows; BM x BN x BK the tile, H = BM / 2 rows a multiplier.
+Shapes: R rows, E experts, P planes (gate, up), M block rows; BM x BN x BK the tile, H = BM / 2 rows a consumer.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TICKETS = gl.constexpr(2)  # tiles that a loader may be ahead, two or more
-WARPS = 4  # of the first multiplier; the second has as many
+QUEUED = gl.constexpr(2)  # tiles that a producer may be ahead, two or more
+WARPS = 4  # of the first consumer; the second has as many
 SHARED_BYTES = 226 * 2**10  # of a multiprocessor, less what barriers take
-REGISTERS = 168  # a thread at launch, of which all but the multipliers give up most
+REGISTERS = 168  # a thread at launch, of which all but the consumers give up most
 COPY_COLUMNS = 256  # of a copied row's box; a box has at most so many in each of its dimensions
 _COPY_BYTES = 2**15  # of the rows under way
 
 
 @gluon.jit
-def _tickets():
-    """Tile numbers on their way from the loader to the multipliers, and their barriers."""
-    numbers = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(TICKETS):
+def _tile_queue():
+    """Tile numbers from the producer to its consumers: a ring of slots and their barriers."""
+    numbers = gl.allocate_shared_memory(gl.int32, [QUEUED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [QUEUED, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(QUEUED):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
@@ -63,22 +64,22 @@ def _tickets():
 
 
 @gluon.jit
-def _hand_out(tickets, turn, tile, W: gl.constexpr):
-    """The loader's, of W warps."""
-    numbers, full, empty = tickets
-    slot = turn % TICKETS
-    mbarrier.wait(empty.index(slot), ((turn // TICKETS) & 1) ^ 1)
+def _push_tile(queue, turn, tile, W: gl.constexpr):
+    """Of the producer, of W warps."""
+    numbers, full, empty = queue
+    slot = turn % QUEUED
+    mbarrier.wait(empty.index(slot), ((turn // QUEUED) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     numbers.index(slot).store(gl.full([1], tile, gl.int32, layout))
     mbarrier.arrive(full.index(slot))
 
 
 @gluon.jit
-def _take(tickets, turn):
-    """A multiplier's."""
-    numbers, full, empty = tickets
-    slot = turn % TICKETS
-    mbarrier.wait(full.index(slot), (turn // TICKETS) & 1)
+def _pop_tile(queue, turn):
+    """Of a consumer."""
+    numbers, full, empty = queue
+    slot = turn % QUEUED
+    mbarrier.wait(full.index(slot), (turn // QUEUED) & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = gl.max(numbers.index(slot).load(layout), 0)
     mbarrier.arrive(empty.index(slot))
@@ -96,8 +97,8 @@ def _rows_place(tile, column_tiles, num_blocks, grouped):
 
 
 @gluon.jit
-def _rows_load(
-    a_desc, b_desc, ring, work, tickets, tokens,
+def _rows_producer(
+    a_desc, b_desc, ring, work, queue, tokens,
     PLANES: gl.constexpr, GATED: gl.constexpr, TRANS_B: gl.constexpr, COLUMNS: gl.constexpr,
     CHOICES: gl.constexpr, GATHERED: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -117,7 +118,7 @@ def _rows_load(
     turn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        _hand_out(tickets, turn, tile, WARPS_HERE)
+        _push_tile(queue, turn, tile, WARPS_HERE)
         turn += 1
         block, column_tile = _rows_place(tile, column_tiles, num_blocks, grouped)
         tile = gl.num_programs(0) + gl.atomic_add(counts_ptr + 1, 1, sem="relaxed")
@@ -128,7 +129,7 @@ def _rows_load(
         if GATHERED:
             index = first_row + rows
             source = gl.load(source_ptr + index, mask=index < num_rows, other=0)
-            token = gl.maximum(source, 0) // CHOICES  # any token will do for a row of nobody
+            token = gl.maximum(source, 0) // CHOICES  # rows past the end read any token
             pointers = x_ptr + token.to(gl.int64)[:, None] * x_stride + columns[None, :]
         for step in range(k_tiles * PLANES):
             plane = step // k_tiles
@@ -149,15 +150,15 @@ def _rows_load(
                 async_copy.async_copy_global_to_shared(a_ring.index(stage).reshape([BM, BK]), pointers + step * BK)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
-    _hand_out(tickets, turn, tile, WARPS_HERE)
-    if gl.atomic_add(counts_ptr + 2, 1) == gl.num_programs(0) - 1:  # the last one: as the next launch wants them
+    _push_tile(queue, turn, tile, WARPS_HERE)
+    if gl.atomic_add(counts_ptr + 2, 1) == gl.num_programs(0) - 1:  # the last program resets both for the next launch
         gl.store(counts_ptr + 1, 0)
         gl.store(counts_ptr + 2, 0)
 
 
 @gluon.jit
-def _rows_multiply(
-    c_desc, h_desc, ring, work, tickets, buffers, HALF: gl.constexpr,
+def _rows_consumer(
+    c_desc, h_desc, ring, work, queue, buffers, HALF: gl.constexpr,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
     GATHERED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, LAST: gl.constexpr,
@@ -169,7 +170,7 @@ def _rows_multiply(
     stage = 0
     phase = 0
     turn = 0
-    tile = _take(tickets, turn)
+    tile = _pop_tile(queue, turn)
     while tile < tiles:
         block, column_tile = _rows_place(tile, column_tiles, num_blocks, grouped)
         entry = block_rows_ptr + block * 4
@@ -197,13 +198,13 @@ def _rows_multiply(
                 BM, BN, BK, STAGES, SPLIT, LAST
             )  # fmt: skip
         turn += 1
-        tile = _take(tickets, turn)
+        tile = _pop_tile(queue, turn)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _copy(in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES: gl.constexpr):
-    """This program's share of the rows, one after another: LAG of them on their way in, the others on theirs out."""
+    """Copies this program's share of the rows through a ring of slots: LAG loads in flight, the others storing."""
     SLOTS: gl.constexpr = slots.shape[0]
     LAG: gl.constexpr = SLOTS - 2
     end = gl.load(end_ptr)
@@ -236,7 +237,8 @@ def rows_kernel(
 ):  # fmt: skip
     """block_rows_ptr: int32 [M, 4] of (expert, first row of the expert, rows of the expert, row within it).
 
-    counts_ptr: int32 [3], block rows in use and two zeros, which a launch leaves as they were: no two at a time.
+    counts_ptr: int32 [3], block rows in use and two zeros, which a launch resets. Launches that share them must not
+    overlap.
 
     plain     c[0] = A W, planes summed over
     GATED     c = gate and up, whose columns lie side by side in the tile; h = act(gate) * up
@@ -248,7 +250,7 @@ def rows_kernel(
     first = store_buffers(c_desc, BUFFERS)
     second = store_buffers(c_desc, BUFFERS)
     work = (block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped)
-    tickets = _tickets()
+    queue = _tile_queue()
     tokens = (x_ptr, x_stride, source_ptr, num_rows)
     COLUMNS: gl.constexpr = BN // 2 if GATED else BN
     if SLOTS:
@@ -258,12 +260,12 @@ def rows_kernel(
             mbarrier.init(ready.index(i), count=1)
         fence_async_shared()
         gl.warp_specialize([
-            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, first, 0, PLANES, GATED, ACT, TRANS_B, False,
+            (_rows_consumer, (c_desc, h_desc, ring, work, queue, first, 0, PLANES, GATED, ACT, TRANS_B, False,
                               BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, second, 1, PLANES, GATED, ACT, TRANS_B, False,
+            (_rows_consumer, (c_desc, h_desc, ring, work, queue, second, 1, PLANES, GATED, ACT, TRANS_B, False,
                               BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_load, (a_desc, b_desc, ring, work, tickets, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES, False,
-                          BM, BK, STAGES)),
+            (_rows_producer, (a_desc, b_desc, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
+                            False, BM, BK, STAGES)),
             (_copy, (in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
@@ -271,11 +273,11 @@ def rows_kernel(
         MOST: gl.constexpr = 232 if GATHERED else 240
         LEAST: gl.constexpr = 40 if GATHERED else 24
         gl.warp_specialize([
-            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, first, 0, PLANES, GATED, ACT, TRANS_B, GATHERED,
+            (_rows_consumer, (c_desc, h_desc, ring, work, queue, first, 0, PLANES, GATED, ACT, TRANS_B, GATHERED,
                               BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_multiply, (c_desc, h_desc, ring, work, tickets, second, 1, PLANES, GATED, ACT, TRANS_B, GATHERED,
+            (_rows_consumer, (c_desc, h_desc, ring, work, queue, second, 1, PLANES, GATED, ACT, TRANS_B, GATHERED,
                               BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_load, (a_desc, b_desc, ring, work, tickets, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
+            (_rows_producer, (a_desc, b_desc, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
                           GATHERED, BM, BK, STAGES)),
         ], [4, LOADERS], [MOST, LEAST])  # fmt: skip
 

@@ -1,6 +1,6 @@
 """What the warp-specialised kernels of `hopper_products` and `hopper_inner` share: the ring and a half tile's work.
 
-Shapes: BM x BN x BK a tile, H = BM / 2 rows of a multiplier.
+Shapes: BM x BN x BK a tile, H = BM / 2 rows of a consumer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 WRAP = gl.constexpr(2**28)  # see `descriptors`
-GATHERERS = gl.constexpr(4)  # warps of a loader that gathers
+GATHERERS = gl.constexpr(4)  # warps of a producer that gathers
 
 
 @gluon.jit
@@ -31,7 +31,7 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _before(stage, STAGES: gl.constexpr):
-    """Reckoned, since `last = stage` in a loop keeps what `last` was before the loop (Triton 3.6)."""
+    """Computed, since `last = stage` in a loop keeps what `last` was before the loop (Triton 3.6)."""
     return gl.where(stage == 0, STAGES, stage) - 1
 
 
@@ -43,7 +43,7 @@ def multiply(
 ):  # fmt: skip
     """The first WIDE columns of one half [H, BN] of a tile, fp32.
 
-    A step's stage is given back once the step after it is under way.
+    A step's stage is released once the next step's product has been issued.
     """
     a_ring, b_ring, full, empty = ring
     H: gl.constexpr = BM // 2
@@ -52,7 +52,7 @@ def multiply(
     for step in range(steps):
         mbarrier.wait(full.index(stage), phase)
         if GATHERED:
-            fence_async_shared()  # for what threads have written, not the copy engine
+            fence_async_shared()  # orders cp.async writes of threads before wgmma reads
         if TRANS_A:
             a = a_ring.index(stage).reshape([BK, BM]).slice(HALF * H, H, dim=1).permute((1, 0))
         else:
@@ -72,7 +72,7 @@ def multiply(
 
 @gluon.jit
 def skip(ring, stage, phase, steps, STAGES: gl.constexpr):
-    """A half without rows: its stages pass by."""
+    """Releases the stages of a half tile that has no rows."""
     _, _, full, empty = ring
     for _ in range(steps):
         mbarrier.wait(full.index(stage), phase)
@@ -100,7 +100,7 @@ def _put(tile, desc, place, column, buffer, PENDING: gl.constexpr):
 
 @gluon.jit
 def _write(acc, desc, place, column, buffers, SPLIT: gl.constexpr):
-    """A half tile in SPLIT parts of columns, which take turns at the buffers. The last tile's stores are long done."""
+    """A half tile in SPLIT parts of columns, which take turns at the buffers."""
     COUNT: gl.constexpr = buffers.shape[0]
     W: gl.constexpr = acc.shape[1] // SPLIT
     if SPLIT == 1:

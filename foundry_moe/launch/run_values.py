@@ -1,4 +1,4 @@
-"""Checks values of a run that LLM Foundry, Composer or torch refuse after minutes, in riddles, or never.
+"""Checks values of a run that LLM Foundry, Composer or torch refuse late, in words that do not name the key, or never.
 
 Keys are `foundry_keys`' matter, and are known to be right here. Must not know experts beyond their number.
 """
@@ -16,7 +16,6 @@ from foundry_moe.schema import one_of, section
 
 _TIME = re.compile(r"\s*[0-9][0-9_]*(\.[0-9]+)?(e[+-]?[0-9]+)?\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
 _CLOCK = re.compile(r"(\s*[0-9]+(\.[0-9]+)?\s*(h|hr|hour|hours|m|min|minute|minutes|s|second|seconds)\s*)+")
-_MPT_SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24}  # LLM Foundry's defaults
 # part of the model's keys, key, and the registry that its value is looked up in
 _MPT_NAMES = (
     ("attn_config", "attn_type", "attention_classes"),
