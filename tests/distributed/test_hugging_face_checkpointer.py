@@ -67,17 +67,20 @@ def saved(run: dict[str, Any], checkpoints: Path, save_folder: str) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What four processes left in folders, and what was refused."""
+def runs(moto: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What four processes left in folders and on S3, and what was refused."""
     root = tmp_path_factory.mktemp("hugging_face")
     small("mixtral", num_local_experts=6, intermediate_size=40).save_pretrained(root / "mixtral")
     four = [
         saved(of_mixtral(root / "mixtral", 4), root / "mixtral_run", str(root / "mixtral_saved")),
         saved(of_mpt(4), root / "mpt_run", str(root / "mpt_saved")),
         saved(of_mpt(4, gate={"name": "topk", "score": "sigmoid"}), root / "refused_run", str(root / "refused")),
+        saved(of_mpt(4), root / "s3_run", "s3://bucket/exported"),
     ]
-    errors = run_processes(hugging_face_worker.train_all, YAML, four, {}, world_size=4, preload=PRELOAD)
-    return {"root": root, "errors": errors}
+    url = f"http://{moto[0]}:{moto[1]}"
+    store = {"S3_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    errors = run_processes(hugging_face_worker.train_all, YAML, four, store, world_size=4, preload=PRELOAD)
+    return {"root": root, "errors": errors, "url": url}
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -114,20 +117,17 @@ def test_in_two_steps_out_and_in_again_is_bit_equal(runs: dict[str, Any]) -> Non
     assert after.keys() == before.keys() and not any(torch.equal(after[name], before[name]) for name in after)
 
 
-@pytest.mark.slow  # Composer uploads from eight processes, each of which imports it anew
-def test_on_s3_it_writes_the_same(moto: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> None:
-    root, tmp_path, url = tmp_path_factory.mktemp("s3"), tmp_path_factory.mktemp("back"), f"http://{moto[0]}:{moto[1]}"
-    store = {"S3_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-    two = [saved(of_mpt(2), root / "s3_run", "s3://bucket/exported")]
-    assert run_processes(hugging_face_worker.train_all, YAML, two, store, world_size=2, preload=PRELOAD) == [None]
-    client = boto3.client("s3", endpoint_url=url)
+def test_on_s3_it_writes_the_same(runs: dict[str, Any], tmp_path: Path) -> None:
+    assert runs["errors"][3] is None
+    client = boto3.client("s3", endpoint_url=runs["url"])
     prefix = "exported/huggingface/ba2/"
     keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="bucket", Prefix=prefix)["Contents"]]
     for key in keys:
         client.download_file("bucket", key, str(tmp_path / key.removeprefix(prefix)))
     AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert export(root / "s3_run", root / "s3_exported", "--tokenizer", "none") == 0
-    assert equal(tensors(tmp_path), tensors(root / "s3_exported"))
+    out = runs["root"] / "s3_exported"
+    assert export(runs["root"] / "s3_run", out, "--tokenizer", "none") == 0
+    assert equal(tensors(tmp_path), tensors(out))
 
 
 def test_what_no_family_computes_is_refused_before_the_first_batch(runs: dict[str, Any]) -> None:
