@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from foundry_moe.commands.model_shape import Counted, ModelShape
-from foundry_moe.config import ACTIVATIONS, MoEConfig
+from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.models.found_blocks import find_blocks
@@ -29,8 +29,12 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
     model = section(run, "model")
     config = _read_config(model)
     built = _build(config)
-    blocks = {block.name: _count(block.module) for block in find_blocks(built, None)}
+    found = list(find_blocks(built, None))
+    blocks = {block.name: _count(block.module) for block in found}
     before = _count(built)
+    copied = experts.init == "upcycle" or (experts.init == AUTO and bool(model.get("pretrained", True)))
+    if copied and experts.bias == AUTO and any(block.dense is not None and block.dense.biases for block in found):
+        experts = replace(experts, bias=True)  # as those that they are copied from
     # what the weights are is not asked for, so none is thrown away
     apply_dmoe(built, replace(experts, init="random", mesh=None), loaded=False)
     layers = named_moe_layers(built)
@@ -67,6 +71,7 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
         expert_matrices=3 if ACTIVATIONS[first.config.activation].gated else 2,
         shared_hidden=first.config.shared_expert_hidden_size,
         has_router=first.config.gate.get("name") != "hash",
+        expert_biased=first.config.bias is True,
         counted=Counted(
             around_ffn=(around - inside) / len(blocks),
             beside_experts=_mean([_count(layer) - _count(layer.experts) for layer in layers.values()]),

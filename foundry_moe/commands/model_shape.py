@@ -44,6 +44,7 @@ class ModelShape:
     query_key_norms: parameters of the norms of queries and keys in one attention; 0 = none.
     learned_positions: positions with an embedding of their own; 0 = none.
     expert_hidden: width of an expert; of experts of different widths the mean, with `widest` beside it.
+    expert_biased: experts have biases.
     counted: counts that stand in place of MPT's formulas.
     """
 
@@ -67,6 +68,7 @@ class ModelShape:
     expert_matrices: int
     shared_hidden: int
     has_router: bool
+    expert_biased: bool = False
     widest: int | None = None
     counted: Counted | None = None
 
@@ -77,7 +79,8 @@ class ModelShape:
     @property
     def expert(self) -> float:
         """Parameters of one expert, in the mean."""
-        return self.expert_matrices * self.d_model * self.expert_hidden
+        bias = (self.expert_matrices - 1) * self.expert_hidden + self.d_model if self.expert_biased else 0
+        return self.expert_matrices * self.d_model * self.expert_hidden + bias
 
     @property
     def experts_a_layer(self) -> int:
@@ -228,4 +231,5 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
         expert_matrices=3 if gated else 2,
         shared_hidden=moe.shared_expert_hidden_size,
         has_router=moe.gate.get("name") != "hash",
+        expert_biased=moe.bias is True or (moe.bias == AUTO and moe.init == "upcycle" and biased),
     )

@@ -62,6 +62,7 @@ def test_yamls_are_all_planned() -> None:
         {"learned_pos_emb": True, "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2}},
         {"moe": {"num_experts": 4, "top_k": 2, "layers": {"every": 2}, "shared_expert_hidden_size": 24}},
         {"moe": {"num_experts": 4, "expert_hidden_size": [8, 24, 15, 16]}},
+        {"moe": {"num_experts": 4, "bias": True}, "no_bias": False},
         {"moe": {"num_experts": 4, "activation": "gelu"}, "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 40}},
     ],
 )

@@ -29,6 +29,8 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "top_k": 2, "shared_expert_hidden_size": 24}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # weights that are loaded, and so copied, biases among them
+    "gpt2": ({"n_inner": 48, "tie_word_embeddings": False}, {"num_experts": 4, "top_k": 2, "init": "upcycle"}),
     "llama": ({"intermediate_size": 48}, {**EXPERTS, "layers": {"every": 2}}),
     "qwen3": ({"intermediate_size": 40, "head_dim": 16}, {**EXPERTS, "gate": {"name": "hash"}, "top_k": 1}),
     "mixtral": ({"intermediate_size": 48, "num_local_experts": 4}, {"num_experts": 4, "top_k": 2}),
