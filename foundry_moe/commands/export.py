@@ -55,8 +55,7 @@ def export_command(arguments: argparse.Namespace) -> int:
             certificate.write(arguments.out)
             return _tell(certificate, arguments.out)
         tokenizer = read_tokenizer(arguments.tokenizer, architecture.tokenizer)
-        with_logits = {True: True, False: False, None: None}[arguments.certify]
-        certificate = export_to(exported, arguments.out, tokenizer, with_logits, int(arguments.file_gb * 10**9))
+        certificate = export_to(exported, arguments.out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
     return _tell(certificate, arguments.out)
 
 
@@ -148,7 +147,7 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase | None:
-    """The run's tokenizer, or another that the user names; None for none.
+    """The run's tokenizer, or another that the user names; None for none. No code that lies beside it is run.
 
     Raises:
         ValueError: it cannot be read.
@@ -157,13 +156,17 @@ def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase 
     if name in ("", NO_TOKENIZER):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError and others, by what is wrong
         where = "the run's tokenizer" if asked is None else "--tokenizer"
         raise ValueError(
-            f"{where} ({name}) cannot be read ({str(error).splitlines()[0]}); name its folder with --tokenizer, or "
-            f"write --tokenizer {NO_TOKENIZER} to leave without one"
+            f"{where} ({name}) cannot be read ({_first_line(error)}); a checkpoint has its name alone: give its folder "
+            f"with --tokenizer FOLDER, or write --tokenizer {NO_TOKENIZER} to leave without one"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -75,6 +75,7 @@ MPTS: dict[str, dict[str, Any]] = {
         "moe": {"layers": {"every": 2}},
     },
 }
+BELOW_ZERO = "deepseek_v3, biases below zero"  # where transformers 4.51 chooses otherwise than all others
 MODEL_KINDS = ("llama", "mistral", "qwen3", *MODEL_TYPES)
 
 
@@ -120,7 +121,11 @@ def of_hugging_face(kind: str) -> nn.Module:
                 if ".experts." in name:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         return model
-    native = small(kind)
+    native = small(kind.partition(",")[0])
+    if kind == BELOW_ZERO:
+        for name, buffer in native.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-3.0, -1.0)
     blocks = family_of(native.config).read(native.config)
     apply_dmoe(native, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
     return native
@@ -129,7 +134,7 @@ def of_hugging_face(kind: str) -> nn.Module:
 def export_all(folder: Path) -> None:
     """Exports one model of each kind to `folder/KIND/exported`, for another program to read."""
     models = {name: mpt(**keys) for name, keys in MPTS.items()}
-    models |= {f"hugging face {kind}": Wrapped(of_hugging_face(kind)) for kind in MODEL_KINDS}
+    models |= {f"hugging face {kind}": Wrapped(of_hugging_face(kind)) for kind in (*MODEL_KINDS, BELOW_ZERO)}
     for name, model in models.items():
         place = folder / name.replace(",", "").replace(" ", "_")
         run = commit(model, place / "run")

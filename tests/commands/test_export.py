@@ -22,7 +22,7 @@ from foundry_moe.cli import main
 from foundry_moe.commands import certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
 from foundry_moe.models.native.plan import native_of
-from tests.commands.exporting import MODEL_KINDS, MPTS, Wrapped, commit, mpt, of_hugging_face
+from tests.commands.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, Wrapped, commit, mpt, of_hugging_face
 from tests.models.families.small import small
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,15 @@ def test_a_model_of_hugging_face_leaves_as_its_family(kind: str, tmp_path: Path)
     assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--certify") == 0
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(there), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_deepseeks_biases_below_zero_leave_as_they_are_and_certified(tmp_path: Path) -> None:
+    model = of_hugging_face(BELOW_ZERO)
+    assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--certify") == 0
+    assert json.loads((tmp_path / "out" / "certificate.json").read_text())["logits"]["biases_raised"]
+    there = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    biases = [tensor for name, tensor in there.items() if name.endswith("e_score_correction_bias")]
+    assert biases and all(tensor.max() < 0 for tensor in biases)
 
 
 def test_a_native_model_leaves_bit_for_bit_as_it_came(tmp_path: Path) -> None:
@@ -236,7 +245,8 @@ def test_a_tokenizer_goes_along_or_is_asked_for(tiny_text: Path, tmp_path: Path,
     model.tokenizer = type("Tokenizer", (), {"name_or_path": "nowhere/at/all"})()
     run = commit(model, tmp_path / "run")
     assert export(run, tmp_path / "out") == 2
-    assert "(nowhere/at/all) cannot be read" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the run's tokenizer (nowhere/at/all) cannot be read" in told and "give its folder with --tokenizer" in told
     assert export(run, tmp_path / "out", "--tokenizer", tiny_text / "tokenizer") == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (tmp_path / "out" / "tokenizer.json").is_file() and config["eos_token_id"] == config[
@@ -245,6 +255,19 @@ def test_a_tokenizer_goes_along_or_is_asked_for(tiny_text: Path, tmp_path: Path,
     small_run = commit(mpt(), tmp_path / "other")
     assert export(small_run, tmp_path / "other_out", "--tokenizer", tiny_text / "tokenizer") == 2
     assert "it is another's" in capsys.readouterr().err
+
+
+def test_a_tokenizers_own_code_is_not_run(tiny_text: Path, tmp_path: Path, capsys: Any) -> None:
+    folder, ran = tmp_path / "tokenizer", tmp_path / "ran"
+    shutil.copytree(tiny_text / "tokenizer", folder)
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    model = mpt(vocab_size=4096)
+    model.tokenizer = type("Tokenizer", (), {"name_or_path": str(folder)})()
+    assert export(commit(model, tmp_path / "run"), tmp_path / "out") == 2
+    assert "cannot be read" in capsys.readouterr().err and not ran.exists()
 
 
 def test_without_space_nothing_stays(good: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:

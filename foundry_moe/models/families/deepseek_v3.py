@@ -1,8 +1,9 @@
 """DeepSeek-V3 (DeepSeek-AI 2024): sigmoid scores, a bias for the choice, groups, shared experts, first layers dense.
 
 Attention stays Hugging Face's. Outside a token's groups an expert counts as minus infinity, as in DeepSeek's own
-`inference/model.py` and in vLLM; Hugging Face's module counts it as 0, which differs where a biased score that would
-be chosen is below 0.
+`inference/model.py`, in vLLM and in transformers 5; transformers 4.51 counts it as 0, and chooses it where a biased
+score inside the groups is below 0. One number added to all biases of a layer changes no choice of the former, and with
+biases that are all 0 or more the latter chooses the same.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from foundry_moe.models.families.family import Blocks, Family, Part, each_expert, gate_keys, shared_expert, whole
+
+# What DeepSeek's own configuration says, and transformers' does not know: without it vLLM and SGLang
+# (`models/deepseek_v2.py` of both) take the router for one with softmax and no biases.
+_FOR_SERVERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
 class DeepSeekV3(Family):
@@ -71,6 +76,7 @@ class DeepSeekV3(Family):
             "topk_group": gate["group_limit"] or gate["groups"],
             "n_shared_experts": shared,
             "first_k_dense_replace": first,
+            **_FOR_SERVERS,
         }
 
     def parts(self, blocks: Blocks) -> list[Part]:

@@ -125,8 +125,8 @@ def native_of(architecture: Architecture) -> Native:
         rename = _same
     else:
         family, rename = family_of(_Typed(model_type)), _same
-        family.write(blocks)  # for what it refuses: the configuration is the one that came in
-        keys = {key: value for key, value in config.items() if key not in _OF_THE_FILE}
+        came = {key: value for key, value in config.items() if key not in _OF_THE_FILE}
+        keys = {**family.write(blocks), **came}  # the configuration that came in, and what servers want beside it
     made = AutoConfig.for_model(family.model_type, **keys)
     made.architectures = [family.architecture]
     return Native(family=family, config=made, blocks=blocks, rename=rename)

@@ -23,7 +23,10 @@ from foundry_moe.checkpoint.targets import assemble
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.plan import Native, native_of
 
-_HOW = "save its state_dict, or use callbacks.elastic_checkpoint and `foundry-moe export`"
+_HOW = (
+    "save its state_dict, or use callbacks.elastic_checkpoint and `foundry-moe checkpoints export`, which writes it "
+    "under our own names"
+)
 
 
 def let_save(model: nn.Module) -> None:

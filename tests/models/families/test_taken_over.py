@@ -50,6 +50,21 @@ def test_logits_and_gradients_are_those_of_the_model_that_was(model_type: str) -
             torch.testing.assert_close(mine if part.expert is None else mine[part.expert], truth, rtol=0, atol=1e-9)
 
 
+def test_deepseeks_biases_below_zero_choose_inside_the_groups_alone() -> None:
+    """The choice does not depend on a number that is added to all biases; where it does, experts outside won by 0."""
+    below, above, ours = (small("deepseek_v3").double() for _ in range(3))
+    biases = torch.randint(-192, -64, (2, 12), generator=torch.Generator().manual_seed(0)) / 64  # exact in fp32
+    for model, raised in ((below, 0), (above, 4), (ours, 0)):
+        buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for buffer, bias in zip(buffers, biases, strict=True):
+            buffer.copy_(bias + raised)
+    apply_dmoe(ours, config_of(ours))
+    with fp64_throughout(), torch.no_grad():
+        truth, strange, found = (model(input_ids=IDS).logits for model in (above, below, ours))
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-9)
+    assert (strange - truth).abs().max() > 1e-3  # transformers 4.51; 5 has it as we do
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "dbrx", "granitemoe"])
 def test_routers_outputs_are_where_hugging_face_looks_for_them(model_type: str) -> None:
     # Hugging Face itself fails where a Qwen has dense layers and router logits are asked for
