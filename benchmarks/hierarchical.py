@@ -26,50 +26,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hosts import Hosts
+
 WIDTH = 64  # fp32 numbers a row: 256 bytes
 ROWS = (1, 4, 16, 64)  # from each rank to each rank
 ROUNDS, WARM_UP = 40, 8
 CHUNKS = (1, 2, 4, 8)
 TOKENS, D_MODEL, HIDDEN, EXPERTS, TOP_K = 1024, 256, 512, 8, 2  # of each rank's layer
-
-
-def _run(*words: str, check: bool = True) -> None:
-    subprocess.run(words, check=check, capture_output=not check)
-
-
-def _address(host: int) -> str:
-    return f"10.77.0.{host + 1}"
-
-
-class Hosts:
-    """Namespaces moe0, moe1, ... on a bridge, with shaped links; gone on exit."""
-
-    def __init__(self, count: int, mbit: int, packet_bytes: int) -> None:
-        self.count, self.mbit, self.packet_bytes = count, mbit, packet_bytes
-
-    def __enter__(self) -> Hosts:
-        self.__exit__()
-        _run("ip", "link", "add", "moebr", "type", "bridge")
-        _run("ip", "link", "set", "moebr", "up")
-        for host in range(self.count):
-            _run("ip", "netns", "add", f"moe{host}")
-            _run("ip", "link", "add", f"moev{host}", "type", "veth", "peer", "name", "net0", "netns", f"moe{host}")
-            _run("ip", "link", "set", f"moev{host}", "master", "moebr", "up")
-            shape = ("tbf", "rate", f"{self.mbit}mbit", "burst", "16kb", "latency", "400ms")
-            shape += ("overhead", str(self.packet_bytes))
-            _run("tc", "qdisc", "add", "dev", f"moev{host}", "root", *shape)
-            inside = ("ip", "netns", "exec", f"moe{host}")
-            _run(*inside, "ip", "addr", "add", f"{_address(host)}/24", "dev", "net0")
-            _run(*inside, "ip", "link", "set", "net0", "up")
-            _run(*inside, "ip", "link", "set", "lo", "up")
-            _run(*inside, "tc", "qdisc", "add", "dev", "net0", "root", *shape)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for host in range(self.count):
-            _run("ip", "netns", "del", f"moe{host}", check=False)
-            _run("ip", "link", "del", f"moev{host}", check=False)
-        _run("ip", "link", "del", "moebr", check=False)
 
 
 def work(rank: int, hosts: int, ranks_per_host: int, folder: str, layers: bool) -> None:
@@ -186,12 +149,15 @@ def main() -> None:
         work(arguments.rank, *shape, arguments.folder, arguments.layers)
         return
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
-    with Hosts(arguments.hosts, arguments.mbit, arguments.packet_bytes), tempfile.TemporaryDirectory() as folder:
+    with (
+        Hosts(arguments.hosts, arguments.mbit, arguments.packet_bytes) as hosts,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         command = [sys.executable, __file__, "--hosts", str(shape[0]), "--ranks-per-host", str(shape[1])]
         command += ["--layers"] if arguments.layers else []
         ranks = [
             subprocess.Popen(
-                ["ip", "netns", "exec", f"moe{rank // shape[1]}", *command, "--rank", str(rank), "--folder", folder],
+                [*hosts.inside(rank // shape[1]), *command, "--rank", str(rank), "--folder", folder],
                 env=environment,
             )
             for rank in range(shape[0] * shape[1])

@@ -17,7 +17,8 @@
 # SIGTERM, or another of elastic_checkpoint.signals, is passed on; the last batch is saved within elastic_checkpoint.grace,
 # and the exit code is 75: start it again
 # MASTER_PORT  default 29500
-# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30)
+# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30; a restart 10 at most)
+# NODE_SILENCE_S  a node whose launcher is silent for so long is lost, and the others restart without it (default 30)
 # DRY_RUN=1    prints the command, one word a line, and runs nothing
 set -eu
 

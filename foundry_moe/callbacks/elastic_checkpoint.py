@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from foundry_moe import __version__
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, reseed, restore
+from foundry_moe.callbacks.resume_times import ResumeTimes
 from foundry_moe.callbacks.starting_point import StartingPoint
 from foundry_moe.callbacks.stopping import leave
 from foundry_moe.callbacks.watch import RunWatch, Verdict, WatchingCallback
@@ -80,6 +81,8 @@ class ElasticCheckpoint(WatchingCallback):
         self._busy = False  # whether some rank was saving when this batch began
         self._fitting = False
         self._rewound: list[int] = []  # steps that the run went back to
+        self._times: ResumeTimes | None = ResumeTimes()  # until the first batch
+        self._mark("imports and process group")
         limit = self.config.max_nonfinite
         super().__init__(
             RunWatch(signals=self.config.signals, grace_s=self.config.grace_s, looks_at_numbers=limit is not None)
@@ -89,6 +92,7 @@ class ElasticCheckpoint(WatchingCallback):
 
     def init(self, state: State, logger: Logger) -> None:
         """Checks what stands beside this callback, and that the store can be reached, before anything slow."""
+        self._mark("data and model")
         if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
             raise ValueError(f"{WHERE} is there twice: one run has one folder")
         for callback in state.callbacks:
@@ -114,6 +118,7 @@ class ElasticCheckpoint(WatchingCallback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Makes the folder this run's, finds the newest good commit, and puts it in place of what Composer has."""
+        self._mark("trainer and FSDP")
         self._starting_point.restore()
         self._engine = self._make_engine(state)
         self._engine.claim(_identity(state))
@@ -122,6 +127,7 @@ class ElasticCheckpoint(WatchingCallback):
         loaded = self._load(state, self.config.resume)
         if loaded is None:
             return
+        self._mark("reading it")
         autoresumed = any(
             str(state.load_path or "").startswith(place)
             for callback in state.callbacks
@@ -152,6 +158,7 @@ class ElasticCheckpoint(WatchingCallback):
         here: dict[str, Any] = {}
 
         def target(info: Mapping[str, Any]) -> dict[str, Any]:
+            self._mark("finding the checkpoint")
             here.update(collect(state, weights_only=bool(info.get("weights_only"))))
             return here
 
@@ -215,6 +222,20 @@ class ElasticCheckpoint(WatchingCallback):
                 traffic.seconds,
             )
 
+    def _mark(self, part: str) -> None:
+        if self._times is not None:
+            self._times.mark(part)
+
+    def _tell_times(self, logger: Logger) -> None:
+        """Once, after the first batch: where the time of a resume went."""
+        self._mark("first batch")
+        times, self._times = self._times, None
+        if times is None or self.resumed_from is None:
+            return
+        logger.log_metrics({"checkpoint/resume_seconds": times.total_s})
+        if dist.get_global_rank() == 0:
+            log.warning("First batch after the resume, since this process began: %s.", times)
+
     @property
     def latest_checkpoint(self) -> str | None:
         """Where the newest checkpoint of this run is, for a person to read; None before the first."""
@@ -246,6 +267,7 @@ class ElasticCheckpoint(WatchingCallback):
                 self._stop(verdict, state, logger)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._tell_times(logger)
         self._visit(state, logger, epoch_ended=False)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:

@@ -45,6 +45,13 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     return parser
 
 
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
 def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe plan`: as `add_verify_parser`."""
     parser = subparsers.add_parser(
@@ -59,11 +66,21 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (default: 80)")
     parser.add_argument("--chip", choices=CHIPS, default="h100", help="decides which kernels run (default: h100)")
+    parser.add_argument("--restart", action="store_true", help="and how long a restart takes when a node is lost")
+    parser.add_argument("--store-gb-s", type=_rate, default=2.0, help="between a node and the store (default: 2)")
+    parser.add_argument("--link-gb-s", type=_rate, default=1.0, help="of a GPU's process over gloo (default: 1)")
+    parser.add_argument("--start-s", type=float, default=45.0, help="of a process: imports, data, model (default: 45)")
+    parser.add_argument("--step-s", type=float, help="of a batch (default: from the plan)")
 
     def run(arguments: argparse.Namespace) -> int:
         from foundry_moe.commands.plan import plan_command
 
-        return plan_command(arguments)
+        code = plan_command(arguments)
+        if arguments.restart:
+            from foundry_moe.commands.restart_time import restart_command
+
+            restart_command(arguments)
+        return code
 
     parser.set_defaults(run=run)
     return parser

@@ -91,7 +91,13 @@ def _store() -> Store:
     socket.create_connection(address, timeout=CONNECT_S).close()  # torch would try for long, and print each try
     timeout = datetime.timedelta(seconds=CONNECT_S)
     store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-    return PrefixStore(f"spares-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # a store that outlives a life is the launcher's own; nodes that came later have counted fewer restarts
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_launchers_store() else ""
+    return PrefixStore(f"spares-{life}", store)
+
+
+def _is_launchers_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def wait_as_spare() -> None:

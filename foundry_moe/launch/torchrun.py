@@ -1,4 +1,5 @@
-"""`torchrun`, but a stop is waited for, and what starting anew does not mend ends the job at once.
+"""`torchrun`, but a stop is waited for, what starting anew does not mend ends the job at once, and a node that was lost
+without a word is noticed.
 
 Usage: `python -m foundry_moe.launch.torchrun --nnodes ... SCRIPT ...`
 
@@ -11,24 +12,32 @@ the processes anew. They exit with 2 then (`errors.run_cleanly`), and so does th
 nodes there: what has run before was right, and a mesh that does not fit fewer nodes waits for the others. A run whose
 numbers are not finite (exit code 3), or whose folder a newer process has taken over (4), is not started anew in any
 life: the restart would take it back.
+
+**Lost nodes.** Agents of several nodes watch each other (`lost_nodes`). When one is silent, or its processes failed,
+each kills its own, which wait for it, and all start anew. The last call of a restart is shorter than the first: nodes
+that are left come to it within seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from foundry_moe.checkpoint.settings import RESTART
+from foundry_moe.launch.lost_nodes import LAST_CALL_S, NodeWatch, silent_s
 from foundry_moe.launch.stopping import SLACK_S, stop_settings
 from foundry_moe.launch.user_errors import NO_OTHER_LIFE, USER_ERROR
 
@@ -48,7 +57,8 @@ def launch(arguments: list[str]) -> int:
         arguments = [f"--signals-to-handle={','.join(dict.fromkeys((*OF_TORCHRUN, *config.signals)))}", *arguments]
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     final: list[int] = []
-    with _waiting(config.signals, config.grace_s + SLACK_S), _ending_at_once(nodes, final):
+    watched = _watching_nodes() if nodes > 1 else contextlib.nullcontext()
+    with _waiting(config.signals, config.grace_s + SLACK_S), watched, _ending_at_once(nodes, final):
         try:
             run.main(arguments)
         except ChildFailedError as error:
@@ -87,6 +97,60 @@ def _ending_at_once(nodes: int, final: list[int]) -> Iterator[None]:
         yield
     finally:
         kind._monitor_workers = look
+
+
+@contextlib.contextmanager
+def _watching_nodes() -> Iterator[None]:
+    """Ends processes that wait for a node which is lost; they have failed then."""
+    kind: Any = LocalElasticAgent
+    start, look, stop = kind._start_workers, kind._monitor_workers, kind._stop_workers
+    watches: list[NodeWatch] = []  # of this life, if there are other nodes
+
+    def leave() -> None:
+        while watches:
+            watches.pop().stop()
+
+    def start_and_watch(agent: Any, group: Any) -> Any:
+        _shorten_last_call(group.spec.rdzv_handler)
+        if group.group_world_size > 1:
+            watches.append(NodeWatch(group.store, group.group_rank, group.group_world_size, silent_s=silent_s()))
+            watches[-1].start()
+        return start(agent, group)
+
+    def look_at_nodes(agent: Any, role: Any) -> Any:
+        result = look(agent, role)
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if result.state == WorkerState.SUCCEEDED:
+            leave()  # waiting for the others to succeed keeps the store's connection
+        for watch in list(watches):
+            if codes - {RESTART} and not codes & {USER_ERROR, *NO_OTHER_LIFE}:
+                watch.tell_failed()
+            elif result.state == WorkerState.HEALTHY and watch.over:
+                print(f"torchrun: {watch.over}; starting anew", file=sys.stderr, flush=True)
+                watch.tell_failed()
+                leave()
+                for process in agent._pcontext.pids().values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+        return result
+
+    def stop_watching(agent: Any, *keys: Any, **more: Any) -> Any:
+        leave()
+        return stop(agent, *keys, **more)
+
+    kind._start_workers, kind._monitor_workers, kind._stop_workers = start_and_watch, look_at_nodes, stop_watching
+    try:
+        yield
+    finally:
+        leave()
+        kind._start_workers, kind._monitor_workers, kind._stop_workers = start, look, stop
+
+
+def _shorten_last_call(handler: Any) -> None:
+    """For the rendezvous to come: those that are left take part in it at once, and nobody else is expected."""
+    timeout: Any = getattr(getattr(handler, "_settings", None), "timeout", None)
+    if getattr(timeout, "_last_call", None) is not None:
+        timeout._last_call = min(timeout._last_call, datetime.timedelta(seconds=LAST_CALL_S))
 
 
 @contextlib.contextmanager
