@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, gate_keys, whole
+from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, gate_keys, of_experts, whole
 
 
 class DBRX(Family):
@@ -48,24 +48,9 @@ class DBRX(Family):
 
     def parts(self, blocks: Blocks) -> list[Part]:
         experts, width, d_model = blocks.num_experts, blocks.expert_hidden_size, blocks.d_model
-        kinds = (
-            ("w1_EFD", "w1", (width, d_model), False),
-            ("v1_EFD", "v1", (width, d_model), False),
-            ("w2_EDF", "w2", (d_model, width), True),
-        )
-        return [
-            whole("gate.weight_ED", "router.layer.weight", experts, d_model),
-            *(
-                Part(
-                    ours=f"experts.{ours}",
-                    expert=e,
-                    shape=shape,
-                    theirs=f"experts.mlp.{theirs}",
-                    their_shape=(experts * width, d_model),
-                    begin=(e * width, 0),
-                    transposed=transposed,
-                )
-                for ours, theirs, shape, transposed in kinds
-                for e in range(experts)
-            ),
-        ]
+
+        def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
+            where = {"their_shape": (experts * width, d_model), "begin": (e * width, 0)}
+            return {"theirs": f"experts.mlp.{matrix}", "transposed": matrix == "w2", **where}
+
+        return [whole("gate.weight_ED", "router.layer.weight", experts, d_model), *of_experts(blocks, place)]

@@ -8,18 +8,19 @@ biases that are all 0 or more the latter chooses the same.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from foundry_moe.models.families.family import Blocks, Family, Part, each_expert, gate_keys, shared_expert, whole
 
-# What DeepSeek's own configuration says, and transformers' does not know: without it vLLM and SGLang
-# (`models/deepseek_v2.py` of both) take the router for one with softmax and no biases.
+# What DeepSeek's own configuration says, and transformers' does not know. Without it vLLM (`models/deepseek_v2.py`)
+# takes the router for one with softmax and no biases; SGLang's asks for the method too.
 _FOR_SERVERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
 class DeepSeekV3(Family):
     name, model_type, architecture = "DeepSeek-V3", "deepseek_v3", "DeepseekV3ForCausalLM"
     block = "model.layers.{layer}.mlp"
+    sizes: ClassVar[dict[str, str]] = {"num_experts": "n_routed_experts", "expert_hidden_size": "moe_intermediate_size"}
 
     def read(self, config: Any) -> Blocks:
         limited = config.topk_group < config.n_group
@@ -27,14 +28,9 @@ class DeepSeekV3(Family):
             raise ValueError(f"{self.name}: n_group ({config.n_group}) leaves groups of fewer than two experts")
         if not config.n_shared_experts:
             raise ValueError(f"{self.name}: n_shared_experts ({config.n_shared_experts}) must be 1 or more")
-        return Blocks(
-            d_model=config.hidden_size,
-            num_experts=config.n_routed_experts,
-            top_k=config.num_experts_per_tok,
-            expert_hidden_size=config.moe_intermediate_size,
-            activation=self.activation(config.hidden_act),
+        return self.read_blocks(
+            config,
             gate={
-                "name": "topk",
                 "score": "sigmoid",
                 "normalize": bool(config.norm_topk_prob),
                 "scale": float(config.routed_scaling_factor),
@@ -44,7 +40,6 @@ class DeepSeekV3(Family):
             },
             shared_expert_hidden_size=config.moe_intermediate_size * config.n_shared_experts,
             layers=tuple(range(config.first_k_dense_replace, config.num_hidden_layers)),
-            num_layers=config.num_hidden_layers,
             router_output="none",
         )
 
@@ -64,12 +59,7 @@ class DeepSeekV3(Family):
                 f"{list(range(first, blocks.num_layers))} would do"
             )
         return {
-            "hidden_size": blocks.d_model,
-            "num_hidden_layers": blocks.num_layers,
-            "n_routed_experts": blocks.num_experts,
-            "num_experts_per_tok": blocks.top_k,
-            "moe_intermediate_size": width,
-            "hidden_act": self.hidden_act(blocks),
+            **self.write_blocks(blocks),
             "norm_topk_prob": gate["normalize"],
             "routed_scaling_factor": gate["scale"],
             "n_group": gate["groups"],
@@ -83,11 +73,6 @@ class DeepSeekV3(Family):
         return [
             whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model),
             whole("gate.bias_E", "gate.e_score_correction_bias", blocks.num_experts, fp32=True),
-            *each_expert(
-                blocks,
-                w1="experts.{e}.gate_proj.weight",
-                v1="experts.{e}.up_proj.weight",
-                w2="experts.{e}.down_proj.weight",
-            ),
+            *each_expert(blocks),
             *shared_expert(blocks, "shared_experts"),
         ]

@@ -8,7 +8,7 @@ Shapes: E experts, D model width, F expert width, S width of a shared expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +23,9 @@ _GATED = {
     "gelu_new": "geglu_tanh",
     "relu": "reglu",
 }
+
+# fields of `Blocks` that are keys of a configuration, and what most families call them
+_NAMES = {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "top_k": "num_experts_per_tok"}
 
 # for `Family.refuse_others`: the k largest probabilities of a softmax
 SOFTMAX: dict[str, Any] = {"gate_score": "softmax", "gate_scale": 1.0, "gate_bias_balance": False, "gate_groups": 1}
@@ -135,12 +138,14 @@ class Family:
     name: as people say it.
     model_type, architecture: as its `config.json` says it.
     block: where the FFN of a layer stands in the model's state dict.
+    sizes: keys of its configuration for the number of experts and their width, by their names in `Blocks`.
     """
 
     name: ClassVar[str]
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     block: ClassVar[str]
+    sizes: ClassVar[dict[str, str]] = {}
 
     def read(self, config: Any) -> Blocks:
         """Its sparse blocks, from a `PretrainedConfig`.
@@ -161,6 +166,26 @@ class Family:
     def parts(self, blocks: Blocks) -> list[Part]:
         """All tensors of one sparse block, each element of ours and of theirs in one part."""
         raise NotImplementedError
+
+    def read_blocks(self, config: Any, gate: Mapping[str, Any], **more: Any) -> Blocks:
+        """Blocks whose sizes are keys of the configuration, those of `sizes`.
+
+        Args:
+            gate: see `Blocks`, beside the name `topk`.
+            more: other fields of `Blocks`; without `layers` all of them are sparse.
+        """
+        found = {ours: getattr(config, theirs) for ours, theirs in (_NAMES | self.sizes).items()}
+        found |= {"activation": self.activation(config.hidden_act), "gate": {"name": "topk", **gate}}
+        return Blocks(**{**found, "layers": tuple(range(found["num_layers"])), **more})
+
+    def write_blocks(self, blocks: Blocks) -> dict[str, Any]:
+        """The reverse of `read_blocks`, without gate and layers.
+
+        Raises:
+            ValueError: experts that are no GLUs.
+        """
+        sizes = {theirs: getattr(blocks, ours) for ours, theirs in (_NAMES | self.sizes).items()}
+        return {**sizes, "hidden_act": self.hidden_act(blocks)}
 
     def block_name(self, layer: int) -> str:
         """The name of a layer's FFN in the model's state dict, for example `model.layers.3.mlp`."""
@@ -228,15 +253,28 @@ def whole(ours: str, theirs: str, *shape: int, fp32: bool = False) -> Part:
     return Part(ours=ours, shape=shape, theirs=theirs, their_shape=shape, begin=(0,) * len(shape), fp32=fp32)
 
 
-def each_expert(blocks: Blocks, *, w1: str, v1: str, w2: str) -> list[Part]:
-    """A matrix an expert: names with `{e}`, as in `experts.{e}.gate_proj.weight`."""
+def of_experts(blocks: Blocks, place: Callable[[str, int, tuple[int, int]], Mapping[str, Any]]) -> list[Part]:
+    """The parts of all experts' matrices.
+
+    Args:
+        place: of `w1`, `v1` or `w2`, the expert and the matrix's shape, where it is: fields of `Part`.
+    """
     wide, tall = (blocks.expert_hidden_size, blocks.d_model), (blocks.d_model, blocks.expert_hidden_size)
-    kinds = (("w1_EFD", w1, wide), ("v1_EFD", v1, wide), ("w2_EDF", w2, tall))
     return [
-        Part(ours=f"experts.{ours}", expert=e, shape=shape, theirs=theirs.format(e=e), their_shape=shape, begin=(0, 0))
+        Part(ours=f"experts.{matrix}_{axes}", expert=e, shape=shape, **place(matrix, e, shape))
         for e in range(blocks.num_experts)
-        for ours, theirs, shape in kinds
+        for matrix, axes, shape in (("w1", "EFD", wide), ("v1", "EFD", wide), ("w2", "EDF", tall))
     ]
+
+
+def each_expert(blocks: Blocks, *, w1: str = "gate_proj", v1: str = "up_proj", w2: str = "down_proj") -> list[Part]:
+    """A tensor for each matrix of each expert, as in `experts.3.gate_proj.weight`."""
+    names = {"w1": w1, "v1": v1, "w2": w2}
+
+    def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
+        return {"theirs": f"experts.{e}.{names[matrix]}.weight", "their_shape": shape, "begin": (0, 0)}
+
+    return of_experts(blocks, place)
 
 
 def shared_expert(blocks: Blocks, prefix: str) -> list[Part]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, each_expert, gate_keys, whole
 
@@ -10,21 +10,14 @@ from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, ea
 class Qwen3MoE(Family):
     name, model_type, architecture = "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM"
     block = "model.layers.{layer}.mlp"
+    sizes: ClassVar[dict[str, str]] = {"num_experts": "num_experts", "expert_hidden_size": "moe_intermediate_size"}
 
     def read(self, config: Any) -> Blocks:
         step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
         layers = range(config.num_hidden_layers) if config.num_experts > 0 else ()
-        return Blocks(
-            d_model=config.hidden_size,
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            expert_hidden_size=config.moe_intermediate_size,
-            activation=self.activation(config.hidden_act),
-            gate={"name": "topk", "normalize": bool(config.norm_topk_prob)},
-            layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
-            num_layers=config.num_hidden_layers,
-            **self._read_shared(config),
-        )
+        sparse = tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
+        gate = {"normalize": bool(config.norm_topk_prob)}
+        return self.read_blocks(config, gate, layers=sparse, **self._read_shared(config))
 
     def _read_shared(self, config: Any) -> dict[str, Any]:
         return {}
@@ -32,12 +25,7 @@ class Qwen3MoE(Family):
     def write(self, blocks: Blocks) -> dict[str, Any]:
         self.refuse_others(blocks, **SOFTMAX)
         return {
-            "hidden_size": blocks.d_model,
-            "num_hidden_layers": blocks.num_layers,
-            "num_experts": blocks.num_experts,
-            "num_experts_per_tok": blocks.top_k,
-            "moe_intermediate_size": blocks.expert_hidden_size,
-            "hidden_act": self.hidden_act(blocks),
+            **self.write_blocks(blocks),
             "norm_topk_prob": gate_keys(blocks)["normalize"],
             "decoder_sparse_step": 1,
             "mlp_only_layers": sorted(set(range(blocks.num_layers)) - set(blocks.layers)),
@@ -51,10 +39,5 @@ class Qwen3MoE(Family):
     def parts(self, blocks: Blocks) -> list[Part]:
         return [
             whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model),
-            *each_expert(
-                blocks,
-                w1="experts.{e}.gate_proj.weight",
-                v1="experts.{e}.up_proj.weight",
-                w2="experts.{e}.down_proj.weight",
-            ),
+            *each_expert(blocks),
         ]
