@@ -9,7 +9,6 @@ it and says so. The weights are held in memory once.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +24,7 @@ from foundry_moe.checkpoint.distributed_files import check_archive, read_tensors
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.safetensors_files import safetensors_in
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.strict import shown
 
@@ -101,7 +101,10 @@ def read_weights(source: Path, trust_pickle: bool = False) -> dict[str, Tensor]:
     if not source.exists():
         raise CheckpointError(f"{source}: there is no such file or folder")
     if source.is_dir():
-        files = _safetensors_in(source)
+        try:
+            files = safetensors_in(source)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         if files:
             return {name: tensor for file in files for name, tensor in _read_safetensors(file).items()}
         if not (source / ".metadata").is_file():
@@ -117,21 +120,6 @@ def read_weights(source: Path, trust_pickle: bool = False) -> dict[str, Tensor]:
     if source.suffix == ".safetensors":
         return _read_safetensors(source)
     return _read_torch(source, trust_pickle)
-
-
-def _safetensors_in(folder: Path) -> list[Path]:
-    """The folder's safetensors files, those that its index names if it has one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read as an index of safetensors: {error!r}") from error
-    if strange or not names:
-        raise CheckpointError(f"{index} names {shown(strange)}, not safetensors files beside it")
-    return sorted(folder / name for name in names)
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:

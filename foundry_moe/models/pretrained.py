@@ -5,9 +5,9 @@ Nobody holds the model: a rank reads what its shares of tensors are made of, and
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from foundry_moe.checkpoint.safetensors_files import safetensors_in
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.models.families import Part
+from foundry_moe.models.families.family import whole
 from foundry_moe.models.filling import by_tensor, fill
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -39,28 +41,14 @@ class SafetensorsFolder:
         self._open: tuple[Path, Any] | None = None
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is no folder with a Hugging Face model")
-        paths = self._paths()
+        paths = safetensors_in(self.folder)
+        if not paths:
+            pickles = "; its .bin files can be converted with save_pretrained" * any(self.folder.glob("*.bin"))
+            raise ValueError(f"{self.folder} holds no safetensors files{pickles}")
         for path in paths:
             for name in self._opened(path).keys():  # noqa: SIM118 - no mapping
                 self.files[name] = path
         self.close()
-
-    def _paths(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            paths = sorted(self.folder.glob("*.safetensors"))
-            if not paths:
-                pickles = "; its .bin files can be converted with save_pretrained" * any(self.folder.glob("*.bin"))
-                raise ValueError(f"{self.folder} holds no safetensors files{pickles}")
-            return paths
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} cannot be read as an index of safetensors: {error!r}") from None
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name or not (self.folder / name).is_file():
-                raise ValueError(f"{index} names {name!r}, which is not beside it")
-        return [self.folder / name for name in names]
 
     def _opened(self, path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -131,7 +119,7 @@ def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, li
     for name, layer in layers.items():
         block = _WRAPPERS.sub("", name).removeprefix(prefix)
         for ours, parts in by_tensor(layer.sources).items():
-            full = [Part(**{**_fields(part), "theirs": f"{block}.{part.theirs}"}) for part in parts]
+            full = [replace(part, theirs=f"{block}.{part.theirs}") for part in parts]
             yield f"{name}.{ours}", (tensors[f"{name}.{ours}"], full)
     inside = tuple(f"{name}." for name in layers)
     plain = {_WRAPPERS.sub("", name) for name in saved}
@@ -139,14 +127,7 @@ def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, li
         clean = _WRAPPERS.sub("", name)
         if clean not in plain or (inside and name.startswith(inside)) or not clean.startswith(prefix):
             continue
-        theirs = clean.removeprefix(prefix)
-        shape = tuple(tensor.shape)
-        part = Part(ours=name, shape=shape, theirs=theirs, their_shape=shape, begin=(0,) * len(shape))
-        yield name, (tensor, [part])
-
-
-def _fields(part: Part) -> Mapping[str, Any]:
-    return {name: getattr(part, name) for name in part.__dataclass_fields__}
+        yield name, (tensor, [whole(name, clean.removeprefix(prefix), *tensor.shape)])
 
 
 def _refuse_extra(model: nn.Module, folder: SafetensorsFolder, wanted: set[str], root: str) -> None:

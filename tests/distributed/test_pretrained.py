@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,18 @@ def test_files_that_do_not_fit_are_one_sentence(folders: dict[str, Path], tmp_pa
     cut = tmp_path / "extra" / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-10])
     (tmp_path / "nothing").mkdir()
+    for case, index in {
+        "away": {"a": "gone.safetensors"},
+        "out": {"a": "../extra/model.safetensors"},
+        "list": [],
+    }.items():
+        (tmp_path / case).mkdir()
+        (tmp_path / case / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     for path, sentence in (
         (cut.parent, "model.safetensors cannot be read as safetensors"),
+        (tmp_path / "away", "names .*gone.safetensors.*, not safetensors files beside it"),
+        (tmp_path / "out", "names .*extra/model.safetensors.*, not safetensors files beside it"),
+        (tmp_path / "list", "cannot be read as an index of safetensors"),
         (tmp_path / "nothing", "nothing holds no safetensors files"),
         (tmp_path / "gone", "gone is no folder with a Hugging Face model"),
     ):
