@@ -39,7 +39,7 @@ BACKENDS = ("auto", "blocksparse", "grouped", "reference")
 INITS = ("auto", "random", "upcycle")
 MEMORY = ("save", "recompute")
 DROPS = ("position", "weight")
-BALANCE_OVER = ("rank", "group", "microbatch", "batch")
+BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 REDUCE = ("microbatch", "batch")
 COMPILE = ("none", "blocks")
@@ -156,8 +156,9 @@ class MoEConfig:
     gate: `{name: ..., ...}`; the other keys belong to the gate.
     loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`; auto = what the gate wants,
         `{balance: 0.01}` for most.
-    balance_over: the tokens whose loads the balance loss sees: rank | group (ranks that share experts) | microbatch
-        (of all ranks) | batch (all microbatches of a step too, which takes one more forward pass if there are several).
+    balance_over: the tokens whose loads the balance loss sees: sequence (each by itself, packed documents too) | rank |
+        group (ranks that share experts) | microbatch (of all ranks) | batch (all microbatches of a step too, which
+        takes one more forward pass if there are several).
     init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle where
         the dense FFN was loaded, else random). The weights of an MoE block are always kept.
     init_std: standard deviation of random weights; projections back to the residual stream have it

@@ -45,7 +45,7 @@ class TopPGate(LinearGate):
         return Choices(
             experts_TK=experts_TK,
             weights_TK=weights_TK,
-            losses=self.common_losses(logits_TE, probs_TE, counts_E, context),
+            losses=self.common_losses(logits_TE, probs_TE, counts_E, context, experts_TK),
             logits_TE=logits_TE,
             counts_E=counts_E,
         )

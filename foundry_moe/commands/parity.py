@@ -92,6 +92,18 @@ CASES = (
         max_norm=0.5,
     ),
     Case(
+        name="balance over sequences, sigmoid scores",
+        moe={
+            "num_experts": 8,
+            "top_k": 2,
+            "gate": {"name": "topk", "score": "sigmoid"},
+            "loss": {"balance": 0.1},
+            "balance_over": "sequence",
+        },
+        microbatches=2,
+        share=(1, 2),
+    ),
+    Case(
         name="experts of different widths",
         moe={"num_experts": 16, "top_k": 3, "expert_hidden_size": (5, 11, 8, 8, 12, 4, 15, 1) * 2},
         share=(2, 1),

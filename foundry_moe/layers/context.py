@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,17 @@ def stay(rows_TX: Tensor, stream: int) -> tuple[Tensor, Callable[[Tensor], Tenso
     return rows_TX, unchanged
 
 
+class Sequences(NamedTuple):
+    """Which sequence each token is in.
+
+    index_T: int64, below `number`.
+    number: of sequences at most; some may have no tokens.
+    """
+
+    index_T: Tensor
+    number: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateContext:
     """What a gate may ask about its tokens. T tokens.
@@ -49,6 +60,7 @@ class GateContext:
     seed, layer: of the layer, for random numbers.
     sum_counts: from the counts of these tokens to those of all tokens that a balance loss is taken over; call it
         once in a forward pass at most, with a tensor that has no gradient.
+    sequences: given where a balance loss is taken over each sequence by itself, instead of over `sum_counts`.
     largest: from a scalar to the largest of all processes that share a batch.
     shuffle: moves rows at random between the processes that share a batch, see `stay`.
     keys: gives `token_keys` of the ids; None where there are none.
@@ -61,6 +73,7 @@ class GateContext:
     seed: int = 0
     layer: int = 0
     sum_counts: Callable[[Tensor], Tensor] = unchanged
+    sequences: Sequences | None = None
     largest: Callable[[Tensor], Tensor] = unchanged
     shuffle: Shuffle = stay
     keys: Callable[[], Tensor] | None = None
@@ -92,6 +105,7 @@ class BatchContext:
     def __init__(self) -> None:
         self.token_ids_BS: Tensor | None = None
         self.mask_BS: Tensor | None = None
+        self.sequence_id_BS: Tensor | None = None
         self.progress: Progress | None = None
         self.sum_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.sum_over_group: Callable[[Tensor], Tensor] = unchanged
@@ -120,8 +134,18 @@ class BatchContext:
         losses: frozenset[str] = frozenset(),
         balance_over: str = "rank",
         training: bool = False,
+        rows: int | None = None,
+        device: torch.device | None = None,
     ) -> GateContext:
-        """The part that fits a layer's input. Ids and mask of another length (cached decoding) are left out."""
+        """The part that fits a layer's input. Ids and mask of another length (cached decoding) are left out.
+
+        Args:
+            rows: of the layer's input, one a sequence; None = its tokens come without their rows.
+            device: of the input; None = that of the ids.
+
+        Raises:
+            ValueError: a balance loss over sequences is wanted, and nothing says which tokens are one.
+        """
         ids, mask = self.token_ids_BS, self.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
         return GateContext(
@@ -132,6 +156,11 @@ class BatchContext:
             seed=seed,
             layer=layer,
             sum_counts=self._sum_for(balance_over, layer) if training else unchanged,
+            sequences=(
+                self._sequences(num_tokens, rows, device)
+                if training and balance_over == "sequence" and "balance" in losses
+                else None
+            ),
             largest=self.max_over_ranks,
             shuffle=self.shuffle,
             keys=self._token_keys if fits else None,
@@ -143,8 +172,26 @@ class BatchContext:
             self._keys_T = noise.token_keys(self.token_ids_BS)
         return self._keys_T
 
+    def _sequences(self, num_tokens: int, rows: int | None, device: torch.device | None) -> Sequences:
+        packed_BS, ids = self.sequence_id_BS, self.token_ids_BS
+        if packed_BS is not None and packed_BS.numel() == num_tokens:
+            # a row of S tokens has S documents at most; -1 is padding
+            rows, length = packed_BS.shape
+            first_B1 = torch.arange(rows, device=packed_BS.device)[:, None] * length
+            return Sequences((first_B1 + packed_BS.long().clamp(0, max(length - 1, 0))).flatten(), num_tokens)
+        if ids is not None and ids.numel() == num_tokens:
+            rows = ids.shape[0]
+        if rows is None or (rows == 0) != (num_tokens == 0) or (rows and num_tokens % rows):
+            raise ValueError(
+                f"balance_over (sequence): a layer got {num_tokens} tokens without their sequences: give it the whole "
+                "batch (MPT: use_pad_tok_in_ffn: true), or use balance_over: rank"
+            )
+        device = ids.device if device is None and ids is not None else device
+        length = num_tokens // rows if rows else 0
+        return Sequences(torch.arange(rows, device=device).repeat_interleave(length, output_size=num_tokens), rows)
+
     def _sum_for(self, balance_over: str, layer: int) -> Callable[[Tensor], Tensor]:
-        if balance_over == "rank":
+        if balance_over in ("rank", "sequence"):
             return unchanged
         if balance_over == "group":
             return self.sum_over_group
@@ -183,13 +230,21 @@ class BatchContext:
 
     def _note_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         bound = signature(module.forward).bind_partial(*args, **kwargs).arguments
-        ids, mask = bound.get("input_ids"), bound.get("attention_mask")
-        self.note(ids if isinstance(ids, Tensor) else None, mask if isinstance(mask, Tensor) else None)
+        found = (bound.get(name) for name in ("input_ids", "attention_mask", "sequence_id"))
+        self.note(*(value if isinstance(value, Tensor) else None for value in found))
 
-    def note(self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None) -> None:
-        """Takes the ids and the padding mask (1 or True = real) of the tokens that come next."""
+    def note(
+        self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None, sequence_id_BS: Tensor | None = None
+    ) -> None:
+        """Takes what belongs to the tokens that come next.
+
+        Args:
+            mask_BS: 1 or True = real, 0 = padding.
+            sequence_id_BS: which of its row's packed documents a token is in, from 0 up; -1 = padding.
+        """
         self.token_ids_BS = token_ids_BS
         self.mask_BS = mask_BS.bool() if mask_BS is not None and mask_BS.dim() == 2 else None
+        self.sequence_id_BS = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None
         self._keys_T = None
         if token_ids_BS is not None:
             self.loss_scale(token_ids_BS.device)  # before any layer: one made in a compiled graph is a constant

@@ -8,10 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foundry_moe.layers.context import Sequences
 from foundry_moe.ops.masked import masked_mean, masked_sum
 from foundry_moe.ops.softmax_topk import balance, z_loss
 
-__all__ = ["alignment_loss", "balance_loss", "chosen_with_new_noise", "importance_loss", "load_loss", "z_loss"]
+__all__ = [
+    "alignment_loss",
+    "balance_loss",
+    "chosen_with_new_noise",
+    "count_by_sequence",
+    "importance_loss",
+    "load_loss",
+    "sequence_balance_loss",
+    "z_loss",
+]
 
 
 def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = None) -> Tensor:
@@ -23,6 +33,34 @@ def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = Non
             counts of many, the mean of this loss over them is the loss of all their tokens.
     """
     return balance(masked_mean(probs_TE, mask_T), counts_E)
+
+
+def count_by_sequence(
+    experts_TK: Tensor, num_experts: int, sequences: Sequences, mask_T: Tensor | None = None
+) -> Tensor:
+    """counts_NE, int64: choices per expert of the real tokens of each of N sequences; -1 is no choice."""
+    if mask_T is not None:
+        experts_TK = experts_TK.masked_fill(~mask_T[:, None], -1)
+    entries = sequences.number * num_experts
+    at_TK = torch.where(experts_TK >= 0, sequences.index_T[:, None] * num_experts + experts_TK, entries)
+    counts = torch.zeros(entries + 1, dtype=torch.int64, device=experts_TK.device)
+    counts.scatter_add_(0, at_TK.flatten(), torch.ones_like(at_TK).flatten())
+    return counts[:-1].view(sequences.number, num_experts)
+
+
+def sequence_balance_loss(
+    probs_TE: Tensor, counts_NE: Tensor, sequences: Sequences, mask_T: Tensor | None = None
+) -> Tensor:
+    """The mean, over real tokens, of the balance loss of the sequence that a token is in.
+
+    That of DeepSeek-V3 (2412.19437, equations 17 to 20), whose sequences are of one length, and for packed documents
+    their mean weighted by length. So it is the same however a batch is divided over ranks and microbatches.
+
+    Args:
+        counts_NE: from `count_by_sequence`.
+    """
+    share_NE = counts_NE.to(probs_TE.dtype) / counts_NE.sum(-1, keepdim=True).clamp(min=1)
+    return probs_TE.shape[1] * masked_mean((probs_TE * share_NE[sequences.index_T]).sum(-1), mask_T)
 
 
 def variation_squared(totals_E: Tensor) -> Tensor:

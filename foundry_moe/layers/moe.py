@@ -141,6 +141,8 @@ class MoELayer(nn.Module):
             losses=self.wanted_losses,
             balance_over=self.config.balance_over,
             training=self.training,
+            rows=x.shape[0] if x.dim() == 3 else None,
+            device=x.device,
         )
         with torch.autocast(x.device.type, enabled=False):
             choices = self.gate(x_TD, context)

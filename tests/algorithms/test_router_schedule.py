@@ -120,9 +120,10 @@ def test_a_backend_that_cannot_run_here_ends_the_run_before_its_first_batch():
     assert not record.gradients
 
 
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
-def test_balance_over_the_batch_is_exact_under_accumulation_and_checkpointing(checkpointing):
-    moe = {"loss": LOSSES, "balance_over": "batch"}
+def test_balance_over_these_is_exact_under_accumulation_and_checkpointing(checkpointing, scope):
+    moe = {"loss": LOSSES, "balance_over": scope}
     _, whole = fit(moe)
     _, parts = fit(moe, microbatch=2, checkpointing=checkpointing)
     for step in range(2):

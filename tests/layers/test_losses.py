@@ -8,6 +8,7 @@ from torch.autograd import gradcheck
 from torch.distributions import Normal
 
 from foundry_moe.layers import losses
+from foundry_moe.layers.context import Sequences
 from tests.layers.gates.common import batch, build, context_of
 
 pytestmark = pytest.mark.quick
@@ -41,6 +42,30 @@ def test_balance(logits_TE, mask_T):
     torch.testing.assert_close(ours, torch.as_tensor(truth, dtype=torch.float64))
     if real(mask_T):
         assert gradcheck(lambda x: losses.balance_loss(x.softmax(-1), counts_E, mask_T), (logits_TE,))
+
+
+@MASKS
+def test_balance_of_sequences_is_the_mean_of_theirs_by_length(logits_TE, mask_T):
+    index_T = torch.tensor([0, 0, 0, 4, 4, 4, 4, 4, 2, 2, 2, 2])  # lengths 3, 5, 4; sequences 1 and 3 are empty
+    sequences = Sequences(index_T, 5)
+    experts_TK = logits_TE.detach().topk(K).indices
+    experts_TK[5, 1] = -1  # a token with one choice only
+
+    def ours(x):
+        counts_NE = losses.count_by_sequence(experts_TK, E, sequences, mask_T)
+        return losses.sequence_balance_loss(x.softmax(-1), counts_NE, sequences, mask_T)
+
+    probs_TE, truth = logits_TE.softmax(-1), torch.zeros((), dtype=torch.float64)
+    for n in (0, 4, 2):
+        mine = [t for t in real(mask_T) if index_T[t] == n]
+        if mine:
+            chosen = [e for t in mine for e in experts_TK[t].tolist() if e >= 0]
+            truth = truth + len(mine) / len(real(mask_T)) * naive_balance(probs_TE[mine], chosen)
+    torch.testing.assert_close(ours(logits_TE), truth)
+    if real(mask_T):
+        assert gradcheck(ours, (logits_TE,))
+        even = losses.balance_loss(probs_TE, losses.count_by_sequence(experts_TK, E, sequences, mask_T).sum(0), mask_T)
+        assert abs(even - truth) > 1e-3, "so that the two can be told from each other"
 
 
 def test_balance_is_one_when_even_and_has_no_gradient_through_counts():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
@@ -62,7 +63,8 @@ class DenseToSparseGate(LinearGate):
         if self._is_hard(context):
             selection = softmax_topk(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
             experts_TK, weights_TK = selection.experts_TK, selection.weights_TK
-            losses, rows, counts_E = self.losses_of(selection, context), None, self.counts_of(selection, context)
+            losses, rows = self.losses_of(selection, context, logits_TE), None
+            counts_E = self.counts_of(selection, context)
         else:
             soft_TE, ranked_TE = self._soft(logits_TE, context)
             most = min(self.config.max_experts, self.num_experts)
@@ -75,7 +77,8 @@ class DenseToSparseGate(LinearGate):
                     counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
                 else:
                     counts_E = masked_sum((ranked_TE >= 0).long(), context.mask_T)
-                losses = self.losses_of(replace(selection, counts_E=counts_E), context)
+                counted_TK = experts_TK if most else _every_choice(ranked_TE)
+                losses = self.losses_of(replace(selection, counts_E=counts_E), context, logits_TE, counted_TK)
             if not most:
                 experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
         return Choices(
@@ -103,3 +106,8 @@ class DenseToSparseGate(LinearGate):
         best_T1 = topk(given_TE, 1)[1]
         chosen_TE = (given_TE > self.config.threshold).scatter_(1, best_T1, True)
         return soft_TE, given_TE.masked_fill(~chosen_TE, -1)
+
+
+def _every_choice(ranked_TE: Tensor) -> Tensor:
+    """int64 [T, E]: each expert's index where it is chosen, -1 elsewhere."""
+    return torch.arange(ranked_TE.shape[1], device=ranked_TE.device).expand_as(ranked_TE).masked_fill(ranked_TE < 0, -1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from foundry_moe.layers.context import GateContext, unchanged
 from foundry_moe.layers.gates.keys import GateKeys, LinearKeys, need_top_k
 from foundry_moe.layers.init import normal_matrix
-from foundry_moe.layers.losses import balance_loss, z_loss
+from foundry_moe.layers.losses import balance_loss, count_by_sequence, sequence_balance_loss, z_loss
 from foundry_moe.layers.schedule import Progress, Schedule
 from foundry_moe.ops import PermutePlan
 from foundry_moe.ops.router_logits import Jitter, router_logits
@@ -176,7 +176,7 @@ class LinearGate(Gate):
     @staticmethod
     def sums(context: GateContext) -> dict[str, Any]:
         """What `softmax_topk` has to sum up for the losses that are wanted, as its arguments."""
-        alone = context.sum_counts is unchanged
+        alone = context.sum_counts is unchanged and context.sequences is None
         return {"statistics": bool(context.losses), "with_balance": alone and "balance" in context.losses}
 
     @staticmethod
@@ -184,10 +184,19 @@ class LinearGate(Gate):
         """`Choices.counts_E` from what `softmax_topk` has summed, where it has."""
         return selection.counts_E if context.losses else None
 
-    def losses_of(self, selection: Selection, context: GateContext) -> dict[str, Tensor]:
-        """As `common_losses`, from what `softmax_topk` has summed."""
+    def losses_of(
+        self, selection: Selection, context: GateContext, logits_TE: Tensor, counted_TK: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """As `common_losses`, from what `softmax_topk` has summed.
+
+        Args:
+            counted_TK: the choices that count in the loads, -1 = none; None = all that were selected.
+        """
         losses = {}
-        if selection.balance is not None:
+        if "balance" in context.losses and context.sequences is not None:
+            counted_TK = selection.experts_TK if counted_TK is None else counted_TK
+            losses["balance"] = self.balance_by_sequence(logits_TE.softmax(-1), counted_TK, context)
+        elif selection.balance is not None:
             losses["balance"] = selection.balance
         elif "balance" in context.losses:
             losses["balance"] = balance(selection.mean_E, context.sum_counts(selection.counts_E))
@@ -196,16 +205,38 @@ class LinearGate(Gate):
         return losses
 
     def common_losses(
-        self, logits_TE: Tensor, probs_TE: Tensor, counts_E: Tensor, context: GateContext
+        self,
+        logits_TE: Tensor,
+        probs_TE: Tensor,
+        counts_E: Tensor,
+        context: GateContext,
+        experts_TK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """`balance` and `z`, those of the two that are wanted.
 
         Args:
             counts_E: choices of these tokens; the context makes them those of all tokens that are balanced over.
+            experts_TK: the choices themselves, -1 = none; needed for a balance loss over sequences.
+
+        Raises:
+            ValueError: a balance loss over sequences without `experts_TK`.
         """
         losses = {}
-        if "balance" in context.losses:
+        if "balance" in context.losses and context.sequences is not None:
+            if experts_TK is None:
+                raise ValueError(
+                    f"balance_over (sequence) needs each token's choices: {type(self).__name__} must give them to "
+                    "common_losses as experts_TK"
+                )
+            losses["balance"] = self.balance_by_sequence(probs_TE, experts_TK, context)
+        elif "balance" in context.losses:
             losses["balance"] = balance_loss(probs_TE, context.sum_counts(counts_E), context.mask_T)
         if "z" in context.losses:
             losses["z"] = z_loss(logits_TE, context.mask_T)
         return losses
+
+    def balance_by_sequence(self, probs_TE: Tensor, experts_TK: Tensor, context: GateContext) -> Tensor:
+        """The balance loss over `context.sequences`."""
+        assert context.sequences is not None
+        counts_NE = count_by_sequence(experts_TK, probs_TE.shape[1], context.sequences, context.mask_T)
+        return sequence_balance_loss(probs_TE, counts_NE, context.sequences, context.mask_T)

@@ -51,6 +51,6 @@ class GShardGate(LinearGate):
         return Choices(
             experts_TK=selection.experts_TK,
             weights_TK=selection.weights_TK,
-            losses=self.losses_of(selection, context),
+            losses=self.losses_of(selection, context, logits_TE, selection.experts_TK[:, :1]),
             logits_TE=logits_TE,
         )

@@ -44,7 +44,7 @@ class HierarchicalGate(LinearGate):
         weights_TK, inside_TK = topk(probs_TM, self.top_k)
         experts_TK = group_T1 * size + inside_TK
         counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
-        losses = self.common_losses(logits_TE, probs_TE, counts_E, context)
+        losses = self.common_losses(logits_TE, probs_TE, counts_E, context, experts_TK)
         if "alignment" in context.losses:
             group_E = torch.arange(self.num_experts, device=x_TD.device) // size
             losses["alignment"] = alignment_loss(probs_TE, group_E == group_T1, weights_TK[:, -1], context.mask_T)

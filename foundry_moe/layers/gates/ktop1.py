@@ -39,6 +39,10 @@ class KTop1Gate(LinearGate):
         counts_E = None
         if "balance" in context.losses:
             counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+        if "balance" in context.losses and context.sequences is not None:
+            by_prototype = zip(probs_TKM.unbind(1), inside_TK1.unbind(1), strict=True)
+            losses["balance"] = torch.stack([self.balance_by_sequence(p, e, context) for p, e in by_prototype]).sum()
+        elif counts_E is not None:
             share_KM = context.sum_counts(counts_E).view(self.top_k, size).to(probs_TKM.dtype)
             share_KM = share_KM / share_KM.sum(-1, keepdim=True).clamp(min=1)
             losses["balance"] = size * (share_KM * masked_mean(probs_TKM, context.mask_T)).sum()

@@ -47,7 +47,7 @@ class SwitchGate(LinearGate):
         return Choices(
             experts_TK=selection.experts_TK,
             weights_TK=selection.weights_TK,
-            losses=self.losses_of(selection, context),
+            losses=self.losses_of(selection, context, logits_TE),
             logits_TE=logits_TE,
             counts_E=self.counts_of(selection, context),
         )

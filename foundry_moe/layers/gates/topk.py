@@ -95,7 +95,7 @@ class TopKGate(LinearGate):
                 **self.sums(context),
             )
             weights_TK, experts_TK = selection.weights_TK, selection.experts_TK
-            losses, counts_E = self.losses_of(selection, context), self.counts_of(selection, context)
+            losses, counts_E = self.losses_of(selection, context, logits_TE), self.counts_of(selection, context)
             if "z" in losses and logits_TE is not clean_TE:
                 losses["z"] = z_loss(clean_TE, context.mask_T)
         else:
@@ -111,7 +111,7 @@ class TopKGate(LinearGate):
             counts_E = None
             if context.losses:
                 counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
-                losses = self.common_losses(clean_TE, probs_TE, counts_E, context)
+                losses = self.common_losses(clean_TE, probs_TE, counts_E, context, experts_TK)
         if "importance" in context.losses:
             gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK)
             losses["importance"] = importance_loss(gates_TE, context.mask_T)

@@ -41,10 +41,22 @@ def batch(sequences=4, positions=8, vocabulary=30, seed=0, dtype=torch.float64):
     return ids_BS, table_VD[ids_BS].reshape(-1, WIDTH)
 
 
-def context_of(ids_BS, mask_BS=None, losses=EVERY_LOSS, training=True, step=0, layer=1, **fields) -> GateContext:
+def context_of(
+    ids_BS,
+    mask_BS=None,
+    losses=EVERY_LOSS,
+    training=True,
+    step=0,
+    layer=1,
+    balance_over="rank",
+    packed_BS=None,
+    **fields,
+) -> GateContext:
     context = BatchContext()
     context.progress = Progress(ba=step, dur=0.0)
     for name, value in fields.items():
         setattr(context, name, value)
-    context.note(ids_BS, mask_BS)
-    return context.for_tokens(ids_BS.numel(), layer=layer, seed=5, losses=losses, training=training)
+    context.note(ids_BS, mask_BS, packed_BS)
+    return context.for_tokens(
+        ids_BS.numel(), layer=layer, seed=5, losses=losses, training=training, balance_over=balance_over
+    )

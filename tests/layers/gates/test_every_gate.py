@@ -1,5 +1,7 @@
 """What all gates have in common, whichever experts they choose."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -131,3 +133,34 @@ def test_a_gate_built_on_meta_has_its_state_once_drawn(settings, top_k):
     drawn = build(settings, top_k)
     for name, tensor in gate.state_dict().items():
         assert torch.equal(tensor, drawn.state_dict()[name]), name
+
+
+@pytest.mark.quick
+@every_gate
+@pytest.mark.parametrize("packed", [False, True])
+def test_balance_over_sequences_is_that_of_each_sequence_alone(settings, top_k, packed):
+    """Rows, or the documents packed into them; and the gradient is the same as if each came in a microbatch alone."""
+    gate = build(settings, top_k).train()
+    if "balance" not in gate.LOSSES:
+        pytest.skip(f"{settings['name']} has no balance loss")
+    ids_BS, x_TD = batch()
+    lengths = (5, 3) if packed else (8,)
+    packed_BS = (
+        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand_as(ids_BS) if packed else None
+    )
+    only = frozenset({"balance"})
+    context = context_of(ids_BS, losses=only, balance_over="sequence", packed_BS=packed_BS)
+    keys_T = context.token_keys(ids_BS.numel(), x_TD.device)
+    ours = gate(x_TD, context).losses["balance"]
+    (gradient,) = torch.autograd.grad(ours, gate.weight_ED)
+    total, expected = torch.zeros_like(ours), torch.zeros_like(gradient)
+    first = 0
+    for length in lengths * len(ids_BS):
+        tokens = slice(first, first + length)
+        alone = context_of(ids_BS.view(-1)[tokens][None], losses=only)
+        alone = dataclasses.replace(alone, keys=lambda tokens=tokens: keys_T[tokens])  # the same random numbers
+        loss = gate(x_TD[tokens], alone).losses["balance"] * length / ids_BS.numel()
+        total, expected = total + loss.detach(), expected + torch.autograd.grad(loss, gate.weight_ED)[0]
+        first += length
+    torch.testing.assert_close(ours.detach(), total)
+    torch.testing.assert_close(gradient, expected)
