@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -50,12 +50,16 @@ STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})|[IWE](\d{4} \d\d:\d\
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Seconds by what they went to, in order; bytes in MB, of all ranks; resumed_at: the batch."""
+    """Seconds by what they went to, in order; bytes in MB, of all ranks; resumed_at: the batch.
+
+    load: of this machine when the host was lost, and at the end.
+    """
 
     seconds: dict[str, float]
     fetched_mb: float
     sent_mb: float
     resumed_at: int
+    load: tuple[float, float] = (0.0, 0.0)
 
     @property
     def total_s(self) -> float:
@@ -221,13 +225,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Restart:
             if arguments.loss == "silent":
                 hosts.unplug(lost)
             kill_all(hosts, lost)
-            print(f"host {lost} is lost, load {os.getloadavg()[0]:.1f}", flush=True)
+            load = os.getloadavg()[0]
+            print(f"host {lost} is lost, load {load:.1f}", flush=True)
             left = [path for host, path in enumerate(outputs) if host != lost]
             while (restart := read_restart([path.read_text() for path in left], lost_s)) is None:
                 if time.time() > lost_s + RESTART_S or agents[0].poll() is not None:
                     sys.exit("error: the run does not go on\n" + "\n".join(o.read_text()[-5000:] for o in left))
                 time.sleep(0.5)
-            return restart
+            return replace(restart, load=(load, os.getloadavg()[0]))
         finally:
             for host in range(hosts.count):
                 kill_all(hosts, host)
@@ -243,6 +248,7 @@ def main() -> int:
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--width", type=int, default=512, help="512: 1 GB of parameters and AdamW state")
     parser.add_argument("--csv", type=Path, help="adds a row to this file")
+    parser.add_argument("--name", help="of that row (default: of --loss)")
     parser.add_argument("--keep", type=Path, help="keeps the hosts' output in this new folder")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -267,7 +273,8 @@ def main() -> int:
     if arguments.csv:
         row = {
             "date": datetime.date.today().isoformat(),
-            "loss": arguments.loss,
+            "run": arguments.name or arguments.loss,
+            "load": " to ".join(f"{load:.0f}" for load in restart.load),
             **{part: f"{seconds:.1f}" for part, seconds in restart.seconds.items()},
             "in all": f"{restart.total_s:.1f}",
         }

@@ -5,6 +5,7 @@ The work is `checkpoint.engine.CheckpointEngine`'s; what a state consists of is 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -361,7 +362,9 @@ class ElasticCheckpoint(WatchingCallback):
         self._starting_point.restore()
         self._watch.signals.remove()
         if self._engine is not None:
-            self._engine.close()
+            # after a failure Composer closes while the interpreter ends: it starts no threads, which a store needs
+            with contextlib.suppress(RuntimeError):
+                self._engine.close()
 
     def _visit(self, state: State, logger: Logger, *, epoch_ended: bool) -> None:
         assert self._engine is not None
