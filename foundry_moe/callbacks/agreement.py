@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 NO_NEWS, FINITE, NONFINITE = 0, 1, 2
+SHOWN = 4  # numbers of microbatches in the sentence about them: a job of hundreds of ranks may have as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +69,17 @@ def check_microbatches(rows: Sequence[Row], batch: int, size: object) -> None:
         size: `device_train_microbatch_size`, for the sentence.
 
     Raises:
-        ValueError: says which ranks have how many microbatches, and what to set.
+        ValueError: says which ranks have how many microbatches, those that few have first, and what to set.
     """
     by_count: dict[int, list[int]] = {}
     for rank, row in enumerate(rows):
         by_count.setdefault(row.microbatches, []).append(rank)
     if len(by_count) == 1:
         return
-    counts = "; ".join(f"{count}: {name_ranks(ranks)}" for count, ranks in sorted(by_count.items()))
+    rarest = sorted(by_count.items(), key=lambda item: (len(item[1]), item[0]))  # most ranks have what is right
+    counts = "; ".join(f"{count}: {name_ranks(ranks)}" for count, ranks in rarest[:SHOWN])
+    if len(rarest) > SHOWN:
+        counts += f"; {len(rarest) - SHOWN} more counts on other ranks"
     raise ValueError(
         f"batch {batch} has not the same number of microbatches on all ranks ({counts}), and they would wait for each "
         f"other for ever: set train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is at "

@@ -54,3 +54,19 @@ def test_uneven_microbatches_are_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"batch 5 .*\(1: ranks 1, 3; 2: ranks 0, 2\).*drop_last: true.*\(4\)"):
         check_microbatches(rows(2, 1, 2, 1), 5, 4)
     assert name_ranks(range(11)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ([4] * 300 + [3] + [4] * 211, "(3: rank 300; 4: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 503 more)"),
+        (range(1, 513), "(1: rank 0; 2: rank 1; 3: rank 2; 4: rank 3; 508 more counts on other ranks)"),
+        ([2] * 256 + [1] * 256, "(1: ranks 256, 257, 258, 259, 260, 261, 262, 263 and 248 more; 2: ranks 0, 1, 2,"),
+    ],
+    ids=["one rank", "all differ", "halves"],
+)
+def test_of_512_ranks_those_that_differ_are_named_in_a_line(counts, words) -> None:
+    check_microbatches(rows(*[4] * 512), 9, 1)
+    with pytest.raises(ValueError) as error:
+        check_microbatches(rows(*counts), 9, 1)
+    assert words in str(error.value) and len(str(error.value)) < 500

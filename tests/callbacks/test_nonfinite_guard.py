@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.nonfinite_guard import NonfiniteGuard
 from foundry_moe.checkpoint.errors import NonfiniteError
+from foundry_moe.launch.user_errors import NONFINITE
 
 
 class Line(ComposerModel):
@@ -91,3 +94,19 @@ def test_beside_elastic_checkpoint_it_is_refused(tmp_path) -> None:
     elastic = ElasticCheckpoint(folder=str(tmp_path / "run"))
     with pytest.raises(ValueError, match="elastic_checkpoint looks at the same; remove nonfinite_guard"):
         Trainer(model=Line(), callbacks=[elastic, NonfiniteGuard()], device="cpu")
+
+
+def test_the_training_command_ends_with_exit_code_3_and_one_sentence(monkeypatch, capsys) -> None:
+    from foundry_moe import train
+
+    words = ["train.py", "tests/distributed/tiny.yaml", "callbacks.nonfinite_guard={max_nonfinite: 2}"]
+    monkeypatch.setattr(sys, "argv", [*words, "optimizer.lr=1.0e+30", "max_duration=9ba"])
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == NONFINITE == 3, error
+    said = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "the last 2 batches were not finite, from batch 2 on" in said[0], error
+    assert "Traceback" not in error

@@ -7,9 +7,9 @@ import sys
 import pytest
 from foundry_moe_kernels import autotune
 
-from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError, TakenOverError
+from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError, ResumeError, StoreError, TakenOverError
 from foundry_moe.config import MoEConfig
-from foundry_moe.launch.user_errors import PASSING_ERROR, TAKEN_OVER, USER_ERROR, run_cleanly
+from foundry_moe.launch.user_errors import NONFINITE, PASSING_ERROR, TAKEN_OVER, USER_ERROR, run_cleanly
 
 pytestmark = pytest.mark.quick
 
@@ -30,6 +30,10 @@ def lose_folder():
     raise TakenOverError("another process has taken over")
 
 
+def lose_numbers():
+    raise NonfiniteError("batch 3 was not finite")
+
+
 def miss_store():
     raise StoreError("no answer from the store")
 
@@ -45,6 +49,7 @@ def find_damage():
         (refuse_seconds, USER_ERROR),
         (refuse_checkpoint, USER_ERROR),
         (lose_folder, TAKEN_OVER),
+        (lose_numbers, NONFINITE),
         (miss_store, PASSING_ERROR),
         (find_damage, PASSING_ERROR),
     ],
