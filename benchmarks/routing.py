@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foundry_moe_kernels import permute, permute_plan
-from foundry_moe_kernels.topk import topk
+from foundry_moe_kernels.select_topk import topk
 from timing import copy_tb_per_s, geometric_mean, header, median_ms
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.gates.gate import Gate, LinearGate
-from foundry_moe.ops.topk import count_choices
+from foundry_moe.ops.select_topk import count_choices
 
 
 class TopPGate(LinearGate):

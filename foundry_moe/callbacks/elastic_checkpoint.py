@@ -26,7 +26,7 @@ from foundry_moe import __version__
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, reseed, restore
 from foundry_moe.callbacks.resume_times import ResumeTimes
 from foundry_moe.callbacks.starting_point import StartingPoint
-from foundry_moe.callbacks.stopping import leave
+from foundry_moe.callbacks.stop_signals import leave
 from foundry_moe.callbacks.watch import RunWatch, Verdict, WatchingCallback
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foundry_moe.callbacks.agreement import RankAgreement, Row, check_microbatches, default_timeout, name_ranks
 from foundry_moe.callbacks.nonfinite import FiniteWatch, NonfiniteCount
-from foundry_moe.callbacks.stopping import StopSignals, shield_workers
+from foundry_moe.callbacks.stop_signals import StopSignals, shield_workers
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
 

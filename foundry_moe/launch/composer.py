@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from foundry_moe.checkpoint.settings import RESTART
-from foundry_moe.launch.stopping import SLACK_S, stop_settings
+from foundry_moe.launch.stop_settings import SLACK_S, stop_settings
 from foundry_moe.launch.user_errors import NO_OTHER_LIFE, USER_ERROR
 
 POLL_S = 0.1

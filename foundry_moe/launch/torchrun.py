@@ -38,7 +38,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from foundry_moe.checkpoint.settings import RESTART
 from foundry_moe.launch.lost_nodes import LAST_CALL_S, NodeWatch, silent_s
-from foundry_moe.launch.stopping import SLACK_S, stop_settings
+from foundry_moe.launch.stop_settings import SLACK_S, stop_settings
 from foundry_moe.launch.user_errors import NO_OTHER_LIFE, USER_ERROR
 
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that it handles without being asked

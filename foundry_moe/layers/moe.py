@@ -21,7 +21,7 @@ from foundry_moe.layers.gates.rules import resolve_losses
 from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
-from foundry_moe.ops.topk import count_choices
+from foundry_moe.ops.select_topk import count_choices
 
 # what `LoadStatistics` calls the share of choices that were dropped, beside the losses
 DROPPED = "dropped"

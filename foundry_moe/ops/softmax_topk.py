@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry_moe.ops import noise
 from foundry_moe.ops.masked import masked_mean
 from foundry_moe.ops.operators import on_gpu, operator, twins
-from foundry_moe.ops.topk import MAX_CHOICES, MAX_EXPERTS, count_choices, topk
+from foundry_moe.ops.select_topk import MAX_CHOICES, MAX_EXPERTS, count_choices, topk
 
 
 @dataclass(frozen=True, kw_only=True)

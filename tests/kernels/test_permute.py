@@ -6,7 +6,7 @@ Shapes: T tokens, K choices, R rows, E experts, D width.
 import pytest
 import torch
 from foundry_moe_kernels import padded, permute, permute_plan, reference
-from foundry_moe_kernels.topk import spread, topk
+from foundry_moe_kernels.select_topk import spread, topk
 
 pytestmark = pytest.mark.quick
 

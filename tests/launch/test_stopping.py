@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.launch.stopping import DEFAULTS, stop_settings
+from foundry_moe.launch.stop_settings import DEFAULTS, stop_settings
 
 ROOT = Path(__file__).parents[2]
 WORKER = """

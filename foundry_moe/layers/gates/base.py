@@ -16,7 +16,7 @@ from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import BaseKeys
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.ops.assignment import assign
-from foundry_moe.ops.topk import topk
+from foundry_moe.ops.select_topk import topk
 
 _SHUFFLE = 6
 

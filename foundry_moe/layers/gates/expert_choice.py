@@ -17,7 +17,7 @@ from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import ExpertChoiceKeys
 from foundry_moe.layers.gates.ragged import pack_choices
 from foundry_moe.layers.losses import z_loss
-from foundry_moe.ops.topk import keep_largest
+from foundry_moe.ops.select_topk import keep_largest
 
 
 class ExpertChoiceGate(LinearGate):

@@ -16,7 +16,7 @@ from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import HierarchicalKeys
 from foundry_moe.layers.losses import alignment_loss
-from foundry_moe.ops.topk import count_choices, topk
+from foundry_moe.ops.select_topk import count_choices, topk
 
 
 class HierarchicalGate(LinearGate):

@@ -12,7 +12,7 @@ from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import KTop1Keys
 from foundry_moe.ops.masked import masked_mean
-from foundry_moe.ops.topk import count_choices, topk
+from foundry_moe.ops.select_topk import count_choices, topk
 
 
 class KTop1Gate(LinearGate):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foundry_moe.layers.context import GateContext, unchanged
 from foundry_moe.ops.operators import on_gpu
-from foundry_moe.ops.topk import pack
+from foundry_moe.ops.select_topk import pack
 
 
 def pack_choices(

@@ -19,8 +19,8 @@ from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, lo
 from foundry_moe.layers.schedule import Progress, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.router_logits import Jitter, router_logits
+from foundry_moe.ops.select_topk import count_choices, topk
 from foundry_moe.ops.softmax_topk import softmax_topk
-from foundry_moe.ops.topk import count_choices, topk
 
 _JITTER, _NOISE = 0, 1
 _TINY = 1e-20

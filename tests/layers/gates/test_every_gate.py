@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foundry_moe.ops import plan_permute
-from foundry_moe.ops.topk import count_choices
+from foundry_moe.ops.select_topk import count_choices
 from tests.layers.gates.common import GATE_IDS, GATES, batch, build, context_of
 
 every_gate = pytest.mark.parametrize(("settings", "top_k"), GATES, ids=GATE_IDS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from foundry_moe_kernels import permute_plan
-from foundry_moe_kernels import topk as kernels
+from foundry_moe_kernels import select_topk as kernels
 from torch import Tensor
 
 from foundry_moe.ops.operators import on_gpu, operator, twins

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from foundry_moe.callbacks import stopping
-from foundry_moe.callbacks.stopping import LEAVE_S, OutliveSignals, Restart, StopSignals, shield_workers
+from foundry_moe.callbacks import stop_signals
+from foundry_moe.callbacks.stop_signals import LEAVE_S, OutliveSignals, Restart, StopSignals, shield_workers
 
 
 def test_a_signal_is_noted_once_and_given_back() -> None:
@@ -51,7 +51,7 @@ def test_a_launcher_that_is_gone_stops_the_run(monkeypatch, tmp_path, parent, wo
         monkeypatch.setenv("WORLD_SIZE", world)
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "cmdline").write_bytes("\0".join(parent).encode())
-    monkeypatch.setattr(stopping, "PROC", tmp_path)
+    monkeypatch.setattr(stop_signals, "PROC", tmp_path)
     monkeypatch.setattr(os, "getppid", lambda: 77)
     signals = StopSignals([])
     signals.install()
@@ -88,7 +88,7 @@ def test_a_data_loader_s_process_outlives_the_signal() -> None:
 
 
 def test_leaving_is_an_exit_code_that_says_start_me_again() -> None:
-    code = "from foundry_moe.callbacks.stopping import leave\ntry: leave('x')\nexcept Exception: pass\n"
+    code = "from foundry_moe.callbacks.stop_signals import leave\ntry: leave('x')\nexcept Exception: pass\n"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 75
     assert issubclass(Restart, SystemExit)
 
@@ -101,7 +101,7 @@ class Peer:
     def __del__(self):
         time.sleep(100)
 atexit.register(time.sleep, 100)  # as multiprocessing does, before anything of ours is imported
-from foundry_moe.callbacks.stopping import leave
+from foundry_moe.callbacks.stop_signals import leave
 atexit.register(print, "closed")
 peer = Peer()
 print("imported", flush=True)

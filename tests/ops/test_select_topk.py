@@ -3,10 +3,10 @@
 import pytest
 import torch
 from foundry_moe_kernels import permute_plan
-from foundry_moe_kernels import topk as kernel
+from foundry_moe_kernels import select_topk as kernel
 
-from foundry_moe.ops import topk as ops_topk
-from foundry_moe.ops.topk import count_choices, keep_largest, pack, topk
+from foundry_moe.ops import select_topk as ops_topk
+from foundry_moe.ops.select_topk import count_choices, keep_largest, pack, topk
 
 pytestmark = pytest.mark.quick
 
