@@ -75,6 +75,7 @@ MPTS: dict[str, dict[str, Any]] = {
         "moe": {"layers": {"every": 2}},
     },
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 BELOW_ZERO = "deepseek_v3, biases below zero"  # where transformers 4.51 chooses otherwise than all others
 MODEL_KINDS = ("llama", "mistral", "qwen3", *MODEL_TYPES)
 
@@ -110,7 +111,7 @@ def of_hugging_face(kind: str) -> nn.Module:
     dense = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
         "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, rope_scaling=YARN)),
     }
     if kind in dense:
         model = dense[kind]()

@@ -14,13 +14,15 @@ import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.cli import main
 from foundry_moe.commands import certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
+from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.plan import native_of
 from tests.commands.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, Wrapped, commit, mpt, of_hugging_face
 from tests.models.families.small import small
@@ -215,6 +217,18 @@ def test_what_no_family_computes_is_named_and_nothing_is_written(
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1 and "would do" in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_stretched_rope_that_mixtral_does_not_have_is_named() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=61, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    apply_dmoe(model, MoEConfig(num_experts=4, top_k=2))
+    architecture = architecture_of(model)
+    assert architecture is not None
+    with pytest.raises(
+        ValueError, match=r"rope_scaling \(.*linear.*\) of this llama model is not one that Mixtral has"
+    ):
+        native_of(architecture)
 
 
 @pytest.mark.parametrize("name", ["demo/cpu", "pretrain/1gpu", "pretrain/4gpu", "pretrain/8gpu", "cluster/64x8gpu"])

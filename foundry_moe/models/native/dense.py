@@ -11,13 +11,21 @@ from foundry_moe.models.families import FAMILIES, Blocks, Family
 _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("mixtral", {"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "hidden_act": "silu"}),
     "mistral": ("mixtral", {"rope_scaling": None}),
-    "qwen2": ("qwen2_moe", {"rope_scaling": None}),
-    "qwen3": ("qwen3_moe", {"rope_scaling": None, "attention_bias": False}),
+    "qwen2": ("qwen2_moe", {}),
+    "qwen3": ("qwen3_moe", {"attention_bias": False}),
 }
 _CARRIED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings"),
-    *("pad_token_id", "bos_token_id", "eos_token_id", "rope_theta", "sliding_window", "use_sliding_window"),
+    *(
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "rope_theta",
+        "rope_scaling",
+        "sliding_window",
+        "use_sliding_window",
+    ),
     *("max_window_layers", "attention_dropout"),
 )
 
