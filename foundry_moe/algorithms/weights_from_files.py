@@ -44,13 +44,10 @@ class WeightsFromFiles:
 
     Args:
         source: a folder, or a name on the Hugging Face Hub.
-
-    Raises:
-        ValueError: see `SafetensorsFolder`.
     """
 
     def __init__(self, source: str) -> None:
-        self.folder = SafetensorsFolder(_folder_of(source))
+        self.source = source
         self._draw: Any = None
 
     def prepare(self, device: torch.device | str) -> None:
@@ -63,12 +60,18 @@ class WeightsFromFiles:
         prepare_distributed.meta_init = give_memory  # type: ignore[assignment]
 
     def read(self, state: State) -> None:
-        """Fills the model, unless the run goes on from a commit, and gives Composer its function back."""
+        """Fills the model, and gives Composer its function back.
+
+        A run that goes on from a commit neither downloads nor reads the files: they need not be there any more.
+
+        Raises:
+            ValueError: see `SafetensorsFolder` and `read_pretrained`.
+        """
         if self._draw is not None:
             prepare_distributed.meta_init, self._draw = self._draw, None
         if any(getattr(callback, "has_commits", bool)() for callback in state.callbacks):
             return
-        read_pretrained(state.model, self.folder, root="model")
+        read_pretrained(state.model, SafetensorsFolder(_folder_of(self.source)), root="model")
 
 
 def _folder_of(source: str) -> Path:
