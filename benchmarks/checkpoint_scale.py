@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from foundry_moe.checkpoint.layout import Block, Layout, plan_writes, totals
+from foundry_moe.checkpoint.layout import Block, Layout, plan_writes
 from foundry_moe.checkpoint.ledger import new_attempt
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.range_reads import coalesce, plan_reads
@@ -114,7 +114,7 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
             by_item.setdefault(block.item, []).append(block)
     layouts = list(flat.layouts.values())
     assert all(covers(by_item[item], layout) for item, layout in enumerate(layouts))
-    loads = totals(plans)
+    loads = {rank: sum(block.size_bytes for block in blocks) for rank, blocks in plans.items()}
     size = sum(loads.values())
     assert size == sum(tensor.numel() * tensor.element_size() for tensor in flat.tensors.values())
 

@@ -94,6 +94,13 @@ class Ranks:
             (answer,) = box
         return _unwrapped(answer)
 
+    def first(self, step: Callable[[], R]) -> R:
+        """What a step gives that rank 0 alone does, for all; its error is raised on all. Collective."""
+        try:
+            return self.decide(lambda: None, lambda _: step())
+        except RanksError as failed:
+            raise failed.reasons[0] from None
+
     def deal(self, here: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
         """As `decide`, with one answer for each rank."""
         answer = self._gathered(here, first)

@@ -14,8 +14,9 @@ from typing import Any
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Ledger, new_attempt
-from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest, file_hash
+from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Claim, Identity, Owners
+from foundry_moe.checkpoint.records import Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.retention import Retention
 
 log = logging.getLogger(__name__)

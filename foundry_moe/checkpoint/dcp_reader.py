@@ -30,17 +30,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from foundry_moe.checkpoint.choosing import worst
 from foundry_moe.checkpoint.codec import DTYPES, decode
 from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, portable_errors
 from foundry_moe.checkpoint.dcp_writer import Writer, step_of
-from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NotFoundError
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NotFoundError, worst
 from foundry_moe.checkpoint.exchange import Traffic
-from foundry_moe.checkpoint.layout import Block, Box, deal
+from foundry_moe.checkpoint.layout import Block, Box, deal, intersect, narrow_to
 from foundry_moe.checkpoint.ledger import Found, Ledger
-from foundry_moe.checkpoint.manifest import CommitKey, Manifest, TensorEntry
-from foundry_moe.checkpoint.range_reads import ReadPlan, block_of, intersect, narrow_to
+from foundry_moe.checkpoint.manifest import Manifest, TensorEntry
+from foundry_moe.checkpoint.moving import Targets
+from foundry_moe.checkpoint.range_reads import ReadPlan, block_of
 from foundry_moe.checkpoint.reader import read_blocks
+from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.checkpoint.strict import shown
@@ -150,13 +151,13 @@ class Reader(StorageReader):
                 self._load(where, plan, planner, items, ranks)
                 break
             except RanksError as failed:
-                reason = worst(failed)
+                reason = worst(failed.reasons.values())
                 if not isinstance(reason, DamagedError) or (ranks.size == 1 and told.ranks > 1):
                     self._skip |= {where} if isinstance(reason, DamagedError) else set()
                     raise reason from failed  # alone among others, who may have found it good
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, reason)
                 self._skip.add(where)
-                where = self._before(ranks)
+                where = ranks.first(lambda: self._choose().commit.where)  # the newest that is left
         assert self._found is not None
         for item, tensor in items:
             planner.commit_tensor(item, tensor)
@@ -168,13 +169,6 @@ class Reader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _before(self, ranks: Ranks) -> CommitKey:
-        """The newest commit that is left, by rank 0's choice."""
-        try:
-            return ranks.decide(lambda: None, lambda _: self._choose().commit.where)
-        except RanksError as failed:
-            raise failed.reasons[0] from None
 
     def _choose(self) -> Found:
         asked = self._asked
@@ -210,17 +204,14 @@ class Reader(StorageReader):
             targets.append(_Boxes(self._found.manifest, Contents(self._found.manifest), items, ranks.rank))
             return targets[0].needs
 
-        def bring() -> None:
-            assert self._found is not None
-            self.traffic = read_blocks(self.ledger.store, self._found, ranks, targets[0])
-
         def deal_out(needs: list[Needs]) -> list[Fetched]:
             assert self._found is not None
             return deal_reads(self._found.manifest, needs)
 
         dealt = ranks.deal(plan, deal_out)
         targets[0].take(dealt)
-        ranks.decide(bring, lambda _: None)
+        assert self._found is not None
+        self.traffic = read_blocks(self.ledger.store, self._found, ranks, targets[0])
 
 
 def deal_reads(manifest: Manifest, needs: Sequence[Needs]) -> list[Fetched]:
@@ -242,13 +233,13 @@ def deal_reads(manifest: Manifest, needs: Sequence[Needs]) -> list[Fetched]:
     return fetched
 
 
-class _Boxes:
+class _Boxes(Targets):
     """Targets of a load: boxes of tensors, as a plan's items ask for them."""
 
     def __init__(self, manifest: Manifest, contents: Contents, items: Items, rank: int) -> None:
         """Raises MismatchError if a tensor is not in this commit, or has other bounds there."""
-        self._rank, self._entries = rank, list(manifest.tensors.values())
-        self._targets: dict[tuple[int, int], list[tuple[Box, Tensor]]] = {}  # of each block that is needed
+        self.rank, self.manifest, self._entries = rank, manifest, list(manifest.tensors.values())
+        self._boxes: dict[tuple[int, int], list[tuple[Box, Tensor]]] = {}  # of each block that is needed
         numbers = {name: number for number, name in enumerate(manifest.tensors)}
         for item, target in items:
             tensor = target.detach()
@@ -264,17 +255,17 @@ class _Boxes:
                 raise CheckpointError(f"{name}: the planner gives {list(tensor.shape)} for {list(box[1])}")
             if name in numbers:
                 for index in _hit(manifest.tensors[name], box):
-                    self._targets.setdefault((numbers[name], index), []).append((box, tensor))
+                    self._boxes.setdefault((numbers[name], index), []).append((box, tensor))
             elif isinstance(small, Tensor):
                 tensor.copy_(narrow_to(small, (0,) * len(shape), box))
-        blocks = [block_of(self._entries[item], item, index) for item, index in sorted(self._targets)]
+        blocks = [block_of(self._entries[item], item, index) for item, index in sorted(self._boxes)]
         self.needs: Needs = {(block.item, block.index): self._bounds(block) for block in blocks}
         self._pieces = {(*key, rank): box for key, box in self.needs.items()}
         self.reads = ReadPlan(needed=blocks, fetched=[], needers={})
 
     def _bounds(self, block: Block) -> Box:
         """The smallest box that holds all that is needed of a block."""
-        boxes = [intersect(block.box, box) for box, _ in self._targets[block.item, block.index]]
+        boxes = [intersect(block.box, box) for box, _ in self._boxes[block.item, block.index]]
         lower = tuple(min(box[0][dim] for box in boxes if box) for dim in range(len(block.box[0])))
         upper = [max(box[0][dim] + box[1][dim] for box in boxes if box) for dim in range(len(lower))]
         return lower, tuple(end - start for start, end in zip(lower, upper, strict=True))
@@ -289,23 +280,8 @@ class _Boxes:
     def piece(self, block: Block, rank: int) -> Box:
         return self._pieces[block.item, block.index, rank]
 
-    def place(self, block: Block, piece: Tensor) -> None:
-        mine = self.piece(block, self._rank)
-        for box, tensor in self._targets[block.item, block.index]:
-            common = intersect(mine, box)
-            assert common is not None
-            narrow_to(tensor, box[0], common).copy_(narrow_to(piece.view(mine[1]), mine[0], common))
-
-    def memory(self, block: Block) -> memoryview | None:
-        targets = self._targets[block.item, block.index]
-        box, tensor = targets[0]
-        if len(targets) > 1 or intersect(block.box, box) != block.box:
-            return None
-        view = narrow_to(tensor, box[0], block.box)
-        dtype = DTYPES[self._entries[block.item].dtype]
-        if view.device.type != "cpu" or view.dtype != dtype or not view.is_contiguous():
-            return None
-        return view.view(-1).view(torch.uint8).numpy().data
+    def boxes(self, block: Block) -> list[tuple[Box, Tensor]]:
+        return self._boxes[block.item, block.index]
 
 
 def _hit(entry: TensorEntry, box: Box) -> list[int]:

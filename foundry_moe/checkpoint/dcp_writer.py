@@ -24,11 +24,11 @@ from foundry_moe.checkpoint.codec import DTYPE_NAMES, Encoded, encode
 from foundry_moe.checkpoint.collective_errors import portable_errors
 from foundry_moe.checkpoint.committer import CommitRequest, Committer
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
-from foundry_moe.checkpoint.layout import Block, Box, cut
+from foundry_moe.checkpoint.layout import Block, Box, cut, narrow_to
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.manifest import Commit, CommitKey, Manifest
+from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
-from foundry_moe.checkpoint.range_reads import narrow_to
+from foundry_moe.checkpoint.records import Commit, CommitKey
 from foundry_moe.checkpoint.snapshot import INLINE_BYTES, StagingBuffer, place
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store

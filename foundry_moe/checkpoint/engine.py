@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.choosing import choose, worst
 from foundry_moe.checkpoint.collective_errors import Ranks, RanksError
 from foundry_moe.checkpoint.committer import STALE_S, CommitRequest, Committer
 from foundry_moe.checkpoint.errors import (
@@ -25,13 +24,14 @@ from foundry_moe.checkpoint.errors import (
     OwnedError,
     TakenOverError,
     TooManyFailuresError,
+    worst,
 )
 from foundry_moe.checkpoint.exchange import Traffic
 from foundry_moe.checkpoint.finite import is_finite
-from foundry_moe.checkpoint.ledger import Found, Ledger
-from foundry_moe.checkpoint.manifest import CommitKey
-from foundry_moe.checkpoint.owners import Claim, Heart, Identity
+from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
+from foundry_moe.checkpoint.owners import Heart, Identity
 from foundry_moe.checkpoint.reader import read_blocks
+from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
@@ -126,20 +126,16 @@ class CheckpointEngine:
         Raises:
             OwnedError: the folder is another run's.
         """
+
+        def take() -> None:
+            self._heart = Heart(self._committer.owners, self._committer.claim(identity))
+
         try:
-            self._ranks.decide(lambda: None, lambda _: self._take(identity))
-        except RanksError as failed:
-            reason = failed.reasons[0]
-            if not isinstance(reason, OwnedError) or not reason.model_differs:
-                raise reason from None
-            self._other_model = reason
-
-    def _take(self, identity: Identity) -> None:
-        self._heart = Heart(self._committer.owners, self._committer.claim(identity))
-
-    @property
-    def _claim(self) -> Claim | None:
-        return self._committer.claimed
+            self._ranks.first(take)
+        except OwnedError as error:
+            if not error.model_differs:
+                raise
+            self._other_model = error
 
     def close(self) -> None:
         """This process saves no more: its heartbeat ends."""
@@ -388,7 +384,7 @@ class CheckpointEngine:
         """
         skip: list[CommitKey] = []
         while True:
-            choice = choose(self._ranks, self.ledger, resume, skip)
+            choice = self._choose(resume, skip)
             self.generation, self._forked_from = choice.generation, choice.forked_from
             if choice.found is None:
                 if self._other_model is not None:
@@ -406,27 +402,38 @@ class CheckpointEngine:
                 skip.append(choice.found.commit.where)
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", skip[-1].step, error)
 
+    def _choose(self, resume: str | int, skip: list[CommitKey]) -> Choice:
+        """`Ledger.choose` on rank 0, for all."""
+
+        def look() -> Choice:
+            choice = self.ledger.choose(resume, skip=skip)
+            fault_injection.point("load.listed")
+            return choice
+
+        choice = self._ranks.first(look)
+        for sentence in choice.rejected:
+            log.warning("Passed over a checkpoint: %s", sentence)
+        if choice.found is not None:
+            fault_injection.point("load.manifest_read")
+        return choice
+
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
         made: list[StateTargets] = []
-        traffic: list[Traffic] = []
 
         def plan() -> None:
             made.append(StateTargets(found.manifest, state_dict, rank=self.rank, world_size=self.world_size))
 
-        def read() -> None:
-            traffic.append(read_blocks(self.ledger.store, found, self._ranks, made[0]))
-
         try:
-            for step in (plan, read):
-                self._ranks.decide(step, lambda _: None)
+            self._ranks.decide(plan, lambda _: None)
+            traffic = read_blocks(self.ledger.store, found, self._ranks, made[0])
         except RanksError as failed:
-            raise worst(failed) from failed
+            raise worst(failed.reasons.values()) from failed
         self._last_step = found.commit.step
         return Loaded(
             step=found.commit.step,
             state=made[0].result,
             info=found.manifest.info,
             summary=found.commit.summary,
-            traffic=traffic[0],
+            traffic=traffic,
             rejected=rejected,
         )

@@ -7,6 +7,7 @@ training command prints without a stack of frames. This module knows nothing of 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _USERINFO = re.compile(r"(https?://)[^\s\"'<>]*@", re.IGNORECASE)
 
@@ -88,3 +89,15 @@ class TooManyFailuresError(CheckpointError):
 
 class NonfiniteError(RuntimeError):
     """A run's loss, gradients or weights are not finite, and would not be again from its newest checkpoint."""
+
+
+def worst(reasons: Iterable[Exception]) -> Exception:
+    """Of several ranks' failures the one that decides: a wrong model, then a silent store, then whatever else says
+    nothing of the checkpoint; damage, for which the one before is taken, only if that is all that there is."""
+
+    def order(reason: Exception) -> int:
+        first = (MismatchError, StoreError)
+        at = next((place for place, kind in enumerate(first) if isinstance(reason, kind)), len(first))
+        return at + isinstance(reason, DamagedError)
+
+    return min(reasons, key=order)

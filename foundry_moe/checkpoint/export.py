@@ -10,7 +10,7 @@ import bisect
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,9 +22,9 @@ from torch import Tensor
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, inline_tensors
 from foundry_moe.checkpoint.codec import DTYPES as TORCH_DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.layout import Box
+from foundry_moe.checkpoint.layout import Box, intersect, narrow_to
 from foundry_moe.checkpoint.ledger import Found
-from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce, intersect, narrow_to
+from foundry_moe.checkpoint.range_reads import Fetcher, blocks_of
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.targets import Part, Target, copied
 
@@ -69,6 +69,19 @@ def sources_of(found: Found, section: str) -> dict[str, Source]:
         sections = sorted({name.split(".")[0] for name in found.manifest.tensors})
         raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
     return sources
+
+
+def read_whole(store: Store, found: Found, sources: Mapping[str, Source], names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of a commit whole in memory: for tools that compare, not for training.
+
+    Raises:
+        CheckpointError: data is damaged.
+    """
+    chosen = {name: sources[name] for name in names}
+    items = {source.item: name for name, source in chosen.items() if source.item is not None}
+    read = Fetcher(store, found.commit.attempt, found.manifest).whole(items)
+    inline = {name: source.inline for name, source in chosen.items() if source.inline is not None}
+    return inline | {items[item]: tensor for item, tensor in read.items()}
 
 
 def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int = FILE_BYTES) -> Path:
@@ -197,7 +210,6 @@ def _fill_file(
                 piece = part.turned(narrow_to(tensor, box[0], common)).to(dtypes[target.name]).contiguous()
                 _write_box(file, begins[target.name], target.shape, part.place_of(common), piece)
 
-    entries = list(found.manifest.tensors.values())
     items: dict[int, str] = {}
     for name in pieces:
         source = sources[name]
@@ -208,19 +220,11 @@ def _fill_file(
             items[source.item] = name
     blocks = [
         block
-        for item, name in items.items()
-        for block in (block_of(entries[item], item, index) for index in range(len(entries[item].object_B)))
-        if any(intersect(block.box, part.box) for _, _, part in pieces[name])
+        for block in blocks_of(found.manifest, items)
+        if any(intersect(block.box, part.box) for _, _, part in pieces[items[block.item]])
     ]
-    fetcher = Fetcher(store, found.commit.attempt, found.manifest)
-    ranges = coalesce(found.manifest, blocks)
-    for span, data in zip(ranges, fetcher.stream(ranges), strict=True):
-        if isinstance(data, CheckpointError):
-            raise data
-        for block, start in span.blocks:
-            raw = torch.frombuffer(data[0][start : start + block.size_bytes], dtype=torch.uint8)
-            tensor = raw.view(TORCH_DTYPES[entries[block.item].dtype]).reshape(block.box[1])
-            put(items[block.item], block.box, tensor)
+    for block, tensor in Fetcher(store, found.commit.attempt, found.manifest).pieces(blocks):
+        put(items[block.item], block.box, tensor)
 
 
 def _write_box(file: IO[bytes], begin: int, shape: tuple[int, ...], offsets: tuple[int, ...], piece: Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce
+from foundry_moe.checkpoint.range_reads import Fetcher, blocks_of, coalesce
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.config import can_cut_rows
 
@@ -58,27 +58,6 @@ def _divisors(number: int) -> list[int]:
 
 def verify(store: Store, found: Found) -> list[str]:
     """Reads every block and checks its hash; a sentence for each range that is damaged."""
-    manifest = found.manifest
-    blocks = [
-        block_of(entry, item, index)
-        for item, entry in enumerate(manifest.tensors.values())
-        for index in range(len(entry.object_B))
-    ]
-    problems = incomplete_tensors(manifest)
-    fetcher = Fetcher(store, found.commit.attempt, manifest)
-    for result in fetcher.stream(coalesce(manifest, blocks)):
-        if isinstance(result, CheckpointError):
-            problems.append(str(result))
-    return problems
-
-
-def incomplete_tensors(manifest: Manifest) -> list[str]:
-    """Tensors whose blocks do not have as many elements as their shape; blocks are disjoint by construction."""
-    problems = []
-    for name, entry in manifest.tensors.items():
-        count = 1
-        for size in entry.shape:
-            count *= size
-        if entry.size_bytes != count * entry.itemsize:
-            problems.append(f"{name}: its blocks hold {entry.size_bytes} bytes, its shape {count * entry.itemsize}")
-    return problems
+    fetcher = Fetcher(store, found.commit.attempt, found.manifest)
+    results = fetcher.stream(coalesce(found.manifest, blocks_of(found.manifest)))
+    return [str(result) for result in results if isinstance(result, CheckpointError)]

@@ -12,7 +12,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,22 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 MIN_EXPERT_BYTES = 4096  # below this an expert shares blocks with its neighbours
 BLOCK_BYTES = 16 * 2**20  # one request reads one block, and a cut in a part costs no more than this again
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; None if there is none."""
+    starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1], strict=True))
+    sizes = tuple(e - s for s, e in zip(starts, ends, strict=True))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
+    """The part of a tensor, whose first element is at `origin`, that is `box`."""
+    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start - origin[dim], size)
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -198,8 +214,3 @@ def plan_writes(
     for mine in plan.values():
         mine.sort(key=lambda b: (b.item, b.index))
     return plan
-
-
-def totals(plan: Mapping[int, Sequence[Block]]) -> dict[int, int]:
-    """Bytes that each planned rank writes."""
-    return {rank: sum(block.size_bytes for block in blocks) for rank, blocks in plan.items()}

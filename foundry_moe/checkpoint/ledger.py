@@ -21,7 +21,8 @@ from foundry_moe.checkpoint.errors import (
     ResumeError,
     StoreError,
 )
-from foundry_moe.checkpoint.manifest import RECORD_BYTES, Commit, CommitKey, Manifest, file_hash
+from foundry_moe.checkpoint.manifest import Manifest
+from foundry_moe.checkpoint.records import RECORD_BYTES, Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.store import Store
 
 BURIED = "BURIED"  # below an attempt: somebody is about to delete it as stale
@@ -39,7 +40,6 @@ class Found:
 
     commit: Commit
     manifest: Manifest
-    manifest_raw: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ class Ledger:
         for _ in range(3):  # a byte may have been turned on its way
             try:
                 raw = self.store.get(name)
-            except NotAnObjectError:
-                raise
             except NotFoundError as error:
+                if isinstance(error, NotAnObjectError):
+                    raise
                 raise DamagedError(f"{key.key}: {name} is missing") from error
             if len(raw) == commit.manifest_bytes and file_hash(raw) == commit.manifest_hash:
                 break
@@ -117,7 +117,7 @@ class Ledger:
         problems = self.size_problems(commit.attempt, manifest.objects)
         if problems:
             raise DamagedError(f"{key.key}: {'; '.join(problems)}")
-        return Found(commit=commit, manifest=manifest, manifest_raw=raw)
+        return Found(commit=commit, manifest=manifest)
 
     def size_problems(self, attempt: str, objects: Iterable[tuple[str, int]]) -> list[str]:
         """A sentence for each of the first few data objects that is missing or has another size."""

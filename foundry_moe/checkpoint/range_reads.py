@@ -9,16 +9,18 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
-from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Box, Layout, deal
+from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Layout, deal, narrow_to
 from foundry_moe.checkpoint.manifest import BlockHash, Manifest, TensorEntry, block_hash
 from foundry_moe.checkpoint.store import Store
 
@@ -27,40 +29,21 @@ GAP_BYTES = 4096  # two blocks this close are read as one range; the bytes betwe
 READS_IN_FLIGHT = 4  # 1 and 2 on files, with two ranks on a core: no difference
 HASH_TRIES = 3
 
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; None if there is none."""
-    starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1], strict=True))
-    sizes = tuple(e - s for s, e in zip(starts, ends, strict=True))
-    return (starts, sizes) if all(size > 0 for size in sizes) else None
-
-
-def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
-    """The part of a tensor, whose first element is at `origin`, that is `box`."""
-    for dim, (start, size) in enumerate(zip(*box, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start - origin[dim], size)
-    return tensor
-
-
-def bytes_before(sizes: Sequence[int], origin: Sequence[int], box: Box, itemsize: int) -> int | None:
-    """Where `box` begins in a contiguous tensor of `sizes` whose first element is at `origin`; None if the box's
-    elements do not lie together there."""
-    before, step, split = 0, itemsize, False
-    for size, at, start, count in zip(reversed(sizes), reversed(origin), *map(reversed, box), strict=True):
-        if split and count > 1:
-            return None
-        split = split or count < size
-        before += (start - at) * step
-        step *= size
-    return before
+Memory = Callable[[int, int], Sequence[memoryview]]  # (number of the range, bytes) to where it goes: `Fetcher.fetch`
+Reading = Generator[Sequence[memoryview] | CheckpointError, None, None]
 
 
 def block_of(entry: TensorEntry, item: int, index: int) -> Block:
     """A stored block; `item` is the tensor's place in the manifest."""
     box = (tuple(entry.offsets_BN[index].tolist()), tuple(entry.sizes_BN[index].tolist()))
     return Block(item, index, box, int(entry.bytes_B[index]))
+
+
+def blocks_of(manifest: Manifest, items: Iterable[int] | None = None) -> list[Block]:
+    """All blocks of some tensors, by their place in the manifest; of all tensors if none are named."""
+    entries = list(manifest.tensors.values())
+    chosen = range(len(entries)) if items is None else items
+    return [block_of(entries[item], item, index) for item in chosen for index in range(len(entries[item].object_B))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +151,7 @@ class Fetcher:
 
     def read_again(self, block: Block, out: memoryview) -> None:
         """Reads a block that another rank has fetched and checked, where that costs a copy from memory."""
-        entry = self._entries[block.item][1]
-        start = int(entry.start_B[block.index])
-        part = Range(
-            object_index=int(entry.object_B[block.index]), start=start, size_bytes=block.size_bytes, blocks=[(block, 0)]
-        )
+        (part,) = coalesce(self.manifest, [block])
         self._read(part, 0, out, lambda piece: None, again=True)
 
     def _expected(self, block: Block) -> int:
@@ -209,14 +188,12 @@ class Fetcher:
             with self._lock:
                 self.bytes_read += len(out)
 
-    def stream(
-        self, ranges: Sequence[Range], memory: Callable[[int, int], Sequence[memoryview]] | None = None
-    ) -> Generator[Sequence[memoryview] | CheckpointError, None, None]:
+    def stream(self, ranges: Sequence[Range], memory: Memory | None = None) -> Reading:
         """The ranges' bytes in order, read ahead; a range that could not be read comes as its error.
 
         Args:
-            memory: (number of the range, bytes) to where it goes, see `fetch`; asked for `READS_IN_FLIGHT` ranges
-                ahead of the one that is being used. By default each range gets memory of its own.
+            memory: asked for `READS_IN_FLIGHT` ranges ahead of the one that is being used. By default each range gets
+                memory of its own.
         """
         make = memory or (lambda number, size_bytes: [np.empty(size_bytes, dtype=np.uint8).data])
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
@@ -237,3 +214,26 @@ class Fetcher:
                 read_ahead(1)
                 del future
                 yield result
+
+    def pieces(self, blocks: Sequence[Block]) -> Iterator[tuple[Block, Tensor]]:
+        """Blocks with their elements, in the order in which they lie in the store; memory holds a few ranges.
+
+        Raises:
+            CheckpointError: data is damaged.
+        """
+        ranges = coalesce(self.manifest, blocks)
+        for part, data in zip(ranges, self.stream(ranges), strict=True):
+            if isinstance(data, CheckpointError):
+                raise data
+            for block, start in part.blocks:
+                raw = torch.frombuffer(data[0][start : start + block.size_bytes], dtype=torch.uint8)
+                yield block, raw.view(DTYPES[self._entries[block.item][1].dtype]).view(block.box[1])
+
+    def whole(self, items: Iterable[int]) -> dict[int, Tensor]:
+        """Some tensors in memory, by their place in the manifest; raises what `pieces` does."""
+        entries = {item: self._entries[item][1] for item in items}
+        tensors = {item: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for item, entry in entries.items()}
+        for block, piece in self.pieces(blocks_of(self.manifest, tensors)):
+            whole = tensors[block.item]
+            narrow_to(whole, (0,) * whole.ndim, block.box).copy_(piece)
+        return tensors

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotAnObjectError, StoreError
 from foundry_moe.checkpoint.ledger import BURIED, Ledger, is_finite
-from foundry_moe.checkpoint.manifest import ATTEMPT, Commit, CommitKey
 from foundry_moe.checkpoint.owners import Owners
+from foundry_moe.checkpoint.records import ATTEMPT, Commit, CommitKey
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, encode
-from foundry_moe.checkpoint.layout import Block, Layout, layout_of, plan_writes
+from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes
 from foundry_moe.checkpoint.manifest import ALIGN_BYTES
 
 INLINE_BYTES = 256  # a replicated tensor up to this size lives in the manifest: optimizer step counters
@@ -79,16 +79,6 @@ def local_part(tensor: Tensor) -> Tensor:
     """The elements that this rank holds, detached."""
     with torch.no_grad():  # else a DTensor's part is made by an autograd function: four times slower
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def view_of_block(local: Tensor, layout: Layout, rank: int, block: Block) -> Tensor:
-    """The part of this rank's local tensor that is a block."""
-    (origin, sizes), _ = layout.chunks[layout.chunk_of_rank[rank]]
-    assert tuple(local.shape) == sizes, (tuple(local.shape), sizes)
-    for dim, (start, size) in enumerate(zip(*block.box, strict=True)):
-        if size != local.shape[dim]:
-            local = local.narrow(dim, start - origin[dim], size)
-    return local
 
 
 def place(blocks: list[Block]) -> tuple[list[int], int]:
@@ -169,9 +159,10 @@ class Snapshotter:
         for index, block in enumerate(blocks):
             if block.item not in locals_:
                 locals_[block.item] = local_part(tensors[block.item])
-            local = locals_[block.item]
-            source = view_of_block(local, snapshot.layouts[block.item], self.rank, block)
-            copies.append((snapshot.staged_block(index), source))
+            local, layout = locals_[block.item], snapshot.layouts[block.item]
+            (origin, sizes), _ = layout.chunks[layout.chunk_of_rank[self.rank]]
+            assert tuple(local.shape) == sizes, (tuple(local.shape), sizes)
+            copies.append((snapshot.staged_block(index), narrow_to(local, origin, block.box)))
         for target, source in merge(copies):
             target.copy_(source, non_blocking=on_gpu)
         if on_gpu:

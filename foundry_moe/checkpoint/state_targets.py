@@ -13,16 +13,17 @@ from torch import Tensor
 
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, inline_tensors
 from foundry_moe.checkpoint.errors import MismatchError
-from foundry_moe.checkpoint.layout import Block, Box
+from foundry_moe.checkpoint.layout import Block, Box, intersect, narrow_to
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.range_reads import bytes_before, intersect, narrow_to, plan_reads
+from foundry_moe.checkpoint.moving import Targets
+from foundry_moe.checkpoint.range_reads import plan_reads
 from foundry_moe.checkpoint.snapshot import flatten, local_part
 
 STRICT = ("model", "optim")  # sections whose tensors must be there, no more and no fewer
 NAMES_SHOWN = 5
 
 
-class StateTargets:
+class StateTargets(Targets):
     """Fills the tensors of a state dict in place; `result` is then the whole state, values included."""
 
     def __init__(
@@ -35,7 +36,7 @@ class StateTargets:
         self.tensors, self.layouts = dict(flat.tensors), dict(flat.layouts)
         self._names = list(manifest.tensors)
         self._pieces: dict[tuple[int, int, int], Box] = {}
-        self._locals: dict[int, tuple[Tensor, memoryview | None]] = {}
+        self._locals: dict[int, Tensor] = {}
         inline = inline_tensors(self.manifest.values)
         saved = {name: (entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
         saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in inline.items()}
@@ -100,28 +101,10 @@ class StateTargets:
             self._pieces[key] = box
         return self._pieces[key]
 
-    def _local(self, item: int) -> tuple[Tensor, memoryview | None]:
-        """This rank's part of a tensor, and its bytes if they can be read to."""
-        if item not in self._locals:
-            local = local_part(self.tensors[self._names[item]])
-            readable = local.device.type == "cpu" and local.is_contiguous() and local.numel() > 0
-            self._locals[item] = local, local.view(-1).view(torch.uint8).numpy().data if readable else None
-        return self._locals[item]
-
-    def place(self, block: Block, piece: Tensor) -> None:
-        """Puts this rank's piece of a block, in its dtype and flat, where it belongs."""
-        box = self.piece(block, self.rank)
-        narrow_to(self._local(block.item)[0], self._box(block.item, self.rank)[0], box).copy_(piece.view(box[1]))
-
-    def memory(self, block: Block) -> memoryview | None:
-        """The final memory of a block, if the rank needs it whole and its bytes lie together."""
-        local, raw = self._local(block.item)
-        piece = self.piece(block, self.rank)
-        if raw is None or piece != block.box:
-            return None
-        origin, sizes = self._box(block.item, self.rank)
-        start = bytes_before(sizes, origin, piece, local.element_size())
-        return None if start is None else raw[start : start + block.size_bytes]
+    def boxes(self, block: Block) -> list[tuple[Box, Tensor]]:
+        if block.item not in self._locals:
+            self._locals[block.item] = local_part(self.tensors[self._names[block.item]])
+        return [(self._box(block.item, self.rank), self._locals[block.item])]
 
     @property
     def result(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -23,11 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.dcp_reader import Contents, metadata_of
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Found
-from foundry_moe.checkpoint.range_reads import Fetcher, block_of, coalesce
+from foundry_moe.checkpoint.range_reads import Fetcher, block_of
 from foundry_moe.checkpoint.store import Store
 
 
@@ -60,18 +58,17 @@ def export_torch(store: Store, found: Found, out: Path, *, section: str | None =
     """
     if out.exists():
         raise CheckpointError(f"{out} exists: name a new file")
-    blocks, count = _Blocks(store, found, section), 0
+    blocks = _Blocks(store, found, section)
+    stored = blocks.fetcher.whole(blocks.items.values())
     state: dict[str, Any] = {}
-    for name, entry in blocks.metadata.state_dict_metadata.items():
-        value = blocks.contents.leaves[name]
-        if isinstance(entry, TensorStorageMetadata):
-            value, count = blocks.whole(name), count + 1
+    for name in blocks.metadata.state_dict_metadata:
+        value = stored[blocks.items[name]] if name in blocks.items else blocks.contents.leaves[name]
         set_element(state, blocks.metadata.planner_data[name], value)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
     torch.save(state, partial)
     partial.rename(out)
-    return count
+    return blocks.tensors
 
 
 class _Blocks(SavePlanner):
@@ -87,8 +84,11 @@ class _Blocks(SavePlanner):
                 raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
             paths = {name: self.contents.paths[name] for name in mine}
             self.metadata = Metadata(state_dict_metadata=mine, planner_data=paths)
-        self._manifest, self._items = found.manifest, {name: item for item, name in enumerate(found.manifest.tensors)}
-        self._fetcher = Fetcher(store, found.commit.attempt, found.manifest)
+        self._entries = found.manifest.tensors
+        self.items = {
+            name: item for item, name in enumerate(self._entries) if name in self.metadata.state_dict_metadata
+        }
+        self.fetcher = Fetcher(store, found.commit.attempt, found.manifest)
 
     @property
     def tensors(self) -> int:
@@ -123,27 +123,10 @@ class _Blocks(SavePlanner):
             return self.contents.pickled(name)
         if not leaf.is_meta:
             return leaf
-        return self._block(name, number) if leaf.numel() else torch.empty(leaf.shape, dtype=leaf.dtype)
-
-    def _block(self, name: str, index: int | None) -> Tensor:
-        assert index is not None
-        entry, item = self._manifest.tensors[name], self._items[name]
-        block = block_of(entry, item, index)
-        (part,) = coalesce(self._manifest, [block])
-        raw = np.empty(block.size_bytes, dtype=np.uint8)
-        self._fetcher.fetch(part, [raw.data])
-        return torch.from_numpy(raw).view(DTYPES[entry.dtype]).view(block.box[1])
-
-    def whole(self, name: str) -> Tensor:
-        """A tensor of all its blocks."""
-        leaf = self.contents.leaves[name]
-        if not leaf.is_meta:
-            return leaf
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-        entry = self._manifest.tensors[name]
-        for index, (offsets, sizes) in enumerate(zip(entry.offsets_BN.tolist(), entry.sizes_BN.tolist(), strict=True)):
-            place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-            tensor[place] = self._block(name, index)
+        if not leaf.numel():
+            return torch.empty(leaf.shape, dtype=leaf.dtype)
+        assert number is not None
+        ((_, tensor),) = self.fetcher.pieces([block_of(self._entries[name], self.items[name], number)])
         return tensor
 
 

@@ -166,17 +166,14 @@ class FileStore(Store):
             raise self._translate(error, f"read {key}", key) from error
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        self._read(key, start, out, len(out), lambda piece: None)
+        self.read_seen(key, start, out, lambda piece: None)
 
     def read_seen(self, key: str, start: int, out: memoryview, see: Callable[[memoryview], None]) -> None:
-        self._read(key, start, out, SEEN_BYTES, see)
-
-    def _read(self, key: str, start: int, out: memoryview, most: int, see: Callable[[memoryview], None]) -> None:
         try:
             with self._file(key) as handle:
                 done = 0
                 while done < len(out):
-                    count = os.preadv(handle, [out[done : done + most]], start + done)
+                    count = os.preadv(handle, [out[done : done + SEEN_BYTES]], start + done)
                     if not count:
                         raise StoreError(
                             f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.ledger import Found, Ledger
-from foundry_moe.checkpoint.manifest import CommitKey
 from foundry_moe.checkpoint.owners import Owners
+from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.checkpoint.store import Store, StoreOptions
@@ -148,7 +148,8 @@ def run_show(arguments: argparse.Namespace) -> int:
     manifest, info = found.manifest, found.manifest.info
     print(f"step {found.commit.step}, attempt {found.commit.attempt.rpartition('/')[2]}")
     print(f"written by {info.get('world_size')} processes: {_mesh(info.get('mesh'))}, torch {info.get('torch', '?')}")
-    print(f"{_size(manifest.size_bytes)} in {len(manifest.objects)} objects; manifest {_size(len(found.manifest_raw))}")
+    index = _size(found.commit.manifest_bytes)
+    print(f"{_size(manifest.size_bytes)} in {len(manifest.objects)} objects; manifest {index}")
     sections: dict[str, list[int]] = {}
     for name, entry in manifest.tensors.items():
         sums = sections.setdefault(name.split(".")[0], [0, 0, 0])

@@ -27,7 +27,7 @@ from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, MismatchError, NotFoundError, StoreError
 from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold, verify
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.manifest import ATTEMPT, CommitKey
+from foundry_moe.checkpoint.records import ATTEMPT, CommitKey
 from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key
 from tests.checkpoint.forging import key_of, manifest_of, packed, put_manifest, put_record, record_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import reader, shared_memory, state_targets
+from foundry_moe.checkpoint import state_targets
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
 from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.moving import Mover
 from foundry_moe.checkpoint.range_reads import Fetcher
 from foundry_moe.checkpoint.store_file import FileStore
 
@@ -48,9 +48,9 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 class Case:
     """Where which rank fails.
 
-    way: how ranks reach each other's bytes: neighbours | shared | sent.
+    way: how ranks reach each other's bytes: neighbours | sent.
     whole: each rank needs all of the tensors, and not some columns of each.
-    step: plan | slots | read | cut | place | read_again.
+    step: fetches | plan | read | cut | place | read_again.
     call: which call of it fails.
     errors: by rank.
     """
@@ -92,15 +92,13 @@ def make_state(placement: Replicate | Shard, step: int | None) -> dict[str, Any]
 
 @contextmanager
 def reached(way: str) -> Iterator[None]:
-    """Ranks read again what a neighbour has read, or share memory, or neither."""
+    """Ranks read again what a neighbour has read, or are sent it."""
     with mock.patch.object(FileStore, "identity", FileStore.identity if way == "neighbours" else lambda *_: None):
-        memfd = os.memfd_create
-        if way == "sent":
-            del os.memfd_create
-        try:
-            yield
-        finally:
-            os.memfd_create = memfd
+        yield
+
+
+def _always(*_: Any) -> bool:
+    return True
 
 
 @contextmanager
@@ -109,7 +107,7 @@ def injected(case: Case) -> Iterator[list[str]]:
     struck: list[str] = []
     calls = 0
 
-    def failing(function: Callable[..., Any], counts: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+    def failing(function: Callable[..., Any], counts: Callable[..., bool] = _always) -> Callable[..., Any]:
         def call(*arguments: Any, **keys: Any) -> Any:
             nonlocal calls
             calls += counts(*arguments)
@@ -120,22 +118,12 @@ def injected(case: Case) -> Iterator[list[str]]:
 
         return call
 
-    def needs(**keys: Any) -> Any:
-        if case.step == "plan":
-            keys["piece_bytes"] = failing(keys["piece_bytes"])
-        elif case.step == "cut":
-            keys["cut"] = failing(keys["cut"], lambda block, raw, rank: case.way != "sent" or rank != dist.get_rank())
-        else:
-            keys[case.step] = failing(keys[case.step])
-        return Needs(**keys)
-
-    Needs = reader.Needs
     if case.step == "read":
         patch = mock.patch.object(Fetcher, "fetch", failing(Fetcher.fetch))
-    elif case.step == "slots":
-        patch = mock.patch.object(shared_memory, "_map", failing(shared_memory._map))
     else:
-        patch = mock.patch.object(reader, "Needs", needs)
+        name = "piece_bytes" if case.step == "plan" else case.step
+        counts = (lambda mover, *rest: case.way != "sent" or rest[-1] != mover.rank) if name == "cut" else _always
+        patch = mock.patch.object(Mover, name, failing(getattr(Mover, name), counts))
     with patch:
         yield struck
 

@@ -7,7 +7,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from foundry_moe.checkpoint.manifest import MAGIC, CommitKey, file_hash
+from foundry_moe.checkpoint.manifest import MAGIC
+from foundry_moe.checkpoint.records import CommitKey, file_hash
 from foundry_moe.checkpoint.store import Store
 
 Change = Callable[[Any], Any]  # changes JSON in place, or returns what stands for it

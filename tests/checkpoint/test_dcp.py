@@ -261,20 +261,35 @@ def test_a_save_in_a_thread_holds_what_was_there_at_its_call(tmp_path) -> None:
     assert torch.equal(state["w"], torch.ones(3000))
 
 
+def torchrun(processes: int, *program: str) -> str:
+    """What a program prints under torchrun."""
+    root = Path(__file__).parents[2]
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *words, str(root / program[0]), *program[1:]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_a_save_in_a_process_of_pytorchs_is_a_commit_of_all_ranks(tmp_path) -> None:
+    said = torchrun(2, "tests/checkpoint/process_saver.py", str(tmp_path / "run"))
+    assert "steps [3, 2], loaded 3: [3.0]\n" in said
+    assert re.search(r"refused: .*slice.*; steps \[3, 2\]\n", said, re.S), said
+    assert len(list((tmp_path / "run" / "owners").glob("*.json"))) == 1, "one owner, whichever process saves"
+
+
 def test_the_example_goes_on_with_two_processes_where_four_ended(tmp_path) -> None:
     """`examples/fsdp2_checkpoint.py` under torchrun, as its text says."""
-    root = Path(__file__).parents[2]
 
     def launch(processes: int) -> str:
-        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        program = [str(root / "examples" / "fsdp2_checkpoint.py"), str(tmp_path / "run")]
-        paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            [sys.executable, *words, *program], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        return done.stdout
+        return torchrun(processes, "examples/fsdp2_checkpoint.py", str(tmp_path / "run"))
 
     (total,) = re.findall(r"^saved step 3 on 4 processes, sum of weights (\S+)$", launch(4), re.M)
     two = launch(2)

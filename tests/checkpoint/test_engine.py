@@ -28,7 +28,7 @@ from foundry_moe.checkpoint.errors import (
     TooManyFailuresError,
 )
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.manifest import CommitKey
+from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.snapshot import Snapshotter
 

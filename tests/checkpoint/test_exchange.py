@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from foundry_moe.checkpoint.collective_errors import FirstError, portable
-from foundry_moe.checkpoint.shared_memory import SharedSlots
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import exchange_worker as worker
 from tests.checkpoint.exchange_worker import Case
@@ -17,18 +16,16 @@ AT_ONCE_S = 5.0
 
 STEPS = {
     "neighbours": ("plan", "read", "cut", "place", "read_again"),
-    "shared": ("plan", "slots", "read", "cut", "place"),
     "sent": ("plan", "read", "cut", "place"),
 }
 EVERYWHERE = [Case(way=way, whole=False, step=step) for way, steps in STEPS.items() for step in steps]
 WHOLE = [Case(way="neighbours", whole=True, step=step) for step in ("plan", "read", "read_again")]
-FIRST_CALL = [Case(way="shared", whole=True, step=step, call=1) for step in ("plan", "slots", "read")]
+FIRST_CALL = [Case(way="sent", whole=True, step=step, call=1) for step in ("fetches", "plan", "read")]
 KINDS = [Case(way="sent", whole=True, step="read", errors={1: error}) for error in worker.ERRORS]
 TWO = [
     Case(way="neighbours", whole=False, step="read", errors={0: "damage", 2: "device"}),
     Case(way="neighbours", whole=False, step="read", errors={0: "damage", 2: "silent store"}),
 ]
-UNSHARED = [Case(way="shared", whole=False, step="slots", call=call, errors={2: "os"}) for call in (1, 2)]
 
 
 def text(case: Case) -> str:
@@ -36,7 +33,7 @@ def text(case: Case) -> str:
 
 
 def test_a_rank_that_fails_ends_the_load_on_all_ranks_with_its_error(tmp_path) -> None:
-    cases = [*EVERYWHERE, *WHOLE, *FIRST_CALL, *KINDS, *TWO, *UNSHARED]
+    cases = [*EVERYWHERE, *WHOLE, *FIRST_CALL, *KINDS, *TWO]
     results = run_processes(
         worker.fail_each, str(tmp_path), cases, TIMEOUT_S, world_size=RANKS, timeout_s=300.0, preload=PRELOAD
     )
@@ -62,8 +59,6 @@ def test_an_error_that_pickle_cannot_bring_ends_a_save_and_a_load_on_all_ranks(t
 
 def _expected(case: Case) -> tuple[str, str, int | None]:
     """Kind and message of the error that all ranks raise, or the step that all load."""
-    if case in UNSHARED:
-        return "loaded", "", 2  # what cannot be shared is sent
     decides = case.errors[max(case.errors)]  # in TWO, who saw no damage: it may be that nothing else is wrong
     if decides == "damage":
         return "loaded", "", 1  # the commit before
@@ -95,9 +90,3 @@ def test_the_first_error_is_kept_and_nothing_runs_after_it() -> None:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def test_slots_without_memory_say_so() -> None:
-    failure = FirstError()
-    SharedSlots(2**20, 2**40, None, failure)
-    assert failure.error is not None

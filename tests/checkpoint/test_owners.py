@@ -66,7 +66,7 @@ def test_a_restart_takes_over_at_once_and_the_older_process_stops(store) -> None
     assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000001"}
     second.save(make_state(2), 2)
     assert second.wait().error is None and steps_in(store) == [2, 1]
-    assert second._claim.run == first._claim.run, "one run in all its lives"
+    assert second._committer.claimed.run == first._committer.claimed.run, "one run in all its lives"
 
 
 def test_who_is_taken_over_while_it_writes_commits_and_deletes_nothing(store, monkeypatch) -> None:

@@ -14,8 +14,8 @@ from foundry_moe.checkpoint import ledger as commits_module
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.ledger import BURIED, Ledger
-from foundry_moe.checkpoint.manifest import Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.owners import Identity
+from foundry_moe.checkpoint.records import Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.stores import open_store
 from tests.checkpoint.test_engine import blank, check, damage, make_state, save, steps_in

@@ -17,7 +17,8 @@ from foundry_moe.checkpoint.coverage import check_tiling
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.layout import cut
-from foundry_moe.checkpoint.manifest import MAGIC, Commit, CommitKey, Manifest, TensorEntry
+from foundry_moe.checkpoint.manifest import MAGIC, Manifest, TensorEntry
+from foundry_moe.checkpoint.records import Commit, CommitKey
 from foundry_moe.checkpoint.stores import open_store
 from tests.checkpoint.forging import forge_manifest, forge_record, key_of, put_manifest, record_of
 from tests.checkpoint.test_engine import blank, check, save

@@ -1,0 +1,160 @@
+"""Records of commits: the small objects whose presence makes a checkpoint exist, and what they and manifests share.
+
+A record is JSON from a place where others may write: `from_bytes` takes nothing on trust, and all who read a Commit
+may.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from foundry_moe.checkpoint import strict
+from foundry_moe.checkpoint.errors import DamagedError
+
+FORMAT = 1
+RECORD_BYTES = 2**20  # the most that a commit record may have
+MANIFEST_BYTES = 2**29  # and a manifest, compressed
+RANKS = 2**20  # the most processes that a checkpoint may say have written it
+
+ATTEMPT = re.compile(r"steps/([0-9]{12,15})/[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")  # the only form of an attempt's name
+_COMMIT = re.compile(r"commits/([0-9]{6,9})-([0-9]{12,15})\.json")
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+Buffer = bytes | bytearray | memoryview
+
+
+def file_hash(data: Buffer) -> str:
+    """The 128-bit xxh3 of a manifest."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def check_info(info: Any, where: str, keys: tuple[str, ...] = ()) -> None:
+    """What is known of a run's description, in manifests and records alike; other keys may be any JSON.
+
+    Raises:
+        DamagedError: a key of `keys` is missing, or one has another type, or cannot be shown to a person.
+    """
+    strict.plain(info, where)
+    strict.mapping(info, where, keys)
+    for key in ("step", "bytes", "objects", "tensors"):
+        if key in info:
+            strict.integer(info[key], f"{where}: {key}")
+    if "world_size" in info:
+        strict.integer(info["world_size"], f"{where}: world_size", least=1, most=RANKS)
+    for key in ("torch", "saved", "source"):
+        if key in info:
+            strict.text(info[key], f"{where}: {key}")
+    for key in ("model", "training"):
+        strict.mapping(info.get(key, {}), f"{where}: {key}")
+    for key in ("milestone", "weights_only"):
+        if type(info.get(key, False)) is not bool:
+            strict.fail(f"{where}: {key}", info[key], "true or false")
+    for name, size in strict.mapping(info.get("mesh", {}), f"{where}: mesh").items():
+        strict.text(name, f"{where}: a mesh's dimension", most=64)
+        strict.integer(size, f"{where}: mesh.{name}", least=1, most=RANKS)
+
+
+def check_attempt(attempt: Any, step: Any, where: str) -> str:
+    """An attempt's name, which belongs to `step`.
+
+    Raises:
+        DamagedError: any other text; such a name could lead out of the folder.
+    """
+    name = strict.text(attempt, f"{where}: attempt", ATTEMPT, most=64)
+    if name.split("/")[1] != f"{step:012d}":
+        raise DamagedError(f"{where}: attempt {name} is not one of step {step}")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class CommitKey:
+    """The order of commits: a later generation is newer whatever its step.
+
+    A generation begins where history forks: after a fall back past a damaged commit, or `resume: STEP`.
+    """
+
+    generation: int
+    step: int
+
+    @property
+    def key(self) -> str:
+        return f"commits/{self.generation:06d}-{self.step:012d}.json"
+
+    @staticmethod
+    def parse(key: str) -> CommitKey | None:
+        """From a key below `commits/`; None for what is no commit record: any name that `key` does not make."""
+        match = _COMMIT.fullmatch(key)
+        if match is None:
+            return None
+        found = CommitKey(generation=int(match[1]), step=int(match[2]))
+        return found if found.key == key else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The record whose presence makes a checkpoint exist."""
+
+    where: CommitKey
+    attempt: str  # the folder of its data, for example steps/000000000500/20260102T030405-1a2b3c4d
+    nonce: str  # tells a lost answer to our own conditional write from another writer's
+    manifest_bytes: int
+    manifest_hash: str
+    forked_from: int | None = None  # the step that `resume: STEP` asked for, in the first generation after it
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.where.step
+
+    def to_bytes(self) -> bytes:
+        body = {
+            "format": FORMAT,
+            "generation": self.where.generation,
+            "step": self.where.step,
+            "attempt": self.attempt,
+            "nonce": self.nonce,
+            "manifest": {"size": self.manifest_bytes, "xxh3": self.manifest_hash},
+            "forked_from": self.forked_from,
+            "summary": dict(self.summary),
+        }
+        body["xxh3"] = file_hash(json.dumps(body, sort_keys=True).encode())
+        return json.dumps(body, sort_keys=True, indent=1).encode()
+
+    @staticmethod
+    def from_bytes(raw: bytes, key: str) -> Commit:
+        """Raises DamagedError for a record that is torn, altered, not in its place, or whose attempt has no attempt's
+        name."""
+        if len(raw) > RECORD_BYTES:
+            raise DamagedError(f"{key}: the commit record has {len(raw)} bytes, more than {RECORD_BYTES}")
+        where = CommitKey.parse(key)
+        if where is None:
+            raise DamagedError(f"{strict.shown(key)} is no commit record's name")
+        name = f"{key}: the commit record"
+        body = strict.mapping(strict.parse_json(raw, name), name, ("xxh3",))
+        strict.check_depth(body, name)
+        claimed = body.pop("xxh3")
+        if claimed != file_hash(json.dumps(body, sort_keys=True).encode()):
+            raise DamagedError(f"{key}: the commit record does not have the hash it claims")
+        strict.mapping(body, name, ("generation", "step", "attempt", "nonce", "manifest", "forked_from", "summary"))
+        manifest = strict.mapping(body["manifest"], f"{name}: manifest", ("size", "xxh3"))
+        for field_name, mine in (("generation", where.generation), ("step", where.step)):
+            if strict.integer(body[field_name], f"{name}: {field_name}") != mine:
+                raise DamagedError(f"{key}: the record is that of {field_name} {body[field_name]}")
+        if body["forked_from"] is not None:
+            strict.integer(body["forked_from"], f"{name}: forked_from")
+        check_info(body["summary"], f"{name}: summary")
+        return Commit(
+            where=where,
+            attempt=check_attempt(body["attempt"], where.step, name),
+            nonce=strict.text(body["nonce"], f"{name}: nonce", most=64),
+            manifest_bytes=strict.integer(manifest["size"], f"{name}: manifest size", most=MANIFEST_BYTES),
+            manifest_hash=strict.text(manifest["xxh3"], f"{name}: manifest hash", _HASH),
+            forked_from=body["forked_from"],
+            summary=body["summary"],
+        )
