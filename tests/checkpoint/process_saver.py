@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from foundry_moe.checkpoint import Reader, Writer
@@ -36,7 +37,7 @@ def main(folder: str) -> None:
             checkpoint_id="4",
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         ).result()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         if dist.get_rank() == 0:
             print(f"refused: {error}; steps {reader.steps()}")
     dist.destroy_process_group()
