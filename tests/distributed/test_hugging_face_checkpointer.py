@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def of_mpt(world: int, **moe: Any) -> dict[str, Any]:
     }
 
 
+def read_by_rank(folder: Path, checkpoints: Path) -> dict[str, Any]:
+    """A batch on the meta device's Mixtral that learns nothing: its commit has the weights that were read."""
+    run = of_mixtral(folder, 4)
+    return {
+        **run,
+        "model": {**run["model"], "init_device": "meta"},
+        "optimizer": {"name": "decoupled_adamw", "lr": 0.0, "weight_decay": 0.0},
+        "max_duration": "1ba",
+        "train_loader.vocab_size": 60,
+        "callbacks": {"elastic_checkpoint": {"folder": str(checkpoints), "interval": "1ba", "async": False}},
+    }
+
+
 def saved(run: dict[str, Any], checkpoints: Path, save_folder: str) -> dict[str, Any]:
     return {
         **run,
@@ -71,15 +85,22 @@ def runs(moto: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> dic
     """What four processes left in folders and on S3, and what was refused."""
     root = tmp_path_factory.mktemp("hugging_face")
     small("mixtral", num_local_experts=6, intermediate_size=40).save_pretrained(root / "mixtral")
+    (root / "bare").mkdir()
+    shutil.copy(root / "mixtral" / "config.json", root / "bare")
     four = [
         saved(of_mixtral(root / "mixtral", 4), root / "mixtral_run", str(root / "mixtral_saved")),
         saved(of_mpt(4), root / "mpt_run", str(root / "mpt_saved")),
         saved(of_mpt(4, gate={"name": "topk", "score": "sigmoid"}), root / "refused_run", str(root / "refused")),
         saved(of_mpt(4), root / "s3_run", "s3://bucket/exported"),
+        read_by_rank(root / "mixtral", root / "read_run"),
+        # goes on from the commit: of the model's folder the configuration is left
+        {**read_by_rank(root / "bare", root / "read_run"), "max_duration": "2ba"},
     ]
     url = f"http://{moto[0]}:{moto[1]}"
     store = {"S3_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-    errors = run_processes(hugging_face_worker.train_all, YAML, four, store, world_size=4, preload=PRELOAD)
+    errors = run_processes(
+        hugging_face_worker.train_all, YAML, four, store, world_size=4, timeout_s=500, preload=PRELOAD
+    )
     return {"root": root, "errors": errors, "url": url}
 
 
@@ -128,6 +149,14 @@ def test_on_s3_it_writes_the_same(runs: dict[str, Any], tmp_path: Path) -> None:
     out = runs["root"] / "s3_exported"
     assert export(runs["root"] / "s3_run", out, "--tokenizer", "none") == 0
     assert equal(tensors(tmp_path), tensors(out))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_on_the_meta_device_a_run_reads_a_folder_and_goes_on_without_it(step: int, runs: dict[str, Any]) -> None:
+    assert runs["errors"][4:] == [None, None]
+    root = runs["root"]
+    assert export(root / "read_run", root / f"read_{step}", "--step", step, "--tokenizer", "none") == 0
+    assert equal(tensors(root / f"read_{step}"), tensors(root / "mixtral"))
 
 
 def test_what_no_family_computes_is_refused_before_the_first_batch(runs: dict[str, Any]) -> None:
