@@ -40,5 +40,6 @@ def test_no_kill_leaves_a_checkpoint_that_loads_wrong() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_thousand_kills() -> None:
     assert "750 kills, none left" in kill(1000, s3=0.25)
