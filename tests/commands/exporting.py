@@ -76,6 +76,7 @@ MPTS: dict[str, dict[str, Any]] = {
     },
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+STRETCHED = "qwen3, stretched rope"  # not for transformers 5, which reads these keys of yarn otherwise than 4.51
 BELOW_ZERO = "deepseek_v3, biases below zero"  # where transformers 4.51 chooses otherwise than all others
 MODEL_KINDS = ("llama", "mistral", "qwen3", *MODEL_TYPES)
 
@@ -111,11 +112,12 @@ def of_hugging_face(kind: str) -> nn.Module:
     dense = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
         "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, rope_scaling=YARN)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)),
+        STRETCHED: lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, rope_scaling=YARN)),
     }
     if kind in dense:
         model = dense[kind]()
-        layers: Any = {"every": 2} if kind == "qwen3" else "all"
+        layers: Any = {"every": 2} if kind.startswith("qwen3") else "all"
         apply_dmoe(model, MoEConfig(num_experts=4, top_k=2, init="upcycle", layers=layers))
         with torch.no_grad():
             for name, parameter in model.named_parameters():

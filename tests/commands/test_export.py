@@ -24,7 +24,7 @@ from foundry_moe.commands import certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.plan import native_of
-from tests.commands.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, Wrapped, commit, mpt, of_hugging_face
+from tests.commands.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, STRETCHED, Wrapped, commit, mpt, of_hugging_face
 from tests.models.families.small import small
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_an_mpt_leaves_as_the_family_that_computes_the_same(name: str, tmp_path:
     assert set(there.state_dict()) - {"lm_head.weight"} == set(found["tensors"]) - {"lm_head.weight"}
 
 
-@pytest.mark.parametrize("kind", MODEL_KINDS)
+@pytest.mark.parametrize("kind", [*MODEL_KINDS, STRETCHED])
 def test_a_model_of_hugging_face_leaves_as_its_family(kind: str, tmp_path: Path) -> None:
     model = of_hugging_face(kind)
     assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--certify") == 0
