@@ -5,7 +5,7 @@ Shapes: L MoE layers, E experts.
 
 from __future__ import annotations
 
-import math
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import Tensor
 
 from foundry_moe.callbacks.heatmap import BalanceHistory, draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
+from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, MoELayer
 from foundry_moe.schema import refuse_unknown
+
+log = logging.getLogger(__name__)
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:
@@ -29,20 +32,23 @@ def load_metrics(counts_E: Tensor) -> dict[str, float]:
         counts_E: choices per expert, on the CPU.
 
     Returns:
-        min, max, mean, std: choices per expert; max_over_mean: 1 when even ("MaxVio" + 1 of Wang et al. 2024);
-        entropy: of the shares, over log E, so 1 when even; dead: experts without a token.
+        min, max, mean, std, p10, p90 (percentiles): choices per expert; max_over_mean: 1 when even; max_violation:
+        that less 1, "MaxVio" (Wang et al. 2024, 2408.15664); entropy: of the shares, over log E, so 1 when even; dead:
+        experts without a token.
     """
     loads = counts_E.double()
     mean = loads.mean().item()
-    share = loads / loads.sum().clamp(min=1)
-    entropy = -(share * share.clamp(min=1e-300).log()).sum().item()
+    max_over_mean = loads.max().item() / mean if mean else 0.0
     return {
         "min": loads.min().item(),
         "max": loads.max().item(),
         "mean": mean,
         "std": loads.std(correction=0).item(),
-        "max_over_mean": loads.max().item() / mean if mean else 0.0,
-        "entropy": entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,
+        "p10": loads.quantile(0.1).item(),
+        "p90": loads.quantile(0.9).item(),
+        "max_over_mean": max_over_mean,
+        "max_violation": max_over_mean - 1 if mean else 0.0,
+        "entropy": entropy(counts_E),
         "dead": float((counts_E == 0).sum().item()),
     }
 
@@ -50,9 +56,11 @@ def load_metrics(counts_E: Tensor) -> dict[str, float]:
 class ExpertLoad(Callback):
     """Logs how tokens spread over experts, over all microbatches and ranks of the batches since it last logged.
 
-    For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`; over the layers the worst
+    For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`, and `dead_for`: batches that the
+    expert which has waited longest has had no token, since this process began; over the layers the worst
     `dmoe/max_over_mean`, the sum `dmoe/dead` and the mean of each auxiliary loss `dmoe/loss/<name>`, unweighted;
     with `capacity`, the share of choices dropped, `dmoe/dropped`.
+    A layer whose loads stay on few experts is told in a warning (see `load_health`).
     It reads the device once each time it logs.
 
     YAML::
@@ -62,21 +70,32 @@ class ExpertLoad(Callback):
             interval: 10ba       # how often to log
             shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
             heatmap: runs/x/expert_load.png   # loads, and balance by batch; drawn when training ends; null for none
+            file: runs/x/expert_load.jsonl    # all loads and figures, a JSON object each time; null for none
 
     Args:
         interval: a Composer time string.
         shares: log each expert's share; for few experts.
         heatmap: where the picture of layers x experts goes (rank 0 writes it).
+        file: where the JSON lines go (rank 0 writes them); a resumed run goes on with them.
 
     Raises:
         ValueError: an unknown key, or an interval that is none.
     """
 
-    def __init__(self, interval: str = "1ba", shares: bool = False, heatmap: str | None = None, **unknown: Any) -> None:
-        refuse_unknown(unknown, ("interval", "shares", "heatmap"), "callbacks.expert_load")
+    def __init__(
+        self,
+        interval: str = "1ba",
+        shares: bool = False,
+        heatmap: str | None = None,
+        file: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(unknown, ("interval", "shares", "heatmap", "file"), "callbacks.expert_load")
         self.due = at_interval(interval, "callbacks.expert_load.interval")
         self.shares = shares
         self.heatmap = heatmap
+        self.file = LoadFile(file) if file else None
+        self.watch: CollapseWatch | None = None
         self.total_LE: Tensor | None = None
         self.latest_LE: Tensor | None = None
         self.history: BalanceHistory | None = None
@@ -98,10 +117,21 @@ class ExpertLoad(Callback):
             layer.statistics.reset()
         self.latest_LE = counts_LE
         self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
+        batch = state.timestamp.batch.value
         if self.heatmap:
             self.history = self.history or BalanceHistory(len(layers))
-            self.history.add(state.timestamp.batch.value, counts_LE)
-        logger.log_metrics(self._metrics(layers, counts_LE, losses))
+            self.history.add(batch, counts_LE)
+        names = [layer.layer_index for layer in layers]
+        metrics = self._metrics(layers, counts_LE, losses)
+        self.watch = self.watch or CollapseWatch(counts_LE.shape[0], counts_LE.shape[1], batch)
+        for sentence in self.watch.look(batch, names, counts_LE):
+            if dist.get_global_rank() == 0:
+                log.warning("%s", sentence)
+        waited = zip(names, self.watch.dead_for(batch), strict=True)
+        metrics |= {f"dmoe/layer{name}/dead_for": float(batches) for name, batches in waited}
+        logger.log_metrics(metrics)
+        if self.file is not None and dist.get_global_rank() == 0:
+            self.file.add(batch, names, counts_LE, metrics)
 
     def _metrics(self, layers: list[MoELayer], counts_LE: Tensor, losses: dict[str, float]) -> dict[str, float]:
         per_layer = [load_metrics(counts_E) for counts_E in counts_LE]

@@ -1,0 +1,100 @@
+"""The loads of experts over time: a file of JSON lines, and which layers collapse onto few experts.
+
+Shapes: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E: below, sqrt(E) experts do the work of all
+PATIENCE = 2  # looks in a row
+
+
+def entropy(counts_E: Tensor) -> float:
+    """Of the shares of choices, over log E: 1 when even, 0 when one expert has all, and 1 without any choice."""
+    total = counts_E.sum()
+    if len(counts_E) < 2 or not total:
+        return 1.0
+    share = counts_E.double() / total
+    return abs((share * share.clamp(min=1e-300).log()).sum().item()) / math.log(len(counts_E))
+
+
+class LoadFile:
+    """One JSON object a line: `{"batch": 20, "loads": {"0": [choices per expert], ...}, "metrics": {...}}`.
+
+    Raises ValueError for a URI. A run that resumes goes on with the file of the run before; lines of batches that it repeats are dropped.
+    """
+
+    def __init__(self, path: str) -> None:
+        if "://" in path:
+            raise ValueError(f"callbacks.expert_load.file ({path}) must be a local path: lines are appended to it")
+        self.path = Path(path)
+        self._opened = False
+
+    def add(self, batch: int, names: list[int], counts_LE: Tensor, metrics: dict[str, float]) -> None:
+        """Appends a line. `names`: the layers' indices."""
+        if not self._opened:
+            self._keep_before(batch)
+            self._opened = True
+        loads = {str(name): counts_E for name, counts_E in zip(names, counts_LE.tolist(), strict=True)}
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"batch": batch, "loads": loads, "metrics": finite}) + "\n")
+
+    def _keep_before(self, batch: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            return
+        rest = self.path.with_name(self.path.name + ".part")
+        with self.path.open() as old, rest.open("w") as new:
+            new.writelines(line for line in old if (_batch_of(line) or math.inf) < batch)
+        rest.replace(self.path)
+
+
+def _batch_of(line: str) -> float | None:
+    """None for a line that is none of ours, or torn."""
+    try:
+        value: Any = json.loads(line)["batch"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return value if isinstance(value, int) else None
+
+
+class CollapseWatch:
+    """Notices layers whose loads stay on few experts, and how long experts go without a token."""
+
+    def __init__(self, layers: int, experts: int, batch: int) -> None:
+        self._alive_LE = torch.full((layers, experts), batch)  # the batch up to which an expert had tokens
+        self._low = [0] * layers  # looks in a row
+
+    def look(self, batch: int, names: list[int], counts_LE: Tensor) -> list[str]:
+        """A sentence for each layer that has just been found to collapse; another only once it has recovered.
+
+        Args:
+            batch: up to which the loads were counted.
+            names: the layers' indices.
+        """
+        self._alive_LE[counts_LE > 0] = batch
+        said = []
+        for i, counts_E in enumerate(counts_LE):
+            evenness = entropy(counts_E)
+            self._low[i] = self._low[i] + 1 if evenness < EVEN_ENOUGH else 0
+            if self._low[i] == PATIENCE:
+                dead = int((counts_E == 0).sum())
+                said.append(
+                    f"layer {names[i]} collapses onto few of its {len(counts_E)} experts: the entropy of its loads is "
+                    f"{evenness:.2f} (1 = even), {dead} experts have no tokens, some for {self.dead_for(batch)[i]} "
+                    "batches: raise loss.balance or lower the learning rate"
+                )
+        return said
+
+    def dead_for(self, batch: int) -> list[int]:
+        """By layer: for how many batches the expert that has waited longest has had no token."""
+        return (batch - self._alive_LE.amin(1)).tolist()

@@ -1,0 +1,71 @@
+"""Loads over time: the file of JSON lines, and layers that collapse."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from composer.loggers import InMemoryLogger
+
+from foundry_moe.callbacks.expert_load import ExpertLoad
+from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
+from tests.algorithms.test_dmoe import MOE, fit, mpt
+
+pytestmark = pytest.mark.quick
+
+EVEN, ONE = torch.tensor([[4, 4, 4, 4]]), torch.tensor([[16, 0, 0, 0]])
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_entropy_is_one_when_even_and_zero_when_one_expert_has_all():
+    assert entropy(EVEN[0]) == pytest.approx(1.0) and entropy(ONE[0]) == pytest.approx(0.0)
+    assert entropy(torch.tensor([8, 8, 0, 0])) == pytest.approx(0.5)  # sqrt(4) experts
+    assert entropy(torch.zeros(4, dtype=torch.int64)) == 1.0
+
+
+def test_a_run_writes_its_loads_and_a_resumed_one_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "deep" / "load.jsonl"
+    logger = InMemoryLogger()
+    fit(mpt(), callbacks=[ExpertLoad(interval="2ba", file=str(path))], duration="4ba", loggers=[logger])
+    lines = lines_of(path)
+    assert [line["batch"] for line in lines] == [2, 4]
+    assert [sum(loads) for loads in lines[-1]["loads"].values()] == [256, 256]
+    assert lines[-1]["metrics"]["dmoe/layer1/max_violation"] == logger.data["dmoe/layer1/max_violation"][-1][1]
+    path.write_text(path.read_text() + '{"batch": 5, "lo')  # killed while it wrote
+    LoadFile(str(path)).add(3, [0], EVEN, {"loss": float("nan")})
+    assert [line["batch"] for line in lines_of(path)] == [2, 3]
+    assert lines_of(path)[-1]["metrics"] == {"loss": None}  # JSON has no NaN
+
+
+def test_a_file_in_a_bucket_is_refused():
+    with pytest.raises(ValueError, match=r"expert_load.file \(s3://b/x.jsonl\) must be a local path"):
+        ExpertLoad(file="s3://b/x.jsonl")
+
+
+def test_a_layer_that_collapses_is_told_once_until_it_recovers():
+    watch = CollapseWatch(1, 4, 0)
+    assert watch.look(10, [7], ONE) == [], "one look may be chance"
+    (sentence,) = watch.look(20, [7], ONE)
+    assert sentence.startswith("layer 7 collapses onto few of its 4 experts: the entropy of its loads is 0.00")
+    assert "3 experts have no tokens, some for 20 batches" in sentence
+    assert watch.look(30, [7], ONE) == []
+    assert watch.dead_for(30) == [30]
+    assert watch.look(40, [7], EVEN) == [] and watch.dead_for(40) == [0]
+    assert watch.look(50, [7], ONE) == [] and len(watch.look(60, [7], ONE)) == 1
+
+
+def test_a_run_whose_router_collapses_says_so(caplog):
+    model = mpt(moe={**MOE, "num_experts": 16})
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight_ED"):
+            parameter.data.zero_()  # ties go to the lower expert: all tokens to the same two
+    with caplog.at_level(logging.WARNING):
+        still = torch.optim.SGD(model.parameters(), lr=0.0)
+        fit(model, callbacks=[ExpertLoad()], duration="3ba", optimizer=still)
+    said = [r.getMessage() for r in caplog.records if "collapses onto few of its" in r.getMessage()]
+    assert len(said) == 2, "each layer once"
