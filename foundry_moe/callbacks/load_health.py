@@ -29,7 +29,10 @@ def entropy(counts_E: Tensor) -> float:
 class LoadFile:
     """One JSON object a line: `{"batch": 20, "loads": {"0": [choices per expert], ...}, "metrics": {...}}`.
 
-    Raises ValueError for a URI. A run that resumes goes on with the file of the run before; lines of batches that it repeats are dropped.
+    A run that resumes goes on with the file of the run before; lines of batches that it repeats are dropped.
+
+    Raises:
+        ValueError: the path is a URI.
     """
 
     def __init__(self, path: str) -> None:
