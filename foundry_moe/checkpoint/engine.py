@@ -27,7 +27,7 @@ from foundry_moe.checkpoint.errors import (
     worst,
 )
 from foundry_moe.checkpoint.exchange import Traffic
-from foundry_moe.checkpoint.finite import is_finite
+from foundry_moe.checkpoint.finite_weights import is_finite
 from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
 from foundry_moe.checkpoint.owners import Heart, Identity
 from foundry_moe.checkpoint.reader import read_blocks

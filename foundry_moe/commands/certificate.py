@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.export import INDEX, Source, read_whole
+from foundry_moe.checkpoint.exporting import INDEX, Source, read_whole
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.targets import Target, assemble
 from foundry_moe.models.native.architecture import Architecture
-from foundry_moe.models.native.plan import Native
 from foundry_moe.models.native.rebuild import build, logits_of
+from foundry_moe.models.native.state_dict import Native
 
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
 TOKENS = (2, 16)  # sequences and positions

@@ -229,7 +229,7 @@ def run_release(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint import stock_formats
-    from foundry_moe.checkpoint.export import export, weight_map
+    from foundry_moe.checkpoint.exporting import export, weight_map
 
     store, ledger = _open(arguments)
     choice = ledger.choose("auto" if arguments.step is None else arguments.step)

@@ -15,14 +15,14 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, NotFoundError
-from foundry_moe.checkpoint.export import sources_of, write_targets
+from foundry_moe.checkpoint.exporting import sources_of, write_targets
 from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.commands.certificate import Certificate, Exported, certify
 from foundry_moe.commands.model_card import write_model_card
 from foundry_moe.models.native.architecture import Architecture
-from foundry_moe.models.native.plan import native_of
+from foundry_moe.models.native.state_dict import native_of
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 NO_TOKENIZER = "none"

@@ -303,7 +303,6 @@ def test_a_slow_store_does_not_block_training(store) -> None:
     assert engine.wait().error is None and not engine.busy and steps_in(store) == [1]
 
 
-@pytest.mark.quick
 class Hanging(Failing):
     """A store whose disk hangs while `gate` is not set."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
-from foundry_moe.checkpoint.finite import is_finite
+from foundry_moe.checkpoint.finite_weights import is_finite
 from foundry_moe.checkpoint.snapshot import Snapshotter
 from foundry_moe.checkpoint.stores import open_store
 

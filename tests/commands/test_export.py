@@ -23,7 +23,7 @@ from foundry_moe.cli import main
 from foundry_moe.commands import certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
 from foundry_moe.models.native.architecture import architecture_of
-from foundry_moe.models.native.plan import native_of
+from foundry_moe.models.native.state_dict import native_of
 from tests.commands.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, STRETCHED, Wrapped, commit, mpt, of_hugging_face
 from tests.models.families.small import small
 

@@ -7,7 +7,7 @@ import xxhash
 from safetensors.torch import load_file
 
 from foundry_moe.checkpoint.codec import tensor_bytes
-from foundry_moe.checkpoint.export import export, weight_map
+from foundry_moe.checkpoint.exporting import export, weight_map
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from foundry_moe.checkpoint.targets import assemble
 from foundry_moe.models.native.architecture import architecture_of
-from foundry_moe.models.native.plan import Native, native_of
+from foundry_moe.models.native.state_dict import Native, native_of
 
 _HOW = (
     "save its state_dict, or use callbacks.elastic_checkpoint and `foundry-moe checkpoints export`, which writes it "

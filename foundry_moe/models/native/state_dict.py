@@ -14,10 +14,10 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from foundry_moe.checkpoint.targets import Part, Target, check_targets, copied
-from foundry_moe.models.families import FAMILIES, Blocks, Family, blocks_of, family_of
+from foundry_moe.models.families import Blocks, Family, blocks_of, family_of
 from foundry_moe.models.native.architecture import Architecture
-from foundry_moe.models.native.dense import config_of_dense, is_dense
-from foundry_moe.models.native.mpt import config_of_mpt, rename_mpt
+from foundry_moe.models.native.from_dense import config_of_dense, is_dense
+from foundry_moe.models.native.from_mpt import config_of_mpt, rename_mpt
 
 Shapes = Mapping[str, tuple[int, ...]]
 _BLOCK = re.compile(r"(.*?\.(\d+)\..*)\.experts\.w1_EFD")
@@ -142,8 +142,3 @@ class _Typed:
 
 def _same(name: str, shape: tuple[int, ...]) -> list[Target]:
     return [copied(name, name, shape)]
-
-
-def families() -> str:
-    """The names of all families, for a person."""
-    return ", ".join(family.name for family in FAMILIES.values())
