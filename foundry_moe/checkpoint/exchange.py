@@ -3,7 +3,7 @@
 Every rank first tells the others which pieces it will give in which round; after that each round is point-to-point
 between ranks that share something, so that a large job's replica groups do not wait for each other. Neighbours, which
 find in the memory of their host what another has read, are told the blocks and sent nothing. A rank that has failed, at
-whatever, goes on giving (the bytes are then of no worth), so that no rank waits for ever; its error is raised when all
+whatever, goes on giving (its bytes are not used then), so that no rank waits for ever; its error is raised when all
 rounds are done.
 """
 
@@ -193,7 +193,7 @@ class _Exchange:
         for parcel in self.parcels[number]:
             contents = self.failure.guard(self._pack, parcel, data)
             if contents is None:
-                contents = data[: parcel.size_bytes]  # of no worth, but as many as are awaited
+                contents = data[: parcel.size_bytes]  # not used, but as many bytes as the other rank waits for
             for to in parcel.ranks:
                 self.given[-1].append((dist.isend(contents, to, group=self.group, tag=number), contents))
 

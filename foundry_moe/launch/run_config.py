@@ -239,7 +239,7 @@ def check_surroundings(run: Mapping[str, Any]) -> None:
 
 
 def check_files(run: Mapping[str, Any]) -> None:
-    """Checks that local data and a tokenizer's folder are there, which the libraries that read them say in riddles.
+    """Checks that local data and a tokenizer's folder are there, about which the libraries that read them are not clear.
 
     Raises:
         ValueError: names the key and the folder.
