@@ -239,7 +239,7 @@ def check_surroundings(run: Mapping[str, Any]) -> None:
 
 
 def check_files(run: Mapping[str, Any]) -> None:
-    """Checks that local data and a tokenizer's folder are there, about which the libraries that read them are not clear.
+    """Checks that local data and a tokenizer's folder are there: the libraries that read them name neither key.
 
     Raises:
         ValueError: names the key and the folder.
