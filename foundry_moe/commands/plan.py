@@ -287,6 +287,12 @@ def plan_run(run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes
     )
 
 
+def message_seconds(messages: tuple[Message, ...]) -> tuple[float, float]:
+    """Of a step's messages: those between nodes, and those within them."""
+    network, node = (sum(m.count * m.bytes for m in messages if m.across is across) for across in (True, False))
+    return network / NETWORK_BYTES_PER_S, node / NODE_BYTES_PER_S
+
+
 def _warnings(
     shape: ModelShape,
     mesh: MeshPlan,
@@ -310,8 +316,7 @@ def _warnings(
             f"layer; {mesh.ranks_per_node} or fewer stay on NVLink"
         )
     compute_s = step.tokens * step.microbatches * shape.flops_per_token / FLOPS_PER_S
-    network_s = sum(m.count * m.bytes for m in messages if m.across) / NETWORK_BYTES_PER_S
-    node_s = sum(m.count * m.bytes for m in messages if not m.across) / NODE_BYTES_PER_S
+    network_s, node_s = message_seconds(messages)
     if network_s > max(0.5 * compute_s, SAID_S):
         found.append(
             f"slow: {network_s:.2f} s of messages between nodes at 50 GB/s a GPU beside {compute_s:.2f} s of "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foundry_moe.commands.plan import FLOPS_PER_S, GIB, NETWORK_BYTES_PER_S, NODE_BYTES_PER_S, RunPlan, plan_run
+from foundry_moe.commands.plan import FLOPS_PER_S, GIB, RunPlan, message_seconds, plan_run
 from foundry_moe.launch.lost_nodes import BEAT_S, LAST_CALL_S, silent_s
 from foundry_moe.launch.run_config import load_run, plain
 
@@ -105,8 +105,7 @@ def restart_time(
 def _step_s(plan: RunPlan) -> float:
     """Arithmetic and messages, nothing overlapped."""
     compute = plan.sequences * plan.shape.sequence * plan.shape.flops_per_token / FLOPS_PER_S
-    rates = {True: NETWORK_BYTES_PER_S, False: NODE_BYTES_PER_S}
-    return compute + sum(message.count * message.bytes / rates[message.across] for message in plan.messages)
+    return compute + sum(message_seconds(plan.messages))
 
 
 def format_restart(restart: RestartTime) -> str:

@@ -22,7 +22,7 @@ from foundry_moe.ops import noise
 
 
 def unchanged(tensor: Tensor) -> Tensor:
-    """The tensor itself: one process has the whole batch."""
+    """The tensor itself: one process has the whole batch, or all experts."""
     return tensor
 
 

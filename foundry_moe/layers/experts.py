@@ -11,16 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS
+from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.layers.token_dispatcher import Chunk, compute_chunks
 from foundry_moe.ops import PermutePlan, expert_mlp
 from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.biases import Biases
-
-
-def unchanged(weight: Tensor) -> Tensor:
-    """`local` where nothing is placed on a mesh."""
-    return weight
 
 
 class Experts(nn.Module):

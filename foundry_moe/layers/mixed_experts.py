@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS
-from foundry_moe.layers.experts import unchanged
+from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.layers.token_dispatcher import Chunk, compute_chunks
 from foundry_moe.ops import PermutePlan

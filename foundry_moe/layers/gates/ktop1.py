@@ -39,13 +39,14 @@ class KTop1Gate(LinearGate):
         counts_E = None
         if "balance" in context.losses:
             counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
-        if "balance" in context.losses and context.sequences is not None:
-            by_prototype = zip(probs_TKM.unbind(1), inside_TK1.unbind(1), strict=True)
-            losses["balance"] = torch.stack([self.balance_by_sequence(p, e, context) for p, e in by_prototype]).sum()
-        elif counts_E is not None:
-            share_KM = context.sum_counts(counts_E).view(self.top_k, size).to(probs_TKM.dtype)
-            share_KM = share_KM / share_KM.sum(-1, keepdim=True).clamp(min=1)
-            losses["balance"] = size * (share_KM * masked_mean(probs_TKM, context.mask_T)).sum()
+            if context.sequences is not None:
+                by_prototype = zip(probs_TKM.unbind(1), inside_TK1.unbind(1), strict=True)
+                each = [self.balance_by_sequence(p_TM, e_T1, context) for p_TM, e_T1 in by_prototype]
+                losses["balance"] = torch.stack(each).sum()
+            else:
+                share_KM = context.sum_counts(counts_E).view(self.top_k, size).to(probs_TKM.dtype)
+                share_KM = share_KM / share_KM.sum(-1, keepdim=True).clamp(min=1)
+                losses["balance"] = size * (share_KM * masked_mean(probs_TKM, context.mask_T)).sum()
         if "z" in context.losses:
             losses["z"] = masked_mean(logits_TKM.logsumexp(-1).square(), context.mask_T).sum()
         return Choices(

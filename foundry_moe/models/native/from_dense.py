@@ -17,16 +17,8 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 _CARRIED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings"),
-    *(
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "rope_theta",
-        "rope_scaling",
-        "sliding_window",
-        "use_sliding_window",
-    ),
-    *("max_window_layers", "attention_dropout"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "rope_theta", "rope_scaling", "sliding_window"),
+    *("use_sliding_window", "max_window_layers", "attention_dropout"),
 )
 
 

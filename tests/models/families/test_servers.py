@@ -67,7 +67,18 @@ class Loader:
     config: tuple[tuple[str, Any], ...] = ()
 
 
-PROJECTIONS = tuple(f"experts.{{e}}.{name}" for name in SHARED)
+def projections(vllm: str, sglang: str, **more: Any) -> Loader:
+    """Of a family whose blocks are Llama-like MLPs, one an expert."""
+    return Loader(
+        files=(f"{VLLM}/{vllm}", f"{SGLANG}/{sglang}"),
+        block="model.layers.{}.mlp.",
+        router="gate.weight",
+        experts=one_by_one("gate_proj", "up_proj", "down_proj"),
+        names=tuple(f"experts.{{e}}.{name}" for name in SHARED),
+        **more,
+    )
+
+
 LOADERS = {
     "mixtral": Loader(
         files=(f"{VLLM}/mixtral.py", f"{SGLANG}/mixtral.py"),
@@ -76,34 +87,16 @@ LOADERS = {
         experts=one_by_one("w1", "w3", "w2"),
         names=("experts.{e}.w1.weight", "experts.{e}.w2.weight", "experts.{e}.w3.weight"),
     ),
-    "olmoe": Loader(
-        files=(f"{VLLM}/olmoe.py", f"{SGLANG}/olmoe.py"),
-        block="model.layers.{}.mlp.",
-        router="gate.weight",
-        experts=one_by_one("gate_proj", "up_proj", "down_proj"),
-        names=PROJECTIONS,
-    ),
-    "qwen3_moe": Loader(
-        files=(f"{VLLM}/qwen3_moe.py", f"{SGLANG}/qwen3_moe.py"),
-        block="model.layers.{}.mlp.",
-        router="gate.weight",
-        experts=one_by_one("gate_proj", "up_proj", "down_proj"),
-        names=PROJECTIONS,
-    ),
-    "qwen2_moe": Loader(
-        files=(f"{VLLM}/qwen2_moe.py", f"{SGLANG}/qwen2_moe.py"),
-        block="model.layers.{}.mlp.",
-        router="gate.weight",
-        experts=one_by_one("gate_proj", "up_proj", "down_proj"),
-        names=PROJECTIONS,
+    "olmoe": projections("olmoe.py", "olmoe.py"),
+    "qwen3_moe": projections("qwen3_moe.py", "qwen3_moe.py"),
+    "qwen2_moe": projections(
+        "qwen2_moe.py",
+        "qwen2_moe.py",
         shared=(*(f"shared_expert.{name}" for name in SHARED), "shared_expert_gate.weight"),
     ),
-    "deepseek_v3": Loader(
-        files=(f"{VLLM}/deepseek_v2.py", f"{SGLANG}/deepseek_common/deepseek_weight_loader.py"),
-        block="model.layers.{}.mlp.",
-        router="gate.weight",
-        experts=one_by_one("gate_proj", "up_proj", "down_proj"),
-        names=PROJECTIONS,
+    "deepseek_v3": projections(
+        "deepseek_v2.py",
+        "deepseek_common/deepseek_weight_loader.py",
         shared=(*(f"shared_experts.{name}" for name in SHARED), "gate.e_score_correction_bias"),
         # vLLM has biases with this method alone; its scores are a softmax by default
         config=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)),
