@@ -60,9 +60,9 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Reads a run's YAML and prints, without starting anything, the mesh, parameters and bytes on "
         "each GPU, and messages per step; warns of what will not fit or will be slow. Exit code 1 if it will not fit.",
     )
-    parser.add_argument("yaml", help="the run, as given to train.py")
+    parser.add_argument("yaml", nargs="?", help="the run, as given to train.py; not with --calibrate")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--gpus", type=int, help="of the run; with --calibrate those that exchange messages")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (default: 80)")
     parser.add_argument("--chip", choices=CHIPS, default="h100", help="decides which kernels run (default: h100)")
@@ -71,8 +71,17 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--link-gb-s", type=_rate, default=1.0, help="of a GPU's process over gloo (default: 1)")
     parser.add_argument("--start-s", type=float, default=45.0, help="of a process: imports, data, model (default: 45)")
     parser.add_argument("--step-s", type=float, help="of a batch (default: from the plan)")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants, and nothing else")
+    parser.add_argument("--out", type=Path, help="of --calibrate (default: beside the tuned tiles)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="of --calibrate (default: cuda where there is one)")
 
     def run(arguments: argparse.Namespace) -> int:
+        if arguments.calibrate:
+            from foundry_moe.commands.calibrate import calibrate_command
+
+            return calibrate_command(arguments)
+        if arguments.yaml is None or arguments.gpus is None:
+            parser.error("a run's YAML and --gpus are needed, or --calibrate")
         from foundry_moe.commands.plan import plan_command
 
         code = plan_command(arguments)
