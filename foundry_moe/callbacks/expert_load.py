@@ -6,6 +6,7 @@ Shapes: L MoE layers, E experts.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from foundry_moe.callbacks.heatmap import BalanceHistory, draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.layers.moe import DROPPED, MoELayer
+from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY, MoELayer
 from foundry_moe.schema import refuse_unknown
 
 log = logging.getLogger(__name__)
+
+RANK_MAX_OVER_MEAN = "rank_max_over_mean"
+_NO_LOSS = (DROPPED, ROUTER_ENTROPY, RANK_MAX_OVER_MEAN)
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:
@@ -56,10 +60,16 @@ def load_metrics(counts_E: Tensor) -> dict[str, float]:
 class ExpertLoad(Callback):
     """Logs how tokens spread over experts, over all microbatches and ranks of the batches since it last logged.
 
-    For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`, and `dead_for`: batches that the
-    expert which has waited longest has had no token, since this process began; over the layers the worst
-    `dmoe/max_over_mean`, the sum `dmoe/dead` and the mean of each auxiliary loss `dmoe/loss/<name>`, unweighted;
-    with `capacity`, the share of choices dropped, `dmoe/dropped`.
+    For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`, and:
+
+    - `router_entropy`: mean entropy of a token's probabilities, over log E; 1 = the router has no preference.
+    - `dead_for`: batches that the expert which has waited longest has had no token, since this process began.
+    - `dropped`: with `capacity`, the share of choices dropped.
+    - `rank_max_over_mean`: where experts are divided over ranks, the rows (choices) that come to the fullest rank over
+      the mean of the ranks that share the layer's experts, in the worst of these groups.
+
+    Over the layers the worst `dmoe/max_over_mean` and `dmoe/rank_max_over_mean`, the sum `dmoe/dead`, the means
+    `dmoe/router_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
     A layer whose loads stay on few experts is told in a warning (see `load_health`).
     It reads the device once each time it logs.
 
@@ -100,6 +110,10 @@ class ExpertLoad(Callback):
         self.latest_LE: Tensor | None = None
         self.history: BalanceHistory | None = None
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        for layer in moe_layers(state.model):
+            layer.measure_router()
+
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.due(state, Event.BATCH_END):
             self._log_loads(state, logger)
@@ -112,7 +126,7 @@ class ExpertLoad(Callback):
         layers = moe_layers(state.model)
         if not layers:
             return
-        counts_LE, losses = _gather(layers)
+        counts_LE, measured = _gather(layers)
         for layer in layers:
             layer.statistics.reset()
         self.latest_LE = counts_LE
@@ -122,27 +136,44 @@ class ExpertLoad(Callback):
             self.history = self.history or BalanceHistory(len(layers))
             self.history.add(batch, counts_LE)
         names = [layer.layer_index for layer in layers]
-        metrics = self._metrics(layers, counts_LE, losses)
+        per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
         self.watch = self.watch or CollapseWatch(counts_LE.shape[0], counts_LE.shape[1], batch)
-        for sentence in self.watch.look(batch, names, counts_LE):
+        for sentence in self.watch.look(batch, names, counts_LE, [figures["entropy"] for figures in per_layer]):
             if dist.get_global_rank() == 0:
                 log.warning("%s", sentence)
-        waited = zip(names, self.watch.dead_for(batch), strict=True)
-        metrics |= {f"dmoe/layer{name}/dead_for": float(batches) for name, batches in waited}
+        for figures, batches in zip(per_layer, self.watch.dead_for(batch), strict=True):
+            figures["dead_for"] = float(batches)
+        metrics = self._metrics(names, counts_LE, per_layer, measured)
         logger.log_metrics(metrics)
         if self.file is not None and dist.get_global_rank() == 0:
             self.file.add(batch, names, counts_LE, metrics)
 
-    def _metrics(self, layers: list[MoELayer], counts_LE: Tensor, losses: dict[str, float]) -> dict[str, float]:
-        per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
-        metrics = {
-            f"dmoe/layer{layer.layer_index}/{name}": value
+    def _metrics(
+        self,
+        layers: list[int],
+        counts_LE: Tensor,
+        per_layer: list[dict[str, float]],
+        measured: dict[str, list[float]],
+    ) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, values in measured.items():
+            if not all(math.isfinite(value) for value in values) and name == ROUTER_ENTROPY:
+                continue  # a gate without logits
+            if name == RANK_MAX_OVER_MEAN:
+                metrics[f"dmoe/{name}"] = max(values)
+            else:
+                total = name if name in _NO_LOSS else f"loss/{name}"
+                metrics[f"dmoe/{total}"] = sum(values) / len(values)
+            if name in _NO_LOSS:
+                for figures, value in zip(per_layer, values, strict=True):
+                    figures[name] = value
+        metrics |= {
+            f"dmoe/layer{layer}/{name}": value
             for layer, figures in zip(layers, per_layer, strict=True)
             for name, value in figures.items()
         }
         metrics["dmoe/max_over_mean"] = max(figures["max_over_mean"] for figures in per_layer)
         metrics["dmoe/dead"] = sum(figures["dead"] for figures in per_layer)
-        metrics |= {f"dmoe/{name}" if name == DROPPED else f"dmoe/loss/{name}": v for name, v in losses.items()}
         if self.shares:
             share_E = (counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)).mean(0)
             metrics |= {f"dmoe/share/expert{e}": share for e, share in enumerate(share_E.tolist())}
@@ -170,17 +201,39 @@ class ExpertLoad(Callback):
             self.history.worst_NL = state["history_worst_NL"]
 
 
-def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, float]]:
-    """Counts [L, E] and mean losses over layers, microbatches and ranks; one reduction, one read of the device."""
+def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, list[float]]]:
+    """Counts [L, E] over microbatches and ranks, and of each thing measured a value a layer; one read of the device."""
     statistics = [layer.statistics for layer in layers]
     experts = max(s.counts_E.shape[0] for s in statistics)
     rows = [torch.nn.functional.pad(s.counts_E, (0, experts - s.counts_E.shape[0])) for s in statistics]
     means = [s.losses_L / s.microbatches_1.clamp(min=1) for s in statistics]
+    fullest_L = _fullest_rank(layers)
     # fp64 holds counts exactly up to 2^53
     packed = torch.cat([torch.stack(rows).double().flatten(), torch.cat(means).double()])
     dist.all_reduce(packed)
-    packed = packed.cpu()
+    packed = torch.cat([packed, fullest_L.to(packed)]).cpu()
     counts_LE = packed[: len(rows) * experts].view(len(rows), experts).long()
     names = statistics[0].names
-    losses_LN = packed[len(rows) * experts :].view(len(rows), len(names)) / dist.get_world_size()
-    return counts_LE, dict(zip(names, losses_LN.mean(0).tolist(), strict=True))
+    losses_LN = packed[counts_LE.numel() : len(packed) - len(fullest_L)].view(len(rows), len(names))
+    losses_LN = losses_LN / dist.get_world_size()
+    measured = {name: losses_L.tolist() for name, losses_L in zip(names, losses_LN.T, strict=True)}
+    if len(fullest_L):
+        measured[RANK_MAX_OVER_MEAN] = packed[-len(fullest_L) :].tolist()
+    return counts_LE, measured
+
+
+def _fullest_rank(layers: list[MoELayer]) -> Tensor:
+    """By layer, the rows of the fullest rank over the mean; empty where no experts are divided over ranks.
+
+    Each group of ranks that shares experts has its own tokens: the worst group counts, which sums over all ranks hide.
+    """
+    if all(layer.dispatcher.local_experts == layer.num_experts for layer in layers):
+        return torch.zeros(0)
+    counts = layers[0].context.sum_over_group(torch.cat([layer.statistics.counts_E for layer in layers]))
+    fullest = []
+    for layer, counts_E in zip(layers, counts.split([layer.num_experts for layer in layers]), strict=True):
+        rows_R = counts_E.view(-1, layer.dispatcher.local_experts).sum(1).double()
+        fullest.append(rows_R.amax() / rows_R.mean().clamp(min=1))
+    fullest_L = torch.stack(fullest)
+    dist.all_reduce(fullest_L, reduce_operation="MAX")
+    return fullest_L

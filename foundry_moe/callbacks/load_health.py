@@ -77,17 +77,17 @@ class CollapseWatch:
         self._alive_LE = torch.full((layers, experts), batch)  # the batch up to which an expert had tokens
         self._low = [0] * layers  # looks in a row
 
-    def look(self, batch: int, names: list[int], counts_LE: Tensor) -> list[str]:
+    def look(self, batch: int, names: list[int], counts_LE: Tensor, entropy_L: list[float]) -> list[str]:
         """A sentence for each layer that has just been found to collapse; another only once it has recovered.
 
         Args:
             batch: up to which the loads were counted.
             names: the layers' indices.
+            entropy_L: `entropy` of each layer's loads.
         """
         self._alive_LE[counts_LE > 0] = batch
         said = []
-        for i, counts_E in enumerate(counts_LE):
-            evenness = entropy(counts_E)
+        for i, (counts_E, evenness) in enumerate(zip(counts_LE, entropy_L, strict=True)):
             self._low[i] = self._low[i] + 1 if evenness < EVEN_ENOUGH else 0
             if self._low[i] == PATIENCE:
                 dead = int((counts_E == 0).sum())

@@ -5,6 +5,8 @@ Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ __all__ = [
     "count_by_sequence",
     "importance_loss",
     "load_loss",
+    "router_entropy",
     "sequence_balance_loss",
     "z_loss",
 ]
@@ -116,3 +119,20 @@ def alignment_loss(probs_TE: Tensor, inside_TE: Tensor, last_chosen_T: Tensor, m
     """
     excess_TE = (probs_TE - last_chosen_T[:, None]).clamp(min=0)
     return masked_mean(excess_TE.masked_fill(inside_TE, 0).sum(-1), mask_T)
+
+
+@torch.no_grad()
+def router_entropy(logits_TE: Tensor, mask_T: Tensor | None = None, *, score: str = "softmax") -> Tensor:
+    """The mean over tokens of the entropy of the router's probabilities, over log E. No loss: it is only measured.
+
+    1 where the router has no preference, 0 where each token has one expert that takes all: loads may be even in both.
+
+    Args:
+        score: softmax | sigmoid, whose scores are normalised first.
+    """
+    if score == "sigmoid":
+        scores_TE = logits_TE.sigmoid()
+        probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=torch.finfo(scores_TE.dtype).tiny)
+    else:
+        probs_TE = logits_TE.softmax(-1)
+    return masked_mean(torch.special.entr(probs_TE).sum(-1), mask_T) / math.log(max(2, logits_TE.shape[-1]))

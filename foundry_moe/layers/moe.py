@@ -18,13 +18,14 @@ from foundry_moe.layers.experts import Experts, SharedExpert
 from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.gates.rules import resolve_losses
+from foundry_moe.layers.losses import router_entropy
 from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.select_topk import count_choices
 
-# what `LoadStatistics` calls the share of choices that were dropped, beside the losses
-DROPPED = "dropped"
+# what `LoadStatistics` holds beside the losses: the share of choices that were dropped, and see `measure_router`
+DROPPED, ROUTER_ENTROPY = "dropped", "router_entropy"
 
 
 class MoELayer(nn.Module):
@@ -110,6 +111,11 @@ class MoELayer(nn.Module):
         if context is None and torch.device(device or "cpu").type != "meta":
             self.reset_parameters()
 
+    def measure_router(self) -> None:
+        """Notes `router_entropy` in the statistics from the next microbatch on; NaN for a gate without logits."""
+        if ROUTER_ENTROPY not in self.statistics.names:
+            self.statistics = LoadStatistics(self.num_experts, [*self.statistics.names, ROUTER_ENTROPY])
+
     def reset_parameters(self) -> None:
         """Draws gate and experts from (seed, layer, expert)."""
         self.reset_gate()
@@ -186,6 +192,11 @@ class MoELayer(nn.Module):
         """Adds the weighted auxiliary losses to the graph of `y_TD`, and the loads to the statistics."""
         weighted = [measured[name] * weight for name, weight in self.loss_weights.items()]
         loss = torch.stack(weighted).sum() if weighted else y_TD.new_zeros(())
+        if ROUTER_ENTROPY in self.statistics.names:
+            logits_TE, score = choices.logits_TE, getattr(self.gate.config, "score", "softmax")
+            measured[ROUTER_ENTROPY] = (
+                y_TD.new_full((), torch.nan) if logits_TE is None else router_entropy(logits_TE, mask_T, score=score)
+            )
         values = [measured[name].detach().float() for name in self.statistics.names]
         losses_L = torch.stack(values) if values else y_TD.new_zeros(0, dtype=torch.float32)
         counts_E = choices.counts_E

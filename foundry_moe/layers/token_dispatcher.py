@@ -76,7 +76,12 @@ def compute_chunks(
 
 
 class TokenDispatcher(Protocol):
-    """Moves tokens between the processes that experts are divided over."""
+    """Moves tokens between the processes that experts are divided over.
+
+    local_experts: how many of them are on this process.
+    """
+
+    local_experts: int
 
     def dispatch(self, x_TD: Tensor, choices: Choices) -> tuple[Chunk, ...]:
         """Plans where tokens go and sends them there; one chunk at least, with or without tokens in it."""
@@ -105,7 +110,7 @@ class LocalDispatcher:
     """All experts are on this process: one chunk, which stays where it is."""
 
     def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+        self.num_experts = self.local_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, choices: Choices) -> tuple[Chunk, ...]:
         plan = choices.plan

@@ -11,6 +11,7 @@ from composer.loggers import InMemoryLogger
 
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
+from foundry_moe.layers.losses import router_entropy
 from tests.algorithms.test_dmoe import MOE, fit, mpt
 
 pytestmark = pytest.mark.quick
@@ -49,14 +50,18 @@ def test_a_file_in_a_bucket_is_refused():
 
 def test_a_layer_that_collapses_is_told_once_until_it_recovers():
     watch = CollapseWatch(1, 4, 0)
-    assert watch.look(10, [7], ONE) == [], "one look may be chance"
-    (sentence,) = watch.look(20, [7], ONE)
+
+    def look(batch, counts_LE):
+        return watch.look(batch, [7], counts_LE, [entropy(counts_LE[0])])
+
+    assert look(10, ONE) == [], "one look may be chance"
+    (sentence,) = look(20, ONE)
     assert sentence.startswith("layer 7 collapses onto few of its 4 experts: the entropy of its loads is 0.00")
     assert "3 experts have no tokens, some for 20 batches" in sentence
-    assert watch.look(30, [7], ONE) == []
+    assert look(30, ONE) == []
     assert watch.dead_for(30) == [30]
-    assert watch.look(40, [7], EVEN) == [] and watch.dead_for(40) == [0]
-    assert watch.look(50, [7], ONE) == [] and len(watch.look(60, [7], ONE)) == 1
+    assert look(40, EVEN) == [] and watch.dead_for(40) == [0]
+    assert look(50, ONE) == [] and len(look(60, ONE)) == 1
 
 
 def test_a_run_whose_router_collapses_says_so(caplog):
@@ -69,3 +74,39 @@ def test_a_run_whose_router_collapses_says_so(caplog):
         fit(model, callbacks=[ExpertLoad()], duration="3ba", optimizer=still)
     said = [r.getMessage() for r in caplog.records if "collapses onto few of its" in r.getMessage()]
     assert len(said) == 2, "each layer once"
+
+
+def test_the_routers_entropy_is_of_its_probabilities_and_not_of_the_loads(tmp_path):
+    model, logger = mpt(), InMemoryLogger()
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight_ED"):
+            parameter.data.zero_()  # no preference at all, and yet all tokens to the same two experts
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    path = tmp_path / "load.jsonl"
+    fit(model, callbacks=[ExpertLoad(file=str(path))], duration="2ba", optimizer=still, loggers=[logger])
+    metrics = lines_of(path)[-1]["metrics"]
+    assert metrics["dmoe/layer0/router_entropy"] == metrics["dmoe/router_entropy"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["dmoe/layer0/entropy"] == pytest.approx(0.5, abs=1e-5), "two experts of four"
+    assert logger.data["dmoe/router_entropy"][-1][1] == metrics["dmoe/router_entropy"]
+    assert "dmoe/rank_max_over_mean" not in metrics, "all experts are on this rank"
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_router_entropy_against_its_definition_without_padding(score):
+    logits_TE, mask_T = torch.randn(5, 3, dtype=torch.float64), torch.tensor([True, True, False, True, True])
+    probs_TE = logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
+    probs_TE = (probs_TE / probs_TE.sum(-1, keepdim=True))[mask_T]
+    wanted = -(probs_TE * probs_TE.log()).sum(-1).mean() / torch.tensor(3.0).double().log()
+    torch.testing.assert_close(router_entropy(logits_TE, mask_T, score=score), wanted)
+    one = torch.tensor([[0.0, -torch.inf]])
+    assert router_entropy(one).item() == 0.0
+
+
+def test_a_gate_without_logits_has_no_entropy_and_dropped_choices_are_told_by_layer(tmp_path):
+    path = tmp_path / "load.jsonl"
+    moe = {**MOE, "gate": {"name": "hash"}, "top_k": 1, "loss": {}, "capacity": 0.5}
+    fit(mpt(moe=moe), callbacks=[ExpertLoad(file=str(path))], duration="1ba")
+    metrics = lines_of(path)[-1]["metrics"]
+    assert not any("router_entropy" in name for name in metrics)
+    dropped = [metrics[f"dmoe/layer{layer}/dropped"] for layer in (0, 1)]
+    assert min(dropped) >= 0.5 and metrics["dmoe/dropped"] == pytest.approx(sum(dropped) / 2)
