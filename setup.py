@@ -75,7 +75,10 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=packages + kernel_packages,
     package_dir={"foundry_moe_kernels": "kernels"},
-    package_data={"foundry_moe_kernels": ["*.json"], "foundry_moe": ["py.typed", "launch/*.json", "commands/*.json"]},
+    package_data={
+        "foundry_moe_kernels": ["*.json"],
+        "foundry_moe": ["py.typed", "launch/*.json", "commands/*.json", "loads/page.*"],
+    },
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points=ENTRY_POINTS,

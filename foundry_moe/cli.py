@@ -1,4 +1,4 @@
-"""The command `foundry-moe`: check, verify, plan, export, checkpoints. Each brings its own arguments."""
+"""The command `foundry-moe`: check, verify, plan, loads, export, checkpoints. Each brings its own arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from foundry_moe import __version__
 from foundry_moe.commands.check import add_check_parser
+from foundry_moe.commands.loads import add_loads_parser
 from foundry_moe.commands.parsers import add_export_parser, add_plan_parser, add_verify_parser
 from foundry_moe.launch.user_errors import run_cleanly
 
@@ -26,6 +27,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     add_check_parser(commands)
     add_verify_parser(commands)
     add_plan_parser(commands)
+    add_loads_parser(commands)
     add_export_parser(commands)
     if command == "checkpoints":
         from foundry_moe.commands import checkpoints

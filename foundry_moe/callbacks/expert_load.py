@@ -21,6 +21,7 @@ from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY, MoELayer
+from foundry_moe.loads.page import write_page
 from foundry_moe.schema import refuse_unknown
 
 log = logging.getLogger(__name__)
@@ -81,15 +82,17 @@ class ExpertLoad(Callback):
             shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
             heatmap: runs/x/expert_load.png   # loads, and balance by batch; drawn when training ends; null for none
             file: runs/x/expert_load.jsonl    # all loads and figures, a JSON object each time; null for none
+            html: runs/x/expert_load.html     # a page of `file`, written when training ends; null for none
 
     Args:
         interval: a Composer time string.
         shares: log each expert's share; for few experts.
         heatmap: where the picture of layers x experts goes (rank 0 writes it).
         file: where the JSON lines go (rank 0 writes them); a resumed run goes on with them.
+        html: where the page of `file` goes; `foundry-moe loads FILE` makes one at any time.
 
     Raises:
-        ValueError: an unknown key, or an interval that is none.
+        ValueError: an unknown key, an interval that is none, or `html` without `file`.
     """
 
     def __init__(
@@ -98,13 +101,17 @@ class ExpertLoad(Callback):
         shares: bool = False,
         heatmap: str | None = None,
         file: str | None = None,
+        html: str | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, ("interval", "shares", "heatmap", "file"), "callbacks.expert_load")
+        refuse_unknown(unknown, ("interval", "shares", "heatmap", "file", "html"), "callbacks.expert_load")
+        if html and not file:
+            raise ValueError(f"callbacks.expert_load.html ({html}) is a page of `file`: give file too")
         self.due = at_interval(interval, "callbacks.expert_load.interval")
         self.shares = shares
         self.heatmap = heatmap
         self.file = LoadFile(file) if file else None
+        self.html = html
         self.watch: CollapseWatch | None = None
         self.total_LE: Tensor | None = None
         self.latest_LE: Tensor | None = None
@@ -183,6 +190,11 @@ class ExpertLoad(Callback):
         if self.heatmap and self.total_LE is not None and dist.get_global_rank() == 0:
             names = [f"layer {layer.layer_index}" for layer in moe_layers(state.model)]
             draw_heatmap(self.total_LE, names, Path(self.heatmap), self.history)
+        if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
+            try:
+                write_page(self.file.path, Path(self.html))
+            except ValueError as error:  # lines of an older run, say: no reason to end this one
+                log.warning("callbacks.expert_load.html: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
         if self.history is None:
