@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from foundry_moe.commands.chips import CHIPS
-from foundry_moe.commands.constants import FORMAT, Constants, Link, constants_of, default_path, write_constants
+from foundry_moe.commands.constants import FORMAT, Constants, Link, write_constants
+from foundry_moe.commands.known_constants import default_path, shipped_constants
 from foundry_moe.commands.measured_links import measure_links
 from foundry_moe.commands.measured_products import Measured
 from foundry_moe.launch.processes import run_processes
@@ -58,7 +59,7 @@ def calibrate(device: str, gpus: int | None = None) -> Constants:
     del measured
     if device == "cuda":
         torch.cuda.empty_cache()  # the ranks below use this GPU too
-    shipped = constants_of("h200")
+    shipped = shipped_constants("h200")
     assumed = ["network"]
     if gpus > 1:
         found = run_processes(

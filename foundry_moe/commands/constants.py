@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 from foundry_moe.schema import from_mapping
 
 FORMAT = 1
-SHIPPED = Path(__file__).parent
 LINKS = ("all_to_all", "all_gather", "reduce_scatter", "network")
 
 
@@ -109,30 +107,6 @@ def at_width(rates: Mapping[str, float], width: float) -> float:
             share = math.log(width / low) / math.log(high / low)
             return slow + share * (fast - slow)
     return known[-1][1]
-
-
-def default_path(chip: str) -> Path:
-    """Where constants of this kind of GPU are kept: beside the tiles that were tuned."""
-    named = os.environ.get("FOUNDRY_MOE_TUNING_CACHE")
-    folder = Path(named).expanduser().parent if named else Path.home() / ".cache" / "foundry_moe"
-    return folder / f"constants-{chip}.json"
-
-
-def constants_of(chip: str, path: Path | None = None) -> Constants:
-    """Those of the file, else those measured on this machine for the chip, else those that are shipped.
-
-    Raises:
-        ValueError: a file that is not of this form; a chip of which none are there.
-    """
-    if path is not None:
-        return read_constants(path)
-    for candidate in (default_path(chip), SHIPPED / f"constants_{chip}.json"):
-        if candidate.is_file():
-            return read_constants(candidate)
-    raise ValueError(
-        f"--chip ({chip}): no constants of it are known; measure them there with foundry-moe plan --calibrate, "
-        "and give the file with --constants"
-    )
 
 
 def read_constants(path: Path) -> Constants:

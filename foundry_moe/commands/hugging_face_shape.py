@@ -56,6 +56,7 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
         moe_layers=len(layers),
         d_model=config.hidden_size,
         n_heads=heads,
+        head_width=head_width,
         key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
         vocab_size=config.vocab_size,
         sequence=int(run.get("max_seq_len") or 2048),

@@ -38,6 +38,7 @@ class ModelShape:
     """Widths and counts of a model, and the parameters that follow.
 
     key_width: heads of keys times head width; D without grouped queries.
+    head_width: of queries, where it is not D over their number.
     moe_layers: how many of `layers` have experts.
     expert_matrices, ffn_matrices: 3 for a GLU, 2 for an MLP.
     norm_width: parameters of one norm.
@@ -70,11 +71,17 @@ class ModelShape:
     has_router: bool
     expert_biased: bool = False
     widest: int | None = None
+    head_width: int | None = None
     counted: Counted | None = None
 
     @property
     def widest_expert(self) -> int:
         return int(self.expert_hidden) if self.widest is None else self.widest
+
+    @property
+    def query_width(self) -> int:
+        """Heads of queries times head width."""
+        return self.d_model if self.head_width is None else self.n_heads * self.head_width
 
     @property
     def expert(self) -> float:
@@ -149,9 +156,12 @@ class ModelShape:
     @property
     def flops_per_token(self) -> float:
         """Forward and backward; attention is not halved for causality, as torchtitan counts."""
-        looked_up = 0 if self.tied else self.vocab_size * self.d_model
-        looked_up += self.learned_positions * self.d_model
-        return 6.0 * (self.active - looked_up) + 12.0 * self.layers * self.sequence * self.d_model
+        return 6.0 * (self.active - self.looked_up) + 12.0 * self.layers * self.sequence * self.query_width
+
+    @property
+    def looked_up(self) -> int:
+        """Parameters outside the experts that take part in no product."""
+        return (0 if self.tied else self.vocab_size * self.d_model) + self.learned_positions * self.d_model
 
 
 def _required(model: Mapping[str, Any], key: str) -> int:

@@ -56,9 +56,10 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe plan`: as `add_verify_parser`."""
     parser = subparsers.add_parser(
         "plan",
-        help="what a run needs on a cluster: mesh, bytes per GPU, messages per step",
-        description="Reads a run's YAML and prints, without starting anything, the mesh, parameters and bytes on "
-        "each GPU, and messages per step; warns of what will not fit or will be slow. Exit code 1 if it will not fit.",
+        help="what a run needs on a cluster: mesh, bytes per GPU, messages and time per step",
+        description="Reads a run's YAML and prints, without starting anything, the mesh, parameters and bytes on each "
+        "GPU, and messages and time of a step; warns of what will not fit or will be slow; with --search finds the "
+        "best mesh. Exit code 1 if the run will not fit.",
     )
     parser.add_argument("yaml", nargs="?", help="the run, as given to train.py; not with --calibrate")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -66,6 +67,12 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (default: 80)")
     parser.add_argument("--chip", choices=CHIPS, default="h100", help="decides which kernels run (default: h100)")
+    parser.add_argument(
+        "--skew", type=float, default=1.0, help="rows of the fullest expert rank over the mean (default: 1)"
+    )
+    parser.add_argument("--search", action="store_true", help="and every mesh of these GPUs, best first, with why")
+    parser.add_argument("--constants", type=Path, help="a file of --calibrate (default: of --chip, as measured here)")
+    parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
     parser.add_argument("--restart", action="store_true", help="and how long a restart takes when a node is lost")
     parser.add_argument("--store-gb-s", type=_rate, default=2.0, help="between a node and the store (default: 2)")
     parser.add_argument("--link-gb-s", type=_rate, default=1.0, help="of a GPU's process over gloo (default: 1)")
@@ -82,14 +89,9 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
             return calibrate_command(arguments)
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
-        from foundry_moe.commands.plan import plan_command
+        from foundry_moe.commands.plan_command import plan_command
 
-        code = plan_command(arguments)
-        if arguments.restart:
-            from foundry_moe.commands.restart_time import restart_command
-
-            restart_command(arguments)
-        return code
+        return plan_command(arguments)
 
     parser.set_defaults(run=run)
     return parser

@@ -6,15 +6,13 @@ scale by benchmarks/restart.py (benchmarks/RESULTS.md, "From the loss of a node 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from foundry_moe.commands.plan import FLOPS_PER_S, GIB, RunPlan, message_seconds, plan_run
+from foundry_moe.commands.plan import Machine, RunPlan, plan_run
 from foundry_moe.launch.lost_nodes import BEAT_S, LAST_CALL_S, silent_s
-from foundry_moe.launch.run_config import load_run, plain
 
 PROMISE_S = 300.0
 JOIN_S = 2.0  # launchers look at the rendezvous once a second
@@ -27,7 +25,7 @@ class Rates:
 
     store: bytes/s between one node and the store. link: bytes/s over gloo between one GPU's process and other nodes.
     start_s: of a process until it looks for the checkpoint: imports, process group, data, model, FSDP.
-    step_s: of a batch; None: from arithmetic and messages.
+    step_s: of a batch; None: the plan's.
     """
 
     store: float = 2e9
@@ -54,26 +52,23 @@ class RestartTime:
         return sum(self.seconds.values())
 
 
-def restart_time(
-    run: Mapping[str, Any], *, gpus: int, gpus_per_node: int, gpu_bytes: float, rates: Rates
-) -> RestartTime:
-    """Of a run on `gpus` that loses one node.
+def restart_time(run: Mapping[str, Any], plan: RunPlan, machine: Machine, rates: Rates) -> RestartTime:
+    """Of a run that loses one node.
 
-    Raises:
-        ValueError: see `plan_run`, for all GPUs.
+    Args:
+        plan: of the run on all of the machine's GPUs.
     """
-    machine: dict[str, Any] = {"gpus_per_node": gpus_per_node, "gpu_bytes": gpu_bytes}
-    plan = plan_run(run, gpus=gpus, **machine)
     replaced = True
-    if gpus > gpus_per_node:
+    if machine.gpus > machine.gpus_per_node:
+        left = replace(machine, gpus=machine.gpus - machine.gpus_per_node)
         with contextlib.suppress(ValueError):  # then all wait for a node in place of the lost one
-            plan, replaced = plan_run(run, gpus=gpus - gpus_per_node, **machine), False
+            plan, replaced = plan_run(run, left, plan.shape), False
     ranks = plan.mesh.world_size
     held = plan.memory["weights"] + plan.memory["optimizer"]  # bytes that a GPU needs of the checkpoint
     whole = plan.shape.total * 4 * held / plan.memory["weights"]
     fetched, nodes = whole / ranks, plan.mesh.nodes
     received = max(held - fetched, 0.0) if nodes > 1 else 0.0
-    step_s = _step_s(plan) if rates.step_s is None else rates.step_s
+    step_s = plan.time.step_s if rates.step_s is None else rates.step_s
     parts = {
         "detection": (silent_s() + BEAT_S, "a node that falls silent (NODE_SILENCE_S); 1 s if its processes die"),
         "rendezvous": (LAST_CALL_S + JOIN_S, "the last call; up to 15 s more if its processes die"),
@@ -89,7 +84,7 @@ def restart_time(
         ),
         "first batch": (
             step_s,
-            "as given (--step-s)" if rates.step_s is not None else "arithmetic at 40% of the peak, and messages",
+            "as given (--step-s)" if rates.step_s is not None else "from the plan",
         ),
     }
     checkpoint = (run.get("callbacks") or {}).get("elastic_checkpoint")
@@ -100,12 +95,6 @@ def restart_time(
         replaced=replaced,
         repeated=None if checkpoint is None else str(checkpoint.get("interval", "30m")),
     )
-
-
-def _step_s(plan: RunPlan) -> float:
-    """Arithmetic and messages, nothing overlapped."""
-    compute = plan.sequences * plan.shape.sequence * plan.shape.flops_per_token / FLOPS_PER_S
-    return compute + sum(message_seconds(plan.messages))
 
 
 def format_restart(restart: RestartTime) -> str:
@@ -126,20 +115,3 @@ def format_restart(restart: RestartTime) -> str:
         part = max(restart.seconds, key=lambda name: restart.seconds[name])
         lines.append(f"warning: a restart takes more than {PROMISE_S / 60:.0f} minutes, most of them {part}")
     return "\n".join(lines)
-
-
-def restart_command(arguments: argparse.Namespace) -> None:
-    """What `foundry-moe plan --restart` prints behind the plan."""
-    restart = restart_time(
-        plain(load_run(arguments.yaml, arguments.overrides)),
-        gpus=arguments.gpus,
-        gpus_per_node=arguments.gpus_per_node,
-        gpu_bytes=arguments.gpu_memory_gib * GIB,
-        rates=Rates(
-            store=arguments.store_gb_s * 1e9,
-            link=arguments.link_gb_s * 1e9,
-            start_s=arguments.start_s,
-            step_s=arguments.step_s,
-        ),
-    )
-    print(format_restart(restart))

@@ -14,7 +14,9 @@ import pytest
 from foundry_moe.commands import calibrate as module
 from foundry_moe.commands import measured_products
 from foundry_moe.commands.calibrate import calibrate, chip_of, format_constants
-from foundry_moe.commands.constants import Constants, at_width, constants_of, read_constants, write_constants
+from foundry_moe.commands.chips import CHIPS
+from foundry_moe.commands.constants import Constants, at_width, read_constants, write_constants
+from foundry_moe.commands.known_constants import constants_of
 from foundry_moe.commands.measured_links import fit_link
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +58,11 @@ def test_a_file_is_read_as_it_was_written_and_found_beside_the_tiles(
     mine = replace(shipped, source="mine")
     write_constants(mine, tmp_path / "constants-h200.json")
     assert constants_of("h200") == mine != shipped and constants_of("h100").device == "NVIDIA H100"
-    with pytest.raises(ValueError, match=r"--chip \(a10\): no constants of it are known"):
-        constants_of("a10")
+    assert constants_of("a100").assumed == ("everything",)
+    assert constants_of("a100").memory_bytes_per_s < constants_of("h100").memory_bytes_per_s
+    with pytest.raises(ValueError, match=r"--chip \(v100\): nothing is known of it"):
+        constants_of("v100")
+    assert all(constants_of(chip) for chip in CHIPS)
 
 
 @pytest.mark.quick

@@ -15,8 +15,11 @@ from omegaconf import OmegaConf
 
 from foundry_moe.cli import parse
 from foundry_moe.commands.model_shape import read_shape
-from foundry_moe.commands.plan import GIB, format_plan, plan_command, plan_run, ranks_per_token
+from foundry_moe.commands.plan import Machine, RunPlan, format_plan, plan_run
+from foundry_moe.commands.plan_command import plan_command
 from foundry_moe.commands.planned_backend import planned_backend
+from foundry_moe.commands.planned_memory import GIB
+from foundry_moe.commands.planned_step import ranks_per_token
 
 pytestmark = pytest.mark.quick
 
@@ -39,10 +42,14 @@ def load(path: str, **overrides: Any) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def planned(run: dict[str, Any], *, gpus: int, per_node: int, gib: float, skew: float = 1.0) -> RunPlan:
+    return plan_run(run, Machine(gpus=gpus, gpus_per_node=per_node, gpu_bytes=gib * GIB, skew=skew))
+
+
 @pytest.mark.parametrize("path", RUNS)
 def test_every_run_of_the_tree_fits_its_machine(path: str) -> None:
     gpus, gpus_per_node, gib = RUNS[path]
-    plan = plan_run(load(path), gpus=gpus, gpus_per_node=gpus_per_node, gpu_bytes=gib * GIB)
+    plan = planned(load(path), gpus=gpus, per_node=gpus_per_node, gib=gib)
     assert not [warning for warning in plan.warnings if "fit" in warning]
     assert plan.mesh.world_size == gpus and plan.mesh.expert_nodes == 1
     text = format_plan(plan)
@@ -143,21 +150,21 @@ def test_olmoe_has_the_parameters_of_its_paper() -> None:
 )
 def test_memory_is_what_h200s_showed(gpus: int, overrides: dict[str, Any], gib: float) -> None:
     # torch.cuda.max_memory_allocated of benchmarks/train_step.py, 2026-11-21; the floor is 10%, the worst of these 4.1%
-    plan = plan_run(load("yamls/bench/olmoe_1b_7b.yaml", **overrides), gpus=gpus, gpus_per_node=4, gpu_bytes=141 * GIB)
+    plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **overrides), gpus=gpus, per_node=4, gib=141)
     allocated = sum(plan.memory.values()) - plan.memory["CUDA and NCCL"]
     assert allocated / GIB == pytest.approx(gib, rel=0.045)
 
 
 def test_chunks_make_more_and_smaller_messages_of_the_same_bytes() -> None:
-    def planned(chunks: int) -> Any:
+    def in_chunks(chunks: int) -> Any:
         run = load("yamls/bench/olmoe_1b_7b.yaml", model__moe__mesh={"expert": 4, "chunks": chunks})
-        return plan_run(run, gpus=4, gpus_per_node=4, gpu_bytes=141 * GIB)
+        return planned(run, gpus=4, per_node=4, gib=141)
 
     def sent(plan: Any) -> tuple[int, float]:
         (message,) = (m for m in plan.messages if m.name.startswith("all-to-all tokens"))
         return message.count, message.count * message.bytes
 
-    one, three = planned(1), planned(3)
+    one, three = in_chunks(1), in_chunks(3)
     assert sent(one)[0] == 4 * 16 and sent(three)[0] == 3 * 4 * 16
     assert sent(three)[1] == pytest.approx(sent(one)[1])
     assert sum(three.memory.values()) >= sum(one.memory.values())
@@ -175,7 +182,7 @@ def test_a_token_reaches_as_many_ranks_as_chance_says() -> None:
 def test_more_experts_ranks_mean_fewer_bytes_and_replicas_do_not() -> None:
     def held(**mesh: Any) -> float:
         run = load("yamls/bench/olmoe_1b_7b.yaml", global_train_batch_size=64, model__moe__mesh=mesh)
-        return plan_run(run, gpus=16, gpus_per_node=8, gpu_bytes=80 * GIB).memory["optimizer"]
+        return planned(run, gpus=16, per_node=8, gib=80).memory["optimizer"]
 
     assert held(expert=8, shard=2) == pytest.approx(held(expert=4, shard=4)) == pytest.approx(held(expert=1, shard=16))
     assert held(expert=8, shard=1, replicate=2) == pytest.approx(2 * held(expert=8, shard=2))
@@ -185,7 +192,7 @@ def test_reducing_once_a_batch_trades_messages_for_memory() -> None:
     def plan(**mesh: Any) -> Any:
         sharded = {"expert": 1, "shard": 4, **mesh}
         run = load("yamls/bench/olmoe_1b_7b.yaml", global_train_batch_size=64, model__moe__mesh=sharded)
-        return plan_run(run, gpus=4, gpus_per_node=4, gpu_bytes=141 * GIB)
+        return planned(run, gpus=4, per_node=4, gib=141)
 
     each, once = plan(), plan(reduce="batch")
     assert each.microbatches == once.microbatches == 4
@@ -209,7 +216,7 @@ def test_reducing_once_a_batch_trades_messages_for_memory() -> None:
 def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], warning: str) -> None:
     gpus = 64 if overrides.get("model__moe__mesh", {}).get("shard") == 64 else 32
     run = load("yamls/bench/olmoe_1b_7b.yaml", **{"global_train_batch_size": 64, **overrides})
-    plan = plan_run(run, gpus=gpus, gpus_per_node=8, gpu_bytes=80 * GIB)
+    plan = planned(run, gpus=gpus, per_node=8, gib=80)
     assert [w for w in plan.warnings if re.search(warning, w)], plan.warnings
 
 
@@ -230,7 +237,7 @@ def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], w
 def test_what_cannot_be_planned_is_one_sentence(overrides: dict[str, Any], sentence: str) -> None:
     run = load("yamls/bench/olmoe_1b_7b.yaml", **overrides)
     with pytest.raises(ValueError, match=sentence):
-        plan_run(run, gpus=4, gpus_per_node=4, gpu_bytes=80 * GIB)
+        planned(run, gpus=4, per_node=4, gib=80)
 
 
 def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits() -> None:

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.commands.hugging_face_shape import count_shape
-from foundry_moe.commands.plan import plan_run
+from foundry_moe.commands.plan import Machine, plan_run
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.conversion import apply_dmoe
@@ -98,7 +98,8 @@ def test_plan_of_a_local_folder_takes_overrides_after_gpus(tmp_path: Path) -> No
 def test_config_overrides_count(tmp_path: Path) -> None:
     folder, experts = folder_of("llama", tmp_path), FAMILIES["llama"][1]
     plan = plan_run(
-        run_of(folder, experts, config_overrides={"num_hidden_layers": 6}), gpus=2, gpus_per_node=2, gpu_bytes=80e9
+        run_of(folder, experts, config_overrides={"num_hidden_layers": 6}),
+        Machine(gpus=2, gpus_per_node=2, gpu_bytes=80e9),
     )
     assert plan.shape.layers == 6 and plan.shape.moe_layers == 3 and plan.shape.key_width == 16
     assert {message.name for message in plan.messages} > {"all-gather dense", "all-to-all tokens (flat)"}
@@ -116,4 +117,4 @@ def test_config_overrides_count(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_is_one_sentence(model, experts, sentence: str, tmp_path: Path) -> None:
     run = run_of(folder_of("mixtral", tmp_path), {**FAMILIES["mixtral"][1], **experts}, **model)
     with pytest.raises(ValueError, match=sentence):
-        plan_run(run, gpus=2, gpus_per_node=2, gpu_bytes=80e9)
+        plan_run(run, Machine(gpus=2, gpus_per_node=2, gpu_bytes=80e9))

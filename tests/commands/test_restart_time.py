@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from foundry_moe.cli import parse
-from foundry_moe.commands.plan import GIB
+from foundry_moe.commands.plan import Machine, plan_run
+from foundry_moe.commands.planned_memory import GIB
 from foundry_moe.commands.restart_time import Rates, RestartTime, format_restart, restart_time
 from tests.commands.test_plan import ROOT, load
 
@@ -18,7 +19,8 @@ CLUSTER = "yamls/cluster/64x8gpu.yaml"
 
 def predict(rates: Rates | None = None, gpus: int = 512, **overrides: Any) -> RestartTime:
     run = load(CLUSTER, **overrides)
-    return restart_time(run, gpus=gpus, gpus_per_node=8, gpu_bytes=80 * GIB, rates=rates or Rates())
+    machine = Machine(gpus=gpus, gpus_per_node=8, gpu_bytes=80 * GIB)
+    return restart_time(run, plan_run(run, machine), machine, rates or Rates())
 
 
 def test_64_nodes_go_on_with_56_within_five_minutes() -> None:

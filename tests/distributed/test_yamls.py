@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from foundry_moe.commands.plan import GIB, plan_run
+from foundry_moe.commands.plan import Machine, plan_run
+from foundry_moe.commands.planned_memory import GIB
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.lookup import named_moe_layers
@@ -61,7 +62,7 @@ def test_a_run_is_built_for_its_cluster_with_the_planned_bytes_on_a_rank(
 
     gpus, per_node = CLUSTERS[name]
     run = load(name)
-    plan = plan_run(run, gpus=gpus, gpus_per_node=per_node, gpu_bytes=141 * GIB)
+    plan = plan_run(run, Machine(gpus=gpus, gpus_per_node=per_node, gpu_bytes=141 * GIB))
     keys = {key: value for key, value in run["model"].items() if key not in ("name", "init_device")}
     mesh = keys["moe"].pop("mesh")
     with torch.device("meta"):

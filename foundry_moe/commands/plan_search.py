@@ -1,0 +1,148 @@
+"""`foundry-moe plan --search`: every mesh of the given GPUs, best first, with what the others lose by.
+
+Everything but the mesh's three widths is the run's own: its batch, microbatch, chunks and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foundry_moe.commands.model_shape import ModelShape, planned_moe
+from foundry_moe.commands.plan import Machine, RunPlan, plan_on, shape_of
+from foundry_moe.commands.planned_memory import GIB
+from foundry_moe.config import MeshConfig
+from foundry_moe.parallel.mesh import Mesh, divisors
+from foundry_moe.schema import from_mapping
+
+TIGHT = 0.92  # of the memory: beyond it a mesh fits, but comes behind those with room
+DAY_S, HOUR_S = 86400.0, 3600.0
+_DURATION = re.compile(r"(\d+)(ba|tok|sp)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One mesh. plan: None where it cannot be at all; why: what it loses by, or what is wrong with it."""
+
+    mesh: Mesh
+    plan: RunPlan | None
+    why: str = ""
+    days: float | None = None
+    gpu_hours: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def tight(self) -> bool:
+        return self.plan is not None and any(warning.startswith("tight") for warning in self.plan.warnings)
+
+
+def steps_of(run: Mapping[str, Any], plan: RunPlan) -> float | None:
+    """Steps until `max_duration`; None where that is in epochs, whose length the YAML does not say."""
+    found = _DURATION.fullmatch(str(run.get("max_duration", "")))
+    if found is None:
+        return None
+    number, unit = int(found[1]), found[2]
+    sequences = plan.sequences * plan.mesh.world_size
+    return number / {"ba": 1, "sp": sequences, "tok": plan.step_tokens}[unit]
+
+
+def search_meshes(run: Mapping[str, Any], machine: Machine, shape: ModelShape | None = None) -> list[Found]:
+    """All meshes: those that fit, best first; then those that do not, by what they lack; then those that cannot be.
+
+    Raises:
+        ValueError: no experts, a model that is not read, or keys that cannot be.
+    """
+    moe, keys = planned_moe(run)
+    given = from_mapping(MeshConfig, keys, "mesh")
+    shape = shape_of(run) if shape is None else shape
+    found = []
+    for expert in divisors(moe.num_experts):
+        if machine.gpus % expert:
+            continue
+        for shard in divisors(machine.gpus // expert):
+            mesh = (machine.gpus // expert // shard, shard, expert)
+            widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
+            try:
+                config = replace(given, **widths, spares=False)  # type: ignore[arg-type]
+                plan = plan_on(run, shape, moe, config, machine)
+            except ValueError as error:
+                found.append(Found(mesh=mesh, plan=None, why=str(error)))
+                continue
+            found.append(_costed(run, mesh, plan, machine))
+    fit = sorted((f for f in found if f.fits), key=lambda f: (f.tight, f.plan.time.step_s))  # type: ignore[union-attr]
+    large = sorted((f for f in found if f.plan and not f.fits), key=lambda f: f.plan.memory_bytes)  # type: ignore[union-attr]
+    impossible = [f for f in found if f.plan is None]
+    if fit:
+        best = fit[0].plan
+        assert best is not None
+        fit = [fit[0], *(replace(f, why=_why_slower(f.plan, best, f.tight)) for f in fit[1:] if f.plan)]
+    return [*fit, *large, *impossible]
+
+
+def _costed(run: Mapping[str, Any], mesh: Mesh, plan: RunPlan, machine: Machine) -> Found:
+    lacking = plan.memory_bytes - machine.gpu_bytes
+    steps = steps_of(run, plan)
+    seconds = None if steps is None else steps * plan.time.step_s
+    return Found(
+        mesh=mesh,
+        plan=plan,
+        why="" if plan.fits else f"does not fit by {lacking / GIB:.1f} GiB",
+        days=None if seconds is None else seconds / DAY_S,
+        gpu_hours=None if seconds is None else seconds * machine.gpus / HOUR_S,
+    )
+
+
+def _why_slower(plan: RunPlan, best: RunPlan, tight: bool) -> str:
+    """The part of a step that takes most more than in the best mesh."""
+    more = {name: seconds - best.time.parts.get(name, 0.0) for name, seconds in plan.time.parts.items()}
+    name = max(more, key=lambda part: more[part])
+    room = f"tight, {plan.memory_bytes / GIB:.0f} GiB; " if tight else ""
+    if more[name] < 0.001 * best.time.step_s:
+        return f"{room}as fast"
+    where = ""
+    if name == "all-to-all" and plan.mesh.expert_nodes > 1:
+        where = " between nodes"
+    elif name == "other messages" and plan.time.network_s > best.time.network_s:
+        where = f" ({plan.time.network_s:.2f} s of them between nodes, with what is hidden)"
+    was = best.time.parts.get(name, 0.0)
+    return f"{room}{name}{where} {1e3 * plan.time.parts[name]:.0f} ms, not {1e3 * was:.0f}"
+
+
+def format_search(found: list[Found], run_mesh: Mesh, machine: Machine) -> str:
+    """The table as text. run_mesh: that of the YAML, which is marked."""
+    lines = [
+        f"meshes of {machine.gpus} GPUs ({machine.gpus_per_node} a node), best first; * is the run's own:",
+        "   replicate shard expert      GiB  tokens/s a GPU   step s      days  GPU hours",
+    ]
+    lines += [_line(entry, run_mesh) for entry in found]
+    if not any(entry.fits for entry in found):
+        lines.append("  none fits: a smaller device_train_microbatch_size or activation checkpointing would help")
+    constants = machine.constants
+    lines += [
+        f"estimated with constants of {constants.device} ({constants.source}); assumed, not measured: "
+        f"{', '.join(constants.assumed) or 'nothing'};",
+        f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s a GPU, "
+        + (f"skew {machine.skew:g}" if machine.skew > 1 else "loads as a balance loss makes them")
+        + ", no stalls, data always there, checkpoints and restarts not counted"
+        + ("; days and GPU hours need max_duration in ba, sp or tok" if all(f.days is None for f in found) else ""),
+    ]
+    return "\n".join(lines)
+
+
+def _line(entry: Found, run_mesh: Mesh) -> str:
+    mark = "*" if entry.mesh == run_mesh else " "
+    widths = "{:11} {:5} {:6}".format(*entry.mesh)
+    if entry.plan is None:
+        return f"{mark}{widths}        -  cannot be: {entry.why}"
+    size, time = entry.plan.memory_bytes / GIB, entry.plan.time
+    if not entry.fits:
+        return f"{mark}{widths} {size:8.1f}  {entry.why}"
+    days = "?" if entry.days is None else f"{entry.days:.2f}"
+    hours = "?" if entry.gpu_hours is None else f"{entry.gpu_hours:,.0f}"
+    speed = f"{time.tokens_per_s:15,.0f} {time.step_s:8.3f}"
+    return f"{mark}{widths} {size:8.1f} {speed} {days:>9} {hours:>10}  {entry.why}".rstrip()

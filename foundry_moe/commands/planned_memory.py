@@ -1,0 +1,71 @@
+"""Bytes on one GPU at the worst moment of a step, by what they are for.
+
+Letters: D, F, E, K, V as in model_shape.py; T tokens of a GPU's microbatch.
+"""
+
+from __future__ import annotations
+
+from foundry_moe.commands.model_shape import ModelShape
+from foundry_moe.commands.planned_step import Step, ranks_per_token
+from foundry_moe.parallel.mesh import MeshPlan
+
+GIB = 2**30
+CONTEXT_BYTES = int(1.0 * GIB)  # an allowance for what CUDA and NCCL take beside the allocator
+
+
+def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]:
+    """Bytes on one GPU at the worst moment of a step: what torch has allocated, and CUDA's and NCCL's own.
+
+    Against five runs of OLMoE's shape on H200s: within 2% (benchmarks/RESULTS.md).
+    """
+    tokens, width = step.tokens, step.width
+    held = shape.dense / mesh.dense_shard + shape.experts / (mesh.shard * mesh.expert)
+    layer = _saved_by_layer(shape, mesh, step)
+    if step.checkpointed:
+        saved = shape.layers * tokens * shape.d_model * width + layer
+    else:
+        saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * _saved_by_dense(shape, tokens, width)
+    # two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and
+    # one layer's activations. Gradients of earlier microbatches are there at both.
+    logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
+    kept = shape.dense + shape.experts / mesh.expert if step.reductions < step.microbatches else held
+    at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
+    unit = shape.experts_a_layer / mesh.expert + shape.moe_block
+    # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
+    at_end = 4 * held + layer + (2 * width + width + 4) * unit
+    if step.chunks > 1:  # each chunk's gradient of experts is added to the others'
+        at_end += width * shape.experts_a_layer / mesh.expert
+    gathered = width * (shape.total if mesh.world_size == 1 else shape.outside_blocks)
+    return {
+        "weights": 4 * held,
+        "optimizer": step.state * held,
+        "gathered weights": gathered,
+        "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
+        "CUDA and NCCL": CONTEXT_BYTES,
+    }
+
+
+def _saved_by_attention(shape: ModelShape, tokens: int, width: int) -> float:
+    """Input, norm, queries, keys and values before and after positions, and the output."""
+    return tokens * width * (2 * shape.d_model + 2 * shape.query_width + 4 * shape.key_width)
+
+
+def _saved_by_dense(shape: ModelShape, tokens: int, width: int) -> float:
+    ffn = 2 * shape.d_model + 2 * (shape.ffn_matrices - 1) * shape.ffn_hidden
+    return _saved_by_attention(shape, tokens, width) + tokens * width * ffn
+
+
+def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
+    """What the backward pass of a block with experts needs of T tokens."""
+    tokens, width = step.tokens, step.width
+    d, k = shape.d_model, shape.top_k
+    f = shape.widest_expert  # block-sparse: of different widths, all rows have room for the widest
+    received = step.skew * ranks_per_token(shape.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
+    hidden = shape.expert_matrices - 1
+    if step.backend in ("grouped", "reference"):
+        rows = step.skew * k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
+    else:
+        rows = 0 if step.memory == "recompute" else step.skew * k * hidden * f  # block-sparse: pre-activations alone
+    numbers = 2 * d + received * d + rows + 2 * hidden * shape.shared_hidden
+    router = 4 * d + 4 * 3 * shape.num_experts  # fp32 copy of the input; logits, probabilities, sorted ones
+    return _saved_by_attention(shape, tokens, width) + tokens * (width * numbers + router)

@@ -1,0 +1,157 @@
+"""`foundry-moe plan --search`, `--skew` and `--json`: every mesh, best first, and what the others lose by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundry_moe.cli import parse
+from foundry_moe.commands import plan_command as module
+from foundry_moe.commands.plan import Machine, plan_run
+from foundry_moe.commands.plan_search import format_search, search_meshes, steps_of
+from foundry_moe.commands.planned_memory import GIB
+from tests.commands.test_plan import ROOT, load
+
+pytestmark = pytest.mark.quick
+
+BENCH = "yamls/bench/olmoe_1b_7b.yaml"
+
+
+def four(gib: float = 141, **keys: Any) -> Machine:
+    return Machine(gpus=4, gpus_per_node=4, gpu_bytes=gib * GIB, **keys)
+
+
+def test_every_mesh_is_found_once_and_the_fastest_that_fits_comes_first() -> None:
+    found = search_meshes(load(BENCH), four(gib=80))
+    assert sorted(entry.mesh for entry in found) == [
+        *((1, 1, 4), (1, 2, 2), (1, 4, 1)),
+        *((2, 1, 2), (2, 2, 1), (4, 1, 1)),
+    ]
+    fit = [entry for entry in found if entry.fits]
+    assert fit == found[: len(fit)] and 1 < len(fit) < len(found)
+    speeds = [entry.plan.time.tokens_per_s for entry in fit if entry.plan and not entry.tight]
+    assert speeds == sorted(speeds, reverse=True)
+    assert fit[0].why == "" and all(entry.why for entry in found[1:])
+    (large,) = (entry for entry in found if entry.mesh == (4, 1, 1))
+    assert large.plan is not None
+    assert large.why == f"does not fit by {large.plan.memory_bytes / GIB - 80:.1f} GiB"
+
+
+def test_experts_over_two_nodes_lose_by_their_all_to_all() -> None:
+    run = load(BENCH, global_train_batch_size=64)
+    found = search_meshes(run, Machine(gpus=16, gpus_per_node=8, gpu_bytes=141 * GIB))
+    (across,) = (entry for entry in found if entry.mesh == (1, 1, 16))
+    assert "all-to-all between nodes" in across.why
+    assert found[0].mesh[2] <= 8
+
+
+def test_what_a_mesh_cannot_be_stands_beside_it() -> None:
+    run = load(BENCH, model__moe__expert_hidden_size=1026)
+    found = search_meshes(run, four())
+    (cut,) = (entry for entry in found if entry.mesh == (1, 4, 1))
+    assert cut.plan is not None  # whole experts are cut where they are not divided
+    (uneven,) = (entry for entry in search_meshes(load(BENCH, model__moe__expert_hidden_size=1023), four()) if
+                 entry.mesh == (1, 2, 2))  # fmt: skip
+    assert uneven.plan is None and "must divide expert_hidden_size (1023)" in uneven.why
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps"), [("100ba", 100), ("1600sp", 100), (f"{16 * 4096 * 50}tok", 50), ("1ep", None), (3, None)]
+)
+def test_days_are_those_of_all_steps_to_max_duration(duration: object, steps: float | None) -> None:
+    run = load(BENCH, max_duration=duration)
+    assert steps_of(run, plan_run(run, four())) == steps
+    best = search_meshes(run, four())[0]
+    assert best.plan is not None
+    if steps is None:
+        assert best.days is None and best.gpu_hours is None
+        assert "need max_duration in ba, sp or tok" in format_search(search_meshes(run, four()), (1, 1, 4), four())
+    else:
+        assert best.days == pytest.approx(steps * best.plan.time.step_s / 86400)
+        assert best.gpu_hours == pytest.approx(4 * 24 * best.days)
+
+
+def test_skew_takes_memory_and_time_where_experts_are_divided_and_nothing_where_not() -> None:
+    def plans(mesh: dict[str, int]) -> list[Any]:
+        return [plan_run(load(BENCH, model__moe__mesh=mesh), four(skew=skew)) for skew in (1.0, 2.0, 4.0, 100.0)]
+
+    one, two, all_, more = plans({"expert": 4})
+    assert one.memory_bytes < two.memory_bytes < all_.memory_bytes == more.memory_bytes
+    assert one.time.step_s < two.time.step_s < all_.time.step_s and more.skew == 4
+    # rows of 16 layers: what came, and pre-activations of gate and up, for three means more of T tokens
+    rows = 3 * 16 * 16384 * (2.74 / 0.75 * 2048 + 8 * 2 * 1024) * 2
+    assert all_.memory_bytes - one.memory_bytes == pytest.approx(rows, rel=0.01)
+    even, skewed = plans({"expert": 1})[0::2]
+    assert even.memory == skewed.memory and even.time == skewed.time
+    with pytest.raises(ValueError, match=r"--skew \(0.5\) must be 1 or more"):
+        four(skew=0.5)
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    arguments = parse(["plan", str(ROOT / BENCH), "--gpus", "4", "--gpus-per-node", "4", "--chip", "h200", *words])
+    code = arguments.run(arguments)
+    return code, capsys.readouterr().out
+
+
+def test_json_has_the_plan_and_with_search_and_restart_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--gpu-memory-gib", "141"]
+    code, text = command(capsys, *memory, "--json")
+    plan = json.loads(text)
+    assert code == 0 and "search" not in plan and "restart" not in plan
+    assert sum(plan["memory_bytes"].values()) == pytest.approx(plan["memory_total_bytes"])
+    assert sum(plan["time_s"].values()) == pytest.approx(plan["step_s"])
+    assert plan["mesh"] == {"replicate": 1, "shard": 1, "expert": 4} and plan["fits"] is True
+    assert plan["tokens_per_s_per_gpu"] == pytest.approx(4 * 4096 / plan["step_s"])
+    code, text = command(capsys, *memory, "--json", "--search", "--restart", "--skew", "2")
+    more = json.loads(text)
+    assert more["skew"] == 2 and more["step_s"] > plan["step_s"]
+    assert len(more["search"]) == 6 and more["search"][0]["fits"] and more["search"][0]["gpu_hours"] > 0
+    assert more["restart"]["total_s"] == pytest.approx(sum(more["restart"]["parts_s"].values()))
+
+
+def test_code_says_whether_the_run_fits_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = command(capsys, "--gpu-memory-gib", "24", "--json", "--search")
+    found = json.loads(text)
+    assert code == 1 and not found["fits"] and not any(entry["fits"] for entry in found["search"])
+    assert "none fits" in command(capsys, "--gpu-memory-gib", "24", "--search")[1]
+
+
+def test_the_table_marks_the_runs_own_mesh_and_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = command(capsys, "--search", "--gpu-memory-gib", "141")[1]
+    (own,) = (line for line in text.splitlines() if line.startswith("*"))
+    assert own.split()[1:4] == ["1", "1", "4"]
+    assert "NVIDIA H200" in text and "GB/s a GPU" in text and "assumed, not measured: launch_s" in text
+
+
+def test_a_run_is_read_and_planned_once_with_restart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {"load_run": 0, "plan_run": 0}
+
+    def counted(name: str) -> Any:
+        function = getattr(module, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(module, name, counted(name))
+    command(capsys, "--restart", "--search")
+    assert calls == {"load_run": 1, "plan_run": 1}
+
+
+def test_constants_of_a_file_make_the_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    values = json.loads((ROOT / "foundry_moe/commands/constants_h200.json").read_text())
+    values["expert_flops_per_s"] = {"1024": 5.68e13}
+    (tmp_path / "slow.json").write_text(json.dumps(values))
+    as_shipped, slow = (
+        json.loads(command(capsys, "--json", *words)[1])["time_s"]["experts"]
+        for words in ([], ["--constants", str(tmp_path / "slow.json")])
+    )
+    assert slow == pytest.approx(10 * as_shipped, rel=0.05)
