@@ -39,6 +39,7 @@ BACKENDS = ("auto", "blocksparse", "grouped", "reference")
 INITS = ("auto", "random", "upcycle")
 MEMORY = ("save", "recompute")
 DROPS = ("position", "weight")
+FREEZABLE = ("router",)
 BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 REDUCE = ("microbatch", "batch")
@@ -159,6 +160,8 @@ class MoEConfig:
     balance_over: the tokens whose loads the balance loss sees: sequence (each by itself, packed documents too) | rank |
         group (ranks that share experts) | microbatch (of all ranks) | batch (all microbatches of a step too, which
         takes one more forward pass if there are several).
+    freeze: parts of the layers that stay as they are: [router], its weights and balancing bias. Its losses still reach
+        what comes before it.
     init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle where
         the dense FFN was loaded, else random). The weights of an MoE block are always kept.
     init_std: standard deviation of random weights; projections back to the residual stream have it
@@ -190,6 +193,7 @@ class MoEConfig:
         default=AUTO, metadata=form("auto, or a mapping such as {balance: 0.01, z: 0.001}")
     )
     balance_over: str = "microbatch"
+    freeze: tuple[str, ...] = field(default=(), metadata=form("a list of parts such as [router]"))
     init: str = AUTO
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
@@ -218,6 +222,8 @@ class MoEConfig:
         one_of("backend", self.backend, BACKENDS)
         one_of("init", self.init, INITS)
         one_of("memory", self.memory, MEMORY)
+        for part in self.freeze:
+            one_of("freeze", part, FREEZABLE)
         if self.init_std <= 0:
             raise ValueError(f"init_std ({self.init_std}) must be above 0")
         self._check_layers()

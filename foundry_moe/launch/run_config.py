@@ -29,7 +29,7 @@ from foundry_moe.config import (
 from foundry_moe.launch.foundry_keys import check_keys
 from foundry_moe.launch.run_values import check_fit, check_values
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
-from foundry_moe.layers.gates.rules import check_gate
+from foundry_moe.layers.gates.rules import check_freeze, check_gate
 from foundry_moe.parallel.mesh import divisors, listed
 from foundry_moe.schema import from_mapping, section
 
@@ -136,6 +136,7 @@ def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
         return None
     check_surroundings(run)
     check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
+    check_freeze(config.gate, config.freeze)
     if "dmoe" not in algorithms and config.init == "upcycle":
         raise ValueError(UPCYCLE_NEEDS_WEIGHTS)
     if model.get("init_device") == "meta" and config.mesh_config is None and "dmoe_mesh" not in algorithms:

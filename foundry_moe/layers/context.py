@@ -114,6 +114,7 @@ class BatchContext:
         self.batch_counts: dict[int, Tensor] = {}
         self._counting = False
         self._keys_T: Tensor | None = None
+        self._packed_BS: Tensor | None = None
         self._loss_scale = torch.ones((), dtype=torch.float64)
 
     def loss_scale(self, device: torch.device) -> Tensor:
@@ -222,16 +223,31 @@ class BatchContext:
         self.batch_counts = {layer: self.sum_over_ranks(c) for layer, c in sorted(self.batch_counts.items())}
 
     def observe(self, model: nn.Module) -> None:
-        """Hooks the first module of `model` whose forward takes `input_ids`, to note ids and padding of each batch."""
+        """Hooks the first module of `model` whose forward takes `input_ids`, to note ids and padding of each batch.
+
+        A trainer's model around it that takes a `batch` is hooked too: it drops what the inner one does not take.
+        """
         for module in model.modules():
-            if "input_ids" in signature(module.forward).parameters:
+            names = signature(module.forward).parameters
+            if "input_ids" in names:
                 module.register_forward_pre_hook(self._note_batch, with_kwargs=True)
                 return
+            if "batch" in names:
+                module.register_forward_pre_hook(self._note_packing, with_kwargs=True)
+
+    def _note_packing(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        batch = signature(module.forward).bind_partial(*args, **kwargs).arguments.get("batch")
+        found = batch.get("sequence_id") if isinstance(batch, Mapping) else None
+        self._packed_BS = found if isinstance(found, Tensor) else None
 
     def _note_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         bound = signature(module.forward).bind_partial(*args, **kwargs).arguments
         found = (bound.get(name) for name in ("input_ids", "attention_mask", "sequence_id"))
-        self.note(*(value if isinstance(value, Tensor) else None for value in found))
+        ids, mask, packed = (value if isinstance(value, Tensor) else None for value in found)
+        around, self._packed_BS = self._packed_BS, None  # of this call alone
+        if packed is None and around is not None and ids is not None and around.shape == ids.shape:
+            packed = around
+        self.note(ids, mask, packed)
 
     def note(
         self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None, sequence_id_BS: Tensor | None = None

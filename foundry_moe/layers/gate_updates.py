@@ -16,7 +16,7 @@ from foundry_moe.layers.schedule import Progress
 
 def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:
     """The loads counted so far, for `step_gates`; call it before the first microbatch of a step."""
-    return [layer.statistics.counts_E.clone() for layer in layers if layer.gate.learns_from_loads]
+    return [layer.statistics.counts_E.clone() for layer in layers if layer.learns_from_loads]
 
 
 def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: Progress) -> None:
@@ -25,7 +25,7 @@ def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: P
     Args:
         before: from `note_loads`.
     """
-    layers = [layer for layer in layers if layer.gate.learns_from_loads]
+    layers = [layer for layer in layers if layer.learns_from_loads]
     if not layers:
         return
     counts = [

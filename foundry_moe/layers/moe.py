@@ -17,7 +17,7 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts, SharedExpert
 from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Choices
-from foundry_moe.layers.gates.rules import resolve_losses
+from foundry_moe.layers.gates.rules import no_router, resolve_losses
 from foundry_moe.layers.losses import router_entropy
 from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
@@ -45,8 +45,8 @@ class MoELayer(nn.Module):
     sources: where the layer's weights come from, for whoever has drawn them on the meta device and fills them.
 
     Raises:
-        ValueError: `auto` for the experts' width or activation; an unknown gate or key, or a loss that the gate does
-            not have.
+        ValueError: `auto` for the experts' width or activation; an unknown gate or key, a loss that the gate does
+            not have, or a router to freeze that it does not have.
     """
 
     def __init__(
@@ -86,6 +86,10 @@ class MoELayer(nn.Module):
             config.gate, d_model=d_model, num_experts=config.num_experts, top_k=config.top_k, **placement
         )
         computed = {"backend": config.backend, "memory": config.memory, **expert}
+        if "router" in config.freeze:
+            if next(self.gate.parameters(), None) is None:
+                raise no_router(config.gate["name"])
+            self.gate.requires_grad_(False)
         self.experts: Experts | MixedExperts
         if isinstance(config.expert_hidden_size, tuple):
             self.experts = MixedExperts(widths=config.expert_hidden_size, **computed)
@@ -110,6 +114,11 @@ class MoELayer(nn.Module):
         self.context = BatchContext() if context is None else context
         if context is None and torch.device(device or "cpu").type != "meta":
             self.reset_parameters()
+
+    @property
+    def learns_from_loads(self) -> bool:
+        """Whether the gate has a step of its own after each of the optimizer's."""
+        return self.gate.learns_from_loads and "router" not in self.config.freeze
 
     def measure_router(self) -> None:
         """Notes `router_entropy` in the statistics from the next microbatch on; NaN for a gate without logits."""

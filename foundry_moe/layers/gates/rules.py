@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from foundry_moe.layers.gates.keys import KEYS
+from foundry_moe.layers.gates.keys import KEYS, LinearKeys
 from foundry_moe.schema import from_mapping, nearest
 
 # of entry points, for gates of other packages; one of the name of a gate of ours wins
@@ -41,6 +41,18 @@ def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *
     parsed = from_mapping(KEYS[name], keys, "gate")
     parsed.check(num_experts, top_k)
     parsed.check_losses(names, num_experts, top_k)
+
+
+def check_freeze(settings: Mapping[str, Any], freeze: Collection[str]) -> None:
+    """Raises ValueError where `freeze` names the router of a gate of ours that has none."""
+    keys = KEYS.get(settings["name"])
+    if "router" in freeze and keys is not None and not issubclass(keys, LinearKeys):
+        raise no_router(settings["name"])
+
+
+def no_router(name: str) -> ValueError:
+    """The error for `freeze: [router]` with a gate without parameters."""
+    return ValueError(f"freeze (router): gate {name} has no weights that could be frozen; take it out")
 
 
 def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:

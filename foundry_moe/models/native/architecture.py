@@ -19,7 +19,7 @@ from foundry_moe.schema import from_mapping
 
 KEY = "architecture"  # of a checkpoint's `info`
 # of `MoEConfig`, what says nothing of the function that saved weights are
-_OF_THE_RUN = ("layers", "loss", "balance_over", "init", "backend", "memory", "mesh")
+_OF_THE_RUN = ("layers", "loss", "balance_over", "freeze", "init", "backend", "memory", "mesh")
 
 
 @dataclass(frozen=True, kw_only=True)
