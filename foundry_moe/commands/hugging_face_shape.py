@@ -48,7 +48,13 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
     around = sum(_count(built.get_submodule(name.rpartition(".")[0])) for name in blocks)
     inside = sum(_count(built.get_submodule(name)) for name in blocks)
     heads = config.num_attention_heads
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # DeepSeek's head_dim is that of positions alone; its keys are expanded to all heads
+    head_width = (
+        getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
+    # DBRX has its heads of keys in a configuration of its own
+    attention = getattr(config, "attn_config", None)
+    key_heads = getattr(config, "num_key_value_heads", None) or getattr(attention, "kv_n_heads", None) or heads
     width = first.config.expert_hidden_size
     assert isinstance(width, int)
     return ModelShape(
@@ -57,7 +63,7 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
         d_model=config.hidden_size,
         n_heads=heads,
         head_width=head_width,
-        key_width=head_width * (getattr(config, "num_key_value_heads", None) or heads),
+        key_width=head_width * key_heads,
         vocab_size=config.vocab_size,
         sequence=int(run.get("max_seq_len") or 2048),
         tied=bool(config.tie_word_embeddings),

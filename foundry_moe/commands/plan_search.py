@@ -110,7 +110,7 @@ def _why_slower(plan: RunPlan, best: RunPlan, tight: bool) -> str:
     elif name == "other messages" and plan.time.network_s > best.time.network_s:
         where = f" ({plan.time.network_s:.2f} s of them between nodes, with what is hidden)"
     was = best.time.parts.get(name, 0.0)
-    return f"{room}{name}{where} {1e3 * plan.time.parts[name]:.0f} ms, not {1e3 * was:.0f}"
+    return f"{room}{name}{where} {plan.time.parts[name]:.3g} s, not {was:.3g}"
 
 
 def format_search(found: list[Found], run_mesh: Mesh, machine: Machine) -> str:

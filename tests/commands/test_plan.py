@@ -30,6 +30,8 @@ RUNS = {
     "yamls/pretrain/4gpu.yaml": (4, 4, 141),
     "yamls/pretrain/8gpu.yaml": (8, 8, 80),
     "yamls/cluster/64x8gpu.yaml": (512, 8, 80),
+    "yamls/cluster/olmoe_1b_7b.yaml": (8, 8, 80),
+    "yamls/cluster/qwen3_30b_a3b.yaml": (64, 8, 80),
 }
 
 
@@ -245,7 +247,7 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits() -> None:
     machine = ["--gpus", "512", "--gpus-per-node", "8"]
     fits = subprocess.run([*command, *machine], capture_output=True, text=True, cwd=ROOT, check=False)
     assert fits.returncode == 0, fits.stderr
-    assert "replicate 8 x shard 8 x expert 8 = 512 GPUs on 64 nodes" in fits.stdout
+    assert "replicate 8 x shard 32 x expert 2 = 512 GPUs on 64 nodes" in fits.stdout
     small = subprocess.run(
         [*command, *machine, "--gpu-memory-gib", "24"], capture_output=True, text=True, cwd=ROOT, check=False
     )

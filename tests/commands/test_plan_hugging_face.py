@@ -14,10 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.commands.hugging_face_shape import count_shape
 from foundry_moe.commands.plan import Machine, plan_run
+from foundry_moe.commands.plan_search import search_meshes
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.conversion import apply_dmoe
+from foundry_moe.models.families import family_of
 from foundry_moe.schema import from_mapping
+from tests.models.families.small import MODEL_TYPES, small
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -76,6 +79,31 @@ def test_parameters_are_those_of_the_model_that_training_makes(kind: str, tmp_pa
         4 if kind == "olmoe" else len(layers)
     )
     assert 0 < shape.active < shape.total and shape.tied == (kind == "qwen3_moe")
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_every_moe_family_is_planned_from_its_configuration_alone(kind: str, tmp_path: Path) -> None:
+    model = small(kind)
+    model.config.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if "generation" not in path.name] == ["config.json"]
+    blocks = family_of(model.config).read(model.config)
+    run = run_of(tmp_path, {"num_experts": blocks.num_experts, "top_k": blocks.top_k})
+    run["algorithms"]["dmoe"]["mesh"] = {"expert": 1}
+    plan = plan_run(run, Machine(gpus=2, gpus_per_node=2, gpu_bytes=80e9))
+    shape = plan.shape
+    layers = apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
+    assert shape.total == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.experts == sum(p.numel() for layer in layers for p in layer.experts.parameters())
+    assert shape.moe_layers == len(blocks.layers) and plan.time.step_s > 0
+    # four heads of 8; DeepSeek's keys and values have as many, the others' two
+    assert (shape.query_width, shape.key_width) == (32, 32 if kind == "deepseek_v3" else 16)
+
+
+def test_an_upcycled_dense_model_is_planned_with_all_that_search_and_skew_say(tmp_path: Path) -> None:
+    run = run_of(folder_of("llama", tmp_path), {"num_experts": 4, "top_k": 2, "init": "upcycle"}, pretrained=True)
+    run["max_duration"] = "10ba"
+    found = search_meshes(run, Machine(gpus=4, gpus_per_node=4, gpu_bytes=80e9, skew=2))
+    assert len(found) == 6 and found[0].fits and found[0].gpu_hours is not None
 
 
 def test_plan_of_a_local_folder_takes_overrides_after_gpus(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ CLUSTERS = {
     "pretrain/4gpu": (4, 4),
     "pretrain/8gpu": (8, 8),
     "cluster/64x8gpu": (512, 8),
+    "cluster/olmoe_1b_7b": (8, 8),
+    "cluster/qwen3_30b_a3b": (64, 8),
 }
 
 

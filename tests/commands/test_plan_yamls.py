@@ -1,0 +1,49 @@
+"""The runs in `yamls/` are what the planner would choose: no warning, and next to the best mesh that --search finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foundry_moe.commands.plan import Machine, plan_run, shape_of
+from foundry_moe.commands.plan_search import search_meshes
+from foundry_moe.commands.planned_memory import GIB
+from tests.commands.test_plan import RUNS, load
+
+pytestmark = pytest.mark.quick
+
+SHARD = "model__moe__mesh__shard"
+ONE_NODE = {"model__moe__mesh__expert": 8, SHARD: 1, "device_train_microbatch_size": 1}
+# a run, its GPUs, GPUs a node, GiB of one, and keys that the YAML's first lines give for so many
+SIZES: list[tuple[str, int, int, float, dict[str, Any]]] = [
+    *((path, *machine, {}) for path, machine in RUNS.items()),
+    ("yamls/cluster/64x8gpu.yaml", 448, 8, 80, {}),
+    ("yamls/cluster/olmoe_1b_7b.yaml", 64, 8, 80, {SHARD: 16}),
+    ("yamls/cluster/olmoe_1b_7b.yaml", 512, 8, 80, {SHARD: 32}),
+    ("yamls/cluster/qwen3_30b_a3b.yaml", 8, 8, 80, ONE_NODE),
+    ("yamls/cluster/qwen3_30b_a3b.yaml", 512, 8, 80, {SHARD: 32}),
+]
+
+
+@pytest.mark.parametrize(("path", "gpus", "per_node", "gib", "keys"), SIZES, ids=lambda value: str(value)[:40])
+def test_a_run_has_no_warning_and_is_within_3_percent_of_the_best_mesh(
+    path: str, gpus: int, per_node: int, gib: float, keys: dict[str, Any]
+) -> None:
+    run = load(path, **keys)
+    machine = Machine(gpus=gpus, gpus_per_node=per_node, gpu_bytes=gib * GIB)
+    shape = shape_of(run)
+    plan = plan_run(run, machine, shape)
+    assert not plan.warnings and not plan.spares
+    best = search_meshes(run, machine, shape)[0].plan
+    assert best is not None and plan.time.step_s <= 1.03 * best.time.step_s
+
+
+def test_what_the_first_lines_of_a_run_say_of_other_sizes_is_what_is_planned_here() -> None:
+    from tests.commands.test_plan import ROOT
+
+    for path, gpus, per_node, _, keys in SIZES:
+        if keys:
+            words = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
+            nodes = {1: "one node", 8: "8 nodes", 64: "64 nodes"}[gpus // per_node]
+            assert f"{nodes}: {' '.join(words)}" in (ROOT / path).read_text()
