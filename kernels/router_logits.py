@@ -9,7 +9,6 @@ Shapes: T tokens, D model width, E experts, S spans of tokens, P parts of an fp3
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ import triton.language as tl
 from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.noise import jitter_column, jitter_row, jittered, step_of
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
+from foundry_moe_kernels.sparse_tiles import shared_bytes
 from torch import Tensor
 
 
@@ -209,13 +209,9 @@ def _expert_block(experts: int, most: int) -> int:
     return min(max(next_power_of_2(experts), 16), most)
 
 
-@functools.cache
 def _most_experts(device: torch.device) -> int:
     """That a program of the first two products takes: 128 need 128 KiB of shared memory, and Ada has 99."""
-    if device.type != "cuda":
-        return 128
-    properties = torch.cuda.get_device_properties(device)
-    return 128 if properties.shared_memory_per_block_optin >= 2**17 else 64  # type: ignore[attr-defined]
+    return 128 if shared_bytes(device) >= 2**17 else 64
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:

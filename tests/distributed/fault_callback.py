@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -12,13 +13,14 @@ from llmfoundry.registry import callbacks
 
 
 class FailAt(Callback):
-    """On `rank`, before batch `batch`: raises (`kind: raises`) or is killed (`kind: dies`)."""
+    """On `rank`, before batch `batch`: makes the file `fault` and raises (`kind: raises`) or is killed (`kind: dies`)."""
 
-    def __init__(self, kind: str, rank: int, batch: int) -> None:
-        self.kind, self.rank, self.batch = kind, rank, batch
+    def __init__(self, kind: str, rank: int, batch: int, fault: str) -> None:
+        self.kind, self.rank, self.batch, self.fault = kind, rank, batch, Path(fault)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == self.rank and state.timestamp.batch == self.batch:
+            self.fault.touch()
             if self.kind == "raises":
                 raise ValueError("the data of batch 1 is torn")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,11 +260,12 @@ def find_host_synchronisations(layers: int, chunks: int) -> dict[str, list[str]]
     return found
 
 
-def fail(kind: str, rank: int) -> Any:
-    """Ranks exchange tokens for ever; one raises, dies, or stops answering."""
+def fail(kind: str, rank: int, fault: Path) -> Any:
+    """Ranks exchange tokens for ever; one raises, dies, or stops answering, and makes the file `fault` then."""
     all_to_all = FlatAllToAll(dist.group.WORLD)
     for step in range(1_000_000):
         if step == 3 and dist.get_rank() == rank:
+            fault.touch()
             if kind == "raises":
                 raise ValueError("the data of step 3 is torn")
             if kind == "dies":

@@ -19,17 +19,17 @@ from tests.distributed.launching import PRELOAD
 @pytest.mark.parametrize(
     ("kind", "timeout_s", "message"),
     [
-        ("raises", 120.0, "rank 2 of 4 failed:(.|\n)*the data of step 3 is torn"),
-        ("dies", 120.0, "rank 2 of 4 died of SIGKILL"),
+        ("raises", 300.0, "rank 2 of 4 failed:(.|\n)*the data of step 3 is torn"),
+        ("dies", 300.0, "rank 2 of 4 died of SIGKILL"),
         ("hangs", 8.0, "ranks still ran after 8 s|[Tt]imed out"),
     ],
 )
-def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str) -> None:
-    started = time.monotonic()
+def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str, tmp_path: Path) -> None:
+    fault = tmp_path / "fault"
     with pytest.raises(RuntimeError, match=message):
-        run_processes(parity_worker.fail, kind, 2, world_size=4, timeout_s=timeout_s, preload=PRELOAD)
+        run_processes(parity_worker.fail, kind, 2, fault, world_size=4, timeout_s=timeout_s, preload=PRELOAD)
     # raising and dying must not wait for the timeout
-    assert time.monotonic() - started < 60
+    assert kind == "hangs" or time.time() - fault.stat().st_mtime < 60
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("rank")]
 
 
@@ -43,25 +43,25 @@ def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str) 
 def test_a_failing_rank_ends_a_run_under_the_composer_launcher(kind: str, message: str, tmp_path: Path) -> None:
     """Through `composer -n 2 foundry_moe/train.py`: the other rank waits in an all-to-all when the first goes."""
     root = Path(__file__).parents[2]
-    started = time.monotonic()
+    fault = tmp_path / "fault"
     run = subprocess.run(
         [
             *(sys.executable, "-m", "composer.cli.launcher", "-n", "2", "foundry_moe/train.py"),
             "tests/distributed/tiny.yaml",
             "algorithms.dmoe.mesh.expert=2",
             "code_paths=[benchmarks/random_tokens.py,tests/distributed/fault_callback.py]",
-            f"callbacks.fail_at={{kind: {kind}, rank: 1, batch: 1}}",
-            "dist_timeout=60",
+            f"callbacks.fail_at={{kind: {kind}, rank: 1, batch: 1, fault: {fault}}}",
+            "dist_timeout=300",
         ],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
         check=False,
     )
     assert run.returncode != 0
     assert message in run.stdout + run.stderr
     # the launcher ends the other rank: nobody waits for the timeout of a collective
     assert "Timed out" not in run.stdout + run.stderr
-    assert time.monotonic() - started < 180
+    assert time.time() - fault.stat().st_mtime < 150

@@ -1,12 +1,25 @@
 """Compiles kernels for a GPU that is not here, in a process of its own: the tests' own process interprets them."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from foundry_moe_kernels.sparse_tiles import SHARED_BYTES
+
+ROOT = Path(__file__).parents[2]
+# Of every capability here (CUDA programming guide, table of technical specifications)
+REGISTERS_OF_THREAD, REGISTERS_OF_BLOCK = 255, 64 * 1024
 
 DRIVER = """
+import json, re, subprocess, tempfile
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
 
 class Driver:
@@ -16,14 +29,71 @@ class Driver:
 
 
 triton.runtime.driver.set_active(Driver())
+run = JITFunction.run
+
+
+def report(self, *args, grid, warmup, **options):
+    kernel = run(self, *args, grid=grid, warmup=True, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack, local = re.search(
+        r"REG:(\\d+) STACK:(\\d+) .*LOCAL:(\\d+)", usage.stdout + usage.stderr
+    ).groups()
+    # what a launch asks for, and what specialised warps may take
+    bound = re.search(r"\\.reqntid (\\d+)|\\.maxntid (\\d+)", kernel.asm["ptx"])
+    print(json.dumps({
+        "name": f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}",
+        "activation": bool(options.get("ACT")),
+        "shared": kernel.metadata.shared,
+        "registers": int(registers),
+        "threads": int(bound[1] or bound[2]),
+        "stack": max(int(stack), int(local)),
+        "hopper_products": kernel.asm["ptx"].count("wgmma.mma_async"),
+    }))
+
+
+JITFunction.run = report
 """
 
 
-def run_for(capability: int, script: str) -> list[str]:
-    """The lines that a script prints for which Triton's device has this capability (90: Hopper); it can't launch."""
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One compiled kernel: `module.function`, bytes of shared memory, registers and bytes of stack a thread."""
+
+    name: str
+    activation: bool
+    shared: int
+    registers: int
+    threads: int
+    stack: int
+    hopper_products: int
+
+
+def compile_for(capability: int, script: str) -> list[Compiled]:
+    """What a script launches, for a chip of this capability (90: Hopper): it is compiled, and never runs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["FOUNDRY_MOE_DIRECT_LAUNCH"] = "0"  # asks for no device
-    words = [sys.executable, "-c", DRIVER.format(capability=capability) + script]
-    result = subprocess.run(words, capture_output=True, text=True, env=environment)
+    words = [sys.executable, "-c", DRIVER.replace("{capability}", str(capability)) + script]
+    result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout.splitlines()
+    return [Compiled(**json.loads(line)) for line in result.stdout.splitlines()]
+
+
+def misfits(kernels: list[Compiled], capability: int, spilled: Callable[[Compiled], int] = lambda _: 0) -> list[str]:
+    """A sentence for each kernel that the chip would not launch, or that keeps in memory what registers should hold.
+
+    Args:
+        spilled: bytes that a thread of a kernel may have on its stack.
+    """
+    sentences = []
+    for kernel in kernels:
+        where, limit = f"sm_{capability}: {kernel.name}", SHARED_BYTES[capability]
+        if kernel.shared > limit:
+            sentences.append(f"{where} takes {kernel.shared} bytes of shared memory, of {limit}")
+        if kernel.registers > REGISTERS_OF_THREAD or kernel.registers * kernel.threads > REGISTERS_OF_BLOCK:
+            sentences.append(f"{where} takes {kernel.registers} registers in each of {kernel.threads} threads")
+        if kernel.stack > spilled(kernel):
+            sentences.append(f"{where}: {kernel.registers} registers, {kernel.stack} bytes of stack")
+    return sentences

@@ -5,36 +5,14 @@ import torch
 import triton
 from foundry_moe_kernels import expert_products as ep
 
-from tests.kernels.compiling import run_for
+from tests.kernels.compiling import compile_for, misfits
 
 COMPILE = """
-import re, subprocess, tempfile
 import torch
-from pathlib import Path
-from foundry_moe_kernels import descriptors, expert_products as ep, hopper_inner, hopper_products
+from foundry_moe_kernels import descriptors, expert_products as ep
 from foundry_moe_kernels.tuning import Tile
 
-
-class Compiled:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: report(self.kernel.warmup(*args, grid=grid, **options))
-
-
-def report(kernel):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    stack, local = re.search(r"STACK:(\\d+) .*LOCAL:(\\d+)", usage.stdout + usage.stderr).groups()
-    print(kernel.asm["ptx"].count("wgmma.mma_async"), stack, local, kernel.metadata.shared)
-
-
 descriptors.specialised_supported = lambda device: True
-hopper_products.rows_kernel = Compiled(hopper_products.rows_kernel)
-hopper_inner.inner_kernel = Compiled(hopper_inner.inner_kernel)
 x, h, both = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 512), (256, 1024), (2, 2, 1024, 512)))
 w, v = both
 rows = ep.RaggedRows(
@@ -88,9 +66,7 @@ def test_last_tile_is_as_narrow_as_what_is_left():
     reason="the specialised kernels run with Triton 3.6 alone: Gluon is an experiment that each version changes",
 )
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
-    kernels = [[int(word) for word in line.split()] for line in run_for(90, COMPILE)]
+    kernels = compile_for(90, COMPILE)
     # four instructions a step of 64 in each of two halves, and as many for a narrow last tile
-    assert [products for products, *_ in kernels] == [8] * 6 + [16] * 4
-    for _, stack, local, shared in kernels:
-        assert stack == local == 0
-        assert shared <= 227 * 1024
+    assert [kernel.hopper_products for kernel in kernels] == [8] * 6 + [16] * 4
+    assert not misfits(kernels, 90)

@@ -8,8 +8,6 @@ import torch
 from foundry_moe_kernels import router_logits
 from foundry_moe_kernels.router_logits import Jitter
 
-from tests.kernels.compiling import run_for
-
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -68,27 +66,3 @@ def test_scores_and_gradients_with_jitter_inside(tokens, width, experts, weight_
         if truth.numel():
             error = (ours.cpu().double() - truth).abs().max() / truth.abs().max().clamp(min=1e-20)
             assert error < (half_unit if rounded else 5e-6), float(error)
-
-
-COMPILE = """
-import torch
-from types import SimpleNamespace
-
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
-from foundry_moe_kernels import router_logits
-
-most = router_logits._most_experts(torch.device("cuda"))
-router_logits._most_experts = lambda device: most
-router_logits.launch = lambda kernel, grid, *args, **constants: print(
-    kernel.warmup(*args, grid=grid, **constants).metadata.shared
-)
-x, w, d = torch.zeros(64, 256, dtype=torch.bfloat16), torch.zeros(130, 256), torch.zeros(64, 130)
-router_logits.router_logits(x, w)
-router_logits.input_gradient(d, w, None, x.dtype)
-router_logits.weight_gradient(d, x, None, w.dtype)
-"""
-
-
-def test_many_experts_fit_the_shared_memory_of_small_gpus():
-    sizes = [int(line) for line in run_for(89, COMPILE)]
-    assert len(sizes) == 5 and max(sizes) <= 99 * 1024, sizes

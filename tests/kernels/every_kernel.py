@@ -1,0 +1,157 @@
+"""Launches every Triton kernel there is once or more, at a layer's sizes: for `compiling`, where nothing runs."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from importlib import import_module
+
+import foundry_moe_kernels
+import torch
+from foundry_moe_kernels import (
+    assignment,
+    descriptors,
+    dispatch_plan,
+    expert_products,
+    finite,
+    mixed_widths,
+    noise,
+    padded,
+    permute,
+    permute_plan,
+    pointwise,
+    products,
+    router_logits,
+    select_topk,
+    softmax_topk,
+    sparse_tiles,
+    topology,
+)
+from foundry_moe_kernels.tuning import Tile
+from triton.runtime.jit import JITFunction
+
+BLOCK = sparse_tiles.BLOCK
+T, K, D, F, E = 512, 2, 512, 1024, 2
+R = T * K
+HOPPER_ALONE = {"hopper_products", "hopper_inner", "ragged_rows", "ragged_inner"}
+
+
+def kernel_names(capability: int) -> set[str]:
+    """`module.function` of what is launched on such a chip; of the Hopper kernels those without Gluon."""
+    modules = [module.name for module in pkgutil.iter_modules(foundry_moe_kernels.__path__)]
+    plain = descriptors.capability_supported((capability // 10, capability % 10))
+    names = set()
+    for module in modules:
+        if module in HOPPER_ALONE and not (plain and module.startswith("ragged")):
+            continue
+        for name, kernel in inspect.getmembers(import_module(f"foundry_moe_kernels.{module}")):
+            if name.endswith("_kernel") and isinstance(kernel, JITFunction) and kernel.fn.__module__.endswith(module):
+                names.add(f"{module}.{name}")
+    return names
+
+
+def pretend(capability: int) -> None:
+    """Shared memory and tiles are those of this chip."""
+    limit = sparse_tiles.SHARED_BYTES[capability]
+    sparse_tiles.shared_bytes = router_logits.shared_bytes = lambda device: limit
+    sparse_tiles.capability = lambda device: capability
+
+
+def tables() -> tuple[torch.Tensor, topology.Topology, torch.Tensor]:
+    offsets_E = torch.tensor([T, R], dtype=torch.int32)
+    return offsets_E, topology.topology_from_offsets(offsets_E, R, [F] * E, BLOCK), torch.zeros(R, dtype=torch.int32)
+
+
+def launch_products(dtype: torch.dtype, **options: bool) -> None:
+    """SDD, DSD and DDS with every transpose that a layer has; `tf32` is one of the options."""
+    _, t, source_R = tables()
+    x, h, w1, v1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in ((R, D), (R, F), (E, F, D), (E, F, D), (E, D, F)))
+    products.sdd_act(x, (w1, v1), t, "silu", source_R=source_R, choices=K, **options)
+    products.sdd_act(x, (w1,), t, "gelu", source_R=source_R, choices=K, **options)
+    products.dsd(h, w2, t, trans_b=True, **options)
+    products.sdd(x, w2, t, **options)
+    products.dsd((h, h.clone()), (w1, v1), t, **options)
+    products.dsd(h, x, t, trans_s=True, stacked=True, **options)
+    products.dds(x, h, t, trans_a=True, stacked=True, **options)
+
+
+def launch_experts(dtype: torch.dtype) -> None:
+    """What is between the products, for experts of one width and of two."""
+    offsets_E, _, source_R = tables()
+    weights_TK, row_TK = torch.zeros(T, K), torch.zeros(T, K, dtype=torch.int32)
+    x, z, h = (torch.zeros(*shape, dtype=dtype) for shape in ((R, D), (2, R, F), (R, F)))
+    uneven = topology.topology_from_offsets(offsets_E, R, [F, F // 2], BLOCK)
+    products.sdd(x, torch.zeros(D, F + F // 2, dtype=dtype), uneven)
+    values = uneven.values_M.numel() * BLOCK * BLOCK
+    mixed_widths.activation_backward(
+        torch.zeros(values, dtype=dtype), torch.zeros(2, values, dtype=dtype), uneven, "silu", weights_TK, source_R
+    )
+    pointwise.activate(z, offsets_E, "silu")
+    pointwise.activation_backward_(h, z, offsets_E, "silu", weights_TK, source_R)
+    topology.block_row_table(offsets_E, R, BLOCK)
+    permute.permute(x[:T], row_TK, offsets_E)
+    permute.unpermute(x, weights_TK, row_TK)
+    permute.unpermute_backward(x[:T], x, weights_TK, row_TK, offsets_E)
+    permute.gather_dots(torch.zeros(1, R), row_TK, torch.float32)
+    padded.gather(x[:T], source_R, K)
+    bad = torch.zeros(1, dtype=torch.uint8)
+    finite.nonfinite(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), bad, bad, dtype, R * D)
+
+
+def launch_routing(experts: int = 128) -> None:
+    """Gates and tables of rows, with as many experts as a program of the router takes at once."""
+    keys_T, mask_T = torch.zeros(T, dtype=torch.int32), torch.ones(T, dtype=torch.bool)
+    x_TD, weight_ED = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(experts, D)
+    logits_TE = torch.zeros(T, experts)
+    jitter = router_logits.Jitter(keys_T=keys_T, amount=0.01, stream=1)
+    for weight in (weight_ED, weight_ED.bfloat16()):
+        router_logits.router_logits(x_TD, weight, jitter)
+        router_logits.input_gradient(logits_TE, weight, jitter, torch.bfloat16)
+        router_logits.weight_gradient(logits_TE, x_TD, jitter, weight.dtype)
+    noise.uniform(keys_T, experts, 1)
+    noise.jitter(x_TD, keys_T, 0.01, 1)
+    for rule in (softmax_topk.Rule(normalize=True), softmax_topk.Rule(stream=1)):
+        weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number, loss = softmax_topk.softmax_topk(
+            logits_TE, K, rule, mask_T, keys_T, statistics=True, with_balance=True
+        )
+        softmax_topk.softmax_topk_backward(
+            logits_TE, rule, mask_T, experts_TK, wanted_TK, counts_E, number, weights_TK, mean_E, z, loss
+        )
+    many_TE = torch.zeros(65536, experts)  # summed in a launch of its own
+    softmax_topk.softmax_topk(many_TE, K, softmax_topk.Rule(), None, None, statistics=True, with_balance=True)
+    values_TK, experts_TK = select_topk.topk(logits_TE, K, softmax="chosen")
+    select_topk.ranked(logits_TE[:, :16].contiguous(), 16, absent_below_zero=True)
+    select_topk.spread(values_TK, experts_TK, experts)
+    select_topk.keep_largest(logits_TE.t().contiguous(), 8)
+    experts_TK = torch.zeros(T, K, dtype=torch.int64)
+    permute_plan.count_choices(experts_TK, experts, mask_T)
+    permute_plan.plan_permute(experts_TK, experts)
+    padded.Sorted(experts_TK, experts).assign_slots(8)
+    counts_2PH2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
+    dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_2PH2, counts_PN)
+    room_E, expert_T, bid_T = torch.ones(experts, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T)
+    price_E = assignment.ascend(logits_TE, expert_T, torch.zeros(experts), [1.0, 0.5])
+    for final in (False, True):
+        assignment.bid(logits_TE, price_E, room_E, expert_T, bid_T, most=torch.ones(()), epsilon=0.1, final=final)
+    assignment.settle(expert_T, bid_T, room_E, price_E)
+
+
+def launch_tensor_maps(dtype: torch.dtype) -> None:
+    """The Hopper products without Gluon."""
+    offsets_E, _, source_R = tables()
+    rows = expert_products.ragged_rows(offsets_E, R)
+    x, z, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in ((R, D), (2, R, F), (2, E, F, D), (E, D, F)))
+    for tile in (Tile(split=4), Tile(bn=128, split=2, stages=4)):
+        expert_products.up(x, w1[0], w1[1], rows, "silu", tile=tile)
+        expert_products.down_backward_(x, w2, z, rows, "silu", None, source_R, tile=tile)
+        expert_products.rows_product(z, (w1[0], w1[1]), rows, transposed=False, tile=tile)
+        expert_products.weight_gradient(z, x, rows, tile=tile)
+
+
+def launch_all(capability: int) -> None:
+    pretend(capability)
+    launch_products(torch.bfloat16)
+    launch_experts(torch.bfloat16)
+    launch_routing()
+    if descriptors.capability_supported((capability // 10, capability % 10)):
+        launch_tensor_maps(torch.bfloat16)
