@@ -136,6 +136,14 @@ def capability_supported(capability: tuple[int, int]) -> bool:
     return capability[0] == 9 and _triton_version() >= (3, 4)
 
 
+def products_compile(capability: tuple[int, int]) -> bool:
+    """Whether this Triton compiles matrix products for such a GPU at all.
+
+    Before 3.4 it ends in an assertion of its own (AccelerateMatmul: computeCapability not supported) for sm_120.
+    """
+    return capability[0] < 12 or _triton_version() >= (3, 4)
+
+
 @functools.cache
 def specialised_supported(device: torch.device) -> bool:
     """Whether `hopper_products` runs: Hopper with the Triton whose Gluon, still an experiment, it was written in."""
@@ -153,6 +161,7 @@ __all__ = [
     "halves",
     "plane_stride",
     "planes_swapped",
+    "products_compile",
     "ragged_index",
     "ragged_rows",
     "rows",

@@ -9,15 +9,15 @@ Shapes: T tokens, D model width, E experts, S spans of tokens, P parts of an fp3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
+from foundry_moe_kernels import sparse_tiles
 from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.noise import jitter_column, jitter_row, jittered, step_of
 from foundry_moe_kernels.sizes import cdiv, next_power_of_2
-from foundry_moe_kernels.sparse_tiles import shared_bytes
 from torch import Tensor
 
 
@@ -211,7 +211,18 @@ def _expert_block(experts: int, most: int) -> int:
 
 def _most_experts(device: torch.device) -> int:
     """That a program of the first two products takes: 128 need 128 KiB of shared memory, and Ada has 99."""
-    return 128 if shared_bytes(device) >= 2**17 else 64
+    return 128 if sparse_tiles.shared_bytes(device) >= 2**17 else 64
+
+
+def _input_gradient_tile(experts: int, parts: int, device: torch.device) -> tuple[int, _Tile]:
+    """Experts at a time, and the tile, of the input's gradient.
+
+    Where tensor cores read registers, which is neither on Hopper nor on a B200, 128 experts' fp32 weights do not fit
+    them: compiled for an A100, 464 bytes a thread were on the stack, and 5400 with Triton 3.9.
+    """
+    if parts > 1 and experts > 64 and sparse_tiles.capability(device) // 10 not in (9, 10):
+        return 64, replace(_INPUT_GRADIENT, columns=32, warps=8)
+    return _expert_block(experts, _most_experts(device)), _INPUT_GRADIENT
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
@@ -243,12 +254,12 @@ def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None,
     width = weight_ED.shape[1]
     dx_TD = torch.empty(tokens, width, dtype=dtype, device=dlogits_TE.device)
     if dx_TD.numel():
-        tile = _INPUT_GRADIENT
-        block = _expert_block(experts, _most_experts(dlogits_TE.device))
+        parts = _parts(weight_ED, dtype, 2)
+        block, tile = _input_gradient_tile(experts, parts, dlogits_TE.device)
         launch(
             _input_gradient_kernel, (cdiv(width, tile.span), cdiv(tokens, tile.tokens)),
             dlogits_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,
-            JITTER=jitter is not None, PACKED=_packed(dx_TD), PARTS=_parts(weight_ED, dtype, 2),
+            JITTER=jitter is not None, PACKED=_packed(dx_TD), PARTS=parts,
             WHOLE=experts <= block, SPAN=tile.span,
             BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

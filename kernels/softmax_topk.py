@@ -195,7 +195,7 @@ def _softmax_topk_backward_kernel(
         value = tl.sum(tl.where(here, dweights, 0.0), axis=1)
         dprobs += tl.where(expert[:, None] == e[None, :], value[:, None], 0.0)
     dlse = tl.zeros((TOKENS,), tl.float32)
-    if MEAN or Z or BALANCE:
+    if MEAN or (Z or BALANCE):  # Triton 3.3 takes no chain
         share = _real(mask_ptr, t, tokens, MASKED) / tl.load(number_ptr)
     if MEAN:
         dmean = tl.load(dmean_ptr + e, mask=e < num_experts, other=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+from foundry_moe_kernels.descriptors import products_compile
 
 from foundry_moe.ops.expert_steps import why_portable
 from foundry_moe.ops.mlp import choose_backend
@@ -31,8 +32,15 @@ def describe_backend(
         capability: of a CUDA device that need not be here; default: the device's own.
 
     Raises:
-        ValueError: the backend that is asked for cannot run there.
+        ValueError: the backend that is asked for cannot run there, or no product, a router's either.
     """
+    if device.type == "cuda":
+        major, minor = capability or torch.cuda.get_device_capability(device)
+        if not products_compile((major, minor)):
+            raise ValueError(
+                f"Triton {triton.__version__} compiles no matrix products for this GPU (sm_{major}{minor}): use the "
+                "modern stack (uv pip install --override requirements/modern.txt .)"
+            )
     if capacity is not None:
         return f"batched products over slots, as capacity ({capacity}) asks; backend is for dropless layers"
     chosen = choose_backend(backend, device, dtype, capability)

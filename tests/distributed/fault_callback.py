@@ -13,7 +13,7 @@ from llmfoundry.registry import callbacks
 
 
 class FailAt(Callback):
-    """On `rank`, before batch `batch`: makes the file `fault` and raises (`kind: raises`) or is killed (`kind: dies`)."""
+    """On `rank`, before batch `batch`: makes the file `fault`, and raises (`kind: raises`) or is killed (`dies`)."""
 
     def __init__(self, kind: str, rank: int, batch: int, fault: str) -> None:
         self.kind, self.rank, self.batch, self.fault = kind, rank, batch, Path(fault)

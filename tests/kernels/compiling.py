@@ -46,6 +46,7 @@ def report(self, *args, grid, warmup, **options):
     print(json.dumps({
         "name": f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}",
         "activation": bool(options.get("ACT")),
+        "tf32": options.get("PRECISION") == "tf32",
         "shared": kernel.metadata.shared,
         "registers": int(registers),
         "threads": int(bound[1] or bound[2]),
@@ -64,6 +65,7 @@ class Compiled:
 
     name: str
     activation: bool
+    tf32: bool
     shared: int
     registers: int
     threads: int

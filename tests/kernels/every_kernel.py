@@ -33,7 +33,6 @@ from triton.runtime.jit import JITFunction
 BLOCK = sparse_tiles.BLOCK
 T, K, D, F, E = 512, 2, 512, 1024, 2
 R = T * K
-HOPPER_ALONE = {"hopper_products", "hopper_inner", "ragged_rows", "ragged_inner"}
 
 
 def kernel_names(capability: int) -> set[str]:
@@ -42,7 +41,7 @@ def kernel_names(capability: int) -> set[str]:
     plain = descriptors.capability_supported((capability // 10, capability % 10))
     names = set()
     for module in modules:
-        if module in HOPPER_ALONE and not (plain and module.startswith("ragged")):
+        if module.startswith("hopper") or (module.startswith("ragged") and not plain):
             continue
         for name, kernel in inspect.getmembers(import_module(f"foundry_moe_kernels.{module}")):
             if name.endswith("_kernel") and isinstance(kernel, JITFunction) and kernel.fn.__module__.endswith(module):
@@ -53,7 +52,7 @@ def kernel_names(capability: int) -> set[str]:
 def pretend(capability: int) -> None:
     """Shared memory and tiles are those of this chip."""
     limit = sparse_tiles.SHARED_BYTES[capability]
-    sparse_tiles.shared_bytes = router_logits.shared_bytes = lambda device: limit
+    sparse_tiles.shared_bytes = lambda device: limit
     sparse_tiles.capability = lambda device: capability
 
 
@@ -151,6 +150,7 @@ def launch_tensor_maps(dtype: torch.dtype) -> None:
 def launch_all(capability: int) -> None:
     pretend(capability)
     launch_products(torch.bfloat16)
+    launch_products(torch.float32, tf32=True)
     launch_experts(torch.bfloat16)
     launch_routing()
     if descriptors.capability_supported((capability // 10, capability % 10)):

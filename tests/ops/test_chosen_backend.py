@@ -45,6 +45,14 @@ def test_an_older_triton_is_named(monkeypatch):
     assert describe((9, 0)).startswith(PORTABLE)
 
 
+@pytest.mark.parametrize("settings", [{}, {"backend": "reference"}, {"capacity": 1.0}])
+def test_a_triton_that_compiles_nothing_for_the_chip_is_refused_with_the_stack_that_does(settings, monkeypatch):
+    monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 3))
+    with pytest.raises(ValueError, match=r"no matrix products for this GPU \(sm_120\): use the modern stack"):
+        describe((12, 0), **settings)
+    describe((10, 0), **settings)
+
+
 def test_dtypes_widths_and_the_switch_are_reasons(monkeypatch):
     assert "want bf16 or fp16, and this is float32" in describe((9, 0), torch.float32)
     assert "want widths that 8 divides, and these are d_model 2048, experts of 1020" in describe((9, 0), hidden=1020)
