@@ -12,7 +12,7 @@ from foundry_moe_kernels.descriptors import products_compile
 from foundry_moe_kernels.sparse_tiles import SHARED_BYTES
 
 from tests.kernels.compiling import Compiled, compile_for, misfits
-from tests.kernels.every_kernel import kernel_names
+from tests.kernels.every_kernel import TF32_CHIPS, kernel_names
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 CHIPS = [chip for chip in sorted(SHARED_BYTES) if products_compile((chip // 10, chip % 10))]
@@ -26,6 +26,8 @@ SPILLED = {("sparse_rows.rows_kernel", True): 512, ("router_logits._logits_kerne
 def spilled(kernel: Compiled) -> int:
     if kernel.tf32 and kernel.name == "sparse_rows.rows_kernel" and not kernel.activation:
         return 128  # on sm_120; on sm_80 with other Tritons than 3.6
+    if kernel.name == "router_logits._input_gradient_kernel" and VERSION < (3, 4):
+        return 128  # 128 experts' fp32 weights on sm_90
     return SPILLED.get((kernel.name, kernel.activation), 0)
 
 
@@ -35,14 +37,12 @@ def compile_all(script: str, chips: list[int]) -> dict[int, list[Compiled]]:
         return dict(zip(chips, compiled, strict=True))
 
 
+@pytest.mark.timeout(1200)
 def test_every_kernel_compiles_and_fits_every_chip():
     compiled = compile_all("from tests.kernels import every_kernel; every_kernel.launch_all({chip})", CHIPS)
     for chip, kernels in compiled.items():
         assert {kernel.name for kernel in kernels} == kernel_names(chip)
-        assert {kernel.name for kernel in kernels if kernel.tf32} == {
-            "sparse_rows.rows_kernel",
-            "sparse_inner.inner_kernel",
-        }
+        assert any(kernel.tf32 for kernel in kernels) == (chip in TF32_CHIPS)
     assert not [line for chip, kernels in compiled.items() for line in misfits(kernels, chip, spilled)]
 
 
