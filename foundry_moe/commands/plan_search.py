@@ -13,7 +13,7 @@ from typing import Any
 from foundry_moe.commands.model_shape import ModelShape, planned_moe
 from foundry_moe.commands.plan import Machine, RunPlan, plan_on, shape_of
 from foundry_moe.commands.planned_memory import GIB
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.parallel.mesh import Mesh, divisors
 from foundry_moe.schema import from_mapping
 
@@ -60,28 +60,38 @@ def search_meshes(run: Mapping[str, Any], machine: Machine, shape: ModelShape | 
     moe, keys = planned_moe(run)
     given = from_mapping(MeshConfig, keys, "mesh")
     shape = shape_of(run) if shape is None else shape
-    found = []
-    for expert in divisors(moe.num_experts):
-        if machine.gpus % expert:
+    found: dict[Mesh, Found] = {}
+    for expert, shard in _widths(moe.num_experts, machine.gpus, given.spares):
+        replicate = machine.gpus // (expert * shard)
+        # with spares as many replicas as the batch divides by
+        widths = {"replicate": AUTO if given.spares else replicate, "shard": shard, "expert": expert}
+        try:
+            plan = plan_on(run, shape, moe, replace(given, **widths), machine)  # type: ignore[arg-type]
+        except ValueError as error:
+            mesh = (replicate, shard, expert)
+            found.setdefault(mesh, Found(mesh=mesh, plan=None, why=str(error)))
             continue
-        for shard in divisors(machine.gpus // expert):
-            mesh = (machine.gpus // expert // shard, shard, expert)
-            widths = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
-            try:
-                config = replace(given, **widths, spares=False)  # type: ignore[arg-type]
-                plan = plan_on(run, shape, moe, config, machine)
-            except ValueError as error:
-                found.append(Found(mesh=mesh, plan=None, why=str(error)))
-                continue
-            found.append(_costed(run, mesh, plan, machine))
-    fit = sorted((f for f in found if f.fits), key=lambda f: (f.tight, f.plan.time.step_s))  # type: ignore[union-attr]
-    large = sorted((f for f in found if f.plan and not f.fits), key=lambda f: f.plan.memory_bytes)  # type: ignore[union-attr]
-    impossible = [f for f in found if f.plan is None]
+        mesh = (plan.mesh.replicate, shard, expert)
+        found[mesh] = _costed(run, mesh, plan, machine)
+    fit = sorted((f for f in found.values() if f.fits), key=lambda f: (f.tight, f.plan.time.step_s))  # type: ignore[union-attr]
+    large = sorted((f for f in found.values() if f.plan and not f.fits), key=lambda f: f.plan.memory_bytes)  # type: ignore[union-attr]
+    impossible = [f for f in found.values() if f.plan is None]
     if fit:
         best = fit[0].plan
         assert best is not None
         fit = [fit[0], *(replace(f, why=_why_slower(f.plan, best, f.tight)) for f in fit[1:] if f.plan)]
     return [*fit, *large, *impossible]
+
+
+def _widths(num_experts: int, gpus: int, spares: bool) -> list[tuple[int, int]]:
+    """(expert, shard) of every mesh; with spares, where not all GPUs must take part, powers of two beside divisors."""
+    found = []
+    for expert in divisors(num_experts):
+        groups = gpus // expert
+        if groups and (spares or gpus % expert == 0):
+            powers = {2**power for power in range(groups.bit_length())} if spares else set()
+            found += [(expert, shard) for shard in sorted(powers | set(divisors(groups)))]
+    return found
 
 
 def _costed(run: Mapping[str, Any], mesh: Mesh, plan: RunPlan, machine: Machine) -> Found:

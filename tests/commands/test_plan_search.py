@@ -53,6 +53,17 @@ def test_experts_over_two_nodes_lose_by_their_all_to_all() -> None:
     assert found[0].mesh[2] <= 8
 
 
+def test_where_gpus_may_wait_meshes_of_fewer_are_found() -> None:
+    """63 nodes: a batch of 3584 is divided by 448 GPUs, and by 504 not."""
+    run = load("yamls/cluster/64x8gpu.yaml")
+    found = search_meshes(run, Machine(gpus=504, gpus_per_node=8, gpu_bytes=80 * GIB))
+    fit = {entry.mesh: entry for entry in found if entry.fits}
+    assert (7, 32, 2) in fit and len({entry.mesh for entry in found}) == len(found)
+    assert all(entry.plan.mesh.world_size + entry.plan.spares == 504 for entry in fit.values() if entry.plan)
+    best = found[0]
+    assert best.gpu_hours == pytest.approx((best.days or 0) * 24 * 504)
+
+
 def test_what_a_mesh_cannot_be_stands_beside_it() -> None:
     run = load(BENCH, model__moe__expert_hidden_size=1026)
     found = search_meshes(run, four())
