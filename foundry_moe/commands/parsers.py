@@ -18,8 +18,13 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
         "verify",
         help="certify that training on meshes equals training on one process",
         description="Trains small dMoE models on each mesh and on one process, and prints the largest relative "
-        "differences in loss, gradients, clipped norm, weights and checkpoint. Exit code 1 if any is too large.",
+        "differences in loss, gradients, clipped norm, weights and checkpoint. With a run's YAML it trains that run, "
+        "made small, through LLM Foundry's trainer, and holds its layers against their formulas too. Exit code 1 if "
+        "any difference is too large.",
     )
+    parser.add_argument("yaml", nargs="?", help="the run, as given to train.py")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--json", action="store_true", help="with a run: one JSON object in place of the table")
     parser.add_argument(
         "--mesh",
         type=parse_mesh,
@@ -37,6 +42,12 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch, compilation included")
 
     def run(arguments: argparse.Namespace) -> int:
+        if arguments.yaml is not None:
+            from foundry_moe.commands.verify_run import verify_run_command
+
+            return verify_run_command(arguments)
+        if arguments.json:
+            raise ValueError("--json: verify without a run prints a table; give it a run's YAML")
         from foundry_moe.commands.verify import verify_command
 
         return verify_command(arguments)

@@ -1,0 +1,182 @@
+"""Rows of a run's certificate: from what trials left to differences, each with its tolerance and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
+# fp32: sums in another order, over three steps of AdamW; measured some 1e-6. bf16 rounds to 2**-9.
+TOLERANCE, LOSS_TOLERANCE, LOW_TOLERANCE = 1e-4, 1e-5, 5e-2
+# A loss that is dropped or counted twice is off by 1. The scale is found in the difference of two gradients, of which
+# the losses' is the small one.
+SCALE_TOLERANCE = 5e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One quantity. `difference` is relative; None = not compared, and `why`."""
+
+    quantity: str
+    difference: float | None = None
+    tolerance: float = TOLERANCE
+    why: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.difference is None:
+            return NOT_COMPARED
+        return SAME if self.difference <= self.tolerance else DIFFERS
+
+
+def gap(measured: Tensor | None, expected: Tensor | None) -> float:
+    """The largest difference over the largest element expected; `inf` where one is missing, misshapen or no number."""
+    if measured is None or expected is None or measured.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    largest = (measured.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    relative = largest / scale if scale else largest
+    return relative if relative == relative else float("inf")
+
+
+def _largest(measured: Mapping[str, Any], expected: Mapping[str, Any], prefixes: tuple[str, ...]) -> float | None:
+    """Of all quantities whose names begin so, on either side; None where there are none."""
+    names = [name for name in measured.keys() | expected.keys() if name.startswith(prefixes)]
+    return max((gap(measured.get(name), expected.get(name)) for name in names), default=None)
+
+
+def compare_trials(
+    mesh: Mapping[str, Any], alone: Mapping[str, Any], *, steps: int, low: bool, clips: bool
+) -> list[Row]:
+    """The mesh against one process."""
+    limit = LOW_TOLERANCE if low else TOLERANCE
+    rows: list[Row] = []
+
+    def add(quantity: str, *prefixes: str, why: str = "", tolerance: float = limit) -> None:
+        found = _largest(mesh, alone, prefixes)
+        rows.append(Row(quantity=quantity, difference=found, tolerance=tolerance, why="" if found is not None else why))
+
+    def all_steps(quantity: str) -> tuple[str, ...]:
+        return tuple(f"{quantity}/{step}" for step in range(steps))
+
+    add("weights at the start", "begin/", tolerance=0.0)
+    add(f"loss of {steps} steps", *all_steps("loss"), tolerance=limit if low else LOSS_TOLERANCE)
+    # the first step's, on equal weights, show where a fault is: it is in all gradients after
+    add("router's gradient", "grad/0/router/", why="the gate has no weights")
+    add("experts' gradients", "grad/0/experts/")
+    add("shared expert's gradients", "grad/0/shared/", why="there is none")
+    add("dense gradients", "grad/0/dense/")
+    add(f"all gradients of the next {steps - 1} steps", *all_steps("grad")[1:])
+    add("gradients' norm", *all_steps("norm"))
+    if clips:
+        add("clipped norm", *all_steps("clipped"))
+    else:
+        rows.append(Row(quantity="clipped norm", why="the run does not clip"))
+    add(f"weights after {steps} steps", "weight/")
+    if any(name.startswith("buffer/") for name in alone):
+        add(f"router's bias after {steps} steps", "buffer/", tolerance=1e-6)
+        apart = max(float(value) for name, value in mesh.items() if name.startswith("agree/"))
+        rows.append(Row(quantity="router's bias, equal on all ranks", difference=apart, tolerance=0.0))
+    return rows
+
+
+def formula_rows(seen: Mapping[str, Mapping[str, Any]], *, low: bool) -> list[Row]:
+    """Layers against their formula, and the auxiliary losses' share of the router's gradient."""
+    limit = LOW_TOLERANCE if low else TOLERANCE
+    layers: Mapping[str, Any] = seen["alone"]["formula"]
+    why = next((layer["why"] for layer in layers.values() if "why" in layer), "")
+    names = ("layer's output, by its formula", "router's gradient, by its formula", "experts' gradients, by formula")
+    if why:
+        return [Row(quantity=name, why=why) for name in (*names, "auxiliary losses' scale")]
+    output = max(layer["output"] for layer in layers.values())
+    found = [output, *_formula_gradients(layers, seen["alone"])]
+    rows = [Row(quantity=name, difference=value, tolerance=limit) for name, value in zip(names, found, strict=True)]
+    if not any(layer["losses"] for layer in layers.values()):
+        return [*rows, Row(quantity="auxiliary losses' scale", why="the run has none")]
+    scales = {"one process": _scales(layers, seen["alone"])}
+    if "more" in seen:
+        scales["twice the microbatches"] = _scales(seen["more"]["formula"], seen["more"])
+    scales["the mesh"] = _scales(layers, seen["mesh"])
+    for where, by_loss in scales.items():
+        for loss, off in by_loss.items():
+            rows.append(
+                Row(quantity=f"auxiliary loss {loss}: scale on {where}", difference=off, tolerance=SCALE_TOLERANCE)
+            )
+    return rows
+
+
+def _of_layer(seen: Mapping[str, Any], layer: str, parameter: str) -> Tensor | None:
+    ends = f"{layer.removeprefix('module.')}.{parameter}"
+    return next((v for k, v in seen.items() if k.startswith("grad/0/") and k.split("/", 3)[3] == ends), None)
+
+
+def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tuple[float, float]:
+    """Largest differences of the router's gradients, and of the experts'."""
+    router, experts = 0.0, 0.0
+    for name, layer in layers.items():
+        for parameter, main in layer["main"].items():
+            expected = main
+            if parameter == "gate.weight_ED":
+                expected = main + sum(layer["losses"].values())
+            off = gap(_of_layer(seen, name, parameter), expected)
+            if parameter.startswith("gate."):
+                router = max(router, off)
+            else:
+                experts = max(experts, off)
+    return router, experts
+
+
+def _scales(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:
+    """|scale - 1| of each loss: what is left of the router's gradient without the main loss's part, in its terms."""
+    worst: dict[str, float] = {}
+    for name, layer in layers.items():
+        measured = _of_layer(seen, name, "gate.weight_ED")
+        losses = {loss: gradient for loss, gradient in layer["losses"].items() if gradient.abs().max() > 0}
+        if measured is None or not losses:
+            continue
+        rest = (measured.double() - layer["main"]["gate.weight_ED"]).flatten()
+        lengths = torch.stack([gradient.norm() for gradient in losses.values()])
+        terms = torch.stack([gradient.flatten() for gradient in losses.values()], dim=1) / lengths
+        scales = torch.linalg.lstsq(terms, rest[:, None]).solution[:, 0] / lengths
+        for loss, scale in zip(losses, scales, strict=True):
+            worst[loss] = max(worst.get(loss, 0.0), abs(float(scale) - 1))
+    return worst
+
+
+def resume_rows(saved: Mapping[str, Any], resumed: Mapping[str, Any], step: int, where: str, *, low: bool) -> list[Row]:
+    """A resumption: its state bit by bit, and the loss of the batch after."""
+    before = {name.removeprefix("saved/"): v for name, v in saved.items() if name.startswith("saved/")}
+    after = {name.removeprefix("resumed/"): v for name, v in resumed.items() if name.startswith("resumed/")}
+    wrong = [name for name in before if name not in after or not torch.equal(before[name], after[name])]
+    wrong += [name for name in after if name not in before]
+    off = max((gap(after.get(name), before.get(name)) or 1e-30 for name in wrong), default=0.0)
+    if not before or not after:
+        off = float("inf")
+    return [
+        Row(
+            quantity=f"state saved, resumed on {where}",
+            difference=off,
+            tolerance=0.0,
+            why=f"{len(wrong)} of {len(before)} tensors, such as {wrong[0]}" if wrong else "",
+        ),
+        Row(
+            quantity=f"next loss, on {where}",
+            difference=gap(resumed.get(f"loss/{step}"), saved.get(f"loss/{step}")),
+            tolerance=LOW_TOLERANCE if low else LOSS_TOLERANCE,
+        ),
+    ]
+
+
+def step_zero_row(alone: Mapping[str, Any], why_not: str, *, low: bool) -> Row:
+    """A converted model's logits against those of the model that it came from."""
+    quantity = "step 0 of the converted model against its source"
+    if "converted" not in alone:
+        return Row(quantity=quantity, why=why_not)
+    ours, theirs = alone["converted"]
+    return Row(quantity=quantity, difference=gap(ours, theirs), tolerance=LOW_TOLERANCE if low else TOLERANCE)

@@ -1,0 +1,340 @@
+"""Makes a run small enough for a few processes on two cores: sizes shrink in their ratios, meanings stay.
+
+Reads and writes plain dictionaries. Must not know how a run is trained or compared. A Hugging Face model's own sizes
+are `shrink_hugging_face`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foundry_moe.config import AUTO, MeshConfig, MoEConfig, can_cut_rows
+from foundry_moe.launch.foundry_keys import MPTS
+from foundry_moe.launch.run_config import MODEL
+from foundry_moe.parallel.mesh import Mesh, can_replicate, divisors
+from foundry_moe.schema import from_mapping, section
+
+HEAD, LAYERS, POSITIONS, VOCABULARY, SEQUENCES = 16, 2, 32, 256, 2
+WIDTH_STEP = 16  # which all kernels take
+LEARNING_RATE = 0.01
+# AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
+EPSILON = 1e-4
+THRESHOLD = {"norm": 0.1, "value": 1e-3}  # of clipping; small, so that it bites
+BATCHES = 4  # three to compare, and the one after a resumption
+LOADER = "synthetic_tokens"
+# what is no part of the training step, or asks for files, hubs and servers
+_LEFT_OUT = (
+    "callbacks", "loggers", "eval_loader", "eval_first", "eval_subset_num_batches", "eval_gauntlet",
+    "eval_gauntlet_config", "icl_tasks", "icl_tasks_str", "icl_subset_num_batches", "icl_seq_len",
+    "device_eval_batch_size", "load_path", "load_weights_only", "load_strict_model_weights", "load_ignore_keys",
+    "save_folder", "save_interval", "save_latest_filename", "save_filename", "save_num_checkpoints_to_keep",
+    "save_overwrite", "save_weights_only", "save_ignore_keys", "autoresume", "profiler", "only_hf_checkpoint",
+    "only_composer_checkpoint",
+)  # fmt: skip
+_DROPOUT = ("resid_pdrop", "emb_pdrop", "attn_pdrop")
+# kind, and what stands in its place without a GPU
+_GPU_ONLY = {"flash": "sdpa", "fused_crossentropy": "torch_crossentropy", "triton_rmsnorm": "low_precision_rmsnorm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shrunk:
+    """A run that trains in seconds, and what was changed.
+
+    run: without the data, callbacks and mesh sizes, which each trial adds.
+    mesh: (replicate, shard, expert); None = data parallelism over two processes, as Composer does it.
+    microbatch: sequences of a rank in one.
+    alone: sequences in a microbatch of one process, so that it sees what a rank, a group or all ranks see.
+    scale: of widths, shrunk over true.
+    notes: sentences, one a change that matters.
+    """
+
+    run: Mapping[str, Any]
+    mesh: Mesh | None
+    microbatch: int
+    microbatches: int
+    alone: int
+    scale: float
+    notes: tuple[str, ...]
+    config: MoEConfig
+    vocabulary: int = VOCABULARY
+
+    @property
+    def processes(self) -> int:
+        return math.prod(self.mesh) if self.mesh else 2
+
+    @property
+    def batch(self) -> int:
+        return self.processes * self.microbatch * self.microbatches
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """A run while it is shrunk."""
+
+    run: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, where: dict[str, Any], key: str, value: Any, why: str = "") -> None:
+        """Sets a key; a change is told where there is a reason to."""
+        if key in where and where[key] != value and why:
+            self.notes.append(f"{key}: {where[key]} -> {value} ({why})")
+        where[key] = value
+
+
+def shrink(run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, device: str) -> Shrunk:
+    """The run at a small size; `check_whole_run` has passed it.
+
+    Args:
+        config: its experts.
+        mesh: to train on; None = the run's, each axis above 1 as small as can be above 1.
+        device: cpu | cuda.
+
+    Raises:
+        ValueError: a mesh that does not fit the experts, or a model whose sizes are not known.
+    """
+    work = _Work(run=copy.deepcopy({key: value for key, value in run.items() if key not in _LEFT_OUT}))
+    keys = mesh_keys(work.run)
+    chosen = _choose_mesh(work, keys, config, mesh)
+    microbatch, microbatches = _shrink_batches(work, run, keys)
+    length = min(int(run["max_seq_len"]), POSITIONS)
+    vocabulary, scale = VOCABULARY, 1.0
+    if section(run, "model").get("name") in MPTS:
+        scale, vocabulary = _shrink_mpt(work, length, config)
+    _shrink_experts(work, config, scale, chosen)
+    _shrink_training(work)
+    _fit_device(work, device)
+    notes = [f"sequences of {run['max_seq_len']} -> {length} tokens, drawn at random in place of the run's data"]
+    work.run["max_seq_len"] = length
+    alone = _alone(work, config, chosen, microbatch)
+    return Shrunk(
+        run=work.run,
+        mesh=chosen,
+        microbatch=microbatch,
+        microbatches=microbatches,
+        alone=alone,
+        scale=scale,
+        notes=(*notes, *work.notes),
+        config=config,
+        vocabulary=vocabulary,
+    )
+
+
+def moe_keys(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping that holds the run's experts, wherever it stands."""
+    algorithms, model = section(run, "algorithms"), section(run, "model")
+    found = algorithms.get("dmoe") if "dmoe" in algorithms else model.get("moe") or model.get("ffn_config")
+    assert isinstance(found, dict)
+    return found
+
+
+def mesh_keys(run: Mapping[str, Any]) -> MeshConfig | None:
+    """The run's mesh, None where it has none."""
+    given = moe_keys(run).get("mesh") or section(run, "algorithms").get("dmoe_mesh")
+    return None if given is None else from_mapping(MeshConfig, given, "mesh")
+
+
+def set_mesh(run: dict[str, Any], mesh: Mesh, **more: Any) -> None:
+    """Puts sizes into the run's mesh; the other keys stay."""
+    sizes = dict(zip(("replicate", "shard", "expert"), mesh, strict=True)) | more
+    algorithms = run.get("algorithms") or {}
+    places = [moe_keys(run)] if moe_keys(run).get("mesh") is not None else []
+    for place in places:
+        place["mesh"] = {**place["mesh"], **sizes}
+    if "dmoe_mesh" in algorithms:
+        algorithms["dmoe_mesh"] = {**algorithms["dmoe_mesh"], **sizes}
+
+
+def _choose_mesh(work: _Work, keys: MeshConfig | None, config: MoEConfig, mesh: Mesh | None) -> Mesh | None:
+    if keys is None:
+        if mesh is not None:
+            raise ValueError(f"--mesh {mesh}: the run has no mesh; give its MoE keys one, such as mesh: {{expert: 2}}")
+        work.notes.append("no mesh in the run: two processes of data parallelism")
+        return None
+    if mesh is not None:
+        if config.num_experts % mesh[2]:
+            raise ValueError(
+                f"--mesh {','.join(map(str, mesh))}: expert ({mesh[2]}) must divide num_experts ({config.num_experts})"
+            )
+        chosen = mesh
+    else:
+        smallest = next(size for size in [*divisors(config.num_experts), 0] if size != 1)
+        expert = smallest if keys.expert not in (1, AUTO) or (keys.expert == AUTO and keys.shard != AUTO) else 1
+        replicate = 1 if keys.replicate == 1 else 2
+        others = expert * replicate
+        shard = 1 if keys.shard == 1 or (keys.shard == AUTO and others > 1) else 2
+        if replicate > 1 and not can_replicate("cpu"):
+            replicate = 1
+            work.notes.append("mesh.replicate: this torch has no replicas on a CPU")
+        chosen = (replicate, shard, expert)
+    written = f"(replicate {keys.replicate}, shard {keys.shard}, expert {keys.expert})"
+    work.notes.append(f"mesh {written} -> {chosen} on {math.prod(chosen)} processes")
+    return chosen
+
+
+def _shrink_batches(work: _Work, run: Mapping[str, Any], keys: MeshConfig | None) -> tuple[int, int]:
+    """Sequences in a microbatch, and microbatches: several stay several."""
+    given = run["device_train_microbatch_size"]
+    fixed = [size for size in (keys.replicate, keys.shard, keys.expert) if size != AUTO] if keys else []
+    several = given == "auto" or run["global_train_batch_size"] > given * math.prod(map(int, fixed))
+    microbatch = SEQUENCES if given == "auto" else max(1, min(SEQUENCES, int(given)))
+    count = 2 if several else 1
+    work.notes.append(
+        f"batch of {run['global_train_batch_size']} sequences -> {count} microbatch{'es' if count > 1 else ''} of "
+        f"{microbatch} on each process"
+    )
+    return microbatch, count
+
+
+def _alone(work: _Work, config: MoEConfig, mesh: Mesh | None, microbatch: int) -> int:
+    """Sequences in a microbatch of one process, so that losses and capacity see as many tokens as on the mesh.
+
+    What a rank counts by itself can be compared with microbatches of a rank's size alone.
+    """
+    ranks = math.prod(mesh) if mesh else 2
+    wanted = set() if config.loss == AUTO else {name for name, weight in config.loss.items() if weight}
+    by_rank = isinstance(config.capacity, int | float) or wanted & {"importance", "load"}
+    seen = {"rank": 1, "group": mesh[2] if mesh else 1}.get(config.balance_over, ranks)
+    if by_rank and seen != 1:
+        what = "capacity counts places" if isinstance(config.capacity, int | float) else "a loss counts tokens"
+        if config.balance_over in ("microbatch", "group"):
+            moe_keys(work.run)["balance_over"] = "rank"
+            work.notes.append(f"balance_over: {config.balance_over} -> rank ({what} on each rank by itself)")
+        return microbatch
+    return microbatch * (1 if by_rank else seen)
+
+
+def _even(width: float) -> int:
+    return max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
+
+
+def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:
+    """As many heads of queries to one of keys as there were."""
+    ratio = max(1, heads // kv_heads)
+    return (4, 4) if ratio == 1 else (ratio, 1) if ratio > 2 else (4, 2)
+
+
+def _shrink_mpt(work: _Work, length: int, config: MoEConfig) -> tuple[float, int]:
+    """Scale of widths, and the vocabulary."""
+    model = work.run["model"]
+    attention = model.get("attn_config")
+    width, heads, layers = model.get("d_model", 2048), model.get("n_heads", 16), model.get("n_layers", 24)
+    kv_heads = heads
+    if isinstance(attention, dict):
+        kv_heads = {"multiquery_attention": 1, "grouped_query_attention": attention.get("kv_n_heads", heads)}.get(
+            attention.get("attn_type", ""), heads
+        )
+        attention.pop("head_dim", None)
+    small_heads, small_kv = shrink_heads(heads, kv_heads)
+    small = min(width, small_heads * HEAD)
+    if small == width:
+        small_heads, small_kv = heads, kv_heads
+    elif isinstance(attention, dict) and "kv_n_heads" in attention:
+        attention["kv_n_heads"] = small_kv
+    small_layers = layers if (model.get("block_overrides")) else shrink_layers(work.run, config, layers)
+    vocabulary = min(int(model.get("vocab_size", 50368)), VOCABULARY)
+    work.notes.append(
+        f"{layers} layers of width {width}, {heads} heads -> {small_layers} of width {small}, {small_heads} heads; "
+        f"vocabulary {model.get('vocab_size', 50368)} -> {vocabulary}"
+    )
+    model.update(d_model=small, n_heads=small_heads, n_layers=small_layers, vocab_size=vocabulary, max_seq_len=length)
+    ffn = model.get("ffn_config")
+    if isinstance(ffn, dict) and ffn.get("ffn_hidden_size"):
+        ffn["ffn_hidden_size"] = _even(ffn["ffn_hidden_size"] * small / width)
+    for where in (model, attention):
+        for key in _DROPOUT:
+            if isinstance(where, dict) and where.get(key):
+                work.set(where, key, 0.0, "one process draws other numbers than several")
+    return small / width, vocabulary
+
+
+def shrink_layers(run: dict[str, Any], config: MoEConfig, layers: int) -> int:
+    """The number of layers that keeps dense layers beside those with experts; a list of layers is made to fit."""
+    if isinstance(config.layers, dict):
+        return min(layers, max(LAYERS, config.layers["every"]))
+    few = min(layers, LAYERS)
+    if isinstance(config.layers, tuple):
+        kept = sorted(index for index in config.layers if index < few)
+        moe_keys(run)["layers"] = kept or [few - 1]
+    return few
+
+
+def _shrink_experts(work: _Work, config: MoEConfig, scale: float, mesh: Mesh | None) -> None:
+    keys = moe_keys(work.run)
+    widths = config.expert_hidden_size
+    if isinstance(widths, tuple):
+        common = math.gcd(*widths)
+        unit = max(1, min(common, 64 * common // max(widths)))
+        keys["expert_hidden_size"] = [width // common * unit for width in widths]
+    elif isinstance(widths, int):
+        keys["expert_hidden_size"] = _even(widths * scale) if scale < 1 else widths
+    if config.shared_expert_hidden_size and scale < 1:
+        keys["shared_expert_hidden_size"] = _even(config.shared_expert_hidden_size * scale)
+    if scale < 1:
+        work.notes.append(
+            f"{config.num_experts} experts, top {config.top_k}, of width {_short(widths)} -> as many of width "
+            f"{_short(keys.get('expert_hidden_size', AUTO))}"
+        )
+    small = keys.get("expert_hidden_size")
+    if mesh and isinstance(small, int) and not can_cut_rows(small, shard=mesh[1], expert=mesh[2]):
+        raise ValueError(f"mesh.shard ({mesh[1]}) must divide the shrunk experts' width ({small})")
+
+
+def _short(widths: Any) -> str:
+    return f"{min(widths)} to {max(widths)}" if isinstance(widths, tuple | list) else str(widths)
+
+
+def _shrink_training(work: _Work) -> None:
+    run = work.run
+    optimizer = run["optimizer"] = dict(run["optimizer"])
+    if "adam" not in str(optimizer.get("name")):
+        work.notes.append(f"optimizer: {optimizer.get('name')} -> decoupled_adamw")
+        run["optimizer"] = optimizer = {"name": "decoupled_adamw"}
+    work.set(optimizer, "lr", LEARNING_RATE, "so that three steps move the weights")
+    work.set(optimizer, "eps", EPSILON, "so that rounding does not become a step")
+    run["scheduler"] = {"name": "constant_with_warmup", "t_warmup": "0ba"}
+    clipping = section(run, "algorithms").get("gradient_clipping")
+    if isinstance(clipping, dict) and clipping.get("clipping_type") in THRESHOLD:
+        clipping["clipping_threshold"] = THRESHOLD[clipping["clipping_type"]]
+        work.notes.append(f"clipping_threshold: {clipping['clipping_threshold']}, so that it bites")
+    run.update(
+        max_duration=f"{BATCHES}ba",
+        eval_interval=0,
+        tokenizer={},
+        progress_bar=False,
+        log_to_console=False,
+        log_config=False,
+        python_log_level="ERROR",
+    )
+
+
+def _fit_device(work: _Work, device: str) -> None:
+    run, model = work.run, work.run["model"]
+    # drawn whole: those drawn on the mesh's pieces, from meta, are other numbers on another mesh
+    work.set(model, "init_device", "cpu", "the same initial weights on every mesh")
+    run["expandable_segments"] = False
+    if device == "cuda":
+        return
+    work.set(run, "precision", "fp32", "on a CPU")
+    if isinstance(run.get("fsdp_config"), dict) and "mixed_precision" in run["fsdp_config"]:
+        del run["fsdp_config"]["mixed_precision"]
+        work.notes.append("fsdp_config.mixed_precision: left out on a CPU")
+    for where in (model, model.get("attn_config")):
+        if not isinstance(where, dict):
+            continue
+        for key in ("attn_impl", "loss_fn", "norm_type"):
+            if where.get(key) in _GPU_ONLY:
+                usual = _GPU_ONLY[where[key]]
+                if key == "attn_impl" and model.get("name") != MODEL:
+                    usual = "torch"
+                work.set(where, key, usual, "on a CPU")
+    if model.get("name") == "mpt_causal_lm":
+        model.setdefault("loss_fn", "torch_crossentropy")
+        if not isinstance(model.get("attn_config"), dict):
+            model["attn_config"] = {}
+        if model["attn_config"].get("attn_impl", "flash") == "flash":
+            model["attn_config"]["attn_impl"] = "torch"
+    model.pop("use_flash_attention_2", None)

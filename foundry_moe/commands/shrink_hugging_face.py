@@ -1,0 +1,169 @@
+"""A small random model of the same family in place of a run's Hugging Face model, of which the configuration is read.
+
+Layers, widths, heads and vocabulary shrink; experts, choices and all else that the configuration says stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foundry_moe.commands.shrink import HEAD, LAYERS, VOCABULARY, WIDTH_STEP, moe_keys, shrink_heads, shrink_layers
+from foundry_moe.config import AUTO, MoEConfig
+from foundry_moe.models.families import FAMILIES
+from foundry_moe.schema import section
+
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
+_NAME = "model.pretrained_model_name_or_path"
+
+
+def write_small_model(
+    run: Mapping[str, Any], experts: MoEConfig, folder: Path
+) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """Writes the model to `folder` and names it in the run.
+
+    Returns:
+        The run; the folder where the run loads weights whose meaning it keeps, else empty; and what was changed.
+
+    Raises:
+        ValueError: the configuration cannot be read, or has no sizes that are known.
+    """
+    small: dict[str, Any] = copy.deepcopy(dict(run))
+    config = _read(section(run, "model"))
+    notes = _shrink(small, config, experts)
+    model = small["model"]
+    pretrained = bool(model.get("pretrained", True))
+    torch.manual_seed(0)
+    _write(config, folder)
+    model["pretrained_model_name_or_path"] = str(folder)
+    for key in ("config_overrides", "use_auth_token", "trust_remote_code", "load_in_8bit"):
+        model.pop(key, None)
+    keeps = config.model_type in FAMILIES or experts.init != "random"
+    return small, str(folder) if pretrained and keeps else "", notes
+
+
+def _read(model: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    source = model.get("pretrained_model_name_or_path")
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"{_NAME} ({source!r}) must name a folder with a config.json, or a model of the hub")
+    try:
+        return AutoConfig.from_pretrained(source, **(model.get("config_overrides") or {}))
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{_NAME} ({source}): its configuration cannot be read: {reason}") from error
+
+
+def _write(config: Any, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> tuple[str, ...]:
+    source = run["model"]["pretrained_model_name_or_path"]
+    try:
+        width, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    except AttributeError as error:
+        raise ValueError(
+            f"{_NAME} ({source}): {config.model_type} has sizes that verify does not know: {error}"
+        ) from None
+    attention: Any = getattr(config, "attn_config", None)
+    kv_heads = getattr(attention, "kv_n_heads", None) or getattr(config, "num_key_value_heads", None) or heads
+    small_heads, small_kv = shrink_heads(heads, kv_heads)
+    small = small_heads * HEAD
+    if small >= width:
+        small, small_heads, small_kv = width, heads, kv_heads
+    else:
+        if getattr(config, "head_dim", None):
+            config.head_dim = HEAD
+        if hasattr(attention, "kv_n_heads"):
+            attention.kv_n_heads = small_kv
+        elif getattr(config, "num_key_value_heads", None):
+            config.num_key_value_heads = small_kv
+    scale = small / width
+    few = _few_layers(run, config, experts, layers)
+    for key, value in vars(config).copy().items():
+        if isinstance(value, list) and len(value) == layers and key != "mlp_only_layers":
+            setattr(config, key, value[:few])  # one entry a layer
+    _set_widths(run, config, experts, scale)
+    config.hidden_size, config.num_attention_heads, config.num_hidden_layers = small, small_heads, few
+    notes = [
+        f"{source} -> a random {config.model_type} of {few} layers of {layers}, width {small} of {width}, "
+        f"{small_heads} heads of {heads}; vocabulary {config.vocab_size} -> {VOCABULARY}"
+    ]
+    config.vocab_size = VOCABULARY
+    for key, token in _TOKENS.items():
+        if getattr(config, key, None) is not None:
+            setattr(config, key, token)
+    if getattr(config, "kv_lora_rank", None) and scale < 1:
+        for key, value in _LATENT.items():
+            if getattr(config, key, None):
+                setattr(config, key, value)
+        config.qk_head_dim = config.qk_rope_head_dim + config.qk_nope_head_dim
+        config.head_dim = config.qk_rope_head_dim
+    scaling = getattr(config, "rope_scaling", None)
+    if isinstance(scaling, dict) and any(isinstance(value, list) for value in scaling.values()):
+        config.rope_scaling = None
+        notes.append("rope_scaling: left out, its factors are for heads of another width")
+    for key in _DROPOUT:
+        if getattr(config, key, 0):
+            setattr(config, key, 0.0)
+            notes.append(f"{key} -> 0.0 (one process draws other numbers than several)")
+    config.torch_dtype = torch.float32
+    return tuple(notes)
+
+
+def _few_layers(run: dict[str, Any], config: Any, experts: MoEConfig, layers: int) -> int:
+    """As many as keep a dense layer beside one with experts, where there are both."""
+    few = shrink_layers(run, experts, layers)
+    few = min(layers, max(few, getattr(config, "decoder_sparse_step", 1) or 1))
+    if getattr(config, "first_k_dense_replace", 0):
+        config.first_k_dense_replace = 1
+        few = min(layers, max(few, LAYERS))
+    dense = getattr(config, "mlp_only_layers", None)
+    if dense:
+        kept = [layer for layer in dense if layer < few]
+        config.mlp_only_layers = kept if len(kept) < few else [0]
+    return few
+
+
+def _even(width: float) -> int:
+    return max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
+
+
+def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: float) -> None:
+    if scale == 1:
+        return
+    keys = moe_keys(run)
+    before = getattr(config, "intermediate_size", None)
+    for key in _WIDTHS:
+        if isinstance(getattr(config, key, None), int):
+            setattr(config, key, _even(getattr(config, key) * scale))
+    ffn: Any = getattr(config, "ffn_config", None)
+    if isinstance(getattr(ffn, "ffn_hidden_size", None), int):
+        ffn.ffn_hidden_size = _even(ffn.ffn_hidden_size * scale)
+    if config.model_type in FAMILIES:
+        for key in ("expert_hidden_size", "shared_expert_hidden_size"):
+            keys.pop(key, None)  # the family's own
+        return
+    width = experts.expert_hidden_size
+    if isinstance(width, int):
+        keys["expert_hidden_size"] = _even(width * scale)
+        if before and before % width == 0:  # shards of the dense block stay shards of it
+            config.intermediate_size = keys["expert_hidden_size"] * (before // width)
+    elif width != AUTO:
+        keys["expert_hidden_size"] = [_even(one * scale) for one in width]
+    if experts.shared_expert_hidden_size:
+        keys["shared_expert_hidden_size"] = _even(experts.shared_expert_hidden_size * scale)

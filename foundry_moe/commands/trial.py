@@ -1,0 +1,113 @@
+"""What the processes of a certificate run: LLM Foundry's trainer on a small run, and what it leaves to compare.
+
+The parent names these functions and never runs them; Composer and LLM Foundry are imported when a child does. Must not
+know what is compared with what.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foundry_moe.commands.shrink import LOADER
+
+# what the fork server imports, so that children need not
+PRELOAD = (
+    "foundry_moe.commands.trial_imports",
+    "foundry_moe.registry",
+    "foundry_moe.commands.trial",
+    "foundry_moe.commands.trial_recorder",
+)
+RECORDER = "trial_recorder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training.
+
+    run: of LLM Foundry, without data and callbacks.
+    batch: sequences of all ranks in a step.
+    microbatch: sequences of a rank.
+    with_formula: hold the layers' first step against `moe_formula`; on one process.
+    folder: of checkpoints; empty = none.
+    resume: the step to go on from; 0 = a new run.
+    source: folder of the model that this one was converted from; empty = none.
+    """
+
+    name: str
+    run: Mapping[str, Any]
+    batch: int
+    microbatch: int
+    length: int
+    vocabulary: int
+    steps: int
+    save_after: int
+    with_formula: bool = False
+    folder: str = ""
+    resume: int = 0
+    source: str = ""
+
+
+def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
+    """Several trainings, one after another, in one launch: what each left, by name."""
+    return {trial.name: train_trial(trial) for trial in trials}
+
+
+def train_trial(trial: Trial) -> dict[str, Any]:
+    """One training; see `trial_recorder.Recorder` for what it returns."""
+    os.environ.update(FSDP_VERSION="2", NODE_RANK="0")  # Composer asks for the second where it saves
+    # the table says what matters; whoever wants all of it trains the run
+    warnings.showwarning = lambda *_, **__: None
+    logging.disable(logging.WARNING)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(1)  # tiny products: threads would only wait for each other
+    from llmfoundry import registry
+    from llmfoundry.command_utils import train
+    from omegaconf import OmegaConf
+
+    from foundry_moe.commands.trial_data import build_loader
+    from foundry_moe.commands.trial_recorder import Recorder
+
+    if LOADER not in registry.dataloaders.get_all():
+        registry.dataloaders.register(LOADER, func=build_loader)
+        registry.callbacks.register(RECORDER, func=Recorder)
+    config = OmegaConf.create(_with_data(trial))
+    trainer = train(config)
+    seen = Recorder.last.seen
+    trainer.close()
+    return seen
+
+
+def _with_data(trial: Trial) -> dict[str, Any]:
+    ranks = int(os.environ["WORLD_SIZE"])
+    callbacks: dict[str, Any] = {
+        RECORDER: {
+            "microbatches": trial.batch // ranks // trial.microbatch,
+            "steps": trial.steps,
+            "save_after": trial.save_after,
+            "with_formula": trial.with_formula,
+            "source": trial.source,
+        }
+    }
+    if trial.folder:
+        callbacks["elastic_checkpoint"] = {
+            "folder": trial.folder,
+            "interval": f"{trial.save_after}ba",
+            "keep": 4,
+            "resume": trial.resume or "never",
+        }
+    loader = {"name": LOADER, "length": trial.length, "vocabulary": trial.vocabulary, "steps": trial.steps}
+    return {
+        **trial.run,
+        "global_train_batch_size": trial.batch,
+        "device_train_microbatch_size": trial.microbatch,
+        "max_duration": f"{trial.steps}ba",
+        "train_loader": {**loader, "microbatch": trial.microbatch},
+        "callbacks": callbacks,
+    }

@@ -1,0 +1,151 @@
+"""The callback of a trial: writes down losses, gradients, norms, weights and state, whole and on the CPU.
+
+Shapes: T tokens, D model width, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from foundry_moe.commands.parity import whole
+from foundry_moe.commands.trial_formula import Capture
+from foundry_moe.layers.lookup import named_moe_layers
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+KINDS = {"gate": "router", "experts": "experts", "shared_expert": "shared"}
+IDS = (2, 8)  # sequences and positions of the tokens that a converted model is compared on
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+class Recorder(Callback):
+    """Fills `seen`.
+
+    `loss/step`, `norm/step` (before clipping), `clipped/step`, `grad/step/kind/name`, `begin/kind/name`,
+    `weight/kind/name` and `buffer/name` (after `save_after` steps), `saved/name` and `resumed/name` (all tensors),
+    `agree/name` (how far apart ranks' buffers are), `formula` (see `Capture`), `converted` (two logits). Kinds are
+    router, experts, shared and dense. The last run's recorder is `Recorder.last`.
+    """
+
+    last: ClassVar[Recorder]
+
+    def __init__(self, microbatches: int, steps: int, save_after: int, with_formula: bool, source: str) -> None:
+        self.microbatches, self.steps, self.save_after, self.source = microbatches, steps, save_after, source
+        self.with_formula = with_formula
+        self.seen: dict[str, Any] = {}
+        self._backward_passes = 0
+        self._capture: Capture | None = None
+        Recorder.last = self
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value:
+            self.seen.update({f"resumed/{name}": tensor for name, tensor in whole_state(state).items()})
+            return
+        self.seen.update({f"begin/{name}": whole(tensor) for name, tensor in _parameters(state.model).items()})
+        if self.source:
+            self.seen["converted"] = _logits_of_both(state.model, self.source)
+        if self.with_formula:
+            self._capture = Capture(state.model)
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        self._backward_passes = 0
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        self._backward_passes += 1
+        if self._backward_passes != self.microbatches:
+            return
+        step = state.timestamp.batch.value
+        gradients = {
+            name: whole(parameter.grad)
+            for name, parameter in _parameters(state.model).items()
+            if parameter.grad is not None
+        }
+        self.seen.update({f"grad/{step}/{name}": gradient for name, gradient in gradients.items()})
+        self.seen[f"norm/{step}"] = _norm(gradients.values())
+        if self._capture is not None:
+            self.seen["formula"] = self._capture.finish()
+            self._capture = None
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        gradients = [whole(p.grad) for p in _parameters(state.model).values() if p.grad is not None]
+        self.seen[f"clipped/{state.timestamp.batch.value}"] = _norm(gradients)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        done = state.timestamp.batch.value
+        loss = state.total_loss_dict["loss/train/total"]
+        self.seen[f"loss/{done - 1}"] = torch.as_tensor(loss).detach().double().cpu()
+        if done == self.save_after:
+            self.seen.update({f"weight/{name}": whole(tensor) for name, tensor in _parameters(state.model).items()})
+            self.seen.update({f"saved/{name}": tensor for name, tensor in whole_state(state).items()})
+            for name, buffer in _buffers(state.model).items():
+                self.seen[f"buffer/{name}"] = buffer
+                everyone = dist.all_gather_object(buffer)
+                self.seen[f"agree/{name}"] = torch.stack([(other - buffer).abs().max() for other in everyone]).max()
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By kind and name."""
+    prefixes = {plain_name(name): layer for name, layer in named_moe_layers(model).items()}
+    found = {}
+    for name, parameter in model.named_parameters():
+        name, kind = plain_name(name), "dense"
+        for prefix in prefixes:
+            if name.startswith(f"{prefix}."):
+                kind = KINDS.get(name.removeprefix(f"{prefix}.").partition(".")[0], "dense")
+        found[f"{kind}/{name}"] = parameter
+    return found
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Persistent floating-point state of gates, such as the bias that balances without a loss."""
+    return {
+        f"{plain_name(name)}.gate.{key}": buffer.detach().cpu().clone()
+        for name, layer in named_moe_layers(model).items()
+        for key, buffer in layer.gate.named_buffers()
+        if buffer.is_floating_point() and not isinstance(buffer, DTensor)
+    }
+
+
+def whole_state(state: State) -> dict[str, Tensor]:
+    """Every tensor of model and optimizer, whole, by name: equal on any mesh. Collective."""
+    optimizer: Any = get_optimizer_state_dict(state.model, state.optimizers)["state"]
+    sections: dict[str, Any] = {"model": get_model_state_dict(state.model), **optimizer}
+    found = {}
+    for section, tensors in sections.items():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                found[f"{section}|{name}"] = whole(tensor)
+    return found
+
+
+def _norm(gradients: Any) -> Tensor:
+    return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+
+
+@torch.no_grad()
+def _logits_of_both(model: nn.Module, source: str) -> tuple[Tensor, Tensor]:
+    """Logits of a converted model, and of the one in the folder it came from, in evaluation."""
+    from transformers import AutoModelForCausalLM
+
+    inner: Any = model.model  # Composer's wrapper takes batches
+    device = next(model.parameters()).device
+    theirs = AutoModelForCausalLM.from_pretrained(source, torch_dtype=torch.float32).to(device).eval()
+    ids = torch.randint(1, theirs.config.vocab_size, IDS, generator=torch.Generator().manual_seed(0)).to(device)
+    training = model.training
+    model.eval()
+    ours = inner(input_ids=ids).logits.float().cpu()
+    model.train(training)
+    return ours, theirs(input_ids=ids).logits.float().cpu()
