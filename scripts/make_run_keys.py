@@ -139,8 +139,21 @@ def build() -> dict[str, Any]:
         "attn_config": sorted({*default.attn_config, *keys_of(GroupedQueryAttention)["keys"]} - GIVEN_TO_PARTS),
         "ffn_config": sorted({*default.ffn_config, "ffn_act_fn", *keys_of(MPTMLP)["keys"]} - GIVEN_TO_PARTS),
         "init_config": sorted({*default.init_config, *init_keys} - GIVEN_TO_PARTS),
+        "finetuning_dataset": finetuning_dataset(),
         "text_dataset": sorted({*keys_of(StreamingTextDataset)["keys"], "streams", "eos_token_id", "bos_token_id"}),
     }
+
+
+def finetuning_dataset() -> list[str]:
+    """Keys of a `finetuning` loader's dataset: those of either source of examples, and the loader's own."""
+    from llmfoundry.data.finetuning import dataloader
+    from llmfoundry.data.finetuning.tasks import StreamingFinetuningDataset, dataset_constructor
+
+    given = {"tokenizer", "dataset_name", "mapping_fn", "batch_size", "allowed_dataset_keys", "kwargs"}
+    found = {*dataloader._ALLOWED_DATASET_KEYS, "replication", "hf_name"}
+    for function in (StreamingFinetuningDataset, dataset_constructor.build_from_hf, dataloader._validate_config):
+        found |= set(keys_of(function)["keys"])
+    return sorted(found - given)
 
 
 def main() -> None:

@@ -123,9 +123,9 @@ def check_entry(where: str, name: str, settings: Any, registry: str, foreign: bo
             raise ValueError(f"{where}.{key} is missing: {name} needs it")
     if name in MPTS:
         _check_mpt_parts(settings)
-    if registry == "dataloaders" and name == "text":
+    if registry == "dataloaders" and name in ("text", "finetuning"):
         dataset = section(settings, "dataset")
-        known = table()["text_dataset"]
+        known = table()[f"{name}_dataset"]
         refuse_unknown([str(key) for key in dataset if key not in known], known, f"{where}.dataset")
 
 

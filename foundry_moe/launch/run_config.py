@@ -256,6 +256,9 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
         if not isinstance(run.get(loader), Mapping):  # several evaluation sets are a list
             continue
         dataset = section(run, loader, "dataset")
+        files = section(run, loader, "dataset", "hf_kwargs").get("data_files")
+        if isinstance(files, str) and "://" not in files and not set(files) & set("*?[") and not Path(files).exists():
+            found.append(f"{loader}.dataset.hf_kwargs.data_files ({files}): there is no such file; correct the path")
         local, split = dataset.get("local"), dataset.get("split")
         if not isinstance(local, str) or dataset.get("remote"):
             continue

@@ -20,10 +20,16 @@ class Line:
     values: Sequence[float | None]
 
 
-def draw_chart(title: str, explanation: str, batches: Sequence[int], lines: Sequence[Line]) -> str:
-    """A `<figure>` with values over batches."""
+def draw_chart(
+    title: str,
+    explanation: str,
+    batches: Sequence[int],
+    lines: Sequence[Line],
+    axis: tuple[float, float] | None = None,
+) -> str:
+    """A `<figure>` with values over batches. `axis`: from where to where; None = as the values want it."""
     known = [value for line in lines for value in line.values if value is not None]
-    low, high = _bounds(known)
+    low, high = axis if axis is not None and all(axis[0] <= v <= axis[1] for v in known) else _bounds(known)
     first, last = batches[0], max(batches[-1], batches[0] + 1)
 
     def x(batch: float) -> float:

@@ -126,7 +126,8 @@ def _charts(history: LoadHistory) -> list[str]:
         ]
         lines = [line for line in lines if any(value is not None for value in line.values)]
         if lines:
-            drawn.append(draw_chart(title, explanation, history.ends, lines))
+            axis = (0.0, 1.001) if figure.endswith("entropy") else None
+            drawn.append(draw_chart(title, explanation, history.ends, lines, axis))
     names = {name for metrics in history.metrics for name in metrics}
     losses = sorted(name for name in names if re.match(r"dmoe/loss/.", name))[:_MOST_LOSSES]
     for name in losses:

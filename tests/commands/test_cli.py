@@ -10,6 +10,8 @@ from foundry_moe import __version__
 from foundry_moe.cli import main
 
 BIN = Path(sys.executable).parent
+FOLDER = Path(__file__).parents[2] / "yamls"
+YAMLS = sorted(path for path in FOLDER.rglob("*.yaml") if path.parent.name != "eval")  # that is no training run
 
 
 def outcome(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -25,7 +27,7 @@ def test_the_installed_command_answers():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("command", ["check", "verify", "plan", "checkpoints"])
+@pytest.mark.parametrize("command", ["check", "verify", "plan", "loads", "checkpoints"])
 def test_each_command_explains_itself(capsys, command):
     code, out, _ = outcome(capsys, command, "--help")
     assert code == 0 and f"foundry-moe {command}" in out
@@ -100,7 +102,7 @@ def test_data_that_is_not_there_is_a_note_with_what_to_do(capsys, tmp_path):
     assert f"note: eval_loader.dataset.split (val): {tmp_path} has no such folder; it has train\n" in out
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "yamls").rglob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", YAMLS, ids=lambda p: p.stem)
 def test_every_shipped_run_is_right(capsys, path):
     code, out, error = outcome(capsys, "check", str(path))
     assert (code, error) == (0, "") and out.startswith("ok: ")
@@ -142,3 +144,22 @@ def test_importing_the_command_needs_no_trainer():
     code = f"import sys, foundry_moe.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train_loader.dataset.packing_ration=3", "train_loader.dataset.packing_ration is not a key of"),
+        ("algorithms.dmoe.freeze=[routr]", "freeze: 'routr' is not one of router; did you mean 'router'?"),
+        ("algorithms.dmoe.gate={name: hash}", "freeze (router): gate hash has no weights"),
+        ("callbacks.expert_load.file=null", None),
+    ],
+)
+def test_a_mistake_in_a_fine_tuning_run_is_one_line(capsys, override, sentence):
+    run = str(FOLDER / "finetune" / "instructions.yaml")
+    code, out, error = outcome(capsys, "check", run, override, "algorithms.dmoe.top_k=1")
+    if sentence is None:
+        assert code == 0 and "note: train_loader.dataset.hf_kwargs.data_files (data/instructions/train.jsonl)" in out
+    else:
+        assert code == 2 and sentence in error and error.count("\n") == 1

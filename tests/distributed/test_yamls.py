@@ -44,9 +44,9 @@ def load(name: str) -> dict[str, Any]:
 
 
 def test_all_runs_but_the_demo_are_here() -> None:
-    """The demo has tests of its own, and is trained at its size by CI."""
+    """The demo, fine-tuning and evaluation have tests of their own (tests/end_to_end)."""
     found = {str(path.relative_to(ROOT / "yamls").with_suffix("")) for path in (ROOT / "yamls").rglob("*.yaml")}
-    assert found == {*CLUSTERS, "demo/cpu"}
+    assert found == {*CLUSTERS, "demo/cpu", "finetune/instructions", "eval/exported"}
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTERS if "bench" not in name])

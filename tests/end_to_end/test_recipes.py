@@ -1,0 +1,148 @@
+"""What users do besides pretraining, through the launcher: fine-tune, evaluate, log; with the YAMLs of docs/recipes.md.
+
+One run on two processes with divided experts, resumed on one, exported, and evaluated as any Hugging Face model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+from tests.end_to_end.test_yaml import BIN, ROOT
+
+FINETUNE = ROOT / "yamls" / "finetune" / "instructions.yaml"
+EVAL = ROOT / "yamls" / "eval" / "exported.yaml"
+ANSWERS = [("Who speaks?", "The President"), ("To whom?", "Congress"), ("Count to three.", "One, two, three")]
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Output of a command that ends well. Evaluation in context leaves a copy of its tasks in the working directory."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_text) -> Path:
+    """`model`: a small Mixtral and a tokenizer; `data`: instructions and tasks."""
+    folder = tmp_path_factory.mktemp("recipes")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_text / "tokenizer")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    config = MixtralConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **shape, **heads)
+    MixtralForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    asked = [{"prompt": f"{ask} ({i})", "response": f" {answer}."} for i in range(80) for ask, answer in ANSWERS]
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    tasks = [{"context": ask, "continuation": answer} for ask, answer in ANSWERS * 2]
+    (folder / "data" / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    return folder
+
+
+def finetune(folder: Path, processes: int, duration: str, *overrides: str) -> str:
+    places = [f"variables.{name}={folder / name}" for name in ("model", "data", "run")]
+    return run(
+        BIN / "composer", "-n", processes, ROOT / "foundry_moe" / "train.py", FINETUNE, *places, *overrides,
+        "max_seq_len=128", f"max_duration={duration}", f"eval_interval={duration}", "optimizer.lr=1.0e-3",
+        "icl_subset_num_batches=1", "scheduler.t_warmup=1ba",
+        cwd=folder,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finetuned(folder) -> tuple[str, str]:
+    """The output of a run on two processes, whose experts are divided, and of the one that goes on from it on one."""
+    board = f"loggers.tensorboard.log_dir={folder / 'run' / 'board'}"
+    first = finetune(folder, 2, "3ba", "algorithms.dmoe.mesh.expert=2", board)
+    second = finetune(folder, 1, "5ba", "loggers=null", "icl_tasks=null")
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def exported(folder, finetuned) -> Path:
+    run(sys.executable, "-m", "foundry_moe.cli", "export", folder / "run" / "checkpoints", folder / "out", cwd=folder)
+    return folder / "out"
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "expert_load.jsonl").read_text().splitlines()]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_instructions_are_packed_and_trained_on_and_the_page_is_there(folder, finetuned):
+    first, second = finetuned
+    assert "loss/train/total" in first and "[batch=5/5]" in second and "[batch=3/5]" not in second
+    found = lines(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    asked = map(json.loads, (folder / "data" / "train.jsonl").read_text().splitlines())
+    longest = max(len(tokenizer(row["prompt"] + row["response"])["input_ids"]) for row in asked)
+    assert [line["batch"] for line in found] == [1, 2, 3, 4, 5]
+    for line in found:
+        # 8 rows of up to 128 tokens, 2 choices a token
+        assert 2 * 8 * 2 * longest < sum(line["loads"]["0"]) <= 2 * 8 * 128, "rows hold more than two examples"
+    assert found[0]["metrics"]["dmoe/rank_max_over_mean"] >= 1, "experts on two ranks"
+    assert "dmoe/rank_max_over_mean" not in found[-1]["metrics"]
+    assert "5 lines" in (folder / "run" / "expert_load.html").read_text()
+
+
+def test_tasks_of_a_yaml_are_evaluated_in_context(finetuned):
+    for shots in (0, 2):
+        assert f"metrics/answers/{shots}-shot/InContextLearningLMAccuracy" in finetuned[0]
+
+
+def test_a_frozen_router_is_the_one_it_was_after_a_mesh_a_resume_and_an_export(folder, exported):
+    before, after = tensors(folder / "model"), tensors(exported)
+    assert before.keys() == after.keys()
+    routers = [name for name in before if name.endswith("block_sparse_moe.gate.weight")]
+    assert len(routers) == 2
+    same = {name for name in before if torch.equal(before[name].float(), after[name].float())}
+    assert same >= set(routers)
+    # an expert of the last layer that has tokens of prompts alone gets no gradient: no loss stands behind it
+    assert all(".layers.1.block_sparse_moe.experts." in name for name in same - set(routers)), same
+
+
+def test_figures_arrive_at_wandb_mlflow_and_tensorboard_without_a_network(folder, finetuned):
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wanted = {line["batch"]: line["metrics"]["dmoe/layer1/max_violation"] for line in lines(folder)[:3]}
+    client = MlflowClient(str(folder / "run" / "mlflow"))
+    (experiment,) = [e for e in client.search_experiments() if e.name.endswith("dmoe")]
+    (mlflow_run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(mlflow_run.info.run_id, "dmoe/layer1/max_violation")
+    assert sorted(point.value for point in history) == pytest.approx(sorted(wanted.values()), rel=1e-6)
+    board = EventAccumulator(str(next((folder / "run" / "board").rglob("events*")).parent))
+    board.Reload()
+    scalars = board.Scalars("dmoe/layer1/max_violation")
+    assert [point.value for point in scalars] == pytest.approx(list(wanted.values()), rel=1e-6)
+    (kept,) = (folder / "run" / "wandb").rglob("*.wandb")
+    assert b"dmoe/layer1/max_violation" in kept.read_bytes()
+
+
+def test_llm_foundry_evaluates_an_exported_model(folder, exported):
+    said = run(
+        BIN / "llmfoundry", "eval", EVAL, f"variables.model={exported}", f"variables.data={folder / 'data'}",
+        "max_seq_len=128", cwd=folder,
+    )  # fmt: skip
+    assert "Printing complete results for all models" in said
+    assert "| answers" in said and "exported" in said
