@@ -28,7 +28,6 @@ from foundry_moe_kernels import (
     topology,
 )
 from foundry_moe_kernels.tuning import Tile
-from triton.runtime.jit import JITFunction
 
 BLOCK = sparse_tiles.BLOCK
 T, K, D, F, E = 512, 2, 512, 1024, 2
@@ -45,7 +44,8 @@ def kernel_names(capability: int) -> set[str]:
         if module.startswith("hopper") or (module.startswith("ragged") and not plain):
             continue
         for name, kernel in inspect.getmembers(import_module(f"foundry_moe_kernels.{module}")):
-            if name.endswith("_kernel") and isinstance(kernel, JITFunction) and kernel.fn.__module__.endswith(module):
+            # interpreted or not: those that the module imports are another's
+            if name.endswith("_kernel") and getattr(kernel, "fn", None) and kernel.fn.__module__.endswith(f".{module}"):
                 names.add(f"{module}.{name}")
     return names
 

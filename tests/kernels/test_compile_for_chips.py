@@ -18,9 +18,10 @@ VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 CHIPS = [chip for chip in sorted(SHARED_BYTES) if products_compile((chip // 10, chip % 10))]
 
 
-# Bytes a thread that may leave the registers, 255 at most, as products with an activation in their epilogue do, once a
-# tile, and the router's logits, which take fp32 weights apart
-SPILLED = {("sparse_rows.rows_kernel", True): 512, ("router_logits._logits_kernel", False): 128}
+# Bytes a thread that may be on the stack though there are 255 registers: of products with an activation in their
+# epilogue, once a tile, and of the router's logits, which take fp32 weights apart; of others a few values
+SPILLED = {("sparse_rows.rows_kernel", True): 512, ("router_logits._logits_kernel", False): 160}
+FEW = 32
 
 
 def spilled(kernel: Compiled) -> int:
@@ -28,7 +29,7 @@ def spilled(kernel: Compiled) -> int:
         return 128  # on sm_120; on sm_80 with other Tritons than 3.6
     if kernel.name == "router_logits._input_gradient_kernel" and VERSION < (3, 4):
         return 128  # 128 experts' fp32 weights on sm_90
-    return SPILLED.get((kernel.name, kernel.activation), 0)
+    return SPILLED.get((kernel.name, kernel.activation), FEW)
 
 
 def compile_all(script: str, chips: list[int]) -> dict[int, list[Compiled]]:
@@ -52,7 +53,7 @@ def test_every_kernel_compiles_and_fits_every_chip():
     [
         ({"shared": 99 * 1024 + 16}, "101392 bytes of shared memory, of 101376"),
         ({"registers": 200, "threads": 512}, "200 registers in each of 512 threads"),
-        ({"stack": 8}, "8 bytes of stack"),
+        ({"stack": 40}, "40 bytes of stack"),
         ({"activation": True, "stack": 520}, "520 bytes of stack"),
         ({"tf32": True, "stack": 136}, "136 bytes of stack"),
     ],
