@@ -96,9 +96,12 @@ def formula_rows(seen: Mapping[str, Mapping[str, Any]], *, low: bool) -> list[Ro
         return [Row(quantity=name, why=why) for name in (*names, "auxiliary losses' scale")]
     output = max(layer["output"] for layer in layers.values())
     found = [output, *_formula_gradients(layers, seen["alone"])]
-    rows = [Row(quantity=name, difference=value, tolerance=limit) for name, value in zip(names, found, strict=True)]
+    rows = [
+        Row(quantity=name, difference=value, tolerance=limit, why="" if value is not None else "it is not trained")
+        for name, value in zip(names, found, strict=True)
+    ]
     if not any(layer["losses"] for layer in layers.values()):
-        return [*rows, Row(quantity="auxiliary losses' scale", why="the run has none")]
+        return [*rows, Row(quantity="auxiliary losses' scale", why="no loss reaches a router that is trained")]
     scales = {"one process": _scales(layers, seen["alone"])}
     if "more" in seen:
         scales["twice the microbatches"] = _scales(seen["more"]["formula"], seen["more"])
@@ -116,20 +119,14 @@ def _of_layer(seen: Mapping[str, Any], layer: str, parameter: str) -> Tensor | N
     return next((v for k, v in seen.items() if k.startswith("grad/0/") and k.split("/", 3)[3] == ends), None)
 
 
-def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tuple[float, float]:
-    """Largest differences of the router's gradients, and of the experts'."""
-    router, experts = 0.0, 0.0
+def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Largest differences of the router's gradients, and of the experts'; None where there are none."""
+    found: dict[bool, list[float]] = {True: [], False: []}
     for name, layer in layers.items():
         for parameter, main in layer["main"].items():
-            expected = main
-            if parameter == "gate.weight_ED":
-                expected = main + sum(layer["losses"].values())
-            off = gap(_of_layer(seen, name, parameter), expected)
-            if parameter.startswith("gate."):
-                router = max(router, off)
-            else:
-                experts = max(experts, off)
-    return router, experts
+            expected = main + sum(layer["losses"].values()) if parameter == "gate.weight_ED" else main
+            found[parameter.startswith("gate.")].append(gap(_of_layer(seen, name, parameter), expected))
+    return max(found[True], default=None), max(found[False], default=None)
 
 
 def _scales(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:

@@ -100,7 +100,7 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
         why = "the layer's output has no gradient"
     if why or not passes:
         return {"why": why or "the layer was not run"}
-    weights = {key: _whole(tensor).requires_grad_() for key, tensor in layer.named_parameters()}
+    weights = {key: _whole(tensor).requires_grad_(tensor.requires_grad) for key, tensor in layer.named_parameters()}
     bias = getattr(gate, "bias_E", None)
     formula = Formula(
         gate=name,
@@ -128,15 +128,17 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
         # a microbatch weighs as its share of the batch's tokens, as the trainer weighs its loss
         for loss, value in auxiliary_losses(formula, one, seen.sequences, counts_E).items():
             losses[loss] = losses.get(loss, 0.0) + value * len(seen.x_TD) / tokens
-    router = weights["gate.weight_ED"]
+    trained = {key: weight for key, weight in weights.items() if weight.requires_grad}
+    router = trained.get("gate.weight_ED")
     by_loss = {
         loss: torch.autograd.grad(value, router, retain_graph=True, allow_unused=True)[0]
         for loss, value in losses.items()
+        if router is not None
     }
-    gradients = torch.autograd.grad(main, list(weights.values()), allow_unused=True)
+    gradients = torch.autograd.grad(main, list(trained.values()), allow_unused=True) if trained else ()
     return {
         "output": output,
-        "main": {key: g for key, g in zip(weights, gradients, strict=True) if g is not None},
+        "main": {key: g for key, g in zip(trained, gradients, strict=True) if g is not None},
         "losses": {loss: gradient for loss, gradient in by_loss.items() if gradient is not None},
     }
 

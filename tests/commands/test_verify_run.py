@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from foundry_moe.cli import main
+from foundry_moe.commands.moe_formula import why_not
+from foundry_moe.commands.run_rows import Row, gap, step_zero_row
+from foundry_moe.commands.shrink import shrink
+from foundry_moe.launch.run_config import check_whole_run, load_run, plain, read_moe
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("certificates") / "all.json"
     command = [sys.executable, "-m", "tests.commands.trial_faults", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
 
@@ -37,6 +45,14 @@ def test_a_clean_run_passes_and_every_row_was_compared(certificates: dict[str, A
     }
     assert certificate["mesh"].startswith("(1, 1, 2)") and len(certificate["rows"]) >= 18
     assert any("2 microbatches" in note for note in certificate["notes"])
+
+
+def test_a_converted_model_begins_as_the_one_it_came_from(certificates: dict[str, Any]) -> None:
+    certificate = certificates["converted"]
+    assert certificate["verdict"] == "pass", wrong(certificate)
+    rows = {row["quantity"]: row for row in certificate["rows"]}
+    assert rows["step 0 of the converted model against its source"]["difference"] < 1e-5
+    assert "a random llama of 2 layers of 6, width 64 of 256, 4 heads of 8" in certificate["notes"][0]
 
 
 FAULTS = {
@@ -75,3 +91,61 @@ def test_a_fault_is_found_in_the_row_that_names_it(certificates: dict[str, Any],
 
 def test_a_run_that_fails_is_one_sentence(certificates: dict[str, Any]) -> None:
     assert certificates["failing"].endswith("ended with: RuntimeError: this rank had enough")
+
+
+YAMLS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "yamls").rglob("*.yaml"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", YAMLS)
+def test_each_shipped_run_shrinks_and_keeps_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run = plain(load_run(name, []))
+    config = check_whole_run(run)
+    assert config is not None
+    shrunk = shrink(run, config, mesh=None, device="cpu")
+    small = read_moe(shrunk.run)
+    assert small is not None and small.expert_hidden_size != config.expert_hidden_size
+    for key in ("num_experts", "top_k", "activation", "gate", "loss", "balance_over", "capacity", "layers"):
+        assert getattr(small, key) == getattr(config, key), key
+    model = shrunk.run["model"]
+    assert model["d_model"] <= 256 and model["n_layers"] == 2 and model["d_model"] % model["n_heads"] == 0
+    assert shrunk.batch % shrunk.alone == 0 and shrunk.processes <= 8
+    if shrunk.mesh is not None and config.mesh_config is not None:
+        axes = (config.mesh_config.replicate, config.mesh_config.shard, config.mesh_config.expert)
+        for written, chosen in zip(axes, shrunk.mesh, strict=True):
+            assert written == "auto" or (written > 1) == (chosen > 1), (axes, shrunk.mesh)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["yamls/pretrain/8gpu.yaml", "model.moe.top_k=65"], "top_k (65) must be between 1 and num_experts (64)"),
+        (["yamls/pretrain/8gpu.yaml", "--mesh", "1,1,3"], "expert (3) must divide num_experts (64)"),
+        (["yamls/pretrain/8gpu.yaml", "--precision", "fp64"], "--precision is for verify without a run"),
+        (["yamls/demo/cpu.yaml", "--mesh", "1,1,2"], "the run has no mesh"),
+        (["no/such.yaml"], "no/such.yaml: there is no such file"),
+        (["--json"], "verify without a run prints a table"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", *arguments])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: ") and sentence in error and error.count("\n") == 1
+
+
+@pytest.mark.quick
+def test_what_is_missing_or_no_number_differs() -> None:
+    some = torch.ones(3)
+    for measured, expected in ((None, some), (some, None), (some[:2], some), (some * math.nan, some)):
+        assert Row(quantity="x", difference=gap(measured, expected)).verdict == "differs"
+    assert gap(some * (1 + 1e-6), some) < 1e-5
+    assert Row(quantity="x", why="no formula").verdict == "not compared"
+    assert step_zero_row({"converted": (some, some * 2)}, "", low=False).verdict == "differs"
+    assert why_not("base", {}, capacity=None, widths=8) == "gate base has no independent formula"
+    assert not why_not("switch", {"jitter": 0.01}, capacity="dynamic", widths=8)

@@ -133,9 +133,20 @@ CASES: dict[str, tuple[dict[str, Any], Callable[..., Found]]] = {
 }
 
 
+def converted_run(folder: Path) -> dict[str, Any]:
+    """A Llama, of which there is a configuration alone, whose blocks become copies: experts."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = {"model_type": "llama", **sizes, "num_key_value_heads": 2, "vocab_size": 4096}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = {"name": "hf_causal_lm", "pretrained_model_name_or_path": str(folder), "use_train_metrics": False}
+    return {**run_with(top_k=2, loss={"balance": 0.01}), "model": {**model, "init_device": "meta"}}
+
+
 def certify_all(out: Path) -> None:
     """Each case's certificate, or the error's sentence, as JSON."""
     found: dict[str, Any] = {}
+    found["converted"] = json.loads(certify_run(converted_run(out.parent / "llama")).as_json())
     for name, (moe, train) in CASES.items():
         found[name] = json.loads(certify_run(copy.deepcopy(run_with(**moe)), train=train).as_json())
     try:
