@@ -196,9 +196,10 @@ def _alone(work: _Work, config: MoEConfig, mesh: Mesh | None, microbatch: int) -
     """
     ranks = math.prod(mesh) if mesh else 2
     wanted = set() if config.loss == AUTO else {name for name, weight in config.loss.items() if weight}
-    by_rank = isinstance(config.capacity, int | float) or wanted & {"importance", "load"}
+    chosen_by_rank = config.gate["name"] == "expert_choice"
+    by_rank = chosen_by_rank or isinstance(config.capacity, int | float) or bool(wanted & {"importance", "load"})
     seen = {"rank": 1, "group": mesh[2] if mesh else 1}.get(config.balance_over, ranks)
-    if by_rank and seen != 1:
+    if by_rank and seen != 1 and not chosen_by_rank:
         what = "capacity counts places" if isinstance(config.capacity, int | float) else "a loss counts tokens"
         if config.balance_over in ("microbatch", "group"):
             moe_keys(work.run)["balance_over"] = "rank"

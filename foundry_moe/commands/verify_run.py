@@ -106,11 +106,23 @@ def certify_run(
             alone.append(more)
         if other is None:
             alone.append(_trial(shrunk, "resumed", None, alone=True, folder=saved, resume=SAVE_AFTER))
+        # its tokens are shuffled over the ranks and compete on each: one process is another training
+        shuffles = config.gate["name"] == "base" and shrunk.processes > 1
+        if shuffles and other is not None:
+            on_mesh.append(_trial(shrunk, "beside", other))
         seen = _launch(train, on_mesh, shrunk.processes, launch)
         seen |= _launch(train, alone, 1, launch)
     low = device == "cuda" and "bf16" in str(shrunk.run.get("precision", "amp_bf16"))
+    expected = "beside" if "beside" in seen else "alone"
+    compared = compare_trials(seen["mesh"], seen[expected], steps=SAVE_AFTER, low=low, clips=_clips(shrunk))
+    notes = (*family_notes, *shrunk.notes)
+    if shuffles:
+        why = "gate base shuffles tokens over ranks, where they compete"
+        notes = (*notes, f"{why}: held against {f'mesh {other}' if other else 'nothing'} in place of one process")
+        if other is None:
+            compared = [Row(quantity=row.quantity, why=why) for row in compared]
     rows = [
-        *compare_trials(seen["mesh"], seen["alone"], steps=SAVE_AFTER, low=low, clips=_clips(shrunk)),
+        *compared,
         *formula_rows(seen, low=low),
         *resume_rows(seen["mesh"], seen["resumed"], SAVE_AFTER, _named(other), low=low),
         step_zero_row(seen["alone"], _why_no_source(run, source), low=low),
@@ -120,7 +132,7 @@ def certify_run(
         run=name,
         mesh=where,
         device=device,
-        notes=(*family_notes, *shrunk.notes),
+        notes=notes,
         rows=tuple(rows),
         seconds=time.monotonic() - started,
     )
