@@ -253,6 +253,28 @@ def check_replicas(replicate: int, device_type: str) -> None:
         )
 
 
+def average_on_gloo() -> None:
+    """Has FSDP2 of torch 2.7 divide gradients itself on CPU processes; elsewhere nothing.
+
+    It asks for their average in fp32 and bf16, and that version's gloo sums without a word: gradients came out as many
+    times too large as ranks share them. The gloo of torch 2.11 and of 2.15 averages.
+    """
+    if can_replicate("cpu"):
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    divide_factors = collectives._get_gradient_divide_factors
+    if getattr(divide_factors, "divides_on_cpu", False):
+        return
+
+    def divided(scatter_group, all_reduce_group, dtype, device_type=""):  # type: ignore[no-untyped-def]
+        # a device without an average of its own takes the way that this one needs
+        return divide_factors(scatter_group, all_reduce_group, dtype, "mtia" if device_type == "cpu" else device_type)
+
+    divided.divides_on_cpu = True  # type: ignore[attr-defined]
+    collectives._get_gradient_divide_factors = divided  # type: ignore[assignment]
+
+
 def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
     """Builds process groups for a plan; every rank of the job calls this once, with the same plan.
 

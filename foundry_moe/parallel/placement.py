@@ -27,6 +27,7 @@ from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import (
     Meshes,
     MeshPlan,
+    average_on_gloo,
     build_meshes,
     check_expert_widths,
     check_replicas,
@@ -85,6 +86,7 @@ def parallelize(
     dimensions = {name: shard_dimension(name, layer.experts, plan) for name, layer in layers.items()}
     device = torch.device(device)
     check_replicas(plan.replicate, device.type)
+    average_on_gloo()
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -28,6 +28,7 @@ def test_gates_over_expert_ranks_train_as_one_process_does():
     assert bias and all(results["noisy, in groups, with bias"][key].any() for key in bias)
 
 
+@needs_replicas
 def test_gates_in_which_tokens_compete_do_not_depend_on_the_mesh():
     """They see the tokens of a rank, so one process differs; but the ranks' roles make no difference."""
     first, second = run_processes(
