@@ -17,7 +17,7 @@ WIDTHS = (24, 1, 40, 16, 7, 72)
 def operands(widths=WIDTHS, tokens=37, width=20, choices=3, dtype=torch.float64, gated=True):
     total = sum(widths)
     x = torch.randn(tokens, width, dtype=dtype, device=DEVICE, requires_grad=True)
-    matrices = [torch.randn(total, width, dtype=dtype, device=DEVICE) / 4 for _ in range(3)]
+    matrices = [torch.randn(total, width, dtype=dtype, device=DEVICE) / width**0.5 for _ in range(3)]
     w1, v1, w2 = (matrix.requires_grad_() for matrix in matrices)
     weights = torch.rand(tokens, choices, dtype=dtype, device=DEVICE).requires_grad_()
     experts = torch.argsort(torch.rand(tokens, len(widths), device=DEVICE), dim=1)[:, :choices].int()
