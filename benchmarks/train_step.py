@@ -22,12 +22,14 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
+from foundry_moe_kernels.compilations import on_compilation
 from omegaconf import DictConfig, OmegaConf
 
 from foundry_moe.commands.model_shape import read_shape
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from NVIDIA's data sheets
 SKIPPED_STEPS = 4  # kernels compile and the allocator settles
+SLOWEST_AFTER = 5  # steps, from which on the slowest one is looked for
 
 
 class StepTimer(Callback):
@@ -35,7 +37,9 @@ class StepTimer(Callback):
 
     def __init__(self, profile: bool, last: int) -> None:
         self.seconds: list[float] = []
+        self.compiled: list[list[str]] = []  # Triton kernels, by step
         self.last = last
+        on_compilation(lambda name: self.compiled[-1].append(name) if self.compiled else None)
         self.profiler = None
         if profile and dist.get_global_rank() == 0:
             activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -47,6 +51,7 @@ class StepTimer(Callback):
         if self.profiler is not None and len(self.seconds) == self.last - 1:
             self.profiler.start()
         torch.cuda.synchronize()
+        self.compiled.append([])
         self.began = time.perf_counter()
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -69,6 +74,7 @@ def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
     trainer = train(OmegaConf.create(plain))
     timer = next(callback for callback in trainer.state.callbacks if isinstance(callback, StepTimer))
     seconds = statistics.median(timer.seconds[SKIPPED_STEPS : steps - 1 if profile else steps])
+    later = timer.seconds[SLOWEST_AFTER : steps - 1 if profile else steps]
     tokens = config.global_train_batch_size // dist.get_world_size() * config.max_seq_len
     peak = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
     dist.all_reduce(peak, reduce_operation="MAX")
@@ -79,6 +85,8 @@ def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
         "device": device,
         "step_ms": round(1e3 * seconds, 1),
         "spread_ms": [round(1e3 * s, 1) for s in timer.seconds],
+        "slowest_over_median": round(max(later) / seconds, 3) if later else None,
+        "compiled_later": sorted({name for names in timer.compiled[SLOWEST_AFTER:] for name in names}),
         "tokens_per_s_per_gpu": round(tokens / seconds),
         "mfu": round(flops * tokens / seconds / roof, 4) if roof else None,
         "allocated_gib": round(peak[0].item() / 2**30, 2),

@@ -1,8 +1,9 @@
 """Tiles for shape classes that the committed table lacks: the nearest ones are timed once and the best kept on disk.
 
-The first call of a class tries at most `CANDIDATES` tiles of the table, nearest class first, on its own operands. All
+The first call of a matrix tries at most `CANDIDATES` tiles of the table, nearest class first, on its own operands. All
 classes of a process share one time limit, compilation included, so that the first step never spends minutes; what it
-leaves untried is served by the nearest class's tile, and tried by the next process. Environment:
+leaves untried is served by the nearest class's tile, and tried by the next process. Other loads of that matrix take
+what the first one found: nothing is timed in a later step. Environment:
 
     FOUNDRY_MOE_AUTOTUNE_S   the limit in seconds; 0 = never tune
     FOUNDRY_MOE_TUNING_CACHE the file; default ~/.cache/foundry_moe/tiles-<gpu>-<triton>.json
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 import triton
-from foundry_moe_kernels import tuning
+from foundry_moe_kernels import load_class, tuning
 from foundry_moe_kernels.tuning import Tile
 
 LIMIT_S = 20.0
@@ -67,6 +68,13 @@ class Tuner:
         self.left_s = limit_s
         self._warned = False
         self.tiles = self._read()
+
+    def known(self, key: str) -> Tile | None:
+        """What was found for this class, or for the nearest load of the same matrix: a matrix is timed once."""
+        if key in self.tiles:
+            return self.tiles[key]
+        near = [other for other in self.tiles if tuning.same_matrix(other, key)]
+        return self.tiles[min(near, key=lambda other: tuning.distance(other, key))] if near else None
 
     def tile(self, key: str, candidates: Sequence[Tile], run: Callable[[Tile], object]) -> Tile:
         """The tile of a class: a known one, or the fastest candidate that there was time for, the first at least.
@@ -164,8 +172,7 @@ def _class(product: str, rows_per_expert: int, n: int, k: int) -> str:
 def pick(
     product: str,
     *,
-    rows: int,
-    experts: int,
+    rows_per_expert: int,
     n: int,
     k: int,
     device: torch.device,
@@ -176,12 +183,14 @@ def pick(
     Args:
         run: the product with a tile, on the operands at hand; writes results that may be overwritten.
     """
-    key = _class(product, rows // max(experts, 1), n, k)
+    key = _class(product, rows_per_expert, n, k)
     if tuning.is_committed(key) or device.type != "cuda":
         return tuning.nearest(key)[0]
     tuner = _tuner(device)
-    if key in tuner.tiles:
-        return tuner.tiles[key]
-    if tuner.left_s <= 0 or torch.cuda.is_current_stream_capturing():  # nothing may be timed while a graph is recorded
+    known = tuner.known(key)
+    if known is not None:
+        return known
+    # nothing is timed for a pretended load, nor while a graph is recorded
+    if tuner.left_s <= 0 or load_class.is_pretended() or torch.cuda.is_current_stream_capturing():
         return tuning.nearest(key)[0]
     return tuner.tile(key, tuning.nearest(key)[:CANDIDATES], run)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from foundry_moe_kernels import autotune, descriptors, tuning
+from foundry_moe_kernels import autotune, descriptors, load_class, tuning
 from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
@@ -146,8 +146,7 @@ def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], 
     offsets_E = rows.offsets_E
     return autotune.pick(
         product,
-        rows=rows.num_rows,
-        experts=offsets_E.shape[0],
+        rows_per_expert=load_class.per_expert(rows.num_rows, offsets_E.shape[0]),
         n=n,
         k=k,
         device=offsets_E.device,

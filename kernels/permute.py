@@ -26,7 +26,7 @@ def _last_choice(row_ptr, t, tokens, K: tl.constexpr, KP: tl.constexpr):
     return tl.max(tl.max(tl.where(row >= 0, k[None, :] + 1, 0), axis=1), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def _permute_kernel(
     x_ptr, out_ptr, row_ptr, end_ptr, tokens, rows, width, x_stride, K: tl.constexpr, ZERO_TAIL: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, SPARSE: tl.constexpr,
@@ -65,7 +65,7 @@ def _weighted_row(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _unpermute_kernel(
     y_ptr, out_ptr, row_ptr, weights_ptr, tokens, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, SPARSE: tl.constexpr,
@@ -84,7 +84,7 @@ def _unpermute_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def _unpermute_backward_kernel(
     dy_ptr, y_ptr, out_ptr, row_ptr, weights_ptr, dweights_ptr, end_ptr, tokens, rows, width, K: tl.constexpr,
     WIDTH: tl.constexpr, ACC: tl.constexpr,
@@ -115,7 +115,7 @@ def _unpermute_backward_kernel(
         tl.store(dweights_ptr + assignment, tl.sum(dot).to(dweights_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "assignments"])
 def _gather_dots_kernel(dots_ptr, row_ptr, out_ptr, tiles, rows, assignments, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + i, mask=i < assignments, other=-1).to(tl.int64)

@@ -1,7 +1,7 @@
 """Plans permute on the device: a stable counting sort of choices by expert, without atomics.
 
 Three launches: counts of each block of choices, their running sums (for few choices part of the next), and each
-choice's row.
+choice's row. Sizes that follow the load are not specialised on: another load compiles nothing.
 
 Shapes: T tokens, K choices, A = T * K assignments, E experts, N blocks of assignments.
 """
@@ -21,7 +21,7 @@ _SUMMED_FROM = 16384  # counts, below which each program sums for itself: one la
 MAX_EXPERTS = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["assignments", "blocks"])
 def _count_kernel(
     experts_ptr, mask_ptr, counts_ptr, assignments, num_experts, blocks, choices,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -38,7 +38,7 @@ def _count_kernel(
         tl.store(counts_ptr + e * blocks + block, counts, mask=e < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _sum_kernel(counts_ptr, totals_ptr, blocks, CHUNK: tl.constexpr):
     """Running sums over blocks, in place, exclusive; the total of each expert."""
     row = counts_ptr + tl.program_id(0) * blocks
@@ -51,7 +51,7 @@ def _sum_kernel(counts_ptr, totals_ptr, blocks, CHUNK: tl.constexpr):
     tl.store(totals_ptr + tl.program_id(0), total.to(totals_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["assignments", "blocks"])
 def _row_kernel(
     experts_ptr, counts_ptr, totals_ptr, experts_out, offsets_ptr, source_ptr, row_ptr,
     assignments, num_experts, blocks, SUMMED: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,

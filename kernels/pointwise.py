@@ -15,7 +15,7 @@ from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _activate_kernel(z_ptr, h_ptr, end_ptr, rows, width, ACT: tl.constexpr, GLU: tl.constexpr, WIDTH: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     if r >= tl.load(end_ptr):
@@ -65,7 +65,7 @@ def activation_backward_tile(
     return tl.sum(dh * h, axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _activation_backward_kernel(
     dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, end_ptr, rows, width,
     ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -12,6 +12,7 @@ Shapes: R rows, C columns of S, E experts, D model width, F expert width, P plan
 from __future__ import annotations
 
 import torch
+from foundry_moe_kernels import load_class
 from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.sizes import cdiv
 from foundry_moe_kernels.sparse_inner import inner_kernel
@@ -247,9 +248,8 @@ def _inner(
     elif out.shape != shape or out.dtype != s.dtype:
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype}")
     if out.numel():
-        tile = tile or choose(
-            "inner", topology, s.dtype, columns=n, inner=topology.num_rows // len(topology.widths), tf32=tf32
-        )  # fmt: skip
+        deep = load_class.per_expert(topology.num_rows, len(topology.widths))
+        tile = tile or choose("inner", topology, s.dtype, columns=n, inner=deep, tf32=tf32)
         out_expert, out_column, out_n = _strides(out)
         launch(
             inner_kernel, (topology.block_columns * cdiv(n, tile.bn),),

@@ -290,7 +290,7 @@ def unpack_topology(packed: Tensor, num_rows: int, widths: Sequence[int], block:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts", "most"])
 def _block_rows_kernel(
     offsets_ptr, entries_ptr, count_ptr, order_ptr, num_experts, most,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,

@@ -63,21 +63,24 @@ def is_committed(key: str) -> bool:
 
     Experts divided over ranks, or another batch, are no reason to time anything in a training step.
     """
-    product, rows, *matrix = key.split()
-    known = [other.split() for other in _table()]
-    return any(
-        other[0] == product and other[2:] == matrix and abs(float(other[1]) - float(rows)) <= math.log2(_NEAR)
-        for other in known
-    )
+    return any(same_matrix(other, key) and distance(other, key) <= math.log2(_NEAR) for other in _table())
+
+
+def same_matrix(key: str, other: str) -> bool:
+    """Whether two classes are of one product and differ in rows an expert alone."""
+    product, _, *matrix = key.split()
+    others, _, *other_matrix = other.split()
+    return (product, matrix) == (others, other_matrix)
+
+
+def distance(key: str, other: str) -> float:
+    """The sum of the distances of two classes' logarithms."""
+    return sum(abs(float(a) - float(b)) for a, b in zip(key.split()[1:], other.split()[1:], strict=True))
 
 
 @functools.cache
 def nearest(key: str) -> tuple[Tile, ...]:
     """The product's tiles, that of the class itself or the nearest in the sum of logarithms' distances first."""
-    product, *wanted = key.split()
-
-    def distance(other: str) -> float:
-        return sum(abs(float(size) - float(want)) for size, want in zip(other.split()[1:], wanted, strict=True))
-
-    keys = sorted((other for other in _table() if other.split()[0] == product), key=distance)
+    product = key.split()[0]
+    keys = sorted((other for other in _table() if other.split()[0] == product), key=lambda other: distance(other, key))
     return tuple(dict.fromkeys(Tile(**_table()[other]) for other in keys)) or (Tile(),)

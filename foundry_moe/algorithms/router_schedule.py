@@ -17,6 +17,7 @@ from torch import Tensor
 from foundry_moe.algorithms.backend_log import log_backends
 from foundry_moe.algorithms.dmoe_mesh import count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules, say_fresh
+from foundry_moe.algorithms.strict_compilation import StrictCompilation
 from foundry_moe.algorithms.weights_from_files import read_by_rank
 from foundry_moe.layers.context import BatchContext, stay, unchanged
 from foundry_moe.layers.gate_updates import note_loads, step_gates
@@ -89,6 +90,7 @@ class RouterSteps(Algorithm):
         if internal:
             raise ValueError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
         self._before: list[Tensor] = []
+        self._strict = StrictCompilation()
         self._meaning: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._model: dict[str, Any] = {}
@@ -126,6 +128,7 @@ class RouterSteps(Algorithm):
         else:
             context.batch_counts = {}
             step_gates(moe_layers(state.model), self._before, progress_of(state))
+            self._strict.batch_ended()
 
     def _compare_models(self, here: dict[str, Any]) -> None:
         self._model = here

@@ -17,6 +17,7 @@ from foundry_moe_kernels.interpreter import INTERPRETED
 from torch import Tensor
 
 from foundry_moe.ops import expert_steps as steps
+from foundry_moe.ops.compile_ahead import compile_ahead
 from foundry_moe.ops.operators import differentiable, operator
 from foundry_moe.ops.permute import PermutePlan
 
@@ -109,6 +110,7 @@ def _down(
     activation: str,
 ) -> Tensor:
     """y_TD. Takes z_PRF for the backward pass alone: h_RF is a function of it."""
+    compile_ahead(w2_EDF, z_PRF.shape[0], weights_TK, row_TK, hopper, activation)
     return steps.down(h_RF, _aligned(w2_EDF), _contiguous(weights_TK), row_TK, offsets_E, packed, hopper)
 
 
@@ -156,6 +158,7 @@ def _mlp(
     activation: str,
 ) -> Tensor:
     """y_TD in one node that keeps no pre-activations."""
+    compile_ahead(w2_EDF, 1 if v1_EFD is None else 2, weights_TK, row_TK, hopper, activation)
     _, h_RF = _up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, hopper, activation)
     return steps.down(h_RF, _aligned(w2_EDF), _contiguous(weights_TK), row_TK, offsets_E, packed, hopper)
 

@@ -11,7 +11,7 @@ GLU: gate, up; else 1).
 from __future__ import annotations
 
 import torch
-from foundry_moe_kernels import permute, pointwise, products
+from foundry_moe_kernels import load_class, permute, pointwise, products
 from foundry_moe_kernels.sparse_tiles import BLOCK
 from foundry_moe_kernels.topology import Topology, pack_topology, packed_topology_size, unpack_topology
 from torch import Tensor
@@ -93,7 +93,7 @@ def down_backward_(
 def column_parts(rows: int, x_TD: Tensor) -> list[slice]:
     """The columns of x whose rows are copied at a time."""
     width = x_TD.shape[1]
-    parts = 2 if rows * width * x_TD.element_size() > COPY_BYTES and width % 512 == 0 else 1
+    parts = 2 if load_class.rows(rows) * width * x_TD.element_size() > COPY_BYTES and width % 512 == 0 else 1
     return [slice(part * width // parts, (part + 1) * width // parts) for part in range(parts)]
 
 

@@ -103,13 +103,13 @@ def test_committed_classes_and_cpus_are_never_timed(monkeypatch):
         raise AssertionError("timed")
 
     for experts in (64, 32, 16, 8):  # OLMoE's first product, its experts on 1 to 8 ranks
-        shape = {"rows": 131072, "experts": experts, "n": 1024, "k": 2048}
+        shape = {"rows_per_expert": 131072 // experts, "n": 1024, "k": 2048}
         for device in (torch.device("cpu"), torch.device("cuda", 0)):
             key = tuning.shape_class("up2", rows_per_expert=131072 // experts, n=1024, k=2048)
             assert autotune.pick("up2", **shape, device=device, run=refuse) == tuning.nearest(key)[0]
     assert not tuning.is_committed(tuning.shape_class("up2", rows_per_expert=2048, n=1024, k=3072))
     assert not tuning.is_committed(tuning.shape_class("up2", rows_per_expert=32, n=1024, k=2048))
-    assert autotune.pick("up2", rows=77, experts=2, n=1, k=1, device=torch.device("cpu"), run=refuse)
+    assert autotune.pick("up2", rows_per_expert=38, n=1, k=1, device=torch.device("cpu"), run=refuse)
 
 
 def test_the_limit_comes_from_the_environment(monkeypatch):

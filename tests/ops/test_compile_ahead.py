@@ -1,0 +1,77 @@
+"""Every load has its tile compiled when experts first run, and no other is needed later."""
+
+import pytest
+import torch
+from foundry_moe_kernels import autotune, load_class, tuning
+from foundry_moe_kernels.compilations import on_compilation
+
+from foundry_moe.ops import compile_ahead as ahead
+from foundry_moe.ops import expert_mlp, plan_permute
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.quick
+def test_loads_stand_for_every_class_of_rows():
+    def of(rows):
+        return tuning.shape_class("up2", rows_per_expert=rows, n=1024, k=2048)
+
+    known = {of(rows) for rows in load_class.all_loads()}
+    assert {of(rows) for rows in range(1, 3000)} | {of(int(1.09**i)) for i in range(1, 130)} <= known
+
+
+@pytest.mark.quick
+def test_a_pretended_load_decides_the_tile_and_times_nothing(monkeypatch):
+    seen = []
+    monkeypatch.setattr(autotune, "_class", lambda product, rows, n, k: seen.append(rows) or f"{product} 9 9 9")
+    with load_class.pretend(4096, 8):
+        assert load_class.is_pretended() and load_class.rows(48) == 8 * 4096
+        assert load_class.per_expert(48, 4) == 4096
+    assert not load_class.is_pretended() and load_class.rows(48) == 48 and load_class.per_expert(48, 4) == 12
+
+
+@pytest.mark.quick
+def test_what_one_load_found_serves_the_others_of_its_matrix(tmp_path):
+    tuner = autotune.Tuner(tmp_path / "tiles.json", 100.0, lambda run: float(run().group))
+    mine = tuner.tile("up2 9 10 11", [tuning.Tile(group=4), tuning.Tile(group=2)], lambda tile: tile)
+    assert mine.group == 2
+    assert tuner.known("up2 3 10 11") == mine and tuner.known("up2 15 10 11") == mine
+    assert tuner.known("up2 9 10 12") is None and tuner.known("nt 9 10 11") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["hopper", "portable"])
+@pytest.mark.parametrize("gated", [True, False], ids=["glu", "mlp"])
+def test_other_loads_compile_nothing(kernels, gated, monkeypatch):
+    if kernels == "portable":
+        monkeypatch.setenv("FOUNDRY_MOE_KERNELS", "portable")
+    monkeypatch.setenv("FOUNDRY_MOE_AUTOTUNE_S", "0")
+    autotune._tuner.cache_clear()
+    monkeypatch.setattr(ahead, "_done", set())
+    experts, width, hidden, choices = 12, 512, 384, 2
+
+    def step(tokens, favourite=None):
+        x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        shapes = [(experts, hidden, width)] * 2 + [(experts, width, hidden)]
+        w1, v1, w2 = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+        experts_TK = torch.randint(0, experts, (tokens, choices), device=DEVICE)
+        if favourite is not None:
+            experts_TK.fill_(favourite)
+        weights = torch.rand(tokens, choices, device=DEVICE, requires_grad=True)
+        y = expert_mlp(
+            x, weights, plan_permute(experts_TK, experts), w1, v1 if gated else None, w2, activation="silu",
+            backend="blocksparse",
+        )  # fmt: skip
+        y.sum().backward()
+
+    step(4096)
+    compiled = []
+    on_compilation(compiled.append)
+    try:
+        for tokens in (1, 2, 3, 7, 16, 33, 129, 512, 1000, 4099, 20000, 150_000):
+            step(tokens)
+            step(tokens, favourite=3)
+    finally:
+        on_compilation(lambda name: None)
+    ours = [name for name in compiled if "foundry_moe_kernels" in name or "kernel" in name]
+    assert ours == []
