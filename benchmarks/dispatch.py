@@ -81,7 +81,7 @@ Stage = Callable[[tuple[Chunk, ...]], tuple[Chunk, ...]]
 def _between_ranks(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
     outputs = []
     for chunk in sent:
-        x_QD, weights_QK, _ = chunk.receive()
+        x_QD, weights_QK, *_ = chunk.receive()
         outputs.append(chunk.send_back(_Nothing.apply(x_QD, weights_QK)))
     return tuple(outputs)
 
@@ -89,7 +89,7 @@ def _between_ranks(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
 def _to_rows(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
     outputs = []
     for chunk in sent:
-        x_QD, weights_QK, plan = chunk.receive()
+        x_QD, weights_QK, plan, _ = chunk.receive()
         outputs.append(chunk.send_back(unpermute(permute(x_QD, plan), weights_QK, plan)))
     return tuple(outputs)
 

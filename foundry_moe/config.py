@@ -113,6 +113,8 @@ class MeshConfig:
     replicate: how many copies of the sharded model there are, as in HSDP.
     all_to_all: flat | hierarchical | auto (hierarchical where `expert` spans nodes).
     chunks: in how many parts a layer's tokens travel to experts on other GPUs, which compute one part meanwhile.
+    buffer: how many times an even share of rows the experts of a GPU compute at once; a more skewed batch goes in
+        rounds, computed again in the backward pass but for the first: memory does not follow the router.
     reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded
         until then. Over `replicate` they are summed once a batch.
     compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU).
@@ -125,6 +127,7 @@ class MeshConfig:
     replicate: int | Literal["auto"] = 1
     all_to_all: str = AUTO
     chunks: int = 1
+    buffer: float = 2.0
     reduce: str = "microbatch"
     compile: str = "none"
     spares: bool = False
@@ -136,6 +139,8 @@ class MeshConfig:
                 raise ValueError(f"mesh.{name} ({value}) must be 1 or more, or auto")
         if self.chunks < 1:
             raise ValueError(f"mesh.chunks ({self.chunks}) must be 1 or more")
+        if not self.buffer >= 1:
+            raise ValueError(f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows")
         one_of("mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         one_of("mesh.reduce", self.reduce, REDUCE)
         one_of("mesh.compile", self.compile, COMPILE)

@@ -9,13 +9,15 @@ import triton.runtime.jit
 
 
 def on_compilation(call: Callable[[str], None]) -> None:
-    """Calls `call` with a kernel's name whenever one is compiled, or loaded from Triton's cache, for new arguments.
+    """Calls `call` whenever a kernel is compiled, or loaded from Triton's cache, with its name and constants.
 
     What it raises reaches whoever launched the kernel. The last call given counts.
     """
 
-    def hook(*, fn: Any, **_: Any) -> None:
-        call(fn.name)
+    def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
+        names = fn.jit_function.arg_names
+        constants = {names[place[0]]: value for place, value in compile["constants"].items() if len(place) == 1}
+        call(f"{fn.name}({', '.join(f'{name}={value}' for name, value in constants.items())})")
 
     knobs = getattr(triton, "knobs", None)
     if knobs is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +51,7 @@ class Case:
         batches, a zero leaves a rank without any.
     crowd: all tokens choose the first `top_k` experts: the other experts, and their ranks, get none.
     max_norm: gradients are clipped to it.
+    buffer: of `MeshConfig`; with one, ranks with more rows than others compute them in rounds.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Case:
     share: tuple[int, ...] = (1,)
     crowd: bool = False
     max_norm: float = 1e9
+    buffer: float = 2.0
 
 
 CASES = (
@@ -87,6 +89,7 @@ CASES = (
         name="every token to one expert, biases",
         moe={"num_experts": 8, "top_k": 1, "activation": "gelu", "bias": True, "loss": {"z": 0.01}},
         crowd=True,
+        buffer=1.0,
         share=(1, 2),
         microbatches=2,
         max_norm=0.5,
@@ -257,7 +260,7 @@ def run_case(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
     if mesh is not None:
-        _place(model, mesh, optimizer, policy, device, ranks_per_node)
+        _place(model, replace(mesh, buffer=case.buffer), optimizer, policy, device, ranks_per_node)
     else:
         assert compute_dtype is None, "mixed precision is FSDP2's: give a mesh of one rank"
 

@@ -27,6 +27,7 @@ class Experts(nn.Module):
         bias: add biases to all projections: w1_bias_EF, v1_bias_EF (of a GLU), w2_bias_ED. They begin at zero.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
 
+    `most_rounds`: in which a call's tokens were computed, since somebody set it to one (see `layers/rounds.py`).
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
     """
 
@@ -53,6 +54,7 @@ class Experts(nn.Module):
         self.init_std = init_std
         self.num_layers = num_layers
         self.local: Callable[[Tensor], Tensor] = unchanged
+        self.most_rounds = 1
         wide = (num_experts, hidden_size, d_model)
         self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
         self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if kind.gated else None
@@ -113,7 +115,9 @@ class Experts(nn.Module):
                 memory=self.memory,
             )
 
-        return compute_chunks(sent, w1_EFD.dtype, compute)
+        outputs, rounds = compute_chunks(sent, w1_EFD.dtype, compute)
+        self.most_rounds = max(self.most_rounds, rounds)
+        return outputs
 
 
 class SharedExpert(nn.Module):

@@ -51,6 +51,7 @@ class MixedExperts(nn.Module):
         self.init_std = init_std
         self.num_layers = num_layers
         self.local: Callable[[Tensor], Tensor] = unchanged
+        self.most_rounds = 1
         self.widths = widths
         self.held = range(len(widths))
         shape = (sum(widths), d_model)
@@ -112,4 +113,6 @@ class MixedExperts(nn.Module):
                 memory=self.memory,
             )
 
-        return compute_chunks(sent, w1_HD.dtype, compute)
+        outputs, rounds = compute_chunks(sent, w1_HD.dtype, compute)
+        self.most_rounds = max(self.most_rounds, rounds)
+        return outputs

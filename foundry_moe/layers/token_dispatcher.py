@@ -8,22 +8,26 @@ Shapes: T tokens of this process, Q tokens that its experts receive, K choices a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from foundry_moe.layers.gates.gate import Choices
+from foundry_moe.layers.rounds import ExpertMLP, compute_in_rounds
 from foundry_moe.ops import PermutePlan, plan_permute
 
 
 class ExpertInput(NamedTuple):
-    """Tokens for the experts of this process: x_QD, their combine weights, and the rows of each expert."""
+    """Tokens for the experts of this process: x_QD, their combine weights, and the rows of each expert.
+
+    most_rows: that experts compute at once; more go in rounds.
+    """
 
     x_QD: Tensor
     weights_QK: Tensor | None
     plan: PermutePlan
+    most_rows: int | None = None
 
 
 class Transport(Protocol):
@@ -56,23 +60,23 @@ class Chunk(NamedTuple):
         return Chunk((self.transport.send_back(y_QD),), self.transport)
 
 
-def compute_chunks(
-    sent: tuple[Chunk, ...], dtype: torch.dtype, expert_mlp: Callable[[Tensor, Tensor | None, PermutePlan], Tensor]
-) -> tuple[Chunk, ...]:
-    """Chunk by chunk: receives tokens, computes, starts the results' way back.
+def compute_chunks(sent: tuple[Chunk, ...], dtype: torch.dtype, expert_mlp: ExpertMLP) -> tuple[tuple[Chunk, ...], int]:
+    """Chunk by chunk: receives tokens, computes, starts the results' way back. Also the most rounds of a chunk.
 
     Args:
         dtype: of the experts' weights. Outside of autocast tokens are cast to it, as FSDP2 casts a module's inputs:
             what is received here it does not see.
         expert_mlp: (x_QD, weights_QK, plan) -> y_QD.
     """
-    outputs = []
+    outputs, most_rounds = [], 1
     for chunk in sent:
-        x_QD, weights_QK, plan = chunk.receive()
+        x_QD, weights_QK, plan, most_rows = chunk.receive()
         if not torch.is_autocast_enabled(x_QD.device.type):
             x_QD = x_QD.to(dtype)
-        outputs.append(chunk.send_back(expert_mlp(x_QD, weights_QK, plan)))
-    return tuple(outputs)
+        y_QD, rounds = compute_in_rounds(expert_mlp, x_QD, weights_QK, plan, most_rows)
+        outputs.append(chunk.send_back(y_QD))
+        most_rounds = max(most_rounds, rounds)
+    return tuple(outputs), most_rounds
 
 
 class TokenDispatcher(Protocol):

@@ -14,6 +14,7 @@ experts, C = min(P, K) ranks a token goes to at most, H chunks, S rows sent, Q r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -167,13 +168,21 @@ class _Transport:
     tokens: _Messages
     results: _Messages
     local_experts: int
+    buffer: float
+
+    def _most_rows(self, received: int, choices: int) -> int:
+        """`buffer` times the rows of an even load. A rank with fewer tokens than others counts as many as it got."""
+        plan = self.choices.plan
+        tokens = max(plan.row_TC.shape[0] / len(plan.splits), received / plan.all_to_all.size)
+        return max(math.ceil(min(self.buffer, plan.all_to_all.size) * tokens * choices), choices)
 
     def receive(self, *tensors: Tensor) -> ExpertInput:
         choices_link, tokens_link = tensors
         weights_QK, local_QK = _ReceiveChoices.apply(choices_link, self.choices, self.chunk)
         used = self.choices.plan.splits[self.chunk].received_choices
         rows_plan = plan_permute(local_QK, self.local_experts, used)  # while tokens travel
-        return ExpertInput(_Receive.apply(tokens_link, self.tokens, self.chunk), weights_QK, rows_plan)
+        x_QD = _Receive.apply(tokens_link, self.tokens, self.chunk)
+        return ExpertInput(x_QD, weights_QK, rows_plan, self._most_rows(*local_QK.shape))
 
     def send_back(self, y_QD: Tensor) -> Tensor:
         return _SendBack.apply(y_QD, self.results, self.chunk)
@@ -188,13 +197,15 @@ class AllToAllDispatcher:
     Args:
         num_experts: E.
         chunks: H, in how many parts tokens travel.
+        buffer: experts compute so many times the rows of an even load at once (see `layers/rounds.py`).
     """
 
-    def __init__(self, all_to_all: AllToAll, *, num_experts: int, chunks: int = 1) -> None:
+    def __init__(self, all_to_all: AllToAll, *, num_experts: int, chunks: int = 1, buffer: float = math.inf) -> None:
         assert num_experts % all_to_all.size == 0
         self.all_to_all = all_to_all
         self.local_experts = num_experts // all_to_all.size
         self.chunks = chunks
+        self.buffer = buffer
 
     # sizes are read on the host and collectives fill buffers in place: a compiled block's graph breaks here
     @torch.compiler.disable
@@ -228,7 +239,12 @@ class AllToAllDispatcher:
         links = zip(_Send.apply(weights_TK, sent_choices), _Send.apply(x_TD, tokens), strict=True)
         ways = [
             _Transport(
-                chunk=chunk, choices=sent_choices, tokens=tokens, results=results, local_experts=self.local_experts
+                chunk=chunk,
+                choices=sent_choices,
+                tokens=tokens,
+                results=results,
+                local_experts=self.local_experts,
+                buffer=self.buffer,
             )
             for chunk in range(self.chunks)
         ]

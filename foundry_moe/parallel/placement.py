@@ -90,7 +90,7 @@ def parallelize(
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
     names = {parameter: name for name, parameter in model.named_parameters()}
-    connect(layers.values(), meshes, mesh_config.chunks)
+    connect(layers.values(), meshes, mesh_config)
     for name, layer in layers.items():
         draw_replicated(layer, device)
         place_experts(
@@ -129,7 +129,7 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     return plan
 
 
-def connect(layers: Iterable[Any], meshes: Meshes, chunks: int) -> None:
+def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> None:
     """Gives layers what passes between ranks: sums for losses and gates, and the all-to-all of tokens."""
     divided = meshes.plan.expert > 1
     all_to_all = build_all_to_all(meshes) if divided else None
@@ -139,7 +139,9 @@ def connect(layers: Iterable[Any], meshes: Meshes, chunks: int) -> None:
         layer.context.shuffle = everyone.shuffle
         if all_to_all is not None:
             layer.context.sum_over_group = GateCollectives(meshes.expert.get_group()).sum
-            layer.dispatcher = AllToAllDispatcher(all_to_all, num_experts=layer.num_experts, chunks=chunks)
+            layer.dispatcher = AllToAllDispatcher(
+                all_to_all, num_experts=layer.num_experts, chunks=mesh_config.chunks, buffer=mesh_config.buffer
+            )
             # not compiled: how many rows experts receive differs from call to call, and is read on the host
             layer.experts.forward = torch.compiler.disable(layer.experts.forward)
 
