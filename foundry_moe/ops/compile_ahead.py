@@ -14,7 +14,7 @@ Shapes: T tokens, K choices, E experts, D model width, F expert width, P planes 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from foundry_moe_kernels import load_class, permute_plan
@@ -91,7 +91,7 @@ def _choices(number: int, choices: int, experts: int, device: torch.device) -> T
 def _run_steps(kind: _Kind) -> None:
     """Forward and backward on a few tokens and experts: as many as leave tables aligned as those of all are."""
     experts = (kind.experts - 1) % 4 + 1
-    options = {"device": kind.device, "dtype": kind.dtype}
+    options: dict[str, Any] = {"device": kind.device, "dtype": kind.dtype}
     experts_TK = _choices(_TOKENS * kind.choices, kind.choices, experts, kind.device)
     _, _, offsets_E, source_R, row_TK = permute_plan.plan_permute(experts_TK, experts)
     x_TD = torch.zeros(experts_TK.shape[0], kind.width, **options)
