@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ def run_meshes(
     keys: Mapping[str, Any],
 ) -> dict[tuple[Mesh, str], dict[str, Tensor]]:
     """On each rank of a launch: every case on every mesh of its size. `keys`: others of `MeshConfig`."""
+    os.environ.setdefault("FOUNDRY_MOE_COMPILE_AHEAD", "0")  # loads that three steps do not bring
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
     results = {}
     for mesh in meshes:
