@@ -27,7 +27,9 @@ from foundry_moe.schema import refuse_unknown
 log = logging.getLogger(__name__)
 
 RANK_MAX_OVER_MEAN = "rank_max_over_mean"
-_NO_LOSS = (DROPPED, ROUTER_ENTROPY, RANK_MAX_OVER_MEAN)
+ROUNDS = "rounds"
+_WORST = (RANK_MAX_OVER_MEAN, ROUNDS)
+_NO_LOSS = (DROPPED, ROUTER_ENTROPY, *_WORST)
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:
@@ -68,9 +70,10 @@ class ExpertLoad(Callback):
     - `dropped`: with `capacity`, the share of choices dropped.
     - `rank_max_over_mean`: where experts are divided over ranks, the rows (choices) that come to the fullest rank over
       the mean of the ranks that share the layer's experts, in the worst of these groups.
+    - `rounds`: there too, in how many rounds a rank computed its experts at most; 1 unless `mesh.buffer` was exceeded.
 
-    Over the layers the worst `dmoe/max_over_mean` and `dmoe/rank_max_over_mean`, the sum `dmoe/dead`, the means
-    `dmoe/router_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
+    Over the layers the worst `dmoe/max_over_mean`, `dmoe/rank_max_over_mean` and `dmoe/rounds`, the sum `dmoe/dead`, the
+    means `dmoe/router_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
     A layer whose loads stay on few experts is told in a warning (see `load_health`).
     It reads the device once each time it logs.
 
@@ -166,7 +169,7 @@ class ExpertLoad(Callback):
         for name, values in measured.items():
             if not all(math.isfinite(value) for value in values) and name == ROUTER_ENTROPY:
                 continue  # a gate without logits
-            if name == RANK_MAX_OVER_MEAN:
+            if name in _WORST:
                 metrics[f"dmoe/{name}"] = max(values)
             else:
                 total = name if name in _NO_LOSS else f"loss/{name}"
@@ -219,25 +222,26 @@ def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, list[float]]]:
     experts = max(s.counts_E.shape[0] for s in statistics)
     rows = [torch.nn.functional.pad(s.counts_E, (0, experts - s.counts_E.shape[0])) for s in statistics]
     means = [s.losses_L / s.microbatches_1.clamp(min=1) for s in statistics]
-    fullest_L = _fullest_rank(layers)
+    worst = _worst_ranks(layers)
     # fp64 holds counts exactly up to 2^53
     packed = torch.cat([torch.stack(rows).double().flatten(), torch.cat(means).double()])
     dist.all_reduce(packed)
-    packed = torch.cat([packed, fullest_L.to(packed)]).cpu()
+    packed = torch.cat([packed, worst.flatten().to(packed)]).cpu()
     counts_LE = packed[: len(rows) * experts].view(len(rows), experts).long()
     names = statistics[0].names
-    losses_LN = packed[counts_LE.numel() : len(packed) - len(fullest_L)].view(len(rows), len(names))
+    losses_LN = packed[counts_LE.numel() : len(packed) - worst.numel()].view(len(rows), len(names))
     losses_LN = losses_LN / dist.get_world_size()
     measured = {name: losses_L.tolist() for name, losses_L in zip(names, losses_LN.T, strict=True)}
-    if len(fullest_L):
-        measured[RANK_MAX_OVER_MEAN] = packed[-len(fullest_L) :].tolist()
+    if worst.numel():
+        measured |= zip(_WORST, packed[-worst.numel() :].view(worst.shape).tolist(), strict=True)
     return counts_LE, measured
 
 
-def _fullest_rank(layers: list[MoELayer]) -> Tensor:
-    """By layer, the rows of the fullest rank over the mean; empty where no experts are divided over ranks.
+def _worst_ranks(layers: list[MoELayer]) -> Tensor:
+    """By layer, the rows of the fullest rank over the mean, and the most rounds: [2, L].
 
-    Each group of ranks that shares experts has its own tokens: the worst group counts, which sums over all ranks hide.
+    Empty where no experts are divided over ranks. Each group of ranks that shares experts has its own tokens: the worst
+    group counts, which sums over all ranks hide.
     """
     if all(layer.dispatcher.local_experts == layer.num_experts for layer in layers):
         return torch.zeros(0)
@@ -246,6 +250,9 @@ def _fullest_rank(layers: list[MoELayer]) -> Tensor:
     for layer, counts_E in zip(layers, counts.split([layer.num_experts for layer in layers]), strict=True):
         rows_R = counts_E.view(-1, layer.dispatcher.local_experts).sum(1).double()
         fullest.append(rows_R.amax() / rows_R.mean().clamp(min=1))
-    fullest_L = torch.stack(fullest)
-    dist.all_reduce(fullest_L, reduce_operation="MAX")
-    return fullest_L
+    rounds = [layer.experts.most_rounds for layer in layers]
+    for layer in layers:
+        layer.experts.most_rounds = 1
+    worst_2L = torch.stack([torch.stack(fullest), torch.tensor(rounds).to(fullest[0])])
+    dist.all_reduce(worst_2L, reduce_operation="MAX")
+    return worst_2L

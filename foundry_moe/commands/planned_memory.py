@@ -61,11 +61,12 @@ def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     d, k = shape.d_model, shape.top_k
     f = shape.widest_expert  # block-sparse: of different widths, all rows have room for the widest
     received = step.skew * ranks_per_token(shape.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
+    at_once = min(step.skew, step.buffer)  # of an even share; what is beyond it goes in rounds that keep nothing
     hidden = shape.expert_matrices - 1
     if step.backend in ("grouped", "reference"):
-        rows = step.skew * k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
+        rows = at_once * k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
     else:
-        rows = 0 if step.memory == "recompute" else step.skew * k * hidden * f  # block-sparse: pre-activations alone
+        rows = 0 if step.memory == "recompute" else at_once * k * hidden * f  # block-sparse: pre-activations alone
     numbers = 2 * d + received * d + rows + 2 * hidden * shape.shared_hidden
     router = 4 * d + 4 * 3 * shape.num_experts  # fp32 copy of the input; logits, probabilities, sorted ones
     return _saved_by_attention(shape, tokens, width) + tokens * (width * numbers + router)

@@ -20,7 +20,7 @@ class Step:
     tokens: T. microbatches: in a step.
     reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
         unsharded until then.
-    chunks: of `MeshConfig`; backend, memory: of `MoEConfig`.
+    chunks, buffer: of `MeshConfig`; backend, memory: of `MoEConfig`.
     width: bytes of a number in matrix products. state: bytes of optimizer state for a parameter.
     skew: rows of the fullest rank over the mean of those that divide the experts.
     checkpointed: activations are computed again. resharded: weights are gathered again for the backward pass.
@@ -30,6 +30,7 @@ class Step:
     microbatches: int
     reductions: int
     chunks: int
+    buffer: float
     backend: str
     memory: str
     width: int
@@ -57,6 +58,7 @@ def read_step(
         microbatches=microbatches,
         reductions=1 if mesh.reduce == "batch" else microbatches,
         chunks=mesh.chunks,
+        buffer=mesh.buffer,
         backend=moe.backend,
         memory=moe.memory,
         width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,

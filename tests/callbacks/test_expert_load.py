@@ -9,7 +9,7 @@ import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
-from foundry_moe.callbacks.expert_load import ExpertLoad, _fullest_rank, load_metrics
+from foundry_moe.callbacks.expert_load import ExpertLoad, _worst_ranks, load_metrics
 from foundry_moe.callbacks.heatmap import POINTS, BalanceHistory, draw_heatmap
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.layers.lookup import moe_layers
@@ -115,12 +115,13 @@ def test_a_wrong_key_or_value_is_named(callback, keys, sentence):
 def test_the_fullest_rank_is_that_of_the_worst_group(monkeypatch):
     model = mpt()
     layers = moe_layers(model)
-    assert len(_fullest_rank(layers)) == 0, "all experts are on this rank"
+    assert _worst_ranks(layers).numel() == 0, "all experts are on this rank"
     for layer, counts in zip(layers, ([3, 1, 2, 2], [8, 0, 0, 0]), strict=True):
         layer.dispatcher.local_experts = 2
         layer.statistics.counts_E = torch.tensor(counts)
     largest = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, reduce_operation: largest.append(reduce_operation))
-    assert _fullest_rank(layers).tolist() == [1.0, 2.0] and largest == ["MAX"]
+    layers[1].experts.most_rounds = 3
+    assert _worst_ranks(layers).tolist() == [[1.0, 2.0], [1.0, 3.0]] and largest == ["MAX"]
     layers[0].context.sum_over_group = lambda counts: counts + torch.tensor([9, 0, 0, 0, 0, 0, 0, 8])
-    assert _fullest_rank(layers).tolist() == [pytest.approx(13 / 8.5), 1.0], "over the ranks that share experts"
+    assert _worst_ranks(layers)[0].tolist() == [pytest.approx(13 / 8.5), 1.0], "over the ranks that share experts"
