@@ -72,8 +72,8 @@ class ExpertLoad(Callback):
       the mean of the ranks that share the layer's experts, in the worst of these groups.
     - `rounds`: there too, in how many rounds a rank computed its experts at most; 1 unless `mesh.buffer` was exceeded.
 
-    Over the layers the worst `dmoe/max_over_mean`, `dmoe/rank_max_over_mean` and `dmoe/rounds`, the sum `dmoe/dead`, the
-    means `dmoe/router_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
+    Over the layers the worst `dmoe/max_over_mean`, `dmoe/rank_max_over_mean` and `dmoe/rounds`, the sum `dmoe/dead`,
+    the means `dmoe/router_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
     A layer whose loads stay on few experts is told in a warning (see `load_health`).
     It reads the device once each time it logs.
 
