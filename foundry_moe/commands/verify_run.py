@@ -92,7 +92,8 @@ def certify_run(
         launch: dict[str, Any] = {
             "backend": "nccl" if device == "cuda" else "gloo",
             "timeout_s": timeout_s,
-            "preload": PRELOAD,
+            # importing LLM Foundry wakes CUDA, which must not be awake in a process that forks
+            "preload": () if device == "cuda" else PRELOAD,
         }
         other = _other_mesh(shrunk, config)
         saved = str(Path(folder) / "checkpoints")
