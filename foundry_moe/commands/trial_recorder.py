@@ -51,6 +51,7 @@ class Recorder(Callback):
         Recorder.last = self
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = False  # which Composer allows: fp32 is what others are held against
         if state.timestamp.batch.value:
             self.seen.update({f"resumed/{name}": tensor for name, tensor in whole_state(state).items()})
             return

@@ -12,7 +12,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,14 @@ def certify_run(
         on_mesh = [_trial(shrunk, "mesh", shrunk.mesh, folder=saved)]
         if other is not None:
             on_mesh.append(_trial(shrunk, "resumed", other, folder=saved, resume=SAVE_AFTER))
-        alone = [_trial(shrunk, "alone", None, alone=True, with_formula=True, source=source)]
+        low = device == "cuda" and "16" in str(shrunk.run.get("precision", "amp_bf16"))
+        alone = [_trial(shrunk, "alone", None, alone=True, with_formula=not low, source="" if low else source)]
+        if low:
+            alone.append(_exact(_trial(shrunk, "exact", None, alone=True, with_formula=True, source=source)))
         if shrunk.alone > 1:
             halved = shrunk.alone // 2
             more = _trial(shrunk, "more", None, alone=True, with_formula=True, steps=1, microbatch=halved)
-            alone.append(more)
+            alone.append(_exact(more) if low else more)
         if other is None:
             alone.append(_trial(shrunk, "resumed", None, alone=True, folder=saved, resume=SAVE_AFTER))
         # its tokens are shuffled over the ranks and compete on each: one process is another training
@@ -113,10 +116,13 @@ def certify_run(
             on_mesh.append(_trial(shrunk, "beside", other))
         seen = _launch(train, on_mesh, shrunk.processes, launch)
         seen |= _launch(train, alone, 1, launch)
-    low = device == "cuda" and "bf16" in str(shrunk.run.get("precision", "amp_bf16"))
     expected = "beside" if "beside" in seen else "alone"
-    compared = compare_trials(seen["mesh"], seen[expected], steps=SAVE_AFTER, low=low, clips=_clips(shrunk))
+    compared = compare_trials(
+        seen["mesh"], seen[expected], steps=SAVE_AFTER, clips=_clips(shrunk), exact=seen.get("exact")
+    )
     notes = (*family_notes, *shrunk.notes)
+    if low:
+        notes = (*notes, "in 16 bits a tolerance of 3 is of a ratio: the mesh's distance from fp32 over one process's")
     if shuffles:
         why = "gate base shuffles tokens over ranks, where they compete"
         notes = (*notes, f"{why}: held against {f'mesh {other}' if other else 'nothing'} in place of one process")
@@ -124,9 +130,9 @@ def certify_run(
             compared = [Row(quantity=row.quantity, why=why) for row in compared]
     rows = [
         *compared,
-        *formula_rows(seen, low=low),
+        *formula_rows(seen),
         *resume_rows(seen["mesh"], seen["resumed"], SAVE_AFTER, _named(other), low=low),
-        step_zero_row(seen["alone"], _why_no_source(run, source), low=low),
+        step_zero_row(seen.get("exact", seen["alone"]), _why_no_source(run, source)),
     ]
     where = f"{shrunk.mesh} (replicate, shard, expert)" if shrunk.mesh else "2 processes of data parallelism"
     return RunCertificate(
@@ -180,6 +186,20 @@ def _trial(shrunk: Shrunk, name: str, mesh: Mesh | None, *, alone: bool = False,
             **more,
         },
     )
+
+
+def _exact(trial: Trial) -> Trial:
+    """The same training in fp32, which flash attention does not compute."""
+    run = copy.deepcopy(dict(trial.run))
+    run["precision"] = "fp32"
+    if isinstance(run.get("fsdp_config"), dict):
+        run["fsdp_config"].pop("mixed_precision", None)
+    attention = run["model"].get("attn_config")
+    if isinstance(attention, dict) and attention.get("attn_impl") == "flash":
+        attention["attn_impl"] = "sdpa"
+    if run["model"].get("use_flash_attention_2"):
+        run["model"]["use_flash_attention_2"] = False
+    return replace(trial, run=run)
 
 
 def _run_plainly(run: dict[str, Any]) -> None:
