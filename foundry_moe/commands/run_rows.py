@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_moe.commands.differences import difference, distance
+
 SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
 # fp32: sums in another order, over three steps of AdamW; measured some 1e-6. bf16 rounds to 2**-9.
 TOLERANCE, LOSS_TOLERANCE, LOW_TOLERANCE = 1e-4, 1e-5, 5e-2
@@ -36,30 +38,8 @@ class Row:
         return SAME if self.difference <= self.tolerance else DIFFERS
 
 
-def gap(measured: Tensor | None, expected: Tensor | None) -> float:
-    """The largest difference over the largest element expected; `inf` where one is missing, misshapen or no number."""
-    if measured is None or expected is None or measured.shape != expected.shape:
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    largest = (measured.double() - expected.double()).abs().max().item()
-    scale = expected.double().abs().max().item()
-    relative = largest / scale if scale else largest
-    return relative if relative == relative else float("inf")
-
-
-def distance(measured: Tensor | None, expected: Tensor | None) -> float:
-    """The norm of the difference over that of what is expected; `inf` as for `gap`."""
-    if measured is None or expected is None or measured.shape != expected.shape:
-        return float("inf")
-    off = torch.linalg.vector_norm(measured.double() - expected.double()).item()
-    scale = torch.linalg.vector_norm(expected.double()).item()
-    relative = off / scale if scale else off
-    return relative if relative == relative else float("inf")
-
-
 def _largest(
-    measured: Mapping[str, Any], expected: Mapping[str, Any], prefixes: tuple[str, ...], by: Any = gap
+    measured: Mapping[str, Any], expected: Mapping[str, Any], prefixes: tuple[str, ...], by: Any = difference
 ) -> float | None:
     """Of all quantities whose names begin so, on either side; None where there are none."""
     names = [name for name in measured.keys() | expected.keys() if name.startswith(prefixes)]
@@ -162,7 +142,7 @@ def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tu
     for name, layer in layers.items():
         for parameter, main in layer["main"].items():
             expected = main + sum(layer["losses"].values()) if parameter == "gate.weight_ED" else main
-            found[parameter.startswith("gate.")].append(gap(_of_layer(seen, name, parameter), expected))
+            found[parameter.startswith("gate.")].append(difference(_of_layer(seen, name, parameter), expected))
     return max(found[True], default=None), max(found[False], default=None)
 
 
@@ -189,7 +169,7 @@ def resume_rows(saved: Mapping[str, Any], resumed: Mapping[str, Any], step: int,
     after = {name.removeprefix("resumed/"): v for name, v in resumed.items() if name.startswith("resumed/")}
     wrong = [name for name in before if name not in after or not torch.equal(before[name], after[name])]
     wrong += [name for name in after if name not in before]
-    off = max((gap(after.get(name), before.get(name)) or 1e-30 for name in wrong), default=0.0)
+    off = max((difference(after.get(name), before.get(name)) or 1e-30 for name in wrong), default=0.0)
     if not before or not after:
         off = float("inf")
     return [
@@ -201,7 +181,7 @@ def resume_rows(saved: Mapping[str, Any], resumed: Mapping[str, Any], step: int,
         ),
         Row(
             quantity=f"next loss, on {where}",
-            difference=gap(resumed.get(f"loss/{step}"), saved.get(f"loss/{step}")),
+            difference=difference(resumed.get(f"loss/{step}"), saved.get(f"loss/{step}")),
             tolerance=LOW_TOLERANCE if low else LOSS_TOLERANCE,
         ),
     ]
@@ -213,4 +193,4 @@ def step_zero_row(alone: Mapping[str, Any], why_not: str) -> Row:
     if "converted" not in alone:
         return Row(quantity=quantity, why=why_not)
     ours, theirs = alone["converted"]
-    return Row(quantity=quantity, difference=gap(ours, theirs))
+    return Row(quantity=quantity, difference=difference(ours, theirs))

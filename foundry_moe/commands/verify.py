@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_moe.commands.differences import difference, distance
 from foundry_moe.commands.parity import CASES, HIDDEN, WIDTH, Case, run_case
 from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.launch.processes import run_processes
@@ -67,31 +68,6 @@ def run_alone(
     wanted = {"base": "fp32", "own": "bf16"} if precision == "bf16" else {"base": precision}
     common = (device_type, ranks_per_node, keys)
     return {name: run_meshes([(1, 1, 1)], cases, used, *common) for name, used in wanted.items()}
-
-
-def difference(measured: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest element expected; `inf` for another shape or not-a-number."""
-    if measured.shape != expected.shape:
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    gap = (measured.double() - expected.double()).abs().max().item()
-    scale = expected.double().abs().max().item()
-    relative = gap / scale if scale else gap
-    return relative if relative == relative else float("inf")
-
-
-def distance(measured: Tensor, expected: Tensor) -> float:
-    """The norm of the difference relative to that of what is expected; `inf` as for `difference`.
-
-    For bf16: tokens that rounding moves to another expert change few elements by much.
-    """
-    if measured.shape != expected.shape:
-        return float("inf")
-    gap = torch.linalg.vector_norm(measured.double() - expected.double()).item()
-    scale = torch.linalg.vector_norm(expected.double()).item()
-    relative = gap / scale if scale else gap
-    return relative if relative == relative else float("inf")
 
 
 def _row_of(key: str) -> str:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from foundry_moe.cli import main
+from foundry_moe.commands.differences import difference
 from foundry_moe.commands.moe_formula import why_not
-from foundry_moe.commands.run_rows import Row, compare_trials, gap, step_zero_row
+from foundry_moe.commands.run_rows import Row, compare_trials, step_zero_row
 from foundry_moe.commands.shrink import shrink
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain, read_moe
 
@@ -148,8 +149,8 @@ def test_a_mistake_is_one_sentence(
 def test_what_is_missing_or_no_number_differs() -> None:
     some = torch.ones(3)
     for measured, expected in ((None, some), (some, None), (some[:2], some), (some * math.nan, some)):
-        assert Row(quantity="x", difference=gap(measured, expected)).verdict == "differs"
-    assert gap(some * (1 + 1e-6), some) < 1e-5
+        assert Row(quantity="x", difference=difference(measured, expected)).verdict == "differs"
+    assert difference(some * (1 + 1e-6), some) < 1e-5
     assert Row(quantity="x", why="no formula").verdict == "not compared"
     assert step_zero_row({"converted": (some, some * 2)}, "").verdict == "differs"
     assert why_not("base", {}, capacity=None, widths=8) == "gate base has no independent formula"
