@@ -11,6 +11,7 @@
 #   make chaos-ceph                 the same on Ceph RGW, started here (Debian: scripts/ceph_rgw.sh says what it needs), or
 #                                   on any S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
 #   make check-exports  exported models, read by the newest transformers in an environment of its own (FOLDERS=... too)
+#   make papers                     lists the papers' claims that can be rerun, one command each
 #   make verify                     trains on meshes of 1 to 8 processes, and compares with one
 STACK ?= modern
 VENV := $(if $(filter modern,$(STACK)),.venv,.venv-$(STACK))
@@ -25,7 +26,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
-.PHONY: env demo test test-all test-rest lint docs check-exports verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs check-exports papers verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -56,6 +57,9 @@ docs: env
 
 check-exports: env
 	scripts/check_exports.sh $(VENV) $(FOLDERS)
+
+papers: env
+	@$(BIN)/python -m benchmarks.papers
 
 verify: env
 	$(BIN)/foundry-moe verify
