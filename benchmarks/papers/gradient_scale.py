@@ -3,9 +3,9 @@
     python -m benchmarks.papers.gradient_scale [--meshes 1,1,2 1,1,4] [--csv FILE] [--plot FILE]
 
 An expert sees the tokens of all ranks that share it, and nobody else averages its gradient: without a further 1/expert
-it is `expert` times that of data parallelism. A dropless model of two layers trains three steps of AdamW in fp64 on each
-mesh (gloo, CPU processes) and on one process; the table has the experts' gradient over one process's at the first step,
-how far it is off, and how far losses, the clipped norm and weights are apart after three steps.
+it is `expert` times that of data parallelism. A dropless model of two layers trains three steps of AdamW in fp64 on
+each mesh (gloo, CPU processes) and on one process. The table has the experts' gradient over one process's at the first
+step, how far it is off, and how far losses, norms before clipping and weights are apart.
 """
 
 from __future__ import annotations
