@@ -1,9 +1,16 @@
-"""How far a tensor is from what is expected, in two ways."""
+"""How far a tensor is from what is expected: by its largest element, by its norm, and beside another distance."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+# bf16 moves some tokens to other experts, which is no small difference; so there the figure is a ratio: how far a mesh
+# in bf16 is from one process in fp32, over how far one process in bf16 is.
+RATIO_TOLERANCE = 3.0
+LEAST_BF16 = 2.0**-9  # a distance below bf16's own rounding counts as that
 
 
 def difference(measured: Tensor | None, expected: Tensor | None) -> float:
@@ -25,6 +32,11 @@ def distance(measured: Tensor | None, expected: Tensor | None) -> float:
         return float("inf")
     off = torch.linalg.vector_norm(measured.double() - expected.double()).item()
     return _relative(off, torch.linalg.vector_norm(expected.double()).item())
+
+
+def ratio(found: float, own: float) -> float:
+    """A distance in bf16 over one process's own; where that one has no number to compare, nothing passes."""
+    return found / max(own if math.isfinite(own) else 0.0, LEAST_BF16)
 
 
 def _relative(off: float, scale: float) -> float:

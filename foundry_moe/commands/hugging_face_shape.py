@@ -27,7 +27,7 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
         ValueError: no configuration, or a model whose blocks cannot be taken over, as training would say.
     """
     model = section(run, "model")
-    config = _read_config(model)
+    config = read_config(model)
     built = _build(config)
     found = list(find_blocks(built, None))
     blocks = {block.name: _count(block.module) for block in found}
@@ -88,7 +88,12 @@ def count_shape(run: Mapping[str, Any], experts: MoEConfig) -> ModelShape:
     )
 
 
-def _read_config(model: Mapping[str, Any]) -> Any:
+def read_config(model: Mapping[str, Any]) -> Any:
+    """The configuration of a run's Hugging Face model, with its overrides.
+
+    Raises:
+        ValueError: no name is given, or its configuration cannot be read.
+    """
     from transformers import AutoConfig
 
     where = "model.pretrained_model_name_or_path"

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.commands.differences import difference, distance
+from foundry_moe.commands.differences import RATIO_TOLERANCE, difference, distance, ratio
 
 SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
 # fp32: sums in another order, over three steps of AdamW; measured some 1e-6. bf16 rounds to 2**-9.
 TOLERANCE, LOSS_TOLERANCE, LOW_TOLERANCE = 1e-4, 1e-5, 5e-2
-# In bf16 rounding moves tokens to other experts, which is no small difference. There a row is a ratio: how far the mesh
-# is from one process in fp32, over how far one process in bf16 is, which counts as bf16's own rounding at least.
-RATIO_TOLERANCE, LEAST_LOW = 3.0, 2.0**-9
 # A loss that is dropped or counted twice is off by 1. The scale is found in the difference of two gradients, of which
 # the losses' is the small one.
 SCALE_TOLERANCE = 5e-2
@@ -51,7 +48,7 @@ def _ratio(
 ) -> float | None:
     """The mesh's distance from `exact` over one process's own."""
     found, own = (_largest(seen, exact, prefixes, distance) for seen in (mesh, alone))
-    return None if found is None or own is None else found / max(own, LEAST_LOW)
+    return None if found is None or own is None else ratio(found, own)
 
 
 def compare_trials(

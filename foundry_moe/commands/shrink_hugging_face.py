@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from foundry_moe.commands.hugging_face_shape import read_config
 from foundry_moe.commands.shrink import HEAD, LAYERS, VOCABULARY, WIDTH_STEP, moe_keys, shrink_heads, shrink_layers
 from foundry_moe.config import AUTO, MoEConfig
 from foundry_moe.models.families import FAMILIES
@@ -36,7 +37,7 @@ def write_small_model(
         ValueError: the configuration cannot be read, or has no sizes that are known.
     """
     small: dict[str, Any] = copy.deepcopy(dict(run))
-    config = _read(section(run, "model"))
+    config = read_config(section(run, "model"))
     notes = _shrink(small, config, experts)
     model = small["model"]
     pretrained = bool(model.get("pretrained", True))
@@ -47,19 +48,6 @@ def write_small_model(
         model.pop(key, None)
     keeps = config.model_type in FAMILIES or experts.init != "random"
     return small, str(folder) if pretrained and keeps else "", notes
-
-
-def _read(model: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    source = model.get("pretrained_model_name_or_path")
-    if not isinstance(source, str) or not source:
-        raise ValueError(f"{_NAME} ({source!r}) must name a folder with a config.json, or a model of the hub")
-    try:
-        return AutoConfig.from_pretrained(source, **(model.get("config_overrides") or {}))
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{_NAME} ({source}): its configuration cannot be read: {reason}") from error
 
 
 def _write(config: Any, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.commands.differences import difference, distance
+from foundry_moe.commands.differences import RATIO_TOLERANCE, difference, distance, ratio
 from foundry_moe.commands.parity import CASES, HIDDEN, WIDTH, Case, run_case
 from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.launch.processes import run_processes
@@ -27,10 +27,8 @@ DEFAULT_MESHES: tuple[Mesh, ...] = (
     (1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2), (1, 1, 8),
 )  # fmt: skip
 # fp64: rounding over three steps of AdamW measures 3e-15. fp32: sums in another order measure 1e-6 on four H200s.
-# bf16 moves some tokens to other experts, which is no small difference; so there the figure is a ratio: how far a
-# mesh in bf16 is from one GPU in fp32, over how far one GPU in bf16 is.
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 3.0}
-LEAST_BF16 = 2.0**-9  # a distance below bf16's own rounding counts as that
+# bf16: a ratio, see `differences`.
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": RATIO_TOLERANCE}
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 
 
@@ -152,7 +150,7 @@ def certify(
         for rows in table.values():
             for case in cases:
                 units = own_units(own, case.name)
-                rows[case.name] = {r: d / max(units[r], LEAST_BF16) for r, d in rows[case.name].items()}
+                rows[case.name] = {r: ratio(d, units[r]) for r, d in rows[case.name].items()}
     return table
 
 

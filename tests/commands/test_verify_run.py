@@ -175,4 +175,7 @@ def test_in_bf16_a_mesh_may_be_as_far_from_fp32_as_one_process_is_but_not_much_f
     assert not differing(rounded(0.1))
     assert differing({**rounded(0.1), "grad/0/experts/b": 2 * exact["grad/0/experts/b"]}) == {"experts' gradients"}
     assert differing({**rounded(0.1), "begin/a": exact["begin/a"] + 1e-6}) == {"weights at the start"}
+    exact_but_alone = {**rounded(0.1), "loss/0": torch.full((64,), math.nan)}
+    rows = compare_trials(rounded(0.1), exact_but_alone, steps=2, clips=False, exact=exact)
+    assert rows[1].verdict == "differs", "one process has no number to compare with"
     assert "router's gradient" in differing({k: v for k, v in rounded(0.1).items() if "router" not in k})
