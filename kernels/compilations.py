@@ -1,4 +1,4 @@
-"""Which Triton kernels are compiled or loaded in this process, for whoever must know that none is any more."""
+"""What is compiled in this process, Triton kernels and graphs, for whoever must know that nothing is any more."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def on_compilation(call: Callable[[str], None]) -> None:
         knobs.runtime.jit_post_compile_hook = hook
     else:  # Triton 3.3
         triton.runtime.jit.JITFunction.compiled_hook = staticmethod(hook)
+
+
+def on_graph_compilation(call: Callable[[str], None]) -> None:
+    """Calls `call` whenever `torch.compile` compiles a graph, or at its first use a backward pass, with its number."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda *told: call(str(told[0].compile_id) if told else "a graph"))

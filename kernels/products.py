@@ -6,6 +6,9 @@ them out. Where a chip has faster kernels for a whole layer (`expert_products`),
 A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
 one matrix an expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
 
+A dense operand that meets S's rows and lies along them is copied to lie across: an expert's rows begin anywhere, so
+along them kernels could only load element by element, without a pipeline.
+
 Shapes: R rows, C columns of S, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
 """
 
@@ -19,6 +22,7 @@ from foundry_moe_kernels.sparse_inner import inner_kernel
 from foundry_moe_kernels.sparse_rows import rows_kernel
 from foundry_moe_kernels.sparse_tiles import SparseTile, choose
 from foundry_moe_kernels.topology import Topology
+from foundry_moe_kernels.transpose import row_major
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,6 +54,18 @@ def _check_values(s: Tensor, topology: Topology) -> None:
 def _strides(matrix: Tensor) -> tuple[int, int, int]:
     """Of a matrix [rows, columns] or a stack of them: (between experts, along rows, along columns)."""
     return (matrix.stride(0) if matrix.dim() == 3 else 0), matrix.stride(-2), matrix.stride(-1)
+
+
+def _by_expert(matrix: Tensor, topology: Topology, dim: int) -> Tensor:
+    """A matrix that meets all C columns along `dim` as a view [E, ...], one matrix an expert, where widths are equal.
+
+    An expert's part then lies at a stride that the kernel is compiled for, with loads of 16 bytes; at a first column
+    read from the topology it has to load element by element.
+    """
+    if matrix.dim() == 3 or not topology.uniform:
+        return matrix
+    view = matrix.unflatten(dim, (len(topology.widths), -1))
+    return view if dim == 0 else view.movedim(1, 0)
 
 
 def _along(b_KN: Tensor) -> bool:
@@ -120,7 +136,7 @@ def sdd(
     """op(a) op(b) at the blocks of S: its values, a matrix [R, F] for experts of one width, else flat.
 
     Args:
-        a: [R, K] (with `trans_a` [K, R]).
+        a: [R, K] (with `trans_a` [K, R], of which a copy is made where its rows are contiguous).
         b: [K, C] or [E, K, F] (with `trans_b` [C, K] or [E, F, K]).
         tf32: fp32 operands are rounded to tf32.
         zero_tail: rows past the loads' end are zeros, otherwise undefined.
@@ -138,6 +154,7 @@ def sdd(
         )
     s = _empty_values(topology, a, zero_tail)
     if s.numel():
+        a_RK, b_KC = row_major(a_RK), _by_expert(b_KC, topology, 1)
         tile = tile or choose(
             "sdd", topology, a.dtype, columns=max(topology.widths), inner=a_RK.shape[1], tf32=tf32, along=_along(b_KC)
         )  # fmt: skip
@@ -202,7 +219,8 @@ def dsd(
     Args:
         s: values as `sdd` returns them.
         b: without `trans_s` [C, N] or [E, F, N] (with `trans_b` [N, C] or [E, N, F]) and the result is [R, N];
-            with `trans_s` [R, N] (with `trans_b` [N, R]) and the result is [C, N], or [E, F, N] if `stacked`.
+            with `trans_s` [R, N] (with `trans_b` [N, R], copied as `sdd` does) and the result is [C, N], or
+            [E, F, N] if `stacked`.
         zero_tail: rows of the result past the loads' end are zeros, otherwise undefined.
         out: the result's place, with `trans_s` and `stacked`.
 
@@ -226,6 +244,7 @@ def dsd(
     _check_columns(b_in, topology, "b")
     result = (torch.zeros if zero_tail else torch.empty)(topology.num_rows, n, dtype=s.dtype, device=s.device)
     if result.numel():
+        b_P = tuple(_by_expert(matrix, topology, 0) for matrix in b_P)
         product = "dsd2" if len(b_P) == 2 else "dsd"
         tile = tile or choose(
             product, topology, s.dtype, columns=n, inner=max(topology.widths), tf32=tf32, along=_along(b_in)
@@ -248,6 +267,7 @@ def _inner(
     elif out.shape != shape or out.dtype != s.dtype:
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype}")
     if out.numel():
+        b_RN = row_major(b_RN)
         deep = load_class.per_expert(topology.num_rows, len(topology.widths))
         tile = tile or choose("inner", topology, s.dtype, columns=n, inner=deep, tf32=tf32)
         out_expert, out_column, out_n = _strides(out)
@@ -273,7 +293,7 @@ def dds(
     """op(a) op(S), dense: [N, C], or [N, R] with `trans_s`. The transpose of `dsd`, on the same kernels.
 
     Args:
-        a: [N, R] (with `trans_a` [R, N]); with `trans_s` [N, C] (with `trans_a` [C, N]).
+        a: [N, R], copied as `sdd` does (with `trans_a` [R, N]); with `trans_s` [N, C] (with `trans_a` [C, N]).
         s: values as `sdd` returns them.
         stacked, out: the result [E, N, F] without `trans_s`, and its place.
     """

@@ -17,6 +17,7 @@ from foundry_moe_kernels import (
     mixed_widths,
     noise,
     padded,
+    peer_rows,
     permute,
     permute_plan,
     pointwise,
@@ -75,6 +76,17 @@ def launch_products(dtype: torch.dtype, **options: bool) -> None:
     products.dds(x, h, t, trans_a=True, stacked=True, **options)
 
 
+def launch_other_transposes(dtype: torch.dtype) -> None:
+    """Operands that no layer has: along the rows of experts, and one matrix over all experts' columns."""
+    _, t, _ = tables()
+    x_DR, s_RF, w2_EDF, w_DC = (torch.zeros(*shape, dtype=dtype) for shape in ((D, R), (R, F), (E, D, F), (D, E * F)))
+    products.sdd(x_DR, w2_EDF, t, trans_a=True)
+    products.sdd(x_DR, w_DC, t, trans_a=True)
+    products.dsd(s_RF, x_DR, t, trans_s=True, trans_b=True, stacked=True)
+    products.dds(x_DR, s_RF, t, stacked=True)
+    products.dds(w_DC, s_RF, t, trans_s=True)
+
+
 def launch_experts(dtype: torch.dtype) -> None:
     """What is between the products, for experts of one width and of two."""
     offsets_E, _, source_R = tables()
@@ -128,7 +140,12 @@ def launch_routing(experts: int = 128) -> None:
     permute_plan.plan_permute(experts_TK, experts)
     padded.Sorted(experts_TK, experts).assign_slots(8)
     counts_2PH2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
-    dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_2PH2, counts_PN)
+    row_TC, _ = dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_2PH2, counts_PN)
+    pointers_P, rows_TD = torch.zeros(8, dtype=torch.int64), torch.zeros(T, D, dtype=torch.bfloat16)
+    peer_rows.store_counts(counts_2PH2[0], pointers_P, 1)
+    _, places_H23P = peer_rows.plan_places(torch.zeros(8, 8, 1, 2, dtype=torch.int64), 1)
+    peer_rows.store_tokens(rows_TD, row_TC, experts_TK, experts // 8, places_H23P[0, 0], pointers_P, T, range(T))
+    peer_rows.store_blocks(rows_TD, places_H23P[0, 1], pointers_P, T, 1)
     room_E, expert_T, bid_T = torch.ones(experts, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T)
     price_E = assignment.ascend(logits_TE, expert_T, torch.zeros(experts), [1.0, 0.5])
     for final in (False, True):
@@ -151,6 +168,7 @@ def launch_tensor_maps(dtype: torch.dtype) -> None:
 def launch_all(capability: int) -> None:
     pretend(capability)
     launch_products(torch.bfloat16)
+    launch_other_transposes(torch.bfloat16)
     if capability in TF32_CHIPS:
         launch_products(torch.float32, tf32=True)
     launch_experts(torch.bfloat16)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from foundry_moe_kernels import products, reference
+from foundry_moe_kernels import products, reference, transpose
 from foundry_moe_kernels.topology import build_topology
 
 pytestmark = pytest.mark.quick
@@ -102,6 +102,45 @@ def test_stacked_weights_are_read_where_they_lie(dtype):
     dw = products.dsd(z, x, t, trans_s=True, stacked=True)
     truth = reference.weight_gradient(z.double()[None], x.double(), offsets)[0]
     assert error(dw, truth) < TOLERANCE[dtype]
+
+
+def test_operands_along_an_experts_rows_give_the_bits_of_those_across():
+    loads = torch.tensor(LOADS["ragged"], device=DEVICE)
+    for widths in WIDTHS.values():
+        t = build_topology(loads, ROWS, widths, 16)
+        a, b, x = new(ROWS, K), new(K, sum(widths)), new(ROWS, N)
+        a_KR, x_NR = a.mT.contiguous(), x.mT.contiguous()
+        s = products.sdd(a, b, t)
+        assert torch.equal(products.sdd(a_KR, b, t, trans_a=True), s)
+        expected = products.dsd(s, x, t, trans_s=True)
+        assert torch.equal(products.dsd(s, x_NR, t, trans_s=True, trans_b=True), expected)
+        assert torch.equal(products.dds(x_NR, s, t), expected.mT)
+
+
+def test_one_matrix_over_all_columns_gives_the_bits_of_a_stack():
+    loads, experts, width = torch.tensor(LOADS["ragged"], device=DEVICE), 5, 24
+    t = build_topology(loads, ROWS, WIDTHS["equal"], 16)
+    x, w_EFD = new(ROWS, K), new(experts, width, K)
+    w_CD = w_EFD.view(-1, K)
+    w_DC = w_CD.mT.contiguous()
+    s = products.sdd(x, w_EFD, t, trans_b=True)
+    assert torch.equal(products.sdd(x, w_CD, t, trans_b=True), s)
+    assert torch.equal(products.sdd(x, w_DC, t), s)
+    y = products.dsd(s, w_EFD, t)
+    assert torch.equal(products.dsd(s, w_CD, t), y)
+    assert torch.equal(products.dsd(s, w_DC, t, trans_b=True), y)
+    assert torch.equal(products.dds(w_DC, s, t, trans_s=True), y.mT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5), (64, 64), (65, 130), (7, 200)])
+def test_row_major_copies_what_lies_along_its_rows_and_nothing_else(shape, dtype):
+    inside = new(shape[1], shape[0] + 3, dtype=dtype)[:, 1:-2]  # rows of a larger matrix
+    out = transpose.row_major(inside.mT)
+    assert out.is_contiguous()
+    assert torch.equal(out, inside.mT)
+    rows = new(*shape, dtype=dtype)
+    assert transpose.row_major(rows) is rows
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
