@@ -17,7 +17,7 @@ from foundry_moe_kernels.topology import Topology
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def _backward_kernel(
     dh_ptr, z_ptr, dz_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
     ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -1,7 +1,7 @@
 """Compiles the kernels of a layer's experts for every load, when they first run: none is compiled in a later step.
 
 Which kernel runs depends on rows an expert, and these on the router. So at the first call of a kind of experts (widths,
-dtype, activation) their four steps run on some fifty tokens once for each class of load, with the tiles of that class.
+dtype, activation) their steps run on some fifty tokens once for each class of load, with the tiles of that class.
 Triton keeps what it has compiled on disk; each process of a node begins with another class, so that they share the
 work.
 Tiles that the table lacks are tuned at the first call too (see `kernels/autotune.py`), and not later.
@@ -14,6 +14,7 @@ Shapes: T tokens, K choices, E experts, D model width, F expert width, P planes 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from foundry_moe.ops import expert_steps as steps
 
-_TOKENS = 48
+TOKENS = 48
 _MANY = 262_144  # choices that are planned in three launches, for any number of experts
 
 
@@ -41,7 +42,7 @@ class _Kind(NamedTuple):
     activation: str
 
 
-_done: set[_Kind] = set()
+_done: set[Hashable] = set()
 
 
 def compile_ahead(
@@ -52,8 +53,6 @@ def compile_ahead(
     Args:
         w2_EDF, weights_TK, row_TK: of a call of the experts; read for their kinds alone.
     """
-    if w2_EDF.device.type != "cuda":
-        return
     kind = _Kind(
         w2_EDF.device,
         w2_EDF.dtype,
@@ -66,34 +65,49 @@ def compile_ahead(
         hopper,
         activation,
     )
-    if kind in _done or os.environ.get("FOUNDRY_MOE_COMPILE_AHEAD") == "0" or torch.cuda.is_current_stream_capturing():
+    run_once(kind, kind.device, kind.experts, kind.choices, lambda: _prepare(kind))
+
+
+def run_once(
+    kind: Hashable, device: torch.device, experts: int, choices: int, prepare: Callable[[], Callable[[], None]]
+) -> None:
+    """Runs experts' steps with the tiles of every load, the first time that this kind of experts comes to a GPU.
+
+    Args:
+        kind: what kernels are compiled for, beside the load.
+        prepare: makes operands, and gives a function that runs all steps on them.
+    """
+    if device.type != "cuda" or kind in _done:
+        return
+    if os.environ.get("FOUNDRY_MOE_COMPILE_AHEAD") == "0" or torch.cuda.is_current_stream_capturing():
         return
     _done.add(kind)
-    run_all_loads(kind)
+    run_all_loads(experts, prepare())
+    for number in (TOKENS, _MANY):
+        permute_plan.plan_permute(choices_of(number, choices, experts, device), experts)
 
 
-def run_all_loads(kind: _Kind) -> None:
-    """Every step with the tiles of every load."""
+def run_all_loads(experts: int, run: Callable[[], None]) -> None:
+    """Calls `run` with the tiles of every load of so many experts."""
     loads = load_class.all_loads()
     first = len(loads) * int(os.environ.get("LOCAL_RANK", "0")) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     first %= len(loads)
     for rows_per_expert in loads[first:] + loads[:first]:
-        with load_class.pretend(rows_per_expert, kind.experts):
-            _run_steps(kind)
-    for choices in (_TOKENS, _MANY):
-        permute_plan.plan_permute(_choices(choices, kind.choices, kind.experts, kind.device), kind.experts)
+        with load_class.pretend(rows_per_expert, experts):
+            run()
 
 
-def _choices(number: int, choices: int, experts: int, device: torch.device) -> Tensor:
+def choices_of(number: int, choices: int, experts: int, device: torch.device) -> Tensor:
+    """So many choices or a few more, [T, K] int32, spread over experts."""
     count = -(-number // choices) * choices
     return (torch.arange(count, device=device, dtype=torch.int32) % experts).view(-1, choices)
 
 
-def _run_steps(kind: _Kind) -> None:
+def _prepare(kind: _Kind) -> Callable[[], None]:
     """Forward and backward on a few tokens and experts: as many as leave tables aligned as those of all are."""
     experts = (kind.experts - 1) % 4 + 1
     options: dict[str, Any] = {"device": kind.device, "dtype": kind.dtype}
-    experts_TK = _choices(_TOKENS * kind.choices, kind.choices, experts, kind.device)
+    experts_TK = choices_of(TOKENS * kind.choices, kind.choices, experts, kind.device)
     _, _, offsets_E, source_R, row_TK = permute_plan.plan_permute(experts_TK, experts)
     x_TD = torch.zeros(experts_TK.shape[0], kind.width, **options)
     w_PEFD = torch.zeros(kind.planes, experts, kind.hidden, kind.width, **options)
@@ -104,9 +118,13 @@ def _run_steps(kind: _Kind) -> None:
         if kind.weights_dtype is None
         else torch.ones(experts_TK.shape, device=kind.device, dtype=kind.weights_dtype)
     )
-    rows = source_R.shape[0]
-    plan = (row_TK, offsets_E, steps.pack(offsets_E, rows, kind.hidden, kind.hopper), kind.hopper)
-    z_PRF, h_RF = steps.up(x_TD, w1_EFD, v1_EFD, source_R, *plan, kind.activation)
-    y_TD = steps.down(h_RF, w2_EDF, weights_TK, *plan)
-    steps.down_backward_(y_TD, z_PRF, w2_EDF, weights_TK, source_R, *plan, kind.activation)
-    steps.up_backward(z_PRF, x_TD, w1_EFD, v1_EFD, source_R, *plan, True)
+    packed = steps.pack(offsets_E, source_R.shape[0], kind.hidden, kind.hopper)
+    plan = (row_TK, offsets_E, packed, kind.hopper)
+
+    def run() -> None:
+        z_PRF, h_RF = steps.up(x_TD, w1_EFD, v1_EFD, source_R, *plan, kind.activation)
+        y_TD = steps.down(h_RF, w2_EDF, weights_TK, *plan)
+        steps.down_backward_(y_TD, z_PRF, w2_EDF, weights_TK, source_R, *plan, kind.activation)
+        steps.up_backward(z_PRF, x_TD, w1_EFD, v1_EFD, source_R, *plan, True)
+
+    return run

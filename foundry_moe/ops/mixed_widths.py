@@ -8,7 +8,7 @@ values of a sparse matrix (rows as wide as their expert), P planes (gate, up).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from foundry_moe_kernels.topology import Topology, pack_topology, packed_topolog
 from torch import Tensor
 from torch.nn import functional as F
 
+from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.mlp import choose_backend
 from foundry_moe.ops.operators import differentiable, operator
-from foundry_moe.ops.permute import PermutePlan
+from foundry_moe.ops.permute import PermutePlan, plan_permute
 from foundry_moe.ops.permute import permute as permute_rows
 from foundry_moe.ops.permute import unpermute as unpermute_rows
 from foundry_moe.ops.sparse_steps import allow_tf32, block_of
@@ -76,6 +77,7 @@ def _forward(
     planes, rows = _planes(w1_HD, v1_HD), source_R.shape[0]
     if rows == 0:
         return x_TD.new_zeros(row_TK.shape[0], x_TD.shape[1]), x_TD.new_empty(len(planes), 0)
+    _compile_ahead(x_TD, w1_HD, v1_HD, w2_HD, weights_TK, row_TK.shape[1], tuple(widths), activation)
     topology = _topology(packed, rows, widths)
     z_PV, h_V = _up(x_TD, planes, topology, source_R, row_TK.shape[1], activation)
     y_RD = products.dsd(h_V, w2_HD.contiguous(), topology, tf32=allow_tf32(), zero_tail=False)
@@ -132,6 +134,46 @@ def _backward(
         assert dots is not None
         dweights = permute.gather_dots(dots, row_TK, weights_TK.dtype)
     return dx_TD, dw_P[0], none if v1_HD is None else dw_P[1], dw2_HD, dweights
+
+
+def _compile_ahead(
+    x_TD: Tensor,
+    w1_HD: Tensor,
+    v1_HD: Tensor | None,
+    w2_HD: Tensor,
+    weights_TK: Tensor | None,
+    choices: int,
+    widths: tuple[int, ...],
+    activation: str,
+) -> None:
+    """What `compile_ahead` does for experts of one width. All experts take part: tiles depend on every width."""
+    weights_dtype = None if weights_TK is None else weights_TK.dtype
+    kind = (x_TD.device, x_TD.dtype, weights_dtype, v1_HD is None, x_TD.shape[1], choices, widths, activation)
+    experts = len(widths)
+
+    def prepare() -> Callable[[], None]:
+        # of values that 16 bytes divide, and of others
+        both = [prepare_one(tokens) for tokens in (ahead.TOKENS, ahead.TOKENS - 1)]
+
+        def run() -> None:
+            for run_one in both:
+                run_one()
+
+        return run
+
+    def prepare_one(tokens: int) -> Callable[[], None]:
+        plan = plan_permute(ahead.choices_of(tokens * choices, choices, experts, x_TD.device), experts)
+        x = x_TD.new_zeros(tokens, x_TD.shape[1])
+        weights = None if weights_TK is None else weights_TK.new_ones(tokens, choices)
+        rows = (plan.source_R, plan.row_TK, plan.offsets_E, _pack(plan.offsets_E, plan.num_rows, widths), widths)
+
+        def run() -> None:
+            y_TD, z_PV = _forward(x, w1_HD, v1_HD, w2_HD, weights, *rows, activation, True)
+            _backward(y_TD, z_PV, x, w1_HD, v1_HD, w2_HD, weights, *rows, activation)
+
+        return run
+
+    ahead.run_once(kind, x_TD.device, experts, choices, prepare)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -6,7 +6,7 @@ from foundry_moe_kernels import autotune, load_class, tuning
 from foundry_moe_kernels.compilations import on_compilation
 
 from foundry_moe.ops import compile_ahead as ahead
-from foundry_moe.ops import expert_mlp, plan_permute
+from foundry_moe.ops import expert_mlp, expert_steps, mixed_widths, plan_permute
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,6 +39,65 @@ def test_what_one_load_found_serves_the_others_of_its_matrix(tmp_path):
     assert tuner.known("up2 9 10 12") is None and tuner.known("nt 9 10 11") is None
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels would be compiled")
+def test_all_loads_run_on_operands_that_are_made_once(monkeypatch):
+    """Experts of one width, and of several: forward and backward with the tiles of each class of load."""
+    monkeypatch.setattr(load_class, "all_loads", lambda: [1, 4096])
+    kind = ahead._Kind(torch.device("cpu"), torch.float32, torch.float32, 5, 2, 16, 24, 2, False, "silu")
+    plans = count_calls(monkeypatch, ahead.permute_plan, "plan_permute")
+    backward = count_calls(monkeypatch, expert_steps, "up_backward")
+    ahead.run_all_loads(kind.experts, ahead._prepare(kind))
+    assert len(backward) == 2 and len(plans) == 1
+
+    monkeypatch.setattr(
+        ahead, "run_once", lambda kind, device, experts, choices, prepare: kinds.append((kind, prepare))
+    )
+    kinds = []
+    widths = [8, 24, 16]
+    w1_HD, v1_HD, w2_HD = torch.randn(3, sum(widths), 16)
+    plan = plan_permute(torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), 3)
+    x_TD, weights_TK = torch.randn(2, 16), torch.rand(2, 2)
+    call = dict(widths=widths, activation="silu", backend="blocksparse")
+    y_TD = mixed_widths.mixed_mlp(x_TD, weights_TK, plan, w1_HD, v1_HD, w2_HD, **call)
+    ((kind, prepare),) = kinds
+    assert tuple(widths) in kind
+    seen = count_calls(monkeypatch, mixed_widths, "_backward")
+    ahead.run_all_loads(3, prepare())
+    assert len(seen) == 4  # two loads, values aligned and not
+    torch.testing.assert_close(mixed_widths.mixed_mlp(x_TD, weights_TK, plan, w1_HD, v1_HD, w2_HD, **call), y_TD)
+
+
+def count_calls(monkeypatch, module, name):
+    """The arguments of each call of a function, as they come."""
+    seen, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: seen.append(args) or function(*args, **kwargs))
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [True, False], ids=["glu", "mlp"])
+def test_other_loads_of_different_widths_compile_nothing(gated, monkeypatch):
+    monkeypatch.setattr(ahead, "_done", set())
+    widths, width, choices = [384, 100, 7, 256, 129], 512, 2
+    w1, v1, w2 = (torch.randn(sum(widths), width, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    for weight in (w1, v1, w2):
+        weight.requires_grad_()
+
+    def step(tokens, favourite=None):
+        x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        experts_TK = torch.randint(0, len(widths), (tokens, choices), device=DEVICE)
+        if favourite is not None:
+            experts_TK.fill_(favourite)
+        weights = torch.rand(tokens, choices, device=DEVICE, requires_grad=True)
+        y = mixed_widths.mixed_mlp(
+            x, weights, plan_permute(experts_TK, len(widths)), w1, v1 if gated else None, w2, widths=widths,
+            activation="silu", backend="blocksparse",
+        )  # fmt: skip
+        y.sum().backward()
+
+    assert_compiles_nothing_new(step)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["hopper", "portable"])
 @pytest.mark.parametrize("gated", [True, False], ids=["glu", "mlp"])
@@ -64,6 +123,10 @@ def test_other_loads_compile_nothing(kernels, gated, monkeypatch):
         )  # fmt: skip
         y.sum().backward()
 
+    assert_compiles_nothing_new(step)
+
+
+def assert_compiles_nothing_new(step):
     step(4096)
     compiled = []
     on_compilation(compiled.append)
