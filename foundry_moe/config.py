@@ -41,9 +41,9 @@ MEMORY = ("save", "recompute")
 DROPS = ("position", "weight")
 FREEZABLE = ("router",)
 BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
-ALL_TO_ALL = ("auto", "flat", "hierarchical")
+ALL_TO_ALL = ("auto", "flat", "hierarchical", "direct")
 REDUCE = ("microbatch", "batch")
-COMPILE = ("none", "blocks")
+COMPILE = ("none", "blocks", "auto")
 
 
 # `init_device: meta` without `mesh`: Composer then draws parts, and experts are drawn by layer
@@ -111,13 +111,15 @@ class MeshConfig:
     expert: over how many GPUs the experts of a layer are divided. Divides `num_experts`.
     shard: over how many GPUs each parameter is sharded, as in ZeRO-3.
     replicate: how many copies of the sharded model there are, as in HSDP.
-    all_to_all: flat | hierarchical | auto (hierarchical where `expert` spans nodes).
+    all_to_all: flat | hierarchical | direct (straight into the memory of other GPUs of a host) | auto (hierarchical
+        where `expert` spans nodes).
     chunks: in how many parts a layer's tokens travel to experts on other GPUs, which compute one part meanwhile.
     buffer: how many times an even share of rows the experts of a GPU compute at once; a more skewed batch goes in
-        rounds, computed again in the backward pass but for the first: memory does not follow the router.
+        rounds, computed again in the backward pass but for the first: memory of experts does not follow the router.
     reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded
         until then. Over `replicate` they are summed once a batch.
-    compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU).
+    compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU) |
+        auto (blocks on GPUs, where the model has any).
     spares: let GPUs wait that the mesh or the batch size has no place for, in place of an error: after a restart on
         fewer nodes.
     """

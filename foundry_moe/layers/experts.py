@@ -91,33 +91,43 @@ class Experts(nn.Module):
 
         All chunks are one call, so that FSDP2, which wraps this module, gathers its weights once.
         """
-        w1_EFD, w2_EDF = self.local(self.w1_EFD), self.local(self.w2_EDF)
-        v1_EFD = self.local(self.v1_EFD) if self.v1_EFD is not None else None
-        biases = None
-        if self.w1_bias_EF is not None and self.w2_bias_ED is not None:
-            biases = Biases(
-                w1_EF=self.local(self.w1_bias_EF),
-                v1_EF=None if self.v1_bias_EF is None else self.local(self.v1_bias_EF),
-                w2_ED=self.local(self.w2_bias_ED),
+        parameters = tuple(
+            None if parameter is None else self.local(parameter)
+            for parameter in (
+                self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED
             )
-
-        def compute(x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan) -> Tensor:
-            return expert_mlp(
-                x_QD,
-                weights_QK,
-                plan,
-                w1_EFD,
-                v1_EFD,
-                w2_EDF,
-                biases=biases,
-                activation=self.activation,
-                backend=self.backend,
-                memory=self.memory,
-            )
-
-        outputs, rounds = compute_chunks(sent, w1_EFD.dtype, compute)
+        )  # fmt: skip
+        outputs, rounds = compute_chunks(sent, self.w1_EFD.dtype, self._compute, parameters)
         self.most_rounds = max(self.most_rounds, rounds)
         return outputs
+
+    def _compute(
+        self,
+        x_QD: Tensor,
+        weights_QK: Tensor | None,
+        plan: PermutePlan,
+        w1_EFD: Tensor,
+        v1_EFD: Tensor | None,
+        w2_EDF: Tensor,
+        w1_bias_EF: Tensor | None,
+        v1_bias_EF: Tensor | None,
+        w2_bias_ED: Tensor | None,
+    ) -> Tensor:
+        biases = None
+        if w1_bias_EF is not None and w2_bias_ED is not None:
+            biases = Biases(w1_EF=w1_bias_EF, v1_EF=v1_bias_EF, w2_ED=w2_bias_ED)
+        return expert_mlp(
+            x_QD,
+            weights_QK,
+            plan,
+            w1_EFD,
+            v1_EFD,
+            w2_EDF,
+            biases=biases,
+            activation=self.activation,
+            backend=self.backend,
+            memory=self.memory,
+        )
 
 
 class SharedExpert(nn.Module):

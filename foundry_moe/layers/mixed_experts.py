@@ -95,24 +95,31 @@ class MixedExperts(nn.Module):
 
     def forward(self, sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         """As `Experts.forward`."""
-        w1_HD, w2_HD = self.local(self.w1_HD), self.local(self.w2_HD)
-        v1_HD = self.local(self.v1_HD) if self.v1_HD is not None else None
-        widths = self.widths[self.held.start : self.held.stop]
-
-        def compute(x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan) -> Tensor:
-            return mixed_mlp(
-                x_QD,
-                weights_QK,
-                plan,
-                w1_HD,
-                v1_HD,
-                w2_HD,
-                widths=widths,
-                activation=self.activation,
-                backend=self.backend,
-                memory=self.memory,
-            )
-
-        outputs, rounds = compute_chunks(sent, w1_HD.dtype, compute)
+        parameters = tuple(
+            None if parameter is None else self.local(parameter) for parameter in (self.w1_HD, self.v1_HD, self.w2_HD)
+        )
+        outputs, rounds = compute_chunks(sent, self.w1_HD.dtype, self._compute, parameters)
         self.most_rounds = max(self.most_rounds, rounds)
         return outputs
+
+    def _compute(
+        self,
+        x_QD: Tensor,
+        weights_QK: Tensor | None,
+        plan: PermutePlan,
+        w1_HD: Tensor,
+        v1_HD: Tensor | None,
+        w2_HD: Tensor,
+    ) -> Tensor:
+        return mixed_mlp(
+            x_QD,
+            weights_QK,
+            plan,
+            w1_HD,
+            v1_HD,
+            w2_HD,
+            widths=self.widths[self.held.start : self.held.stop],
+            activation=self.activation,
+            backend=self.backend,
+            memory=self.memory,
+        )

@@ -116,6 +116,11 @@ class MoELayer(nn.Module):
             self.reset_parameters()
 
     @property
+    def chooses_by_tokens_alone(self) -> bool:
+        """Whether `choose` needs neither the layer's index nor the time nor random numbers nor another process."""
+        return self.gate.chooses_by_tokens_alone and self.config.balance_over in ("rank", "sequence")
+
+    @property
     def learns_from_loads(self) -> bool:
         """Whether the gate has a step of its own after each of the optimizer's."""
         return self.gate.learns_from_loads and "router" not in self.config.freeze
@@ -149,6 +154,24 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         x_TD = x.reshape(-1, self.d_model)
+        choices, mask_T = self.choose(x)
+        measured, kept = dict(choices.losses), choices
+        if self.config.capacity is not None:
+            kept, measured[DROPPED] = self._drop(choices, mask_T)
+        y_TD = self.compute_experts(x_TD, kept)
+        if self.training and torch.is_grad_enabled():
+            y_TD = self._attach(y_TD, measured, choices, mask_T)
+        y = y_TD.reshape(x.shape)
+        if self.router_output == "none":
+            return y
+        logits_TE = choices.logits_TE
+        if logits_TE is not None and self.router_output == "probabilities":
+            return y, logits_TE.softmax(-1).to(x.dtype)
+        return y, logits_TE
+
+    def choose(self, x: Tensor) -> tuple[Choices, Tensor | None]:
+        """The tokens' choices, and which tokens are real: True; None = all are."""
+        x_TD = x.reshape(-1, self.d_model)
         context = self.context.for_tokens(
             x_TD.shape[0],
             layer=self.layer_index,
@@ -160,25 +183,15 @@ class MoELayer(nn.Module):
             device=x.device,
         )
         with torch.autocast(x.device.type, enabled=False):
-            choices = self.gate(x_TD, context)
-        measured, kept = dict(choices.losses), choices
-        if self.config.capacity is not None:
-            kept, measured[DROPPED] = self._drop(choices, context.mask_T)
-        sent = self.dispatcher.dispatch(x_TD, kept)
+            return self.gate(x_TD, context), context.mask_T
+
+    def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
+        """y_TD: the tokens' way to their experts and back, and the shared expert. On a mesh it is never compiled."""
+        sent = self.dispatcher.dispatch(x_TD, choices)
         outputs = self.experts(sent)
         shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel
         y_TD = self.dispatcher.combine(outputs)
-        if shared_TD is not None:
-            y_TD = y_TD + shared_TD
-        if self.training and torch.is_grad_enabled():
-            y_TD = self._attach(y_TD, measured, choices, context.mask_T)
-        y = y_TD.reshape(x.shape)
-        if self.router_output == "none":
-            return y
-        logits_TE = choices.logits_TE
-        if logits_TE is not None and self.router_output == "probabilities":
-            return y, logits_TE.softmax(-1).to(x.dtype)
-        return y, logits_TE
+        return y_TD if shared_TD is None else y_TD + shared_TD
 
     def _drop(self, choices: Choices, mask_T: Tensor | None) -> tuple[Choices, Tensor]:
         """The choices that fit the experts' capacity, and the share that does not. Padding is given no slot."""

@@ -60,20 +60,23 @@ class Chunk(NamedTuple):
         return Chunk((self.transport.send_back(y_QD),), self.transport)
 
 
-def compute_chunks(sent: tuple[Chunk, ...], dtype: torch.dtype, expert_mlp: ExpertMLP) -> tuple[tuple[Chunk, ...], int]:
+def compute_chunks(
+    sent: tuple[Chunk, ...], dtype: torch.dtype, expert_mlp: ExpertMLP, parameters: tuple[Tensor | None, ...]
+) -> tuple[tuple[Chunk, ...], int]:
     """Chunk by chunk: receives tokens, computes, starts the results' way back. Also the most rounds of a chunk.
 
     Args:
         dtype: of the experts' weights. Outside of autocast tokens are cast to it, as FSDP2 casts a module's inputs:
             what is received here it does not see.
-        expert_mlp: (x_QD, weights_QK, plan) -> y_QD.
+        expert_mlp: (x_QD, weights_QK, plan, *parameters) -> y_QD.
+        parameters: all tensors that it computes with and that may have a gradient.
     """
     outputs, most_rounds = [], 1
     for chunk in sent:
         x_QD, weights_QK, plan, most_rows = chunk.receive()
         if not torch.is_autocast_enabled(x_QD.device.type):
             x_QD = x_QD.to(dtype)
-        y_QD, rounds = compute_in_rounds(expert_mlp, x_QD, weights_QK, plan, most_rows)
+        y_QD, rounds = compute_in_rounds(expert_mlp, parameters, x_QD, weights_QK, plan, most_rows)
         outputs.append(chunk.send_back(y_QD))
         most_rounds = max(most_rounds, rounds)
     return tuple(outputs), most_rounds

@@ -5,14 +5,16 @@ Knows FSDP2 and MoE layers; must not know meshes or Composer.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.ops.rotary import rotary_tables
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
@@ -52,6 +54,29 @@ def _wrapped(module: nn.Module) -> list[FSDPModule]:
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
+# kinds of rotary embeddings of transformers whose frequencies stay as they are, however long a sequence is
+_FIXED_FREQUENCIES = ("default", "linear", "llama3", "yarn")
+
+
+def hide_rotary_tables(model: nn.Module) -> int:
+    """Has rotary embeddings of transformers compute their tables in one operator, whose values are the same.
+
+    Returns:
+        How many there are.
+    """
+    found = 0
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in _FIXED_FREQUENCIES and hasattr(module, "inv_freq"):
+            module.forward = partial(_tables, module)  # type: ignore[method-assign]
+            found += 1
+    return found
+
+
+def _tables(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return rotary_tables(position_ids, module.inv_freq, module.attention_scaling, x)
+
+
 def compile_blocks(model: nn.Module, **options: Any) -> int:
     """Compiles each block's forward pass in place, so that names, hooks and what FSDP2 does around it stay.
 
@@ -63,12 +88,18 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     Returns:
         How many blocks there are.
     """
+    hide_rotary_tables(model)
     members = [block for blocks in block_lists(model) for block in blocks]
-    # blocks share their code, and each is compiled for its own layer index
+    # blocks share their code, and limits count what is compiled of it for all of them
     needed = 4 * len(members)
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, needed)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, needed * 8)
     for block in members:
         block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+    for layer in moe_layers(model):
+        if not layer.chooses_by_tokens_alone:  # numbers that change with the layer or the batch would be constants
+            layer.choose = torch.compiler.disable(layer.choose)  # type: ignore[method-assign]
+        if layer.shared_expert is not None:  # where experts are divided it is called from what is not compiled
+            layer.shared_expert.forward = torch.compile(layer.shared_expert.forward, **options)  # type: ignore[method-assign]
     return len(members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, Handle, Splits, build_all_to_all
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from foundry_moe.parallel.direct_dispatcher import DirectDispatcher, DirectExchange
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
@@ -85,18 +87,24 @@ def _run(dispatcher: TokenDispatcher, experts: Experts, x_TD: Tensor, weights_TK
     return dispatcher.combine(experts(dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))))
 
 
-def _through(all_to_all: AllToAll, case: str, dtype: torch.dtype, chunks: int = 1) -> dict[str, Tensor]:
+def _through(
+    exchange: AllToAll | DirectExchange, case: str, dtype: torch.dtype, chunks: int = 1, device: str = "cpu"
+) -> dict[str, Tensor]:
     """One layer forward and backward; outputs and every gradient of this rank."""
-    whole = _experts(dtype, 16)
-    local = 16 // all_to_all.size
-    mine = _experts(dtype, local)
+    whole = _experts(dtype, 16).to(device)
+    local = 16 // exchange.size
+    mine = _experts(dtype, local).to(device)
     with torch.no_grad():
         for name, parameter in mine.named_parameters():
-            parameter.copy_(whole.get_parameter(name)[all_to_all.rank * local : (all_to_all.rank + 1) * local])
-    x_TD, weights_TK, experts_TK = _tokens(all_to_all.rank, case, dtype)
+            parameter.copy_(whole.get_parameter(name)[exchange.rank * local : (exchange.rank + 1) * local])
+    x_TD, weights_TK, experts_TK = (tensor.to(device) for tensor in _tokens(exchange.rank, case, dtype))
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    dispatcher = AllToAllDispatcher(all_to_all, num_experts=16, chunks=chunks)
+    dispatcher: TokenDispatcher
+    if isinstance(exchange, DirectExchange):
+        dispatcher = DirectDispatcher(exchange, num_experts=16, chunks=chunks)
+    else:
+        dispatcher = AllToAllDispatcher(exchange, num_experts=16, chunks=chunks)
     y_TD = _run(dispatcher, mine, x_TD, weights_TK, experts_TK)
     torch.sin(y_TD.double()).sum().backward()
     gradients = {name: p.grad for name, p in mine.named_parameters()}
@@ -122,9 +130,9 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Te
 
 
 def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]:
-    """By case: the largest difference of dispatched from local values (fp64), of hierarchical from flat (bf16).
+    """By case: the largest difference of dispatched from local values (fp64), of other ways from flat (bf16).
 
-    Flat in one piece, hierarchical in chunks too.
+    Flat in one piece, hierarchical and direct in chunks too. What is stored directly shares its memory over all cases.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     plan = plan_mesh(
@@ -135,27 +143,57 @@ def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]
     )
     assert plan.all_to_all == HIERARCHICAL
     hierarchical = build_all_to_all(build_meshes(plan, "cpu"))
-    flat = FlatAllToAll(dist.group.WORLD)
+    flat, direct = FlatAllToAll(dist.group.WORLD), DirectExchange(dist.group.WORLD, torch.device("cpu"))
     assert hierarchical.rank == flat.rank == rank
     largest = {}
     for case in cases:
         expected = _alone(rank, case, torch.float64, world_size)
-        for name, all_to_all, chunks in (
+        for name, exchange, chunks in (
             ("flat", flat, 1),
             ("hierarchical", hierarchical, 1),
             ("chunks", hierarchical, 3),
+            ("direct", direct, 1),
+            ("direct chunks", direct, 3),
         ):
-            measured = _through(all_to_all, case, torch.float64, chunks)
+            measured = _through(exchange, case, torch.float64, chunks)
             gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
             largest[f"{name}, {case}"] = max(gaps, default=0.0)
-        one, two = _through(flat, case, torch.bfloat16), _through(hierarchical, case, torch.bfloat16)
-        same = all(torch.equal(one[k], two[k]) for k in one)
-        largest[f"bits, {case}"] = 0.0 if same else float("inf")
+        one = _through(flat, case, torch.bfloat16)
+        for name, exchange in (("hierarchical", hierarchical), ("direct", direct)):
+            two = _through(exchange, case, torch.bfloat16)
+            same = all(torch.equal(one[k], two[k]) for k in one)
+            largest[f"bits, {name}, {case}"] = 0.0 if same else float("inf")
     for key, value in largest.items():
         gap = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         largest[key] = gap.item()
     return largest
+
+
+def compare_bits_on_gpus(cases: list[str]) -> dict[str, bool]:
+    """By case and chunks: whether tokens that travel directly give the bits of those that travel by NCCL."""
+    flat = FlatAllToAll(dist.group.WORLD)
+    direct = DirectExchange(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
+    same = {}
+    for case in cases:
+        for chunks in (1, 3):
+            one, two = (_through(way, case, torch.bfloat16, chunks, "cuda") for way in (flat, direct))
+            here = torch.tensor(all(torch.equal(one[k], two[k]) for k in one), dtype=torch.int32, device="cuda")
+            dist.all_reduce(here, op=dist.ReduceOp.MIN)
+            same[f"{case}, {chunks} chunks"] = bool(here.item())
+    return same
+
+
+def wait_for_a_rank_that_is_gone() -> None:
+    """Rank 1 goes silent after a few calls of direct dispatch whose limit is 8 seconds; the others go on."""
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    assert isinstance(group, dist.ProcessGroup)
+    direct = DirectExchange(group, torch.device("cuda", torch.cuda.current_device()))
+    for call in range(5):
+        if call == 3 and dist.get_rank() == 1:
+            time.sleep(600)
+        _through(direct, "crowded", torch.bfloat16, device="cuda")
+        torch.cuda.synchronize()
 
 
 class _Noted(torch.autograd.Function):

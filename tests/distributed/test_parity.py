@@ -54,6 +54,11 @@ def test_hierarchical_exchange_in_chunks_over_four_nodes_equals_one_process() ->
     assert worst(table) < TOLERANCE["fp64"], format_table(table, TOLERANCE["fp64"])
 
 
+def test_direct_dispatch_in_chunks_equals_one_process() -> None:
+    table = certify([(1, 1, 2)], cases=CASES[:1], all_to_all="direct", chunks=2, preload=PRELOAD)
+    assert worst(table) < TOLERANCE["fp64"], format_table(table, TOLERANCE["fp64"])
+
+
 def test_certificate_fails_where_expert_gradients_are_too_large_by_the_expert_degree() -> None:
     wrong = run_processes(parity_worker.without_gradient_scale, world_size=2, preload=PRELOAD)
     expected = run_case(CASES[0], None)

@@ -105,6 +105,11 @@ class Gate(nn.Module):
         """Whether this gate needs `GateContext.progress` in training."""
         return self.learns_from_loads
 
+    @property
+    def chooses_by_tokens_alone(self) -> bool:
+        """Whether neither the layer's index nor the time nor random numbers matter; known of some gates only."""
+        return False
+
     def progress(self, context: GateContext) -> Progress:
         """How far training is.
 

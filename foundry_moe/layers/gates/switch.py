@@ -40,6 +40,10 @@ class SwitchGate(LinearGate):
     def follows_time(self) -> bool:
         return not self.jitter.is_constant
 
+    @property
+    def chooses_by_tokens_alone(self) -> bool:
+        return self.jitter.is_constant and not self.jitter.start
+
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance`, `z`."""
         logits_TE = self.logits(x_TD, self.jitter_of(self.jitter, context, x_TD, _JITTER))

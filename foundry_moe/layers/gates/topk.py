@@ -69,6 +69,10 @@ class TopKGate(LinearGate):
     def follows_time(self) -> bool:
         return self.learns_from_loads or not self.jitter.is_constant
 
+    @property
+    def chooses_by_tokens_alone(self) -> bool:
+        return not self.config.noise and self.jitter.is_constant and not self.jitter.start
+
     @torch.no_grad()
     def after_step(self, counts_E: Tensor, progress: Progress) -> None:
         if self.bias_E is not None:
