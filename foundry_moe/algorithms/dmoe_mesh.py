@@ -13,6 +13,7 @@ from composer.core import Algorithm, Event, State
 from composer.distributed.fsdp2 import create_mixed_precision_policy
 from composer.loggers import Logger
 from composer.utils import FSDP2Config, dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.config import MeshConfig, check_compilation
@@ -46,6 +47,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         return None
     if not isinstance(state.fsdp_config, FSDP2Config):
         raise ValueError("mesh needs FSDP2: give the run `fsdp_config: {}` and set FSDP_VERSION=2 in the environment")
+    _leave_unwrapped(state.model)
     placement = parallelize(
         state.model,
         mesh_config,
@@ -62,8 +64,21 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
     return placement
 
 
+def _leave_unwrapped(model: nn.Module) -> None:
+    """Takes back LLM Foundry's mark for FSDP2 on modules without parameters.
+
+    Every block of an MPT calls the rotary embedding, and FSDP2's hooks there break a compiled block's graph.
+    """
+    for module in model.modules():
+        if getattr(module, "_fsdp_wrap", False) and next(module.parameters(), None) is None:
+            module._fsdp_wrap = False  # type: ignore[assignment]
+
+
 def _compile(state: State, mesh_config: MeshConfig) -> None:
-    if mesh_config.compile == "blocks" and not compile_blocks(state.model):
+    wanted = mesh_config.compile
+    if wanted == "none" or (wanted == "auto" and state.device.name != "gpu"):
+        return
+    if not compile_blocks(state.model) and wanted == "blocks":
         raise ValueError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
 
 

@@ -121,6 +121,7 @@ class RouterSteps(Algorithm):
             log_backends(state)
         elif event == Event.BATCH_START:
             context.progress = progress_of(state)
+            self._strict.batch_began()
         elif event == Event.BEFORE_TRAIN_BATCH:
             # runs again where automatic microbatching starts a batch anew: loads of a failed attempt are left out
             _count_ahead(state, context)

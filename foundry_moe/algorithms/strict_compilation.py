@@ -1,29 +1,39 @@
-"""FOUNDRY_MOE_STRICT=1: a Triton kernel that is compiled after the first batches ends the run. For tests of stalls."""
+"""FOUNDRY_MOE_STRICT=1: a kernel or graph compiled after the first batches ends the run. For tests of stalls."""
 
 from __future__ import annotations
 
 import os
 
-from foundry_moe_kernels.compilations import on_compilation
+from foundry_moe_kernels.compilations import on_compilation, on_graph_compilation
 
 FREE_BATCHES = 5
 
 
 class StrictCompilation:
-    """Counts batches; from the fifth on, if the environment asks for it, forbids compilation."""
+    """Counts batches; after the fifth, if the environment asks for it, forbids compilation.
+
+    Graphs between batches stay allowed: an evaluation compiles its own when it first runs.
+    """
 
     def __init__(self) -> None:
         self._left = FREE_BATCHES if os.environ.get("FOUNDRY_MOE_STRICT") == "1" else 0
+        self._training = False
+
+    def batch_began(self) -> None:
+        """At the beginning of each batch."""
+        self._training = True
 
     def batch_ended(self) -> None:
         """At the end of each batch."""
+        self._training = False
         if self._left == 1:
-            on_compilation(_refuse)
+            on_compilation(lambda kernel: _refuse(f"the kernel {kernel}"))
+            on_graph_compilation(lambda graph: _refuse(f"graph {graph}") if self._training else None)
         self._left -= self._left > 0
 
 
-def _refuse(kernel: str) -> None:
+def _refuse(what: str) -> None:
     raise RuntimeError(
-        f"FOUNDRY_MOE_STRICT=1: the kernel {kernel} was compiled after batch {FREE_BATCHES}; a run without this "
-        "variable waits for it and goes on"
+        f"FOUNDRY_MOE_STRICT=1: {what} was compiled after batch {FREE_BATCHES}; a run without this variable waits for "
+        "it and goes on"
     )

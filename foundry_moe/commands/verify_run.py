@@ -204,11 +204,9 @@ def _exact(trial: Trial) -> Trial:
 
 def _run_plainly(run: dict[str, Any]) -> None:
     """What one process is compared as: nothing compiled."""
-    if (moe_keys(run).get("mesh") or {}).get("compile"):
-        moe_keys(run)["mesh"]["compile"] = "none"
-    dmoe_mesh = (run.get("algorithms") or {}).get("dmoe_mesh") or {}
-    if dmoe_mesh.get("compile"):
-        dmoe_mesh["compile"] = "none"
+    for mesh in (moe_keys(run).get("mesh"), (run.get("algorithms") or {}).get("dmoe_mesh")):
+        if mesh is not None:
+            mesh["compile"] = "none"
     run.pop("compile_config", None)
 
 

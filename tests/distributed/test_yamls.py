@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 # GPUs, GPUs a node
 CLUSTERS = {
     "bench/olmoe_1b_7b": (4, 4),
+    "bench/dbrx_wide": (4, 4),
+    "bench/qwen3_30b_a3b": (4, 4),
     "pretrain/1gpu": (1, 1),
     "pretrain/4gpu": (4, 4),
     "pretrain/8gpu": (8, 8),
@@ -102,6 +104,7 @@ def small(name: str, text: Path, folder: Path, processes: int) -> list[str]:
         "model.init_device=cpu",
         f"model.d_model={8 * heads}",
         f"model.n_heads={heads}",
+        *(["model.head_dim=16"] if "head_dim" in run["model"] else []),
         "model.n_layers=2",
         "model.moe.expert_hidden_size=32",
         f"model.moe.mesh={{expert: {expert}, shard: {processes // expert}, replicate: auto}}",
