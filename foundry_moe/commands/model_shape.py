@@ -98,8 +98,8 @@ class ModelShape:
         """Parameters of a block's attention and two norms."""
         if self.counted is not None:
             return self.counted.around_ffn
-        weights = self.d_model * (self.d_model + 2 * self.key_width) + self.d_model**2
-        bias = 2 * self.d_model + 2 * self.key_width if self.biased else 0
+        weights = 2 * self.d_model * (self.query_width + self.key_width)
+        bias = self.query_width + 2 * self.key_width + self.d_model if self.biased else 0
         return weights + bias + 2 * self.norm_width + self.query_key_norms
 
     @property
@@ -211,7 +211,7 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     moe.check_layers_of(layers)
     biased = not model.get("no_bias", False)
     centred = "rms" not in str(model.get("norm_type", "low_precision_layernorm"))
-    head_dim = d_model // n_heads
+    head_dim = int(model.get("head_dim") or d_model // n_heads)
     given = moe.expert_hidden_size
     widths = given if isinstance(given, tuple) else (hidden if isinstance(given, str) else given,)
     # queries' and keys' norms are of the attention's own kind
@@ -222,6 +222,7 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
         moe_layers=sum(moe.selects(index) for index in range(layers)),
         d_model=d_model,
         n_heads=n_heads,
+        head_width=head_dim,
         key_width=head_dim * int(kv_heads),
         vocab_size=_required(model, "vocab_size"),
         sequence=sequence,

@@ -11,7 +11,7 @@ from foundry_moe.commands.chips import CHIPS
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe verify`: sets `run` to a function of the parsed arguments that returns an exit code."""
-    from foundry_moe.config import BACKENDS
+    from foundry_moe.config import ALL_TO_ALL, BACKENDS
     from foundry_moe.parallel.mesh import parse_mesh
 
     parser = subparsers.add_parser(
@@ -36,7 +36,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="default: fp64 on cpu, fp32 on cuda")
     parser.add_argument("--tolerance", type=float, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
     parser.add_argument("--gpus-per-node", type=int, help="pretend that so many ranks share a node (default: all)")
-    parser.add_argument("--all-to-all", choices=("auto", "flat", "hierarchical"), default="auto")
+    parser.add_argument("--all-to-all", choices=ALL_TO_ALL, default="auto")
     parser.add_argument("--chunks", type=int, default=1, help="parts in which a layer's tokens travel (default: 1)")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of the experts (default: auto)")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch, compilation included")

@@ -60,7 +60,9 @@ def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     tokens, width = step.tokens, step.width
     d, k = shape.d_model, shape.top_k
     f = shape.widest_expert  # block-sparse: of different widths, all rows have room for the widest
-    received = step.skew * ranks_per_token(shape.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
+    received = 0.0
+    if mesh.expert > 1:  # a token comes once, whatever its experts here
+        received = min(step.skew * ranks_per_token(shape.num_experts, k, mesh.expert), mesh.expert)
     at_once = min(step.skew, step.buffer)  # of an even share; what is beyond it goes in rounds that keep nothing
     hidden = shape.expert_matrices - 1
     if step.backend in ("grouped", "reference"):

@@ -235,6 +235,8 @@ def _shrink_mpt(work: _Work, length: int, config: MoEConfig) -> tuple[float, int
         small_heads, small_kv = heads, kv_heads
     elif isinstance(attention, dict) and "kv_n_heads" in attention:
         attention["kv_n_heads"] = small_kv
+    if small < width and model.get("head_dim"):  # heads stay as much wider than D over their number
+        model["head_dim"] = model["head_dim"] * HEAD * heads // width
     small_layers = layers if (model.get("block_overrides")) else shrink_layers(work.run, config, layers)
     vocabulary = min(int(model.get("vocab_size", 50368)), VOCABULARY)
     work.notes.append(

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 RUNS = {
     "yamls/bench/olmoe_1b_7b.yaml": (4, 4, 141),
+    "yamls/bench/dbrx_wide.yaml": (4, 4, 139),
+    "yamls/bench/qwen3_30b_a3b.yaml": (4, 4, 139),
     "yamls/pretrain/1gpu.yaml": (1, 1, 40),
     "yamls/pretrain/4gpu.yaml": (4, 4, 141),
     "yamls/pretrain/8gpu.yaml": (8, 8, 80),
@@ -72,6 +74,7 @@ def test_yamls_are_all_planned() -> None:
         {"moe": {"num_experts": 4, "top_k": 2, "layers": {"every": 2}, "shared_expert_hidden_size": 24}},
         {"moe": {"num_experts": 4, "expert_hidden_size": [8, 24, 15, 16]}},
         {"moe": {"num_experts": 4, "bias": True}, "no_bias": False},
+        {"head_dim": 24, "no_bias": False, "attn_config": {"fused_qkv": False}},
         {"moe": {"num_experts": 4, "activation": "gelu"}, "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": 40}},
     ],
 )

@@ -97,12 +97,13 @@ def test_skew_takes_memory_and_time_where_experts_are_divided_and_nothing_where_
     one, two, all_, more = plans({"expert": 4, "buffer": 4.0})
     assert one.memory_bytes < two.memory_bytes < all_.memory_bytes == more.memory_bytes
     assert one.time.step_s < two.time.step_s < all_.time.step_s and more.skew == 4
-    # rows of 16 layers: what came, and pre-activations of gate and up, for three means more of T tokens
-    rows = 3 * 16 * 16384 * (2.74 / 0.75 * 2048 + 8 * 2 * 1024) * 2
+    # rows of 16 layers: every token of four ranks, and pre-activations of gate and up for three means more of T tokens
+    came = (4 - 2.74 / 0.75) * 2048
+    rows = 16 * 16384 * (came + 3 * 8 * 2 * 1024) * 2
     assert all_.memory_bytes - one.memory_bytes == pytest.approx(rows, rel=0.01)
     # with a buffer of two means what is beyond them goes in rounds that keep nothing: one mean more
     one, _, all_, _ = plans({"expert": 4})
-    rows = 16 * 16384 * (3 * 2.74 / 0.75 * 2048 + 8 * 2 * 1024) * 2
+    rows = 16 * 16384 * (came + 8 * 2 * 1024) * 2
     assert all_.memory_bytes - one.memory_bytes == pytest.approx(rows, rel=0.01)
     even, skewed = plans({"expert": 1})[0::2]
     assert even.memory == skewed.memory and even.time == skewed.time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from foundry_moe.commands.plan import Machine, plan_run, shape_of
 from foundry_moe.commands.plan_search import search_meshes
 from foundry_moe.commands.planned_memory import GIB
-from tests.commands.test_plan import RUNS, load
+from tests.commands.test_plan import ROOT, RUNS, load
 
 pytestmark = pytest.mark.quick
 
@@ -40,10 +41,23 @@ def test_a_run_has_no_warning_and_is_within_3_percent_of_the_best_mesh(
 
 
 def test_what_the_first_lines_of_a_run_say_of_other_sizes_is_what_is_planned_here() -> None:
-    from tests.commands.test_plan import ROOT
-
     for path, gpus, per_node, _, keys in SIZES:
         if keys:
             words = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
             nodes = {1: "one node", 8: "8 nodes", 64: "64 nodes"}[gpus // per_node]
             assert f"{nodes}: {' '.join(words)}" in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize("path", ["yamls/bench/dbrx_wide.yaml", "yamls/bench/qwen3_30b_a3b.yaml"])
+@pytest.mark.parametrize("gpus", [4, 2, 1])
+def test_a_benchmark_of_a_large_model_has_as_many_layers_as_fit(path: str, gpus: int) -> None:
+    keys = {}
+    if gpus < 4:
+        (line,) = re.findall(rf"^# {gpus} GPUs?: (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+        keys = {key.replace(".", "__"): int(value) for key, value in (word.split("=") for word in line.split())}
+    run = load(path, **keys)
+    assert run["global_train_batch_size"] == 4 * gpus
+    machine = Machine(gpus=gpus, gpus_per_node=gpus, gpu_bytes=139 * GIB)
+    assert not plan_run(run, machine).warnings
+    run["model"]["n_layers"] += 1
+    assert plan_run(run, machine).warnings
