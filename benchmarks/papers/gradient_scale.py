@@ -10,13 +10,12 @@ step, how far it is off, and how far losses, norms before clipping and weights a
 
 from __future__ import annotations
 
-import argparse
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
+from benchmarks.papers.table import parser_of, show
 from foundry_moe.commands.differences import difference
 from foundry_moe.commands.parity import CASES, Case, run_case
 from foundry_moe.config import MeshConfig
@@ -79,18 +78,11 @@ def plot(rows: list[list[str]], path: Path) -> None:
 
 def main() -> None:
     """Runs from the command line; see the text at the top."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--meshes", nargs="+", type=parse_mesh, default=[(1, 1, 2), (1, 1, 4), (1, 2, 2)])
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     rows = rows_of(arguments.meshes)
-    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    show(COLUMNS, rows, arguments.csv)
     if arguments.plot:
         plot(rows, arguments.plot)
 
