@@ -34,8 +34,7 @@ CASES = {
 
 def run(case: str) -> None:
     tuner = autotune._tuner(torch.device("cuda", torch.cuda.current_device()))
-    layer.CASES[case] = CASES[case]
-    step = layer.expert_ways(case, "uniform")[0].step
+    step = layer.expert_ways(CASES[case], "uniform")[0].step
     tuned: dict[str, autotune.Tile] = {}
 
     def with_tiles(tiles: dict[str, autotune.Tile], left_s: float) -> Callable[[], None]:

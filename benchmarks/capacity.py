@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 import warnings
@@ -30,9 +29,9 @@ from typing import Any
 
 import torch
 from gate_time import step
+from papers.transformer import Transformer, long_sequences
 from timing import queued_ms
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.aux_loss import LoadStatistics
@@ -83,73 +82,6 @@ def build(config: MoEConfig, width: int, device: torch.device, tokens: int) -> M
     layer.reset_parameters()
     context.note(torch.randint(50_000, (max(tokens // SEQUENCE, 1), min(SEQUENCE, tokens)), device=device))
     return layer
-
-
-class Block(nn.Module):
-    """Pre-norm attention and an MoE layer."""
-
-    def __init__(self, width: int, layer: MoELayer) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.moe = layer
-
-    def forward(self, x_NSD: Tensor) -> Tensor:
-        n, s, d = x_NSD.shape
-        q, k, v = self.qkv(self.norm_1(x_NSD)).view(n, s, 3, -1, math.gcd(64, d)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_NSD = x_NSD + self.out(mixed.transpose(1, 2).reshape(n, s, d))
-        return x_NSD + self.moe(self.norm_2(x_NSD))
-
-
-class Transformer:
-    """A model of the paper's shape, its optimizer, and the way to take a step."""
-
-    def __init__(
-        self,
-        width: int,
-        layers: int,
-        vocabulary: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        **moe: Any,
-    ) -> None:
-        torch.manual_seed(1)
-        self.device, self.context = device, BatchContext()
-        config = MoEConfig(
-            num_experts=EXPERTS, top_k=1, expert_hidden_size=4 * width, activation="gelu", gate={"name": "switch"},
-            loss={"balance": 0.01}, **moe,
-        )  # fmt: skip
-        placement: dict[str, Any] = {"num_layers": layers, "context": self.context, "device": device, "dtype": dtype}
-        self.moes = [MoELayer(width, config, layer_index=index, **placement) for index in range(layers)]
-        for layer in self.moes:
-            layer.reset_parameters()
-        with device:
-            blocks = [Block(width, layer) for layer in self.moes]
-            ends = nn.Embedding(vocabulary, width), nn.RMSNorm(width), nn.Linear(width, vocabulary)
-        nn.init.normal_(ends[0].weight, std=0.02)
-        self.model = nn.Sequential(ends[0], *blocks, *ends[1:]).to(dtype)
-        fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=fused)
-
-    def loss(self, ids_NS: Tensor, batch: int) -> Tensor:
-        ids_NS = ids_NS.long()
-        self.context.note(ids_NS[:, :-1])
-        self.context.progress = Progress(ba=batch)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(ids_NS[:, :-1])
-            return F.cross_entropy(logits.flatten(0, 1).float(), ids_NS[:, 1:].flatten())
-
-    def step(self, ids_NS: Tensor, batch: int) -> None:
-        self.context.anchor(self.loss(ids_NS, batch)).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def long_sequences(tokens_NS: Tensor, length: int, device: torch.device) -> Tensor:
-    """[N, length + 1]: samples that stood one after another as one text, cut anew."""
-    return tokens_NS.flatten().unfold(0, length + 1, length).contiguous().to(device)
 
 
 def train_equal(

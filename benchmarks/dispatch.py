@@ -8,11 +8,14 @@ choice. So there are two readings, both beside NCCL's even all-to-all in the sam
 - of the bytes: those that leave, over the time, as a share of the bandwidth that NCCL shows for as many;
 - of the work: the time in which NCCL does a plain exchange, one row for each choice, there and back, over ours.
 
+Ours are two: `flat`, an all-to-all by NCCL, and `direct`: ranks store into each other's memory. They must give
+the same bits.
+
 `between ranks` moves tokens to their ranks and back; `to experts' rows` also copies them to the rows of each choice
 and sums these rows, weighted, which a plain exchange has done by then. Times are medians of the slowest rank.
 
-A second table is of whole layers, with block-sparse experts (`--hidden`, swiglu), whose tokens travel in 1, 2 and 4
-chunks.
+A second table is of whole layers, with block-sparse experts (`--hidden`, swiglu), whose tokens travel either way, in 1,
+2 and 4 chunks.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +33,11 @@ from torch import Tensor
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
-from foundry_moe.layers.token_dispatcher import Chunk
+from foundry_moe.layers.token_dispatcher import Chunk, TokenDispatcher
 from foundry_moe.ops.permute import permute, unpermute
 from foundry_moe.parallel.all_to_all import FlatAllToAll, HostCopy, Splits
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from foundry_moe.parallel.direct_dispatcher import DirectDispatcher, DirectExchange
 
 ROUNDS, WARM_UP = 30, 10
 
@@ -75,6 +80,14 @@ class _Nothing(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0]
 
 
+def _dispatchers(all_to_all: FlatAllToAll, num_experts: int, chunks: int = 1) -> dict[str, TokenDispatcher]:
+    exchange = DirectExchange(all_to_all.group, torch.device("cuda", torch.cuda.current_device()))
+    return {
+        "flat": AllToAllDispatcher(all_to_all, num_experts=num_experts, chunks=chunks),
+        "direct": DirectDispatcher(exchange, num_experts=num_experts, chunks=chunks),
+    }
+
+
 Stage = Callable[[tuple[Chunk, ...]], tuple[Chunk, ...]]
 
 
@@ -98,7 +111,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     """One rank's part; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
     all_to_all = _Recorder(dist.group.WORLD)
-    dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts)
+    dispatchers = _dispatchers(all_to_all, num_experts)
     x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
     experts_TK = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
@@ -106,10 +119,16 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
 
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
 
-    def forward(experts: Stage) -> Tensor:
+    def forward(way: str, experts: Stage) -> Tensor:
+        dispatcher = dispatchers[way]
         return dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
 
-    forward(_between_ranks)
+    def bits(way: str) -> list[Tensor]:
+        y_TD = forward(way, _to_rows)
+        return [y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), gradient)]
+
+    for expected, direct in zip(bits("flat"), bits("direct"), strict=True):
+        assert torch.equal(expected, direct), "the two ways differ"
     splits = all_to_all.last
     to = splits.stages[0][0]
     leaving = sum(n for rank, n in enumerate(to) if rank != all_to_all.rank)
@@ -131,8 +150,11 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
         "exchange": _milliseconds(lambda: all_to_all.send_back(all_to_all.send(rows, splits).wait(), splits).wait()),
     }
     for name, experts in (("between ranks", _between_ranks), ("to experts' rows", _to_rows)):
-        found[f"{name}, forward"] = _milliseconds(lambda e=experts: forward(e))  # type: ignore[misc]
-        found[f"{name}, forward and backward"] = _milliseconds(lambda e=experts: forward(e).backward(gradient))  # type: ignore[misc]
+        for way in dispatchers:
+            run = partial(forward, way, experts)
+            found[f"{name}, {way}, forward"] = _milliseconds(run)
+            found[f"{name}, {way}, forward and backward"] = _milliseconds(lambda run=run: run().backward(gradient))  # type: ignore[misc]
+    dispatcher = dispatchers["flat"]
     w1_DF, w2_FD = (
         (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_()
         for shape in ((width, 2 * width), (2 * width, width))
@@ -147,7 +169,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
             shared_TD = shared()
             y_TD = dispatcher.combine(outputs) + shared_TD
         else:
-            y_TD = forward(_to_rows) + shared()
+            y_TD = forward("flat", _to_rows) + shared()
         y_TD.backward(gradient)
 
     found["shared expert alone"] = _milliseconds(lambda: shared().backward(gradient))
@@ -158,8 +180,8 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
 
 def measure_layers(
     tokens: int, width: int, num_experts: int, top_k: int, hidden: int, chunks: Sequence[int] = (1, 2, 4)
-) -> dict[int, tuple[float, float]]:
-    """(forward, forward and backward) of a layer with experts, by chunks; equal on all ranks."""
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """(forward, forward and backward) of a layer with experts, by way and chunks; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
     all_to_all = FlatAllToAll(dist.group.WORLD)
     experts = Experts(
@@ -181,7 +203,7 @@ def measure_layers(
 
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
 
-    def layer(dispatcher: AllToAllDispatcher, backward: bool) -> None:
+    def layer(dispatcher: TokenDispatcher, backward: bool) -> None:
         y_TD = dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
         if backward:
             for tensor in (x_TD, weights_TK, *experts.parameters()):
@@ -190,9 +212,9 @@ def measure_layers(
 
     found = {}
     for count in chunks:
-        dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts, chunks=count)
-        forward, both = (_milliseconds(lambda d=dispatcher, b=b: layer(d, b)) for b in (False, True))  # type: ignore[misc]
-        found[count] = (forward, both)
+        for way, dispatcher in _dispatchers(all_to_all, num_experts, count).items():
+            forward, both = (_milliseconds(lambda d=dispatcher, b=b: layer(d, b)) for b in (False, True))  # type: ignore[misc]
+            found[way, count] = (forward, both)
     return found
 
 
@@ -237,13 +259,13 @@ def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) ->
     return "\n".join(lines)
 
 
-def format_layers(layers: dict[int, tuple[float, float]]) -> str:
+def format_layers(layers: dict[tuple[str, int], tuple[float, float]]) -> str:
     """The second table as text."""
-    one = layers[1]
-    lines = [f"{'a whole layer':44}{'forward, ms':>12}{'of 1 chunk':>12}{'and backward':>14}{'of 1 chunk':>12}"]
-    for chunks, (forward, both) in layers.items():
+    one = layers["flat", 1]
+    lines = [f"{'a whole layer':44}{'forward, ms':>12}{'of flat, 1':>12}{'and backward':>14}{'of flat, 1':>12}"]
+    for (way, chunks), (forward, both) in layers.items():
         lines.append(
-            f"{f'in {chunks} chunks':44}{forward:12.3f}{forward / one[0]:12.0%}{both:14.3f}{both / one[1]:12.0%}"
+            f"{f'{way}, in {chunks} chunks':44}{forward:12.3f}{forward / one[0]:12.0%}{both:14.3f}{both / one[1]:12.0%}"
         )
     return "\n".join(lines)
 

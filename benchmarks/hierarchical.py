@@ -13,6 +13,7 @@ a whole layer, forward and backward, whose tokens travel in several chunks, to o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -20,22 +21,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hosts import Hosts
 
 WIDTH = 64  # fp32 numbers a row: 256 bytes
 ROWS = (1, 4, 16, 64)  # from each rank to each rank
-ROUNDS, WARM_UP = 40, 8
+ROUNDS = 40  # and a fifth of as many before them
 CHUNKS = (1, 2, 4, 8)
 TOKENS, D_MODEL, HIDDEN, EXPERTS, TOP_K = 1024, 256, 512, 8, 2  # of each rank's layer
 
 
-def work(rank: int, hosts: int, ranks_per_host: int, folder: str, layers: bool) -> None:
+def work(
+    rank: int, hosts: int, ranks_per_host: int, folder: str, layers: bool, rows: Sequence[int], rounds: int
+) -> None:
     """One rank, from process start to its end."""
     import torch
     import torch.distributed as dist
@@ -49,32 +53,32 @@ def work(rank: int, hosts: int, ranks_per_host: int, folder: str, layers: bool) 
         world_size=world_size,
         timeout=timedelta(seconds=120),
     )
-    results = _time_layers() if layers else _time_exchanges(world_size, ranks_per_host)
+    results = _time_layers(rounds) if layers else _time_exchanges(world_size, ranks_per_host, rows, rounds)
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _in_turn(steps: dict[Any, Callable[[], object]]) -> dict[Any, float]:
+def _in_turn(steps: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, float]:
     """Median milliseconds of the slowest rank, each step in turn, so that all see the same machine."""
     import torch
     import torch.distributed as dist
 
     times: dict[Any, list[float]] = {name: [] for name in steps}
-    for round_ in range(WARM_UP + ROUNDS):
+    for round_ in range(-(rounds // 5), rounds):
         for name, step in steps.items():
             dist.barrier()
             began = time.perf_counter()
             step()
             slowest = torch.tensor(time.perf_counter() - began)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if round_ >= WARM_UP:
+            if round_ >= 0:
                 times[name].append(1e3 * slowest.item())
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _time_layers() -> list[dict[str, float]]:
+def _time_layers(rounds: int) -> list[dict[str, float]]:
     """A layer, forward and backward, with tokens in several chunks; and its experts' arithmetic alone."""
     import torch
     import torch.distributed as dist
@@ -102,10 +106,12 @@ def _time_layers() -> list[dict[str, float]]:
     steps = {0: through(LocalDispatcher(local), local_choices)}
     for chunks in CHUNKS:
         steps[chunks] = through(AllToAllDispatcher(all_to_all, num_experts=EXPERTS, chunks=chunks), choices)
-    return [{"chunks": chunks, "ms": ms} for chunks, ms in _in_turn(steps).items()]
+    return [{"chunks": chunks, "ms": ms} for chunks, ms in _in_turn(steps, rounds).items()]
 
 
-def _time_exchanges(world_size: int, ranks_per_host: int) -> list[dict[str, float]]:
+def _time_exchanges(
+    world_size: int, ranks_per_host: int, rows_of_messages: Sequence[int], rounds: int
+) -> list[dict[str, float]]:
     import torch
     import torch.distributed as dist
 
@@ -120,7 +126,7 @@ def _time_exchanges(world_size: int, ranks_per_host: int) -> list[dict[str, floa
         "hierarchical": build_all_to_all(build_meshes(plan, "cpu")),
     }
     results = []
-    for rows in ROWS:
+    for rows in rows_of_messages:
         counts = torch.full((2, world_size, 1, 2), rows, dtype=torch.int64)
         tokens = torch.randn(world_size * rows, WIDTH)
 
@@ -128,9 +134,50 @@ def _time_exchanges(world_size: int, ranks_per_host: int) -> list[dict[str, floa
             (splits,) = all_to_all.wait_for_splits(all_to_all.exchange_counts(counts))
             all_to_all.send_back(all_to_all.send(tokens, splits).wait(), splits).wait()
 
-        medians = _in_turn({name: partial(there_and_back, exchange) for name, exchange in exchanges.items()})
+        medians = _in_turn({name: partial(there_and_back, exchange) for name, exchange in exchanges.items()}, rounds)
         results.append({"rows": rows, "bytes": rows * WIDTH * 4, **medians})
     return results
+
+
+def measure(
+    shape: tuple[int, int],
+    mbit: int | None,
+    packet_bytes: int = 0,
+    *,
+    layers: bool = False,
+    rows: Sequence[int] = ROWS,
+    rounds: int = ROUNDS,
+) -> list[dict[str, float]]:
+    """Runs the ranks, and gives what rank 0 measured.
+
+    Args:
+        shape: hosts, and ranks of each.
+        mbit: of each host's link; None = no namespaces, all ranks on this machine's loopback.
+        rows: from each rank to each rank.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    hosts, ranks_per_host = shape
+    command = [sys.executable, __file__, "--hosts", str(hosts), "--ranks-per-host", str(ranks_per_host)]
+    command += ["--rounds", str(rounds), "--rows", *map(str, rows), *(["--layers"] if layers else [])]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo" if mbit is None else "net0", "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        inside = [[]] * hosts
+        if mbit is not None:
+            made = stack.enter_context(Hosts(hosts, mbit, packet_bytes))
+            inside = [made.inside(host) for host in range(hosts)]
+        ranks = [
+            subprocess.Popen(
+                [*inside[rank // ranks_per_host], *command, "--rank", str(rank), "--folder", folder], env=environment
+            )
+            for rank in range(hosts * ranks_per_host)
+        ]
+        codes = [process.wait() for process in ranks]
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        return json.loads(Path(folder, "results.json").read_text())
 
 
 def main() -> None:
@@ -141,34 +188,20 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--packet-bytes", type=int, default=0)
     parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="from each rank to each rank")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     shape = (arguments.hosts, arguments.ranks_per_host)
     if arguments.rank is not None:
-        work(arguments.rank, *shape, arguments.folder, arguments.layers)
+        work(arguments.rank, *shape, arguments.folder, arguments.layers, arguments.rows, arguments.rounds)
         return
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
-    with (
-        Hosts(arguments.hosts, arguments.mbit, arguments.packet_bytes) as hosts,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        command = [sys.executable, __file__, "--hosts", str(shape[0]), "--ranks-per-host", str(shape[1])]
-        command += ["--layers"] if arguments.layers else []
-        ranks = [
-            subprocess.Popen(
-                [*hosts.inside(rank // shape[1]), *command, "--rank", str(rank), "--folder", folder],
-                env=environment,
-            )
-            for rank in range(shape[0] * shape[1])
-        ]
-        codes = [process.wait() for process in ranks]
-        if any(codes):
-            sys.exit(f"ranks ended with {codes}")
-        results = json.loads(Path(folder, "results.json").read_text())
+    sizes = {"layers": arguments.layers, "rows": arguments.rows, "rounds": arguments.rounds}
+    results = measure(shape, arguments.mbit, arguments.packet_bytes, **sizes)
     print(
         f"{shape[0]} hosts x {shape[1]} ranks, gloo, links of {arguments.mbit} Mbit/s, each packet costing "
-        f"{arguments.packet_bytes} bytes more; median of {ROUNDS} rounds"
+        f"{arguments.packet_bytes} bytes more; median of {arguments.rounds} rounds"
     )
     if arguments.layers:
         one = next(line["ms"] for line in results if line["chunks"] == 1)

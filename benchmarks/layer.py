@@ -24,13 +24,13 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from layer_sweep import LAYERS, sweep
-from timing import captured, header, in_turn_ms, probabilities
+from timing import DEVICE, DTYPE, captured, header, in_processes, in_turn_ms, probabilities
 
 from foundry_moe.ops import expert_mlp, plan_permute
 from foundry_moe.ops.softmax_topk import softmax_topk
 
-# tokens, model width, expert width, experts, top-k, gated
-CASES = {
+Shape = tuple[int, int, int, int, int, bool]  # tokens, model width, expert width, experts, top-k, gated
+CASES: dict[str, Shape] = {
     "Medium": (16384, 1024, 4096, 64, 1, False),
     "Mixtral": (8192, 4096, 14336, 8, 2, True),
     "DBRX": (8192, 6144, 10752, 16, 4, True),
@@ -125,17 +125,17 @@ def profile(way: Way) -> None:
 
 
 def new(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).bfloat16().requires_grad_()
+    return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE).requires_grad_()
 
 
-def expert_ways(case: str, load: str) -> list[Way]:
+def expert_ways(shape: Shape, load: str) -> list[Way]:
     """The expert layer by our kernels, saving and recomputing, and torch's grouped way."""
-    tokens, d, f, experts, k, gated = CASES[case]
+    tokens, d, f, experts, k, gated = shape
     x, w1, w2 = new(tokens, d), new(experts, f, d, scale=d**-0.5), new(experts, d, f, scale=f**-0.5)
     v1 = new(experts, f, d, scale=d**-0.5) if gated else None
-    noise = -torch.empty(tokens, experts, device="cuda").exponential_().log()
-    logits = (noise + probabilities(experts, load).log().cuda().float()).requires_grad_()
-    dy = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+    noise = -torch.empty(tokens, experts, device=DEVICE).exponential_().log()
+    logits = (noise + probabilities(experts, load).log().to(DEVICE).float()).requires_grad_()
+    dy = torch.randn(tokens, d, device=DEVICE, dtype=DTYPE)
     leaves = [t for t in (x, logits, w1, v1, w2) if t is not None]
     functions: dict[str, Callable[[], Tensor]] = {
         "ours": lambda: ours(x, logits, w1, v1, w2, k),
@@ -157,7 +157,7 @@ def dense_way(case: str) -> Way:
 def compile_kernels(index: int, case: str) -> None:
     """In a process of its own: kernels are kept on disk, and compile one after another in one process."""
     torch.cuda.set_device(index % torch.cuda.device_count())
-    for way in expert_ways(case, "uniform")[:2]:
+    for way in expert_ways(CASES[case], "uniform")[:2]:
         way.step()
     torch.cuda.synchronize()
 
@@ -165,7 +165,7 @@ def compile_kernels(index: int, case: str) -> None:
 def run(case: str, load: str, repeats: int, profiled: bool) -> None:
     tokens, d, f, _, k, gated = CASES[case]
     flops = 6 * (3 if gated else 2) * tokens * k * d * f
-    ways = [*expert_ways(case, load), dense_way(case)]
+    ways = [*expert_ways(CASES[case], load), dense_way(case)]
     peaks = [peak_bytes(way) for way in ways]
     eager = in_turn_ms([way.step for way in ways], repeats)
     graphs = [captured(way.step) for way in ways]
@@ -194,12 +194,7 @@ def main() -> None:
         layers, dtypes = arguments.layers.split(","), arguments.dtypes.split(",")
         sys.exit(bool(sweep(grouped_experts, layers, dtypes, arguments.repeats, arguments.csv)))
     cases = arguments.cases.split(",")
-    context = torch.multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_kernels, args=pair) for pair in enumerate(cases)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_processes(compile_kernels, enumerate(cases))
     torch.manual_seed(0)
     print(header())
     print("| case | load | | ms | TFLOP/s | graph ms | peak MB | over roof | over grouped | the same, graph | |")

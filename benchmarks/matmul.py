@@ -10,9 +10,9 @@ Shapes: R rows, D model width, F expert width, E experts.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,9 +20,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foundry_moe_kernels import expert_products as ep
 from foundry_moe_kernels import products
-from foundry_moe_kernels.sparse_tiles import BLOCK
 from foundry_moe_kernels.topology import topology_from_offsets
-from timing import geometric_mean, header, in_turn_ms, loads
+from timing import DEVICE, DTYPE, geometric_mean, header, in_turn_ms, loads
+from torch import Tensor
+
+from foundry_moe.ops.expert_steps import takes_hopper
+from foundry_moe.ops.sparse_steps import block_of
 
 CASES = {
     "XS": (65536, 512, 2048, 64),
@@ -37,19 +40,20 @@ PAPER = ("XS", "Small", "Medium")
 PRODUCTS = ("fwd1", "fwd2", "dgrad2", "dgrad1", "wgrad2", "wgrad1")
 
 
-def measure(case: str, load: str) -> dict[str, dict[str, float]]:
-    """TFLOP/s of each product: ours, sparse, grouped and, with uniform load, bmm."""
+def new(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=DTYPE, device=DEVICE)
+
+
+def variants(case: str, load: str) -> dict[str, dict[str, Callable[[], Tensor]]]:
+    """Each product by who computes it: sparse, grouped, ours (on a Hopper) and, with uniform load, bmm."""
     rows, d, f, experts = CASES[case]
     counts = loads(rows, experts, load)
-    offsets_E = torch.tensor(counts, device="cuda").cumsum(0).int()
+    offsets_E = torch.tensor(counts, device=DEVICE).cumsum(0).int()
     ragged = ep.ragged_rows(offsets_E, rows)
-
-    def new(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
 
     x, h, w1, w2 = new(rows, d), new(rows, f), new(experts, f, d), new(experts, d, f)
     dy, dh = new(rows, d), new(rows, f)
-    dw2, dw1 = (torch.empty(1, *w.shape, dtype=w.dtype, device="cuda") for w in (w2, w1))
+    dw2, dw1 = (torch.empty(1, *w.shape, dtype=w.dtype, device=DEVICE) for w in (w2, w1))
     g = torch._grouped_mm
     ours = {
         "fwd1": lambda: ep.rows_product(x[None], (w1,), ragged, transposed=True),
@@ -59,7 +63,7 @@ def measure(case: str, load: str) -> dict[str, dict[str, float]]:
         "wgrad2": lambda: ep.weight_gradient(dy[None], h, ragged, out=dw2),
         "wgrad1": lambda: ep.weight_gradient(dh[None], x, ragged, out=dw1),
     }
-    topology = topology_from_offsets(offsets_E, rows, [f] * experts, BLOCK)
+    topology = topology_from_offsets(offsets_E, rows, [f] * experts, block_of(DEVICE))
     sparse = {
         "fwd1": lambda: products.sdd(x, w1, topology, trans_b=True, zero_tail=False),
         "fwd2": lambda: products.dsd(h, w2, topology, trans_b=True, zero_tail=False),
@@ -76,12 +80,12 @@ def measure(case: str, load: str) -> dict[str, dict[str, float]]:
         "wgrad2": lambda: g(dy.t(), h, offs=offsets_E),
         "wgrad1": lambda: g(dh.t(), x, offs=offsets_E),
     }
-    variants = {"sparse": sparse, "grouped": grouped}
-    if os.environ.get("FOUNDRY_MOE_KERNELS") != "portable":
-        variants["ours"] = ours
+    ways = {"sparse": sparse, "grouped": grouped}
+    if takes_hopper(DEVICE, DTYPE, d, f):
+        ways["ours"] = ours
     if load == "uniform" and rows % experts == 0:
         x3, h3, dy3, dh3 = (t.view(experts, rows // experts, -1) for t in (x, h, dy, dh))
-        variants["bmm"] = {
+        ways["bmm"] = {
             "fwd1": lambda: torch.bmm(x3, w1.mT),
             "fwd2": lambda: torch.bmm(h3, w2.mT),
             "dgrad2": lambda: torch.bmm(dy3, w2),
@@ -89,11 +93,18 @@ def measure(case: str, load: str) -> dict[str, dict[str, float]]:
             "wgrad2": lambda: torch.bmm(dy3.mT, h3),
             "wgrad1": lambda: torch.bmm(dh3.mT, x3),
         }
+    return ways
+
+
+def measure(case: str, load: str) -> dict[str, dict[str, float]]:
+    """TFLOP/s of each product by those that `variants` names."""
+    rows, d, f, _ = CASES[case]
     flops = 2.0 * rows * d * f
+    ways = variants(case, load)
     result = {}
     for product in PRODUCTS:
-        times = in_turn_ms([runs[product] for runs in variants.values()], 15)
-        result[product] = {name: flops / ms / 1e9 for name, ms in zip(variants, times, strict=True)}
+        times = in_turn_ms([runs[product] for runs in ways.values()], 15)
+        result[product] = {name: flops / ms / 1e9 for name, ms in zip(ways, times, strict=True)}
     return result
 
 

@@ -1,6 +1,7 @@
 """A layer's memory and time where the router sends more to one GPU than to others, with `mesh.buffer` and without.
 
     python benchmarks/skew.py --gpus 2 [--tokens 16384] [--width 2048] [--hidden 1024] [--experts 64] [--top-k 8]
+    python benchmarks/skew.py --gpus 1 --ranks 8         # the fullest of eight ranks alone: see `skewed_rank.py`
 
 Skew S: the experts of GPU 0 get S times an even share of all choices; with as many as there are GPUs, every token goes
 there alone. Peak memory of the fullest GPU beyond weights and tokens; forward and backward.
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from skewed_rank import FirstRank, choices_of
 from torch import Tensor
 
 from foundry_moe.launch.processes import run_processes
@@ -28,57 +31,74 @@ from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 REPEATS, WARM_UP = 9, 3
 
 
-def choices_of(tokens: int, experts: int, top_k: int, ranks: int, skew: float) -> Tensor:
-    """Different experts for each token, a part `skew / ranks` of the choices on the first rank."""
-    local = experts // ranks
-    score_TE = torch.rand(tokens, experts, device="cuda")
-    crowded = torch.rand(tokens, device="cuda") < (skew - 1) / (ranks - 1)
-    score_TE[:, :local] += crowded[:, None].float()  # such a token chooses among the first rank's experts alone
-    return score_TE.topk(top_k).indices
-
-
 def largest(value: float) -> float:
     """Over all ranks."""
+    if not dist.is_initialized():
+        return value
     tensor = torch.tensor(value, device="cuda", dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
 
 
+def peak_and_time(step: Callable[[], None], inputs: Iterable[Tensor]) -> tuple[float, float]:
+    """MB beyond what is held before, and the median of milliseconds, of the slowest rank."""
+    times, peak = [], 0.0
+    for _ in range(WARM_UP + REPEATS):
+        for tensor in inputs:
+            tensor.grad = None
+        if dist.is_initialized():
+            dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(largest(begin.elapsed_time(end)))
+        if len(times) > WARM_UP:
+            peak = max(peak, largest(torch.cuda.max_memory_allocated() - before))
+    return peak / 1e6, statistics.median(times[WARM_UP:])
+
+
 def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float]) -> list[tuple[float, ...]]:
     """On each rank: rows of (skew, buffer, rounds, peak MB, ms)."""
     tokens, width, hidden, experts, top_k = (arguments[k] for k in ("tokens", "width", "hidden", "experts", "top_k"))
-    ranks = dist.get_world_size()
-    torch.manual_seed(dist.get_rank())
+    ranks = arguments["ranks"]
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     mlp = Experts(
         num_experts=experts // ranks, d_model=width, hidden_size=hidden, activation="swiglu", num_layers=1, **options
     )
     mlp.reset_parameters(seed=0, layer=0)
-    x_TD = torch.randn(tokens, width, **options, requires_grad=True)
-    weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
-    gradient_TD = torch.randn_like(x_TD)
+    weights = tuple(mlp.parameters())
+
+    def alone(skew: float, buffer: float) -> tuple[float, float]:
+        torch.manual_seed(0)
+        experts_TK = choices_of(ranks * tokens, experts, top_k, ranks, skew, "cuda")
+        first = FirstRank(
+            experts_TK, experts=experts, ranks=ranks, width=width, buffer=buffer, dtype=torch.bfloat16
+        )  # fmt: skip
+        return peak_and_time(lambda: first.step(mlp), weights)
+
+    def together(skew: float, buffer: float) -> tuple[float, float]:
+        x_TD = torch.randn(tokens, width, **options, requires_grad=True)
+        weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
+        gradient_TD = torch.randn_like(x_TD)
+        choices = Choices(experts_TK=choices_of(tokens, experts, top_k, ranks, skew, "cuda"), weights_TK=weights_TK)
+        dispatcher = AllToAllDispatcher(FlatAllToAll(dist.group.WORLD), num_experts=experts, buffer=buffer)
+        return peak_and_time(
+            lambda: dispatcher.combine(mlp(dispatcher.dispatch(x_TD, choices))).backward(gradient_TD),
+            (x_TD, weights_TK, *weights),
+        )
+
     found = []
     for skew in skews:
-        choices = Choices(experts_TK=choices_of(tokens, experts, top_k, ranks, skew), weights_TK=weights_TK)
         for buffer in buffers:
-            dispatcher = AllToAllDispatcher(FlatAllToAll(dist.group.WORLD), num_experts=experts, buffer=buffer)
-            times, peak = [], 0.0
             mlp.most_rounds = 1
-            for _ in range(WARM_UP + REPEATS):
-                for tensor in (x_TD, weights_TK, *mlp.parameters()):
-                    tensor.grad = None
-                dist.barrier()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                dispatcher.combine(mlp(dispatcher.dispatch(x_TD, choices))).backward(gradient_TD)
-                end.record()
-                torch.cuda.synchronize()
-                times.append(largest(begin.elapsed_time(end)))
-                peak = max(peak, largest(torch.cuda.max_memory_allocated() - before))
-            rounds = largest(mlp.most_rounds)
-            found.append((skew, buffer, rounds, peak / 1e6, statistics.median(times[WARM_UP:])))
+            peak, ms = (together if dist.is_initialized() else alone)(skew, buffer)
+            found.append((skew, buffer, largest(mlp.most_rounds), peak, ms))
     return found
 
 
@@ -88,15 +108,26 @@ def main() -> None:
     for name, default in (("gpus", 2), ("tokens", 16384), ("width", 2048), ("hidden", 1024), ("experts", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--buffers", type=float, nargs="+", default=[math.inf, 1.25, 1.0])
+    parser.add_argument("--ranks", type=int, help="with --gpus 1: of how many ranks the GPU is the fullest")
+    parser.add_argument("--buffers", type=float, nargs="+", default=[math.inf, 2.0, 1.25, 1.0])
     arguments = parser.parse_args()
-    skews = sorted({1.0, (1.0 + arguments.gpus) / 2, float(arguments.gpus)})
-    rows = run_processes(measure, vars(arguments), skews, arguments.buffers, world_size=arguments.gpus, backend="nccl")
-    print("| skew | buffer | rounds | peak MB | ms | peak over even, without rounds |")
+    if arguments.gpus > 1:
+        arguments.ranks = arguments.gpus
+    if arguments.ranks is None or arguments.ranks < 2:
+        parser.error("one GPU stands for one of several ranks: --ranks 8")
+    ranks = float(arguments.ranks)
+    skews = sorted({1.0, (1.0 + ranks) / 2 if ranks < 4 else 2.0, min(4.0, ranks), ranks})
+    if arguments.gpus == 1:
+        rows = measure(vars(arguments), skews, arguments.buffers)
+    else:
+        rows = run_processes(
+            measure, vars(arguments), skews, arguments.buffers, world_size=arguments.gpus, backend="nccl"
+        )  # fmt: skip
+    print("| skew | buffer | rounds | peak MB | ms | peak, of an even load's |")
     print("|---|---|---|---|---|---|")
     even = rows[0][3]
     for skew, buffer, rounds, peak, ms in rows:
-        print(f"| {skew:g} | {buffer:g} | {rounds:g} | {peak:.0f} | {ms:.2f} | {peak / even:.2f} |")
+        print(f"| {skew:g} | {buffer:g} | {rounds:g} | {peak:.0f} | {ms:.2f} | {peak / even:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

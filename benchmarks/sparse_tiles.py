@@ -1,9 +1,9 @@
 """The tiles of the block-sparse products on this chip, as in the MegaBlocks paper's figure 4: TFLOP/s of each.
 
-    python benchmarks/sparse_tiles.py [--cases XS,OLMoE] [--products sdd,dsd]
+    python benchmarks/sparse_tiles.py [--cases XS,OLMoE] [--products sdd,dsd] [--tiles "128x64 s3 w4 g2,..."]
 
-Every product of a layer with every tile, beside cuBLAS (`torch.bmm`) in the same run; the best tile of each row is what
-`foundry_moe_kernels.sparse_tiles` should choose there.
+Every product of a layer with every tile (columns x depth, stages, warps, group), beside cuBLAS (`torch.bmm`) in the
+same run; the best tile of each row is what `foundry_moe_kernels.sparse_tiles` should choose there.
 
 Shapes: R rows, D model width, F expert width, E experts.
 """
@@ -11,19 +11,21 @@ Shapes: R rows, D model width, F expert width, E experts.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foundry_moe_kernels import products
-from foundry_moe_kernels.sparse_tiles import BLOCK, SparseTile, shared_bytes
+from foundry_moe_kernels.sparse_tiles import SparseTile, shared_bytes
 from foundry_moe_kernels.topology import topology_from_offsets
-from matmul import CASES
-from timing import header, in_turn_ms
+from matmul import CASES, new
+from timing import DEVICE, header, in_processes, in_turn_ms
+
+from foundry_moe.ops.sparse_steps import block_of
 
 TILES = [
     SparseTile(bn=64, bk=64, stages=3, warps=4),
@@ -42,15 +44,35 @@ TILES = [
 ]
 
 
+def name_of(tile: SparseTile) -> str:
+    """As the table shows it and `--tiles` takes it."""
+    return f"{tile.bn}x{tile.bk} s{tile.stages} w{tile.warps} g{tile.group}"
+
+
+def tile_of(name: str) -> SparseTile:
+    """The tile of a name.
+
+    Raises:
+        argparse.ArgumentTypeError: no such name.
+    """
+    found = re.fullmatch(r"(\d+)x(\d+) s(\d+) w(\d+) g(\d+)", name.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f'"{name}" is no tile: write one as "{name_of(SparseTile())}"')
+    bn, bk, stages, warps, group = map(int, found.groups())
+    return SparseTile(bn=bn, bk=bk, stages=stages, warps=warps, group=group)
+
+
+def tiles_of(names: str) -> list[SparseTile]:
+    """The tiles of names between commas."""
+    return [tile_of(name) for name in names.split(",")]
+
+
 def runs(case: str, shrink: int = 1) -> dict[str, tuple[float, Callable[[SparseTile | None], object]]]:
     """Floating-point operations, and the product with a tile (None: cuBLAS), for each product of a layer."""
     rows, d, f, experts = CASES[case]
     rows //= shrink
-    offsets_E = torch.full((experts,), rows // experts, device="cuda").cumsum(0).int()
-    topology = topology_from_offsets(offsets_E, rows, [f] * experts, BLOCK)
-
-    def new(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+    offsets_E = torch.full((experts,), rows // experts, device=DEVICE).cumsum(0).int()
+    topology = topology_from_offsets(offsets_E, rows, [f] * experts, block_of(DEVICE))
 
     x, h, h2, w1, v1, w2 = (
         new(rows, d),
@@ -92,17 +114,29 @@ def runs(case: str, shrink: int = 1) -> dict[str, tuple[float, Callable[[SparseT
 def fits(tile: SparseTile, product: str, case: str) -> bool:
     """Whether the tile has room on this chip, and covers whole blocks of an expert where it must."""
     glu = product == "glu"
-    room = tile.shared_bytes(BLOCK, 2, operands=2 if glu else 1) <= shared_bytes(torch.device("cuda"))
+    room = tile.shared_bytes(block_of(DEVICE), 2, operands=2 if glu else 1) <= shared_bytes(DEVICE)
     return room and not (product.startswith(("sdd", "glu")) and CASES[case][2] % tile.bn)
 
 
-def compile_all(index: int, names: list[str]) -> None:
+def rates_of(
+    case: str,
+    product: str,
+    flops: float,
+    run: Callable[[SparseTile | None], object],
+    tiles: list[SparseTile],
+) -> dict[SparseTile | None, float]:
+    """TFLOP/s of each tile that fits, and of cuBLAS (None)."""
+    ways = [None, *(tile for tile in tiles if fits(tile, product, case))]
+    times = in_turn_ms([lambda tile=tile: run(tile) for tile in ways], 11)
+    return dict(zip(ways, (flops / ms / 1e9 for ms in times), strict=True))
+
+
+def compile_tile(tile: SparseTile, names: list[str], wanted: list[str]) -> None:
     """In a process of its own: kernels are kept on disk, and compile one after another in one process."""
     for case in names:
         for product, (_, run) in runs(case, 8).items():
-            for number, tile in enumerate(TILES):
-                if number % len(TILES) == index and fits(tile, product, case):
-                    run(tile)
+            if (not wanted or product in wanted) and fits(tile, product, case):
+                run(tile)
     torch.cuda.synchronize()
 
 
@@ -110,25 +144,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--products", default="")
+    parser.add_argument("--tiles", type=tiles_of, default=TILES)
     arguments = parser.parse_args()
-    cases = arguments.cases.split(",")
-    context = torch.multiprocessing.get_context("spawn")
-    workers = [context.Process(target=compile_all, args=(index, cases)) for index in range(len(TILES))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    cases, tiles = arguments.cases.split(","), arguments.tiles
+    wanted = [product for product in arguments.products.split(",") if product]
+    in_processes(compile_tile, ((tile, cases, wanted) for tile in tiles))
     print(header(), flush=True)
-    names = [f"{t.bn}x{t.bk} s{t.stages} w{t.warps} g{t.group}" for t in TILES]
-    print("| case | product | cuBLAS | " + " | ".join(names) + " |\n" + "|---" * (len(TILES) + 3) + "|")
+    names = [name_of(tile) for tile in tiles]
+    print("| case | product | cuBLAS | " + " | ".join(names) + " |\n" + "|---" * (len(tiles) + 3) + "|")
     for case in cases:
         for product, (flops, run) in runs(case).items():
-            if arguments.products and product not in arguments.products.split(","):
+            if wanted and product not in wanted:
                 continue
-            ways = [tile for tile in TILES if fits(tile, product, case)]
-            times = in_turn_ms([lambda tile=tile, run=run: run(tile) for tile in [None, *ways]], 11)
-            rates = dict(zip([None, *ways], (flops / ms / 1e9 for ms in times), strict=True))
-            cells = [f"{rates[tile]:.0f}" if tile in rates else "" for tile in TILES]
+            rates = rates_of(case, product, flops, run, tiles)
+            cells = [f"{rates[tile]:.0f}" if tile in rates else "" for tile in tiles]
             best = max(rate / rates[None] for tile, rate in rates.items() if tile is not None)
             print(f"| {case} | {product} | {rates[None]:.0f} | {' | '.join(cells)} | best {best:.3f}", flush=True)
         torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE / "RESULTS.md"
-_TABLE = re.compile(r"(?P<mark><!-- (?P<file>figures/[a-z0-9_]+\.csv) -->\n\n)(?:\|.*\n)*")
+_TABLE = re.compile(r"(?P<mark><!-- (?P<file>figures/[a-z0-9_]+\.csv) -->\n\n)(?:\|.*\n)*\n?")
 
 
 def markdown_table(path: Path) -> str:
@@ -28,8 +28,9 @@ def _shown(cell: str) -> str:
 
 
 def render(page: str) -> str:
-    """The page with every table made from its file."""
-    return _TABLE.sub(lambda found: found["mark"] + markdown_table(HERE / found["file"]), page)
+    """The page with every table made from its file, an empty line below it."""
+    filled = _TABLE.sub(lambda found: found["mark"] + markdown_table(HERE / found["file"]) + "\n", page)
+    return filled.rstrip("\n") + "\n"
 
 
 def main() -> None:

@@ -8,10 +8,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import triton
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # a CPU only tries scripts at toy size
 ZIPF_RATIO = 20  # the heaviest expert has this many times the load of the lightest
 
 
@@ -33,6 +36,8 @@ def in_turn_ms(runs: Sequence[Callable[[], object]], repeats: int = 11, warmup: 
 
     What the card's power allows is then the same for all, and nobody always follows one that draws little.
     """
+    if DEVICE.type == "cpu":
+        return [_wall_ms(run) for run in runs]
     for run in runs:
         for _ in range(warmup):
             run()
@@ -84,10 +89,14 @@ def queued_ms(run: Callable[[], object], device: torch.device, rounds: int) -> f
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
         else:
-            began = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - began))
+            times.append(_wall_ms(run))
     return statistics.median(times[3:])
+
+
+def _wall_ms(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - began)
 
 
 def probabilities(experts: int, load: str) -> torch.Tensor:
@@ -111,7 +120,25 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def in_processes(work: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
+    """Calls `work` with each, in a process of its own, and waits: kernels compile there and are kept on disk.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    workers = [context.Process(target=work, args=one) for one in arguments]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise RuntimeError(f"{work.__name__} ended with {[worker.exitcode for worker in workers]}")
+
+
 def header() -> str:
+    if DEVICE.type == "cpu":
+        return f"CPU, torch {torch.__version__}, triton {triton.__version__}: times mean nothing"
     return (
         f"{datetime.date.today()} {torch.cuda.get_device_name()}, torch {torch.__version__}, "
         f"triton {triton.__version__}; 8192^3 bf16 product {_peak():.0f} TFLOP/s, copy {copy_tb_per_s():.2f} TB/s"

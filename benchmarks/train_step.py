@@ -22,7 +22,7 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
-from foundry_moe_kernels.compilations import on_compilation
+from foundry_moe_kernels.compilations import on_compilation, on_graph_compilation
 from omegaconf import DictConfig, OmegaConf
 
 from foundry_moe.commands.model_shape import read_shape
@@ -37,9 +37,10 @@ class StepTimer(Callback):
 
     def __init__(self, profile: bool, last: int) -> None:
         self.seconds: list[float] = []
-        self.compiled: list[list[str]] = []  # Triton kernels, by step
+        self.compiled: list[list[str]] = []  # Triton kernels and graphs, by step
         self.last = last
-        on_compilation(lambda name: self.compiled[-1].append(name) if self.compiled else None)
+        for watch in (on_compilation, on_graph_compilation):
+            watch(lambda name: self.compiled[-1].append(name) if self.compiled else None)
         self.profiler = None
         if profile and dist.get_global_rank() == 0:
             activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -99,18 +100,24 @@ def measure(config: DictConfig, profile: bool) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Runs from the command line; see the text at the top."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def read_arguments(description: str | None) -> tuple[DictConfig, bool]:
+    """The run of the command line, and whether to profile it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("yaml")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     config = OmegaConf.merge(OmegaConf.load(arguments.yaml), OmegaConf.from_cli(arguments.overrides))
     assert isinstance(config, DictConfig)
-    result = measure(config, arguments.profile)
+    return config, arguments.profile
+
+
+def main() -> None:
+    """Runs from the command line; see the text at the top."""
+    result = measure(*read_arguments(__doc__))
     if dist.get_global_rank() == 0:
-        print(json.dumps({"overrides": arguments.overrides, **result}), flush=True)
+        overrides = [argument for argument in sys.argv[2:] if "=" in argument]
+        print(json.dumps({"overrides": overrides, **result}), flush=True)
 
 
 if __name__ == "__main__":
