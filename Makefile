@@ -5,6 +5,7 @@
 #   make test                       tests marked quick: something of every part, in minutes
 #   make test-all [TESTS=...]       the whole suite, or the part of it that TESTS names
 #   make test-rest                  what `make test` leaves out
+#                                   (WORKERS=4: tests of four files at once; many start processes of their own)
 #   make lint                       ruff and mypy
 #   make docs                       the documentation site, in build/site; a broken link is an error
 #   make chaos                      1,000 kills of the checkpoint engine, and 24 of the demo's run: an hour
@@ -16,8 +17,10 @@
 STACK ?= modern
 VENV := $(if $(filter modern,$(STACK)),.venv,.venv-$(STACK))
 BIN := $(VENV)/bin
+XDIST = -n $(WORKERS) --dist loadfile
 TESTS ?= tests
 DEMO ?=
+WORKERS ?= 2
 export FOLDER ?= s3://chaos/run
 
 # One thread a process and no hub: what a small CPU run wants, and what makes it repeatable.
@@ -25,6 +28,8 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
+# Where it is set (in images of Python, often), every process compiles all that LLM Foundry imports: 25 s in place of 8.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: env demo test test-all test-rest lint docs check-exports papers verify chaos chaos-ceph clean
 
@@ -38,13 +43,13 @@ demo: env data/demo/facts.json
 	$(BIN)/composer -n 2 foundry_moe/train.py yamls/demo/cpu.yaml $(DEMO)
 
 test: env
-	$(BIN)/python -m pytest -m quick $(TESTS)
+	$(BIN)/python -m pytest $(XDIST) -m quick $(TESTS)
 
 test-all: env
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(XDIST) $(TESTS)
 
 test-rest: env
-	$(BIN)/python -m pytest -m "not quick" $(TESTS)
+	$(BIN)/python -m pytest $(XDIST) -m "not quick" $(TESTS)
 
 lint: env
 	$(BIN)/ruff check .
