@@ -13,6 +13,7 @@ import triton.language as tl
 from foundry_moe_kernels.launch import launch
 from foundry_moe_kernels.pointwise import activation_backward_tile
 from foundry_moe_kernels.sizes import next_power_of_2
+from foundry_moe_kernels.sparse_rows import load_multiple, multiple
 from foundry_moe_kernels.topology import Topology
 from torch import Tensor
 
@@ -20,7 +21,8 @@ from torch import Tensor
 @triton.jit(do_not_specialize=["plane"])
 def _backward_kernel(
     dh_ptr, z_ptr, dz_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
-    ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
     size = tl.load(sizes + m)
@@ -29,13 +31,14 @@ def _backward_kernel(
         return
     i = first + tl.arange(0, ROWS)
     inside = i < size
-    width = tl.load(widths_E + tl.load(experts + m))
+    width = load_multiple(widths_E + tl.load(experts + m), ALIGNED)
+    plane = multiple(plane, ALIGNED)
     row = tl.load(starts + m) + i
     weight = tl.full((ROWS,), 1.0, tl.float32)
     if WEIGHTED:
         source = tl.load(source_ptr + row, mask=inside, other=0)
         weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
-    base = tl.load(values + m) + i.to(tl.int64)[:, None] * width
+    base = load_multiple(values + m, ALIGNED) + i.to(tl.int64)[:, None] * width
     dots = tl.zeros((ROWS,), tl.float32)
     for column in range(0, width, WIDTH):
         f = column + tl.arange(0, WIDTH)
@@ -68,6 +71,7 @@ def activation_backward(
         _backward_kernel, (topology.block_rows, topology.block // rows),
         dh_V, z_PV, dz_PV, weights_TK, source_R, dots,
         topology.starts_M, topology.sizes_M, topology.experts_M, topology.values_M, topology.widths_E, z_PV.stride(0),
-        ACT=activation, GLU=planes == 2, WEIGHTED=weighted, ROWS=rows, WIDTH=wide, num_warps=4,
+        ACT=activation, GLU=planes == 2, WEIGHTED=weighted, ALIGNED=topology.aligned, ROWS=rows, WIDTH=wide,
+        num_warps=4,
     )  # fmt: skip
     return dz_PV, dots

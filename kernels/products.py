@@ -111,8 +111,9 @@ def _rows(
         topology.block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out.stride(-2) if out.dim() > 1 else 0,
         out.stride(0) if glu else 0,
         SDD=sdd, UNIFORM=uniform, STACKED=b.dim() == 3, CHOICES=choices, PLANES=1 if glu else len(a_P), GLU=glu,
-        ACT=activation, BLOCK=block, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
-        EVEN_N=bool(columns) and columns % tile.bn == 0, EVEN_K=bool(inner) and inner % tile.bk == 0,
+        ACT=activation, BLOCK=block, BN=tile.bn, BK=tile.bk, GROUP=tile.group, ALIGNED=topology.aligned,
+        EVEN_N=(topology.common_width if sdd else columns) % tile.bn == 0,
+        EVEN_K=(inner if sdd else topology.common_width) % tile.bk == 0,
         PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -279,7 +280,7 @@ def _inner(
             topology.column_experts_N, topology.column_locals_N, n, width, b_RN.stride(0), b_RN.stride(1),
             out_expert, out_column, out_n,
             UNIFORM=topology.uniform, STACKED=stacked, BLOCK=topology.block, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
-            EVEN_M=topology.uniform and width % topology.block == 0, EVEN_N=n % tile.bn == 0,
+            ALIGNED=topology.aligned, EVEN_M=topology.common_width % topology.block == 0, EVEN_N=n % tile.bn == 0,
             TURNED=tf32 and s.element_size() == 4,
             PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

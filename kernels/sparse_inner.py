@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from foundry_moe_kernels.sparse_rows import swizzle
+from foundry_moe_kernels.sparse_rows import load_multiple, swizzle
 
 
 @triton.jit
@@ -19,12 +19,13 @@ def inner_kernel(
     starts, sizes, heights, values, rows_Z, transposed_Z, column_offsets, order_E, widths_E, columns_E,
     column_experts, column_locals, columns, width, b_row, b_n, out_expert, out_column, out_n,
     UNIFORM: tl.constexpr, STACKED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, TURNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = Sᵀ B, rows of S's columns by `columns` of B. An expert without rows gets zeros.
 
-    width: of every expert, where UNIFORM; then the experts with the most rows come first. TURNED: S is read as Sᵀ, not
-    turned in shared memory, where Triton copies four-byte elements one by one for that.
+    width: of every expert, where UNIFORM; then the experts with the most rows come first. ALIGNED: see `load_multiple`.
+    TURNED: S is read as Sᵀ, not turned in shared memory, where Triton copies four-byte elements one by one for that.
     """
     wide = tl.cdiv(columns, BN)
     n = tl.program_id(0) // wide
@@ -35,7 +36,7 @@ def inner_kernel(
         e = tl.load(order_E + n // tall)
     else:
         e, local = tl.load(column_experts + n), tl.load(column_locals + n)
-        width = tl.load(widths_E + e)
+        width = load_multiple(widths_E + e, ALIGNED)
         tall = tl.cdiv(width, BLOCK)
     column, tile = swizzle(local * wide + tile, tall, wide, GROUP)
     n = e * tall + column if UNIFORM else n + column - local
@@ -48,7 +49,7 @@ def inner_kernel(
         m = tl.load(rows_Z + tl.load(transposed_Z + first))
         start = tl.load(starts + m).to(tl.int64)
         rows = (blocks - 1) * BLOCK + tl.load(sizes + m + blocks - 1)
-        origin = start * width if UNIFORM else tl.load(values + m)
+        origin = start * width if UNIFORM else load_multiple(values + m, ALIGNED)
         if TURNED:
             s = s_ptr + origin + k.to(tl.int64)[None, :] * width + i[:, None]
         else:

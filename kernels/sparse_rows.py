@@ -23,6 +23,20 @@ def swizzle(local, height, wide, GROUP: tl.constexpr):
     return first + local % rows, local // rows
 
 
+@triton.jit
+def load_multiple(pointer, ALIGNED: tl.constexpr):
+    """A number from the topology that widths add up to: with ALIGNED, which says that 16 divides every width, so does
+    it this number. Told of that, the compiler moves 16 bytes at a time, else element by element."""
+    number = tl.load(pointer)
+    return tl.multiple_of(number, 16) if ALIGNED else number
+
+
+@triton.jit
+def multiple(number, ALIGNED: tl.constexpr):
+    """The same of an argument that kernels are not compiled anew for: the compiler heeds no hint on an argument."""
+    return number // 16 * 16 if ALIGNED else number
+
+
 @triton.jit(do_not_specialize=["block_rows", "plane"])
 def rows_kernel(
     a_ptr, b_ptr, a2_ptr, b2_ptr, out_ptr, h_ptr, source_ptr,
@@ -30,13 +44,13 @@ def rows_kernel(
     block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out_row, plane,
     SDD: tl.constexpr, UNIFORM: tl.constexpr, STACKED: tl.constexpr, CHOICES: tl.constexpr, PLANES: tl.constexpr,
     GLU: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = A B at the blocks of S (SDD), or out = S B (DSD); with PLANES 2 out = A B + A2 B2.
 
     inner, columns: the inner width and the columns of a tile's row where they do not differ by expert. CHOICES: A's row
     r is a_ptr's row source_ptr[r] // CHOICES. GLU: of two SDDs A B and A B2, values in two planes `plane` apart, and
-    h = act(A B) (A B2) beside them; with ACT and no GLU, h = act(A B).
+    h = act(A B) (A B2) beside them; with ACT and no GLU, h = act(A B). ALIGNED: see `load_multiple`.
     """
     if SDD:
         z = (tl.program_id(0) * BN) // BLOCK
@@ -58,7 +72,7 @@ def rows_kernel(
     e = tl.load(experts + m)
     size, start = tl.load(sizes + m), tl.load(starts + m).to(tl.int64)
     if not UNIFORM:
-        width = tl.load(widths_E + e)
+        width = load_multiple(widths_E + e, ALIGNED)
         if SDD:
             columns = width
         else:
@@ -70,17 +84,17 @@ def rows_kernel(
     if SDD and STACKED:
         base = e.to(tl.int64) * b_expert
     elif SDD:
-        base = tl.load(columns_E + e).to(tl.int64) * b_n
+        base = load_multiple(columns_E + e, ALIGNED).to(tl.int64) * b_n
     elif STACKED:
         base = e.to(tl.int64) * b_expert
     else:
-        base = tl.load(columns_E + e).to(tl.int64) * b_k
+        base = load_multiple(columns_E + e, ALIGNED).to(tl.int64) * b_k
     if CHOICES > 0:
         a_at = (tl.load(source_ptr + start + i_read) // CHOICES).to(tl.int64)[:, None] * a_row
     elif SDD or UNIFORM:
         a_at = (start + i_read)[:, None] * a_row
     else:
-        a_at = tl.load(values + m) + i_read.to(tl.int64)[:, None] * inner
+        a_at = load_multiple(values + m, ALIGNED) + i_read.to(tl.int64)[:, None] * inner
     a_at += k[None, :] * a_k
     b_at = base + k.to(tl.int64)[:, None] * b_k + j.to(tl.int64)[None, :] * b_n
     acc = tl.zeros((BLOCK, BN), tl.float32)
@@ -115,14 +129,14 @@ def rows_kernel(
             a += BK * a_k
             b += BK * b_k
     if SDD and not UNIFORM:
-        out_at = tl.load(values + m) + i.to(tl.int64)[:, None] * columns + j[None, :]
+        out_at = load_multiple(values + m, ALIGNED) + i.to(tl.int64)[:, None] * columns + j[None, :]
     else:
         out_at = (start + i)[:, None] * out_row + j[None, :]
     dtype = out_ptr.dtype.element_ty
     keep = keep_i[:, None] & keep_j[None, :]
     tl.store(out_ptr + out_at, acc.to(dtype), mask=keep)
     if GLU:
-        tl.store(out_ptr + plane + out_at, acc2.to(dtype), mask=keep)
+        tl.store(out_ptr + multiple(plane, ALIGNED) + out_at, acc2.to(dtype), mask=keep)
         tl.store(h_ptr + out_at, (activate(acc, ACT) * acc2).to(dtype), mask=keep)
     elif ACT is not None:
         tl.store(h_ptr + out_at, activate(acc, ACT).to(dtype), mask=keep)

@@ -14,6 +14,7 @@ Shapes: R rows, E experts, B block, M block rows at most, N block columns, Z blo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,16 @@ class Topology:
     def uniform(self) -> bool:
         """Experts of one width: values are a matrix [R, F]."""
         return len(set(self.widths)) == 1
+
+    @property
+    def common_width(self) -> int:
+        """What divides every width: for experts of one width that width."""
+        return math.gcd(*self.widths)
+
+    @property
+    def aligned(self) -> bool:
+        """16 divides every width, and with it every place that widths lead to: kernels then move 16 bytes at a time."""
+        return self.common_width % 16 == 0
 
     @property
     def num_values(self) -> int:

@@ -152,11 +152,12 @@ def _compile_ahead(
     experts = len(widths)
 
     def prepare() -> Callable[[], None]:
-        # of values that 16 bytes divide, and of others
-        both = [prepare_one(tokens) for tokens in (ahead.TOKENS, ahead.TOKENS - 1)]
+        # kernels differ by whether the second plane of values begins at a multiple of 16 bytes: if rows do, always
+        some = (ahead.TOKENS,) if max(widths) * x_TD.itemsize % 16 == 0 else (ahead.TOKENS, ahead.TOKENS - 1)
+        runs = [prepare_one(tokens) for tokens in some]
 
         def run() -> None:
-            for run_one in both:
+            for run_one in runs:
                 run_one()
 
         return run

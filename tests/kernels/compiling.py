@@ -52,6 +52,7 @@ def report(self, *args, grid, warmup, **options):
         "threads": int(bound[1] or bound[2]),
         "stack": max(int(stack), int(local)),
         "hopper_products": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "narrow": len(re.findall(r"\\b(?:ld|st)\\.global(?:\\.(?!v)\\w+)*\\.[bus](?:8|16) ", kernel.asm["ptx"])),
     }))
 
 
@@ -61,7 +62,10 @@ JITFunction.run = report
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One compiled kernel: `module.function`, bytes of shared memory, registers and bytes of stack a thread."""
+    """One compiled kernel: `module.function`, bytes of shared memory, registers and bytes of stack a thread.
+
+    narrow: instructions that move one or two bytes from or to global memory.
+    """
 
     name: str
     activation: bool
@@ -71,6 +75,7 @@ class Compiled:
     threads: int
     stack: int
     hopper_products: int
+    narrow: int
 
 
 def compile_for(capability: int, script: str) -> list[Compiled]:

@@ -87,17 +87,25 @@ def launch_other_transposes(dtype: torch.dtype) -> None:
     products.dds(w_DC, s_RF, t, trans_s=True)
 
 
+def launch_mixed_widths(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
+    """A layer of experts of different widths, forwards and backwards."""
+    _, _, source_R = tables()
+    offsets_E = torch.arange(1, len(widths) + 1, dtype=torch.int32) * (R // len(widths))
+    t = topology.topology_from_offsets(offsets_E, R, widths, BLOCK)
+    x, dy, w1, v1, w2 = (torch.zeros(rows, D, dtype=dtype) for rows in (T, R, *[sum(widths)] * 3))
+    z, h = products.sdd_act(x, (w1, v1), t, "silu", source_R=source_R, choices=K)
+    products.dsd(h, w2, t)
+    products.sdd(dy, w2, t, trans_b=True)
+    mixed_widths.activation_backward(h, z, t, "silu", torch.zeros(T, K), source_R)
+    products.dsd(h, dy, t, trans_s=True)
+    products.dsd(tuple(z), (w1, v1), t)
+
+
 def launch_experts(dtype: torch.dtype) -> None:
-    """What is between the products, for experts of one width and of two."""
+    """What is between the products."""
     offsets_E, _, source_R = tables()
     weights_TK, row_TK = torch.zeros(T, K), torch.zeros(T, K, dtype=torch.int32)
     x, z, h = (torch.zeros(*shape, dtype=dtype) for shape in ((R, D), (2, R, F), (R, F)))
-    uneven = topology.topology_from_offsets(offsets_E, R, [F, F // 2], BLOCK)
-    products.sdd(x, torch.zeros(D, F + F // 2, dtype=dtype), uneven)
-    values = uneven.values_M.numel() * BLOCK * BLOCK
-    mixed_widths.activation_backward(
-        torch.zeros(values, dtype=dtype), torch.zeros(2, values, dtype=dtype), uneven, "silu", weights_TK, source_R
-    )
     pointwise.activate(z, offsets_E, "silu")
     pointwise.activation_backward_(h, z, offsets_E, "silu", weights_TK, source_R)
     topology.block_row_table(offsets_E, R, BLOCK)
@@ -172,6 +180,7 @@ def launch_all(capability: int) -> None:
     if capability in TF32_CHIPS:
         launch_products(torch.float32, tf32=True)
     launch_experts(torch.bfloat16)
+    launch_mixed_widths(torch.bfloat16, (F, F // 2))
     launch_routing()
     if descriptors.capability_supported((capability // 10, capability % 10)):
         launch_tensor_maps(torch.bfloat16)

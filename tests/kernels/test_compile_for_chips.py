@@ -23,6 +23,9 @@ CHIPS = [chip for chip in sorted(SHARED_BYTES) if products_compile((chip // 10, 
 SPILLED = {("sparse_rows.rows_kernel", True): 512, ("router_logits._logits_kernel", False): 160}
 FEW = 32
 
+# What computes experts of any widths, and moves 16 bytes at a time where 16 divides them
+PRODUCTS = {"sparse_rows.rows_kernel", "sparse_inner.inner_kernel", "mixed_widths._backward_kernel"}
+
 
 def spilled(kernel: Compiled) -> int:
     if kernel.tf32 and kernel.name == "sparse_rows.rows_kernel" and not kernel.activation:
@@ -44,6 +47,7 @@ def test_every_kernel_compiles_and_fits_every_chip():
     for chip, kernels in compiled.items():
         assert {kernel.name for kernel in kernels} == kernel_names(chip)
         assert any(kernel.tf32 for kernel in kernels) == (chip in TF32_CHIPS)
+        assert not [kernel for kernel in kernels if kernel.name in PRODUCTS and kernel.narrow]
     assert not [line for chip, kernels in compiled.items() for line in misfits(kernels, chip, spilled)]
 
 
@@ -60,6 +64,17 @@ def test_transposes_that_no_layer_has_run_the_products_of_a_layer_after_a_copy_a
         assert {kernel.name for kernel in set(others[chip]) - set(layer[chip])} == {"transpose._transpose_kernel"}
 
 
+@pytest.mark.timeout(600)
+def test_widths_that_16_does_not_divide_are_moved_by_single_elements_and_others_are_not():
+    """The count that the first test holds to zero, of widths that no tile divides, and where it is not zero."""
+    script = "import torch\nfrom tests.kernels import every_kernel as k\nk.pretend(80)\n"
+    script += "k.launch_mixed_widths(torch.bfloat16, (k.F, {width}))"
+    for width, kernels in {width: compile_for(80, script.format(width=width)) for width in (496, 500)}.items():
+        products = [kernel for kernel in kernels if kernel.name in PRODUCTS]
+        assert {kernel.name for kernel in products} == PRODUCTS
+        assert all(bool(kernel.narrow) == (width % 16 > 0) for kernel in products)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -74,7 +89,7 @@ def test_transposes_that_no_layer_has_run_the_products_of_a_layer_after_a_copy_a
 def test_a_kernel_beyond_a_limit_is_told(change, words):
     fits = Compiled(
         name="sparse_rows.rows_kernel", activation=False, shared=99 * 1024, registers=255, threads=256, stack=0,
-        hopper_products=0, tf32=False,
+        hopper_products=0, tf32=False, narrow=0,
     )  # fmt: skip
     assert not misfits([fits, replace(fits, activation=True, stack=512)], 89, spilled)
     (line,) = misfits([replace(fits, **change)], 89, spilled)

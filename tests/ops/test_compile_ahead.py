@@ -41,7 +41,7 @@ def test_what_one_load_found_serves_the_others_of_its_matrix(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels would be compiled")
 def test_all_loads_run_on_operands_that_are_made_once(monkeypatch):
-    """Experts of one width, and of several: forward and backward with the tiles of each class of load."""
+    """Forward and backward with the tiles of each class of load."""
     monkeypatch.setattr(load_class, "all_loads", lambda: [1, 4096])
     kind = ahead._Kind(torch.device("cpu"), torch.float32, torch.float32, 5, 2, 16, 24, 2, False, "silu")
     plans = count_calls(monkeypatch, ahead.permute_plan, "plan_permute")
@@ -49,11 +49,15 @@ def test_all_loads_run_on_operands_that_are_made_once(monkeypatch):
     ahead.run_all_loads(kind.experts, ahead._prepare(kind))
     assert len(backward) == 2 and len(plans) == 1
 
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels would be compiled")
+@pytest.mark.parametrize(("widths", "kinds_of_values"), [([8, 24, 16], 1), ([8, 25, 16], 2)], ids=["aligned", "odd"])
+def test_all_loads_of_different_widths_run_for_every_alignment_of_their_values(widths, kinds_of_values, monkeypatch):
+    monkeypatch.setattr(load_class, "all_loads", lambda: [4096])
     monkeypatch.setattr(
         ahead, "run_once", lambda kind, device, experts, choices, prepare: kinds.append((kind, prepare))
     )
     kinds = []
-    widths = [8, 24, 16]
     w1_HD, v1_HD, w2_HD = torch.randn(3, sum(widths), 16)
     plan = plan_permute(torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), 3)
     x_TD, weights_TK = torch.randn(2, 16), torch.rand(2, 2)
@@ -63,7 +67,7 @@ def test_all_loads_run_on_operands_that_are_made_once(monkeypatch):
     assert tuple(widths) in kind
     seen = count_calls(monkeypatch, mixed_widths, "_backward")
     ahead.run_all_loads(3, prepare())
-    assert len(seen) == 4  # two loads, values aligned and not
+    assert len(seen) == kinds_of_values
     torch.testing.assert_close(mixed_widths.mixed_mlp(x_TD, weights_TK, plan, w1_HD, v1_HD, w2_HD, **call), y_TD)
 
 

@@ -79,6 +79,12 @@ def test_kernels_equal_one_expert_after_another(memory, gated, activation):
     compare("blocksparse", torch.float32, 5e-6, memory=memory, gated=gated, activation=activation)
 
 
+@pytest.mark.parametrize("widths", [(16, 48, 16, 80, 32, 16), (32, 64, 32, 96, 64, 32)], ids=["of 16", "of 32"])
+def test_kernels_for_widths_that_16_divides(widths):
+    """They are told so, and leave out the masks that tiles of such widths need not."""
+    compare("blocksparse", torch.float32, 5e-6, widths=widths)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 3e-2)])
 def test_kernels_at_widths_above_a_block_on_a_gpu(dtype, tolerance):
