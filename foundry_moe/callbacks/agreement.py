@@ -5,7 +5,6 @@ All ranks see the same table, so all decide the same. It must not know Composer.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
@@ -93,13 +92,3 @@ def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (
         f" and {len(ranks) - most} more" if len(ranks) > most else ""
     )
-
-
-def default_timeout(fallback: datetime.timedelta) -> datetime.timedelta:
-    """How long the run's own collectives wait (`dist_timeout`), so that this message waits no longer."""
-    try:
-        default = dist.distributed_c10d._get_default_group()
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        return default._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # a backend without it
-        return fallback

@@ -16,9 +16,10 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry_moe.callbacks.agreement import RankAgreement, Row, check_microbatches, default_timeout, name_ranks
+from foundry_moe.callbacks.agreement import RankAgreement, Row, check_microbatches, name_ranks
 from foundry_moe.callbacks.nonfinite import FiniteWatch, NonfiniteCount
 from foundry_moe.callbacks.stop_signals import StopSignals, shield_workers
+from foundry_moe.parallel.timeout import group_timeout
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
 
@@ -59,7 +60,7 @@ class RunWatch:
     def start(self, state: State) -> None:
         """Collective, before the first batch."""
         if self._group is None and torch_dist.is_initialized() and dist.get_world_size() > 1:
-            timeout = default_timeout(FALLBACK_TIMEOUT)
+            timeout = group_timeout(fallback=FALLBACK_TIMEOUT)  # no longer than the run's own collectives wait
             self._group = torch_dist.new_group(backend="gloo", timeout=timeout)
             self._agreement = RankAgreement(self._group)
         parameters = list(state.model.named_parameters())

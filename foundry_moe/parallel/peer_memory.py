@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry_moe.ops.peer_rows import PeerRegion
+from foundry_moe.parallel.timeout import group_timeout
 
 _PAGE = 4096  # bytes
 
@@ -37,15 +38,6 @@ def _host() -> tuple[str, str]:
         return socket.gethostname(), ""
 
 
-def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How long the group's own collectives wait: `dist_timeout` of a run."""
-    try:
-        timeout = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # a backend without it
-        timeout = dist.default_pg_timeout
-    return max(int(timeout.total_seconds() * 1000), 1)
-
-
 class PeerMemory:
     """As many bytes on each rank, or some more. Made by all ranks of the group at once, where `can_reach`.
 
@@ -55,7 +47,7 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
         size = max(-(-size // _PAGE), 1) * _PAGE
         self.group, self.size = group, size
-        self._timeout_ms = _timeout_ms(group, device)
+        self._timeout_ms = max(int(group_timeout(group).total_seconds() * 1000), 1)
         self._handle = None
         if device.type == "cuda":
             from torch.distributed import _symmetric_memory as symmetric_memory

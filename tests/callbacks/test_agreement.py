@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-
 import pytest
 import torch.distributed as dist
 
@@ -13,15 +11,15 @@ from foundry_moe.callbacks.agreement import (
     RankAgreement,
     Row,
     check_microbatches,
-    default_timeout,
     name_ranks,
 )
 from foundry_moe.launch.processes import run_processes
+from foundry_moe.parallel.timeout import group_timeout
 from tests.distributed.launching import PRELOAD
 
 
 def exchange_twice() -> tuple[list[list[Row]], float]:
-    group = dist.new_group(backend="gloo", timeout=default_timeout(datetime.timedelta(hours=1)))
+    group = dist.new_group(backend="gloo", timeout=group_timeout())
     agreement, rank = RankAgreement(group), dist.get_rank()
     tables = [
         agreement.exchange(Row(stop=int(rank == 2), health=rank % 3, microbatches=rank + 1, busy=int(rank == 1))),
@@ -30,7 +28,7 @@ def exchange_twice() -> tuple[list[list[Row]], float]:
     every: list = [None] * dist.get_world_size()
     dist.all_gather_object(every, tables)
     assert all(other == tables for other in every), "ranks saw different tables"
-    return tables, default_timeout(datetime.timedelta(hours=1)).total_seconds()
+    return tables, group_timeout(group).total_seconds()
 
 
 def test_all_ranks_see_one_table() -> None:
