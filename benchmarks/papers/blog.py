@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import finish, parser_of
 from foundry_moe.commands.known_constants import shipped_constants
 from foundry_moe.commands.model_shape import read_shape
 from foundry_moe.commands.plan import Machine, RunPlan, plan_run
@@ -229,10 +229,9 @@ def main() -> None:
     arguments = parser_of(__doc__).parse_args()
     plans = {gpus: project(gpus, 4) for gpus in PLANNED}
     strong = project(LARGE, 1)
-    show(COLUMNS, [*speed_rows(plans, strong), *checkpoint_rows()], arguments.csv)
-    print("\n".join(assumptions([*plans.values(), strong])))
-    if arguments.plot:
-        plot(plans, arguments.plot)
+    rows = [*speed_rows(plans, strong), *checkpoint_rows()]
+    notes = assumptions([*plans.values(), strong])
+    finish(COLUMNS, rows, lambda _, path: plot(plans, path), arguments, notes)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import finish, parser_of
 from foundry_moe.commands.differences import difference
 from foundry_moe.commands.parity import CASES, Case, run_case
 from foundry_moe.config import MeshConfig
@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", type=parse_mesh, default=[(1, 1, 2), (1, 1, 4), (1, 2, 2)])
     arguments = parser.parse_args()
     rows = rows_of(arguments.meshes)
-    show(COLUMNS, rows, arguments.csv)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    finish(COLUMNS, rows, plot, arguments)
 
 
 if __name__ == "__main__":

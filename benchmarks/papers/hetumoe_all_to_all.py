@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hierarchical import ROUNDS, ROWS, measure
 
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import finish, parser_of
 
 PAPER = {4: "1.66", 8: "2"}  # by nodes
 COLUMNS = (
@@ -77,9 +77,7 @@ def main() -> None:
     rows = rows_of(arguments.hosts, arguments.ranks_per_host, arguments.mbit or None, arguments.packet_bytes)
     links = f"{arguments.mbit} Mbit/s, a packet {arguments.packet_bytes} bytes more" if arguments.mbit else "no limits"
     print(f"gloo, links of {links}; median of {ROUNDS} rounds of counts, rows there, rows back")
-    show(COLUMNS, rows, arguments.csv)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    finish(COLUMNS, rows, plot, arguments)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import torch
 from foundry_moe_kernels import padded, permute, permute_plan
 from foundry_moe_kernels.select_topk import topk
 from routing import graph_ms
-from timing import DEVICE, DTYPE, header, queued_ms
+from timing import DEVICE, DTYPE, queued_ms
 from torch import Tensor
 
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import measure, parser_of
 from foundry_moe.ops.padded import capacity_of
 
 COLUMNS = ("kernel", "tokens", "experts", "k", "peer us", "ours us", "ours is times as fast", "the paper")
@@ -112,12 +112,7 @@ def plot(rows: list[list[str]], path: Path) -> None:
 def main() -> None:
     """Runs from the command line; see the text at the top."""
     arguments = parser_of(__doc__).parse_args()
-    torch.manual_seed(0)
-    print(header(), flush=True)
-    rows = rows_of()
-    show(COLUMNS, rows, arguments.csv)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    measure(COLUMNS, rows_of, plot, arguments)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import DEVICE, DTYPE, header, queued_ms
+from timing import DEVICE, DTYPE, queued_ms
 from torch import Tensor
 
 from benchmarks.papers.einsum_dispatch import Mark, einsum_layer, no_mark
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import measure, parser_of
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.moe import MoELayer
 
@@ -141,12 +141,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    print(header(), flush=True)
-    rows = rows_of(arguments.batches)
-    show(COLUMNS, rows, arguments.csv)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    measure(COLUMNS, lambda: rows_of(arguments.batches), plot, arguments)
 
 
 if __name__ == "__main__":

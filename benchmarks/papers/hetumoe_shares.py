@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from foundry_moe_kernels import expert_products, products
 from foundry_moe_kernels.topology import topology_from_offsets
-from timing import DEVICE, DTYPE, header
+from timing import DEVICE, DTYPE
 from torch import Tensor
 
 from benchmarks.papers.einsum_dispatch import PARTS, Mark
 from benchmarks.papers.hetumoe_layer import GATES, SEQUENCE, SHAPE, Shape, build, by_einsum
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import measure, parser_of
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops import PermutePlan, permute, plan_permute, unpermute
 from foundry_moe.ops.expert_steps import takes_hopper
@@ -150,12 +150,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    print(header(), flush=True)
-    rows = rows_of(arguments.batches)
-    show(COLUMNS, rows, arguments.csv)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    measure(COLUMNS, lambda: rows_of(arguments.batches), plot, arguments)
 
 
 if __name__ == "__main__":

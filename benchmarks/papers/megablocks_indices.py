@@ -22,10 +22,10 @@ from foundry_moe_kernels import products
 from foundry_moe_kernels.topology import topology_from_offsets
 from layer import expert_ways
 from matmul import CASES, PAPER, new
-from timing import DEVICE, header, in_processes, in_turn_ms, queued_ms
+from timing import DEVICE, in_processes, in_turn_ms, queued_ms
 from torch import Tensor
 
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import measure, parser_of
 from foundry_moe.ops.sparse_steps import block_of
 
 COLUMNS = (
@@ -131,13 +131,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=list(PAPER), choices=list(CASES))
     arguments = parser.parse_args()
-    torch.manual_seed(0)
     in_processes(compile_case, ((case,) for case in arguments.cases))
-    print(header(), flush=True)
-    rows = rows_of(arguments.cases)
-    show(COLUMNS, rows, arguments.csv)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    measure(COLUMNS, lambda: rows_of(arguments.cases), plot, arguments)
 
 
 if __name__ == "__main__":

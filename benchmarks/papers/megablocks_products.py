@@ -19,10 +19,10 @@ import torch
 from foundry_moe_kernels import products
 from foundry_moe_kernels.topology import topology_from_offsets
 from matmul import CASES, PAPER, new, variants
-from timing import DEVICE, header, in_processes, in_turn_ms
+from timing import DEVICE, in_processes, in_turn_ms
 from torch import Tensor
 
-from benchmarks.papers.table import parser_of, show, spread
+from benchmarks.papers.table import measure, parser_of, spread
 from foundry_moe.ops.sparse_steps import block_of
 
 LAYER = {
@@ -161,15 +161,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=list(PAPER), choices=list(CASES))
     arguments = parser.parse_args()
-    torch.manual_seed(0)
     workers = 12
     in_processes(compile_some, ((index, workers, arguments.cases) for index in range(workers)))
-    print(header(), flush=True)
-    rows = rows_of(arguments.cases)
-    show(COLUMNS, rows, arguments.csv)
-    print("\n".join(summary(rows)))
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    measure(COLUMNS, lambda: rows_of(arguments.cases), plot, arguments, summary)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import sparse_tiles
-import torch
 from matmul import CASES, PAPER
-from timing import geometric_mean, header, in_processes
+from timing import geometric_mean, in_processes
 
-from benchmarks.papers.table import parser_of, show
+from benchmarks.papers.table import measure, parser_of
 
 ROWS = 128
 
@@ -80,14 +79,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--cases", nargs="+", default=list(PAPER), choices=list(CASES))
     arguments = parser.parse_args()
-    torch.manual_seed(0)
     in_processes(sparse_tiles.compile_tile, ((tile, arguments.cases, []) for tile in sparse_tiles.TILES))
-    print(header(), flush=True)
-    rows = rows_of(arguments.cases)
-    show(columns(), rows, arguments.csv)
-    print("\n".join(summary(rows)))
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    measure(columns(), lambda: rows_of(arguments.cases), plot, arguments, summary)
 
 
 if __name__ == "__main__":
