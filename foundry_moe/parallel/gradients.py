@@ -6,7 +6,8 @@ Works on whatever mix of plain tensors and DTensors the parameters are. Must not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,37 @@ class _ScaleGradient(torch.autograd.Function):
         return grads[0] * ctx.scale, None
 
 
+class _TakeGradient(torch.autograd.Function):
+    """This rank's part of a weight, whose gradient goes to `take` and no further: no copy of autograd or FSDP2."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        return local.view_as(local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.take(grads[0])
+        return None, None
+
+
+@torch.no_grad()
+def _add_gradient(stored: nn.Parameter, scale: float, grad: Tensor) -> None:
+    """Adds this rank's gradient times `scale` to that of the parameter that the optimizer has, in its dtype."""
+    if stored.grad is not None:
+        assert isinstance(stored.grad, DTensor)
+        stored.grad.to_local().add_(grad, alpha=scale)
+        return
+    local = torch.empty(grad.shape, dtype=stored.dtype, device=grad.device)
+    torch.mul(grad, scale, out=local)
+    assert isinstance(stored, DTensor)
+    stored.grad = DTensor.from_local(
+        local, stored.device_mesh, stored.placements, run_check=False, shape=stored.shape, stride=stored.stride()
+    )
+
+
 class LocalWeight:
     """From an expert weight as it is stored, a DTensor over the expert group, to this rank's part, to compute with.
 
@@ -35,12 +67,32 @@ class LocalWeight:
     ranks only: the sum over those tokens has to be divided by `expert` once more to be the mean over ranks that
     data parallelism takes (databricks/megablocks issue 86 is what happens without). FSDP2's own divide factor
     would do it on CUDA, but divides twice on a shard group of one rank with fp64 or fp16 gradients (torch 2.11).
+
+    Args:
+        expert: ranks of the expert group.
+        unshared: a module that FSDP2 has wrapped and no other rank has a part of, whose weights alone are asked for.
+            There is nothing to reduce: a gradient is scaled, cast and added to the stored weight's in one pass, and
+            FSDP2, which would copy it three times, sees none.
     """
 
-    def __init__(self, expert: int) -> None:
+    def __init__(self, expert: int, unshared: nn.Module | None = None) -> None:
         self.scale = 1.0 / expert
+        self.unshared = unshared
+        self.stored: dict[str, nn.Parameter] = {}
+        if unshared is not None:
+            self._find_stored()
+            unshared.register_load_state_dict_post_hook(lambda *_: self._find_stored())  # it may assign others
+
+    def _find_stored(self) -> None:
+        """Notes the parameters that the module has outside of its passes, which are the optimizer's."""
+        assert self.unshared is not None
+        self.stored = dict(self.unshared.named_parameters())
 
     def __call__(self, weight: Tensor) -> Tensor:
+        if self.unshared is not None:
+            # during a pass FSDP2 puts others in their places
+            name = next(name for name, parameter in self.unshared.named_parameters() if parameter is weight)
+            return _TakeGradient.apply(weight, partial(_add_gradient, self.stored[name], self.scale))
         if isinstance(weight, DTensor):
             weight = weight.to_local()
         return _ScaleGradient.apply(weight, self.scale)

@@ -40,6 +40,7 @@ from foundry_moe.parallel.mesh import (
     plan_mesh,
 )
 from foundry_moe.parallel.peer_memory import can_reach
+from foundry_moe.parallel.unshared import cast_directly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,7 @@ def parallelize(
             device=device,
             mp_policy=mp_policy or MixedPrecisionPolicy(),
             reshard_after_forward=fsdp_config.reshard_after_forward,
+            once_a_batch=mesh_config.reduce == "batch",
         )
     placed = dict(model.named_parameters())
     for optimizer in optimizers:
@@ -205,11 +207,15 @@ def place_experts(
     device: torch.device,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int,
+    once_a_batch: bool = False,
 ) -> None:
     """Makes a layer's expert weights DTensors: dimension 0 over `expert`, `dimension` over `shard`.
 
     Two shardings of one dimension would make rows interleave; on different dimensions a checkpoint can be cut
     to any mesh. Experts on the meta device are drawn here, but for what `layer.sources` will fill.
+
+    FSDP2 holds them whatever `shard` is, and where it is 1 copies less: see `cast_directly` and `LocalWeight`. With
+    `once_a_batch` gradients wait in FSDP2, in its dtype.
     """
     experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
@@ -236,12 +242,15 @@ def place_experts(
         shard_placement_fn=lambda parameter: Shard(dimension),
         mp_policy=mp_policy,
     )
-    if meshes.plan.expert > 1:
-        experts.local = LocalWeight(meshes.plan.expert)
-        experts.held = owned
     if on_meta:
         experts.to_empty(device=device)
         draw_experts(layer, meshes.plan, dimension)
+    if meshes.plan.shard == 1:
+        cast_directly(experts)
+    if meshes.plan.expert > 1:
+        unshared = meshes.plan.shard == meshes.plan.replicate == 1 and not once_a_batch
+        experts.local = LocalWeight(meshes.plan.expert, experts if unshared else None)
+        experts.held = owned
 
 
 @torch.no_grad()
