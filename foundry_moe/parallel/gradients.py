@@ -72,7 +72,7 @@ class LocalWeight:
         expert: ranks of the expert group.
         unshared: a module that FSDP2 has wrapped and no other rank has a part of, whose weights alone are asked for.
             There is nothing to reduce: a gradient is scaled, cast and added to the stored weight's in one pass, and
-            FSDP2, which would copy it three times, sees none.
+            FSDP2, which would copy it two or three times, sees none.
     """
 
     def __init__(self, expert: int, unshared: nn.Module | None = None) -> None:

@@ -45,7 +45,10 @@ _UnsharedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(_UnsharedW
 
 
 def can_cast_directly() -> bool:
-    """Whether the installed torch's FSDP2 knows groups of one rank: that of 2.7 gathers over them too."""
+    """Whether the installed torch's FSDP2 asks a weight how to gather it where there is one rank.
+
+    That of 2.7 gathers over one rank too, which needs whole tensors; some later ones copy without asking.
+    """
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
