@@ -40,7 +40,7 @@ class _UnsharedWeight(Tensor):
         return self.detach().__reduce_ex__(protocol)  # a file needs nothing of this package
 
 
-# FSDP2 asks at every gather, which would take 20 us
+# FSDP2 asks at every gather, which takes 9 us so and 23 without
 _UnsharedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(_UnsharedWeight.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
