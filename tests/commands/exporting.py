@@ -57,6 +57,10 @@ MPTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
     },
+    "mixtral, narrow heads": {
+        "head_dim": 4,
+        "attn_config": {"fused_qkv": False, "softmax_scale": 0.5},
+    },
     "mixtral, apart": {
         "attn_config": {"fused_qkv": False, "attn_type": "multiquery_attention"},
         "moe": {"activation": "geglu"},
@@ -68,6 +72,13 @@ MPTS: dict[str, dict[str, Any]] = {
     "olmoe, switch": {
         "attn_config": {"qk_ln": True, "norm_type": "rmsnorm"},
         "moe": {"gate": {"name": "switch"}, "top_k": 1},
+    },
+    "qwen3_moe, wide heads": {
+        "head_dim": 16,
+        "attn_config": {
+            **{"attn_type": "grouped_query_attention", "kv_n_heads": 2, "qk_gn": True, "norm_type": "rmsnorm"},
+            **{"fused_qkv": False, "softmax_scale": 0.25, "rope_theta": 1000000},
+        },
     },
     "qwen3_moe, every other layer": {
         "attn_config": {"qk_gn": True, "norm_type": "rmsnorm"},

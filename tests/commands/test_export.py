@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_scale": 0.5}, "model.logit_scale (0.5)"),
     ({"attn_config": {"clip_qkv": 6.0}}, "model.attn_config.clip_qkv (6.0)"),
     ({"attn_config": {"softmax_scale": 0.3}}, "model.attn_config.softmax_scale (0.3)"),
+    (
+        {"head_dim": 16, "attn_config": {"fused_qkv": False, "qk_gn": True, "norm_type": "rmsnorm"}},
+        "model.attn_config.softmax_scale (null): no Hugging Face MoE family computes this; 0.25, one over the root",
+    ),
+    (
+        {
+            "head_dim": 16,
+            "attn_config": {"fused_qkv": False, "softmax_scale": 0.25, "qk_ln": True, "norm_type": "rmsnorm"},
+        },
+        "model.head_dim (16): with model.attn_config.qk_ln this model leaves as OLMoE, whose heads are d_model",
+    ),
     ({"attn_config": {"qk_ln": True}}, "model.attn_config.norm_type (low_precision_layernorm), of queries and keys"),
     ({"attn_config": {"qk_ln": True, "norm_type": "rmsnorm"}}, "gate.normalize (true): with model.attn_config.qk_ln"),
     ({"attn_config": {"rope_hf_config": {"type": "linear", "factor": 2.0}}}, "model.attn_config.rope_hf_config.type"),
@@ -219,6 +232,15 @@ def test_what_no_family_computes_is_named_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_rope_that_turns_a_part_of_a_head_is_named() -> None:
+    """LLM Foundry's `dail`, which flash-attn has, takes d_model over n_heads for the width of a head."""
+    architecture = architecture_of(mpt(**MPTS["qwen3_moe, wide heads"]))
+    assert architecture is not None
+    attention = {**architecture.config["attn_config"], "rope_impl": "dail"}
+    with pytest.raises(ValueError, match=r"rope_impl \(dail\) turns 8 of a head's 16 elements .* hf would do"):
+        native_of(replace(architecture, config={**architecture.config, "attn_config": attention}))
+
+
 def test_a_stretched_rope_that_mixtral_does_not_have_is_named() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=61, rope_scaling={"rope_type": "linear", "factor": 2.0}))
@@ -231,12 +253,37 @@ def test_a_stretched_rope_that_mixtral_does_not_have_is_named() -> None:
         native_of(architecture)
 
 
-@pytest.mark.parametrize("name", ["demo/cpu", "pretrain/1gpu", "pretrain/4gpu", "pretrain/8gpu", "cluster/64x8gpu"])
-def test_every_run_we_ship_leaves(name: str) -> None:
+LEAVES_AS = {
+    "olmoe": ("pretrain/4gpu", "pretrain/8gpu", "cluster/olmoe_1b_7b"),
+    "mixtral": ("demo/cpu", "pretrain/1gpu", "cluster/64x8gpu"),
+    "qwen3_moe": ("cluster/qwen3_30b_a3b", "bench/qwen3_30b_a3b"),
+    # steps on random tokens, of which nothing is to leave
+    "gate.normalize (false)": ("bench/olmoe_1b_7b",),
+    "model.norm_type (low_precision_layernorm)": ("bench/dbrx_wide",),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in LEAVES_AS.items() for name in names])
+def test_every_run_we_ship_leaves_but_two_of_random_tokens(family: str, name: str) -> None:
     path = ROOT / "yamls" / f"{name}.yaml"
-    layers = min(2, OmegaConf.load(path).model.n_layers)
-    native = native_of(architecture_of_run(str(path), [f"model.n_layers={layers}"]))
-    assert native.family.model_type == ("olmoe" if name in ("pretrain/4gpu", "pretrain/8gpu") else "mixtral")
+    run = OmegaConf.load(path)
+    architecture = architecture_of_run(str(path), [f"model.n_layers={min(2, run.model.n_layers)}"])
+    if "(" in family:
+        with pytest.raises(ValueError, match=re.escape(family)):
+            native_of(architecture)
+        return
+    native = native_of(architecture)
+    assert native.family.model_type == family
+    assert native.config.head_dim == run.model.get("head_dim", run.model.d_model // run.model.n_heads)
+
+
+def test_no_run_is_left_out_of_those_above() -> None:
+    shipped = {
+        str(path.relative_to(ROOT / "yamls").with_suffix(""))
+        for path in (ROOT / "yamls").rglob("*.yaml")
+        if OmegaConf.load(path).get("model", {}).get("name") == "dmoe_causal_lm"
+    }
+    assert shipped == {name for names in LEAVES_AS.values() for name in names}
 
 
 def test_a_commit_that_does_not_say_its_model_leaves_with_the_runs_yaml(tmp_path: Path, capsys: Any) -> None:

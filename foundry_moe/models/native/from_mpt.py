@@ -8,6 +8,7 @@ the way. MPT's code is LLM Foundry's `models/mpt` and `models/layers`; the famil
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -26,7 +27,6 @@ _WANTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("attn_config.rope_hf_config.type", ("no_scaling",)),
     ("attn_config.rope_dail_config.type", ("original",)),
     ("attn_config.clip_qkv", (None,)),
-    ("attn_config.softmax_scale", (None,)),
     ("attn_config.sliding_window_size", (-1,)),
     ("attn_config.attn_logit_softcapping", (None,)),
     ("attn_config.attn_temperature_tuning.attn_scale", (0.0,)),
@@ -36,7 +36,6 @@ _WANTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("no_bias", (True,)),
     ("attention_bias", (False,)),
     ("norm_type", ("rmsnorm", *_RMS_NORMS)),
-    ("head_dim", (None,)),
     ("logit_scale", (None,)),
     ("final_logit_softcapping", (None,)),
     ("block_overrides", (None,)),
@@ -80,6 +79,7 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
             raise ValueError(
                 f"model.{key} ({_shown(value)}): no Hugging Face MoE family computes this; {_hint(config, key, values)}"
             )
+    _check_heads(config)
     family = FAMILIES[_family_type(attention, blocks)]
     if family.model_type != "mixtral":
         _check_query_key_norms(config)
@@ -89,7 +89,7 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
         "vocab_size": config["vocab_size"],
         "num_attention_heads": config["n_heads"],
         "num_key_value_heads": _kv_heads(config),
-        "head_dim": config["d_model"] // config["n_heads"],
+        "head_dim": _head_width(config),
         "max_position_embeddings": config["max_seq_len"],
         "rms_norm_eps": config["norm_eps"],
         "rope_theta": float(attention["rope_theta"]),
@@ -105,7 +105,7 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
 
 def rename_mpt(config: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], list[Target]]:
     """From a tensor of MPT outside its MoE layers to the family's; `Wqkv` is three of these."""
-    head = config["d_model"] // config["n_heads"]
+    head = _head_width(config)
     queries, keys = config["n_heads"] * head, _kv_heads(config) * head
 
     def rename(name: str, shape: tuple[int, ...]) -> list[Target]:
@@ -139,6 +139,27 @@ def _family_type(attention: Mapping[str, Any], blocks: Blocks) -> str:
     return "mixtral"
 
 
+def _head_width(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["d_model"] // config["n_heads"])
+
+
+def _check_heads(config: Mapping[str, Any]) -> None:
+    """Families scale scores by their heads' width and turn the whole of it, MPT by what d_model over n_heads says."""
+    attention, head, usual = config["attn_config"], _head_width(config), config["d_model"] // config["n_heads"]
+    scale = attention.get("softmax_scale")
+    if not math.isclose(usual**-0.5 if scale is None else scale, head**-0.5, rel_tol=1e-6):
+        would_do = "null" if head == usual else f"{head**-0.5}, one over the root of model.head_dim ({head}),"
+        raise ValueError(
+            f"model.attn_config.softmax_scale ({_shown(scale)}): no Hugging Face MoE family computes this; "
+            f"{would_do} would do"
+        )
+    if head != usual and attention.get("rope_impl") != "hf":
+        raise ValueError(
+            f"model.attn_config.rope_impl ({attention.get('rope_impl')}) turns {usual} of a head's {head} elements "
+            "(model.head_dim), which no Hugging Face MoE family does; hf would do"
+        )
+
+
 def _check_query_key_norms(config: Mapping[str, Any]) -> None:
     """MPT builds those norms of the attention's own `norm_type` and `norm_eps`, not of the model's."""
     attention = config["attn_config"]
@@ -156,7 +177,14 @@ def _check_query_key_norms(config: Mapping[str, Any]) -> None:
 
 
 def _check_olmoe(config: Mapping[str, Any], blocks: Blocks) -> None:
-    """What vLLM (`vllm/model_executor/models/olmoe.py`) takes for granted, whatever the configuration says."""
+    """What transformers and vLLM (`vllm/model_executor/models/olmoe.py`) take for granted, whatever the configuration
+    says."""
+    usual = config["d_model"] // config["n_heads"]
+    if _head_width(config) != usual:
+        raise ValueError(
+            f"model.head_dim ({config['head_dim']}): with model.attn_config.qk_ln this model leaves as OLMoE, whose "
+            f"heads are d_model / n_heads ({usual}) wide; {usual} would do, or qk_gn in place of qk_ln (Qwen3-MoE)"
+        )
     if config["norm_eps"] != _OLMOE_EPS:
         raise ValueError(
             f"model.norm_eps ({config['norm_eps']}): with attn_config.qk_ln this model leaves as OLMoE, for which "
