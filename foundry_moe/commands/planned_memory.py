@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from foundry_moe.commands.model_shape import ModelShape
 from foundry_moe.commands.planned_step import Step, ranks_per_token
-from foundry_moe.parallel.mesh import MeshPlan
+from foundry_moe.parallel.mesh import DIRECT, MeshPlan
 
 GIB = 2**30
 CONTEXT_BYTES = int(1.0 * GIB)  # an allowance for what CUDA and NCCL take beside the allocator
@@ -36,13 +36,35 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     if step.chunks > 1:  # each chunk's gradient of experts is added to the others'
         at_end += width * shape.experts_a_layer / mesh.expert
     gathered = width * (shape.total if mesh.world_size == 1 else shape.outside_blocks)
+    others = {}
+    if mesh.all_to_all == DIRECT and mesh.expert > 1:
+        rows = tokens * _rows_per_token(shape, mesh, step)
+        others["memory that ranks share"] = shared_bytes(rows, shape.d_model, shape.top_k, width)
     return {
         "weights": 4 * held,
         "optimizer": step.state * held,
         "gathered weights": gathered,
         "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
+        **others,
         "CUDA and NCCL": CONTEXT_BYTES,
     }
+
+
+def shared_bytes(rows: float, d_model: int, top_k: int, width: int) -> float:
+    """What `all_to_all: direct` has each rank hold for others to store into, for all layers at once.
+
+    Tokens and, beside them, fp32 weights with experts' numbers come to experts; tokens' results and the weights'
+    gradients come back. See `parallel/direct_dispatcher.py`, which makes room for a quarter more.
+
+    Args:
+        rows: that the fullest rank receives.
+    """
+    return 1.25 * rows * (2 * d_model * width + (2 + 1) * top_k * 4)
+
+
+def _rows_per_token(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
+    """Rows that the fullest rank receives, over its tokens: a token comes once, whatever its experts there."""
+    return min(step.skew * ranks_per_token(shape.num_experts, shape.top_k, mesh.expert), mesh.expert)
 
 
 def _saved_by_attention(shape: ModelShape, tokens: int, width: int) -> float:
@@ -60,9 +82,7 @@ def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     tokens, width = step.tokens, step.width
     d, k = shape.d_model, shape.top_k
     f = shape.widest_expert  # block-sparse: of different widths, all rows have room for the widest
-    received = 0.0
-    if mesh.expert > 1:  # a token comes once, whatever its experts here
-        received = min(step.skew * ranks_per_token(shape.num_experts, k, mesh.expert), mesh.expert)
+    received = _rows_per_token(shape, mesh, step) if mesh.expert > 1 else 0.0
     at_once = min(step.skew, step.buffer)  # of an even share; what is beyond it goes in rounds that keep nothing
     hidden = shape.expert_matrices - 1
     if step.backend in ("grouped", "reference"):
