@@ -57,6 +57,13 @@ UPCYCLE_NEEDS_WEIGHTS = (
 )
 
 
+def refuse_hot_experts_of_several_widths(hot_experts: int) -> None:
+    """Raises ValueError where experts of several widths would have copies."""
+    if hot_experts:
+        raise ValueError(f"mesh.hot_experts ({hot_experts}) wants experts of one width, but expert_hidden_size gives "
+                         "several: use hot_experts: 0")  # fmt: skip
+
+
 def can_cut_rows(rows: int, *, shard: int, expert: int) -> bool:
     """Whether `shard` can cut matrices of experts that have so many rows.
 
@@ -116,6 +123,8 @@ class MeshConfig:
     chunks: in how many parts a layer's tokens travel to experts on other GPUs, which compute one part meanwhile.
     buffer: how many times an even share of rows the experts of a GPU compute at once; a more skewed batch goes in
         rounds, computed again in the backward pass but for the first: memory of experts does not follow the router.
+    hot_experts: so many of a layer's fullest experts, by the loads of the last steps, have copies on the GPUs of their
+        group with the fewest rows, which take a part of their tokens; 0 = none.
     reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded
         until then. Over `replicate` they are summed once a batch.
     compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU) |
@@ -130,6 +139,7 @@ class MeshConfig:
     all_to_all: str = AUTO
     chunks: int = 1
     buffer: float = 2.0
+    hot_experts: int = 0
     reduce: str = "microbatch"
     compile: str = "none"
     spares: bool = False
@@ -143,6 +153,8 @@ class MeshConfig:
             raise ValueError(f"mesh.chunks ({self.chunks}) must be 1 or more")
         if not self.buffer >= 1:
             raise ValueError(f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows")
+        if self.hot_experts < 0:
+            raise ValueError(f"mesh.hot_experts ({self.hot_experts}) must be 0 or more")
         one_of("mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         one_of("mesh.reduce", self.reduce, REDUCE)
         one_of("mesh.compile", self.compile, COMPILE)
@@ -242,7 +254,11 @@ class MoEConfig:
             raise ValueError(
                 f"drop ({self.drop}): capacity ({self.capacity}) drops nothing; give it a number such as 1.25"
             )
-        _ = self.mesh_config
+        hot_experts = 0 if self.mesh_config is None else self.mesh_config.hot_experts
+        if hot_experts > self.num_experts:
+            raise ValueError(f"mesh.hot_experts ({hot_experts}) must be num_experts ({self.num_experts}) at most")
+        if isinstance(self.expert_hidden_size, tuple):
+            refuse_hot_experts_of_several_widths(hot_experts)
 
     def _check_widths(self) -> None:
         widths = self.expert_hidden_size

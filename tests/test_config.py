@@ -44,6 +44,12 @@ def test_defaults_are_a_dropless_top2_layer():
         ({"num_experts": 8, "mesh": {"experts": 2}}, "did you mean 'expert'?"),
         ({"num_experts": 8, "mesh": {"expert": 0}}, r"mesh.expert \(0\) must be 1 or more, or auto"),
         ({"num_experts": 8, "mesh": {"chunks": 0}}, r"mesh.chunks \(0\) must be 1 or more"),
+        ({"num_experts": 8, "mesh": {"hot_experts": -1}}, r"mesh.hot_experts \(-1\) must be 0 or more"),
+        ({"num_experts": 8, "mesh": {"hot_experts": 9}}, r"mesh.hot_experts \(9\) must be num_experts \(8\) at most"),
+        (
+            {"num_experts": 2, "expert_hidden_size": [8, 16], "mesh": {"hot_experts": 1}},
+            r"mesh.hot_experts \(1\) wants experts of one width, .*: use hot_experts: 0",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_key_value_and_fix(keys, sentence):

@@ -139,6 +139,8 @@ class ExpertLoad(Callback):
         counts_LE, measured = _gather(layers)
         for layer in layers:
             layer.statistics.reset()
+            if layer.hot is not None:
+                layer.hot.reset()
         self.latest_LE = counts_LE
         self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
         batch = state.timestamp.batch.value
@@ -243,11 +245,13 @@ def _worst_ranks(layers: list[MoELayer]) -> Tensor:
     Empty where no experts are divided over ranks. Each group of ranks that shares experts has its own tokens: the worst
     group counts, which sums over all ranks hide.
     """
-    if all(layer.dispatcher.local_experts == layer.num_experts for layer in layers):
+    # with copies of hot experts, choices by slot: a copy's rows are those of the rank that computes them
+    counts = [layer.statistics.counts_E if layer.hot is None else layer.hot.counts_S for layer in layers]
+    if all(layer.dispatcher.local_experts == len(counts_E) for layer, counts_E in zip(layers, counts, strict=True)):
         return torch.zeros(0)
-    counts = layers[0].context.sum_over_group(torch.cat([layer.statistics.counts_E for layer in layers]))
+    summed = layers[0].context.sum_over_group(torch.cat(counts))
     fullest = []
-    for layer, counts_E in zip(layers, counts.split([layer.num_experts for layer in layers]), strict=True):
+    for layer, counts_E in zip(layers, summed.split([len(counts_E) for counts_E in counts]), strict=True):
         rows_R = counts_E.view(-1, layer.dispatcher.local_experts).sum(1).double()
         fullest.append(rows_R.amax() / rows_R.mean().clamp(min=1))
     rounds = [layer.experts.most_rounds for layer in layers]

@@ -51,7 +51,7 @@ class Case:
         batches, a zero leaves a rank without any.
     crowd: all tokens choose the first `top_k` experts: the other experts, and their ranks, get none.
     max_norm: gradients are clipped to it.
-    buffer: of `MeshConfig`; with one, ranks with more rows than others compute them in rounds.
+    buffer, hot_experts: of `MeshConfig`; with a buffer of one, ranks with more rows than others compute them in rounds.
     """
 
     name: str
@@ -62,14 +62,16 @@ class Case:
     crowd: bool = False
     max_norm: float = 1e9
     buffer: float = 2.0
+    hot_experts: int = 0
 
 
 CASES = (
     Case(
-        name="random, uneven and empty ranks, 2 microbatches",
+        name="random, uneven and empty ranks, hot experts",
         moe={"num_experts": 8, "top_k": 3, "loss": {"balance": 0.1, "z": 0.01}},
         microbatches=2,
         share=(3, 0, 1, 2),
+        hot_experts=2,
     ),
     Case(
         name="upcycled, shared expert, tied, clipped",
@@ -90,6 +92,7 @@ CASES = (
         moe={"num_experts": 8, "top_k": 1, "activation": "gelu", "bias": True, "loss": {"z": 0.01}},
         crowd=True,
         buffer=1.0,
+        hot_experts=1,
         share=(1, 2),
         microbatches=2,
         max_norm=0.5,
@@ -260,7 +263,8 @@ def run_case(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
     if mesh is not None:
-        _place(model, replace(mesh, buffer=case.buffer), optimizer, policy, device, ranks_per_node)
+        mesh = replace(mesh, buffer=case.buffer, hot_experts=case.hot_experts)
+        _place(model, mesh, optimizer, policy, device, ranks_per_node)
     else:
         assert compute_dtype is None, "mixed precision is FSDP2's: give a mesh of one rank"
 

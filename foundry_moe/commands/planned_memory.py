@@ -91,4 +91,8 @@ def _saved_by_layer(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
         rows = 0 if step.memory == "recompute" else at_once * k * hidden * f  # block-sparse: pre-activations alone
     numbers = 2 * d + received * d + rows + 2 * hidden * shape.shared_hidden
     router = 4 * d + 4 * 3 * shape.num_experts  # fp32 copy of the input; logits, probabilities, sorted ones
-    return _saved_by_attention(shape, tokens, width) + tokens * (width * numbers + router)
+    slots = 0  # with copies of hot experts, kernels read a tensor of own experts and slots for copies
+    if mesh.expert > 1 and step.hot_experts:
+        slots = shape.num_experts // mesh.expert + step.hot_experts
+    weights = width * slots * shape.experts_a_layer / shape.num_experts
+    return weights + _saved_by_attention(shape, tokens, width) + tokens * (width * numbers + router)

@@ -20,7 +20,7 @@ class Step:
     tokens: T. microbatches: in a step.
     reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
         unsharded until then.
-    chunks, buffer: of `MeshConfig`; backend, memory: of `MoEConfig`.
+    chunks, buffer, hot_experts: of `MeshConfig`; backend, memory: of `MoEConfig`.
     width: bytes of a number in matrix products. state: bytes of optimizer state for a parameter.
     skew: rows of the fullest rank over the mean of those that divide the experts.
     checkpointed: activations are computed again. resharded: weights are gathered again for the backward pass.
@@ -31,6 +31,7 @@ class Step:
     reductions: int
     chunks: int
     buffer: float
+    hot_experts: int
     backend: str
     memory: str
     width: int
@@ -59,6 +60,7 @@ def read_step(
         reductions=1 if mesh.reduce == "batch" else microbatches,
         chunks=mesh.chunks,
         buffer=mesh.buffer,
+        hot_experts=mesh.hot_experts,
         backend=moe.backend,
         memory=moe.memory,
         width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,

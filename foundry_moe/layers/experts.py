@@ -5,7 +5,7 @@ Shapes: T tokens, Q tokens of a chunk, K choices, D model width, F expert width,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class Experts(nn.Module):
 
     `most_rounds`: in which a call's tokens were computed, since somebody set it to one (see `layers/rounds.py`).
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
+    `with_copies` adds the weights of other ranks' experts that this process has copies of: see `layers/hot_experts.py`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Experts(nn.Module):
         self.init_std = init_std
         self.num_layers = num_layers
         self.local: Callable[[Tensor], Tensor] = unchanged
+        self.with_copies: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]] = tuple
         self.most_rounds = 1
         wide = (num_experts, hidden_size, d_model)
         self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
@@ -97,7 +99,7 @@ class Experts(nn.Module):
                 self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED
             )
         )  # fmt: skip
-        outputs, rounds = compute_chunks(sent, self.w1_EFD.dtype, self._compute, parameters)
+        outputs, rounds = compute_chunks(sent, self.w1_EFD.dtype, self._compute, self.with_copies(parameters))
         self.most_rounds = max(self.most_rounds, rounds)
         return outputs
 

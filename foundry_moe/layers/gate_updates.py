@@ -1,4 +1,6 @@
-"""What happens to gates once per optimizer step. Knows no trainer and no rank: sums come from the batch's context.
+"""What happens to gates and to copies of hot experts once per optimizer step.
+
+Knows no trainer and no rank: sums come from the batch's context.
 
 Shapes: E experts.
 """
@@ -20,7 +22,7 @@ def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:
 
 
 def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: Progress) -> None:
-    """Gives the gates that learn from loads those of the step, over all microbatches and ranks. One reduction.
+    """Gives the layers that learn from loads those of the step, over all microbatches and ranks. One reduction.
 
     Args:
         before: from `note_loads`.
@@ -34,4 +36,4 @@ def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: P
     ]
     summed = layers[0].context.sum_over_ranks(torch.cat(counts))
     for layer, counts_E in zip(layers, summed.split([len(c) for c in counts]), strict=True):
-        layer.gate.after_step(counts_E, progress)
+        layer.after_step(counts_E, progress)

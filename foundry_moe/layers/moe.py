@@ -18,8 +18,10 @@ from foundry_moe.layers.experts import Experts, SharedExpert
 from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.gates.rules import no_router, resolve_losses
+from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.losses import router_entropy
 from foundry_moe.layers.mixed_experts import MixedExperts
+from foundry_moe.layers.schedule import Progress
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.select_topk import count_choices
@@ -42,6 +44,7 @@ class MoELayer(nn.Module):
 
     router_groups: experts stand in groups of so many whose rows of the router begin equal (see `models/upcycling.py`).
     adds_nothing: the shared expert begins with an output of zero.
+    hot: copies of its fullest experts on other ranks; None = there are none, or what placement on a mesh sets here.
     sources: where the layer's weights come from, for whoever has drawn them on the meta device and fills them.
 
     Raises:
@@ -106,6 +109,7 @@ class MoELayer(nn.Module):
             else None
         )
         self.dispatcher: TokenDispatcher = LocalDispatcher(config.num_experts)
+        self.hot: HotExperts | None = None
         self.loss_weights = resolve_losses(config.gate, config.loss)
         self.gate.check_losses(self.loss_weights)
         self.wanted_losses = frozenset(self.loss_weights)
@@ -122,8 +126,19 @@ class MoELayer(nn.Module):
 
     @property
     def learns_from_loads(self) -> bool:
-        """Whether the gate has a step of its own after each of the optimizer's."""
+        """Whether `after_step` has to be called."""
+        return self.hot is not None or self._gate_learns
+
+    @property
+    def _gate_learns(self) -> bool:
         return self.gate.learns_from_loads and "router" not in self.config.freeze
+
+    def after_step(self, counts_E: Tensor, progress: Progress) -> None:
+        """Once after each optimizer step: arguments as of `Gate.after_step`."""
+        if self._gate_learns:
+            self.gate.after_step(counts_E, progress)
+        if self.hot is not None:
+            self.hot.after_step(counts_E.tolist())
 
     def measure_router(self) -> None:
         """Notes `router_entropy` in the statistics from the next microbatch on; NaN for a gate without logits."""
@@ -187,11 +202,26 @@ class MoELayer(nn.Module):
 
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
         """y_TD: the tokens' way to their experts and back, and the shared expert. On a mesh it is never compiled."""
+        if self.hot is not None:
+            choices = self._choose_copies(self.hot, choices)
         sent = self.dispatcher.dispatch(x_TD, choices)
         outputs = self.experts(sent)
         shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel
         y_TD = self.dispatcher.combine(outputs)
         return y_TD if shared_TD is None else y_TD + shared_TD
+
+    def _choose_copies(self, hot: HotExperts, choices: Choices) -> Choices:
+        """The choices by slot of an expert or of a copy.
+
+        Raises:
+            ValueError: in training, where nothing would ever plan copies.
+        """
+        if self.training and self.context.progress is None:
+            raise ValueError(
+                f"mesh.hot_experts ({hot.copies}) follows the loads of each step, which nothing tells: add "
+                "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or use hot_experts: 0"
+            )
+        return hot.renumber(choices)
 
     def _drop(self, choices: Choices, mask_T: Tensor | None) -> tuple[Choices, Tensor]:
         """The choices that fit the experts' capacity, and the share that does not. Padding is given no slot."""

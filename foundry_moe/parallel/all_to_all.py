@@ -120,9 +120,10 @@ class AllToAll(Protocol):
         ...
 
 
-def _all_to_all(
+def all_to_all(
     rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, into: Tensor | None = None
 ) -> Handle:
+    """Starts to send rows, sorted by rank, to the ranks of a group: so many to each, and so many from each."""
     rows = rows.contiguous()
     output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
     work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
@@ -162,11 +163,11 @@ class FlatAllToAll:
 
     def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
         to, from_ = splits.stages[0]
-        return _all_to_all(rows_SD, to, from_, self.group)
+        return all_to_all(rows_SD, to, from_, self.group)
 
     def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
         to, from_ = splits.stages[0]
-        return _all_to_all(rows_QD, from_, to, self.group, into)
+        return all_to_all(rows_QD, from_, to, self.group, into)
 
 
 class HierarchicalAllToAll:
@@ -212,14 +213,14 @@ class HierarchicalAllToAll:
 
     def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
         (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = _all_to_all(rows_SD, to_local, from_local, self.node_group).wait()
-        return _all_to_all(_transpose_blocks(middle, splits.blocks), to_node, from_node, self.peer_group)
+        middle = all_to_all(rows_SD, to_local, from_local, self.node_group).wait()
+        return all_to_all(_transpose_blocks(middle, splits.blocks), to_node, from_node, self.peer_group)
 
     def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
         (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = _all_to_all(rows_QD, from_node, to_node, self.peer_group).wait()
+        middle = all_to_all(rows_QD, from_node, to_node, self.peer_group).wait()
         by_node = tuple(zip(*splits.blocks, strict=True))
-        return _all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group, into)
+        return all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group, into)
 
 
 def _by_chunk(counts: list[list[list[int]]]) -> list[list[list[int]]]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from foundry_moe.config import MeshConfig, can_cut_rows
+from foundry_moe.config import MeshConfig, can_cut_rows, refuse_hot_experts_of_several_widths
+from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.token_dispatcher import TokenDispatcher
@@ -40,6 +41,7 @@ from foundry_moe.parallel.mesh import (
     plan_mesh,
 )
 from foundry_moe.parallel.peer_memory import can_reach
+from foundry_moe.parallel.replicas import WeightsOfCopies
 from foundry_moe.parallel.unshared import cast_directly
 
 
@@ -133,6 +135,7 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     for layer in layers:
         if isinstance(layer.experts, MixedExperts):
             check_expert_widths(layer.experts.widths, plan.expert)
+            refuse_hot_experts_of_several_widths(mesh_config.hot_experts)
     return plan
 
 
@@ -163,8 +166,15 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig, devi
         # One call, so that a compiled block's graph breaks once.
         layer.compute_experts = torch.compiler.disable(layer.compute_experts)
         if build_dispatcher is not None:
-            layer.context.sum_over_group = GateCollectives(meshes.expert.get_group()).sum
-            layer.dispatcher = build_dispatcher(num_experts=layer.num_experts)
+            group = meshes.expert.get_group()
+            layer.context.sum_over_group = GateCollectives(group).sum
+            slots = layer.num_experts
+            if mesh_config.hot_experts:
+                sizes = {"num_experts": layer.num_experts, "ranks": meshes.plan.expert, "rank": dist.get_rank(group)}
+                layer.hot = HotExperts(copies=mesh_config.hot_experts, **sizes)
+                layer.experts.with_copies = WeightsOfCopies(layer.hot, group)
+                slots = layer.hot.num_slots
+            layer.dispatcher = build_dispatcher(num_experts=slots)
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.commands import parity
-from foundry_moe.commands.parity import CASES, run_case
+from foundry_moe.commands.parity import CASES, Case, run_case
 from foundry_moe.commands.parity import whole as full
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, Handle, Splits, build_all_to_all
@@ -57,6 +60,27 @@ def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
     }
     frames = torch._dynamo.utils.counters["frames"]
     return {**results, "frames": frames["ok"]}
+
+
+def with_hot_experts(case: Case, mesh: MeshConfig) -> tuple[dict[str, Tensor], list[float]]:
+    """What a case leaves on a mesh, each block recomputed, and by layer the share of the rows that copies had."""
+    build, models = parity.build_model, []
+
+    def build_checkpointed(*arguments: Any) -> Any:
+        model = build(*arguments)
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        models.append(model)
+        return model
+
+    parity.build_model = build_checkpointed
+    seen, shares = run_case(case, mesh), []
+    for layer in moe_layers(models[0]):
+        assert layer.hot is not None
+        counts_PS = layer.hot.counts_S.view(layer.hot.ranks, -1)
+        dist.all_reduce(counts_PS)
+        shares.append((counts_PS[:, layer.hot.local_experts :].sum() / counts_PS.sum()).item())
+    return seen, shares
 
 
 def _experts(dtype: torch.dtype, num_experts: int) -> Experts:

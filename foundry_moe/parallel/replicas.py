@@ -1,0 +1,86 @@
+"""The weights of copied experts: from the ranks that own them to those that compute with a copy, and gradients back.
+
+Must not know tokens, nor which experts are copied and why (`layers/hot_experts.py`).
+
+Shapes: e own experts of this rank, N slots for copies, R of them in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from foundry_moe.layers.hot_experts import HotExperts, WeightTraffic
+from foundry_moe.parallel.all_to_all import all_to_all
+
+
+class _Fetch(torch.autograd.Function):
+    """Own weights [e, ...] and copies of other ranks' behind them: [e + N, ...].
+
+    Zeros where no copy is: the sum of biases is a product with all slots. Backward: gradients of copies go to the
+    owners, which add them to their own one after the other: the same bits each time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, traffic: WeightTraffic, copies: int, group: dist.ProcessGroup, *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.traffic, ctx.group, ctx.experts = traffic, group, own[0].shape[0]
+        sent = [len(numbers) for numbers in traffic.sent_P]
+        used = slice(ctx.experts, ctx.experts + sum(traffic.received_P))
+        slots = [weight.new_empty(ctx.experts + copies, *weight.shape[1:]) for weight in own]
+        # slices: indices made on the host would have to come to the device first
+        leaving = [torch.cat([weight[:0], *(weight[n : n + 1] for n in chain(*traffic.sent_P))]) for weight in own]
+        under_way = [
+            all_to_all(rows, sent, traffic.received_P, group, place[used])
+            for rows, place in zip(leaving, slots, strict=True)
+        ]
+        for weight, place in zip(own, slots, strict=True):
+            place[: ctx.experts] = weight  # while copies travel
+            place[used.stop :] = 0
+        for handle in under_way:
+            handle.wait()
+        return tuple(slots)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sent = [len(numbers) for numbers in ctx.traffic.sent_P]
+        used = slice(ctx.experts, ctx.experts + sum(ctx.traffic.received_P))
+        under_way = [all_to_all(gradient[used], ctx.traffic.received_P, sent, ctx.group) for gradient in gradients]
+        own = [gradient[: ctx.experts] for gradient in gradients]  # of weights that experts alone read: nobody else's
+        for gradient, handle in zip(own, under_way, strict=True):
+            parts = handle.wait().split(sent)
+            for numbers, part in zip(ctx.traffic.sent_P, parts, strict=True):
+                for number, added in zip(numbers, part, strict=True):
+                    gradient[number] += added
+        return None, None, None, *own
+
+
+class WeightsOfCopies:
+    """What `Experts.with_copies` is on a mesh with `hot_experts`.
+
+    It is called when tokens are under way. FSDP2 has gathered the weights only then: before the experts' forward pass
+    begins they are not whole.
+
+    Costs a copy of a rank's own experts, since kernels read one tensor, and holds it, as the weights of copies, for the
+    backward pass: with activation checkpointing of one block at a time.
+    """
+
+    def __init__(self, hot: HotExperts, group: dist.ProcessGroup) -> None:
+        self.hot, self.group = hot, group
+
+    def __call__(self, weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Each weight [e, ...] with slots for copies behind it: [e + N, ...]. All ranks of the group call it."""
+        present = [weight for weight in weights if weight is not None]
+        if self.hot.traffic is None:
+            slots = iter([pad(weight, [0, 0] * (weight.dim() - 1) + [0, self.hot.copies]) for weight in present])
+        else:
+            slots = iter(_Fetch.apply(self.hot.traffic, self.hot.copies, self.group, *present))
+        return tuple(None if weight is None else next(slots) for weight in weights)

@@ -1,0 +1,23 @@
+"""Copies of hot experts change no number: the certificate has them in two cases; here in chunks, and recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from foundry_moe.commands.parity import CASES, run_case
+from foundry_moe.commands.verify import TOLERANCE, compare
+from foundry_moe.config import MeshConfig
+from foundry_moe.launch.processes import run_processes
+from tests.distributed import parity_worker
+from tests.distributed.launching import PRELOAD
+
+
+def test_copies_in_chunks_and_recomputed_blocks_train_as_one_process() -> None:
+    case = replace(CASES[0], crowd=True)
+    mesh = MeshConfig(expert=4, shard=1, chunks=2)
+    seen, shares = run_processes(parity_worker.with_hot_experts, case, mesh, world_size=4, preload=PRELOAD)
+    rows = compare(seen, run_case(case, None))
+    assert {"loss", "gradient w1_EFD", "gradient v1_EFD", "gradient w2_EDF", "weights w1_EFD"} <= rows.keys()
+    assert max(rows.values()) < TOLERANCE["fp64"], rows
+    # every token goes to one expert and two others; the first of three steps knows no loads yet
+    assert min(shares) > 0.05, shares
