@@ -35,7 +35,7 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.token_dispatcher import Chunk, TokenDispatcher
 from foundry_moe.ops.permute import permute, unpermute
-from foundry_moe.parallel.all_to_all import FlatAllToAll, HostCopy, Splits
+from foundry_moe.parallel.all_to_all import FlatAllToAll, Splits
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from foundry_moe.parallel.direct_dispatcher import DirectDispatcher, DirectExchange
 
@@ -61,8 +61,8 @@ def _milliseconds(step: Callable[[], object]) -> float:
 class _Recorder(FlatAllToAll):
     """Keeps the splits of the last all-to-all."""
 
-    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
-        splits = super().wait_for_splits(counts)
+    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
+        splits = super().splits(counts_PPH2)
         self.last = splits[0]
         return splits
 
@@ -102,7 +102,7 @@ def _between_ranks(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
 def _to_rows(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
     outputs = []
     for chunk in sent:
-        x_QD, weights_QK, plan, _ = chunk.receive()
+        x_QD, weights_QK, plan = chunk.receive()
         outputs.append(chunk.send_back(unpermute(permute(x_QD, plan), weights_QK, plan)))
     return tuple(outputs)
 

@@ -127,11 +127,11 @@ def _time_exchanges(
     }
     results = []
     for rows in rows_of_messages:
-        counts = torch.full((2, world_size, 1, 2), rows, dtype=torch.int64)
+        counts = torch.full((world_size, 1, 2), rows, dtype=torch.int64)
         tokens = torch.randn(world_size * rows, WIDTH)
 
         def there_and_back(all_to_all: AllToAll, counts: torch.Tensor = counts, tokens: torch.Tensor = tokens) -> None:
-            (splits,) = all_to_all.wait_for_splits(all_to_all.exchange_counts(counts))
+            (splits,) = all_to_all.splits(all_to_all.exchange_counts(counts).wait())
             all_to_all.send_back(all_to_all.send(tokens, splits).wait(), splits).wait()
 
         medians = _in_turn({name: partial(there_and_back, exchange) for name, exchange in exchanges.items()}, rounds)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from skewed_rank import FirstRank, choices_of, zipf_choices_of
+from skewed_rank import MirroredAllToAll, choices_of, zipf_choices_of
 from torch import Tensor
 
 from foundry_moe.launch.processes import run_processes
@@ -44,6 +44,13 @@ def largest(value: float) -> float:
     tensor = torch.tensor(value, device="cuda", dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
+
+
+def sum_over_ranks(counts: Tensor) -> Tensor:
+    """Of a rank alone its own: the others have the same."""
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    return counts
 
 
 def peak_and_time(step: Callable[[], None], inputs: Iterable[Tensor]) -> tuple[float, float]:
@@ -70,9 +77,7 @@ def peak_and_time(step: Callable[[], None], inputs: Iterable[Tensor]) -> tuple[f
 
 def plan_copies(hot: HotExperts, experts_TK: Tensor, experts: int) -> None:
     """From the loads of all ranks."""
-    counts_E = count_choices(experts_TK, experts)
-    dist.all_reduce(counts_E)
-    hot.after_step(counts_E.tolist())
+    hot.after_step(sum_over_ranks(count_choices(experts_TK, experts)).tolist())
 
 
 def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float]) -> list[tuple[float, ...]]:
@@ -87,15 +92,7 @@ def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float])
     mlp.reset_parameters(seed=0, layer=0)
     weights = tuple(mlp.parameters())
 
-    def alone(skew: float, buffer: float, copies: int) -> tuple[float, float, float]:
-        torch.manual_seed(0)
-        experts_TK = choices_of(ranks * tokens, experts, top_k, ranks, skew, "cuda")
-        first = FirstRank(
-            experts_TK, experts=experts, ranks=ranks, width=width, buffer=buffer, dtype=torch.bfloat16
-        )  # fmt: skip
-        return first.rows * ranks / experts_TK.numel(), *peak_and_time(lambda: first.step(mlp), weights)
-
-    def together(skew: float, buffer: float, copies: int) -> tuple[float, float, float]:
+    def timed(skew: float, buffer: float, copies: int) -> tuple[float, float, float]:
         x_TD = torch.randn(tokens, width, **options, requires_grad=True)
         weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
         gradient_TD = torch.randn_like(x_TD)
@@ -104,26 +101,26 @@ def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float])
         else:
             experts_TK = choices_of(tokens, experts, top_k, ranks, skew, "cuda")
         choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
-        hot = HotExperts(num_experts=experts, ranks=ranks, rank=dist.get_rank(), copies=copies)
+        alone = not dist.is_initialized()
+        all_to_all = MirroredAllToAll(ranks) if alone else FlatAllToAll(dist.group.WORLD)
+        hot = HotExperts(num_experts=experts, ranks=ranks, rank=all_to_all.rank, copies=copies)
         plan_copies(hot, experts_TK, experts)
         mlp.with_copies = WeightsOfCopies(hot, dist.group.WORLD) if copies else tuple
-        dispatcher = AllToAllDispatcher(FlatAllToAll(dist.group.WORLD), num_experts=hot.num_slots, buffer=buffer)
+        dispatcher = AllToAllDispatcher(all_to_all, num_experts=hot.num_slots, buffer=buffer)
 
         def step() -> None:
             sent = dispatcher.dispatch(x_TD, hot.renumber(choices) if copies else choices)
             dispatcher.combine(mlp(sent)).backward(gradient_TD)
 
         hot.renumber(choices)
-        counts_S = hot.counts_S.clone()
-        dist.all_reduce(counts_S)
-        rows_P = counts_S.view(ranks, -1).sum(1).double()
+        rows_P = sum_over_ranks(hot.counts_S.clone()).view(ranks, -1).sum(1).double()
         return (rows_P.max() / rows_P.mean()).item(), *peak_and_time(step, (x_TD, weights_TK, *weights))
 
     found = []
     for skew in skews:
         for buffer, copies in itertools.product(buffers, arguments["hot_experts"]):
             mlp.most_rounds = 1
-            fullest, peak, ms = (together if dist.is_initialized() else alone)(skew, buffer, copies)
+            fullest, peak, ms = timed(skew, buffer, copies)
             found.append((skew, buffer, copies, fullest, largest(mlp.most_rounds), peak, ms))
     return found
 

@@ -1,21 +1,17 @@
-"""The choices of a skewed router, and one rank of many on one GPU: its experts on what all ranks' tokens send there.
+"""The choices of a skewed router, and one rank of many on one device: what all ranks' tokens send there.
 
-What a message would bring comes as a copy, and what would leave is freed. So memory is that of the rank's experts, with
-the rows received and their results, and without what a rank sends: that does not depend on the router.
+All ranks do as this one: each sends it what it sends itself. Messages are copies, of as many bytes as it would receive,
+so that memory is that of the rank in a whole group. What experts elsewhere would compute comes back as zeros.
 
-Shapes: T tokens of a rank, Q tokens received, K choices, D model width, E experts, P ranks.
+Shapes: T tokens of a rank, K choices, E experts, P ranks.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foundry_moe.layers.token_dispatcher import Chunk, ExpertInput
-from foundry_moe.ops import plan_permute
+from foundry_moe.parallel.all_to_all import FlatAllToAll, Handle, HostCopy, Splits
 
 
 def choices_of(
@@ -38,64 +34,24 @@ def zipf_choices_of(
     return torch.multinomial(weight_E[order_E].expand(tokens, -1), top_k)
 
 
-class _Arrive(torch.autograd.Function):
-    """Rows that a message brings. Backward: their gradient leaves."""
+class MirroredAllToAll(FlatAllToAll):
+    """Of the first of P ranks that all send the same numbers of rows."""
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        return rows.clone()
+    def __init__(self, ranks: int) -> None:
+        self.size, self.rank = ranks, 0
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        return None
+    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
+        return HostCopy(counts_PH2.expand(self.size, *counts_PH2.shape).contiguous())
 
+    def largest(self, number: int, device: torch.device) -> int:
+        return number
 
-class _Leave(torch.autograd.Function):
-    """Results leave: a number in their place. Backward: a message brings their gradient."""
+    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
+        mine = splits.stages[0][0][0]
+        return Handle(rows_SD[:mine].repeat(self.size, 1), lambda: None, rows_SD)
 
-    @staticmethod
-    def forward(ctx: Any, y_QD: Tensor, gradient_QD: Tensor) -> Tensor:
-        ctx.gradient_QD = gradient_QD
-        return y_QD.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient_QD.clone(), None
-
-
-class FirstRank:
-    """The first of P ranks: what its experts get in one chunk.
-
-    Args:
-        experts_TK: the choices of all ranks' tokens, P T of them.
-        width: D.
-        buffer: of `MeshConfig`; inf = no rounds.
-        dtype: of tokens.
-    """
-
-    def __init__(
-        self, experts_TK: Tensor, *, experts: int, ranks: int, width: int, buffer: float, dtype: torch.dtype
-    ) -> None:
-        self.local_experts = experts // ranks
-        here_TK = torch.where(experts_TK < self.local_experts, experts_TK, -1)
-        self.experts_QK = here_TK[(here_TK >= 0).any(1)].int()
-        self.rows = int((self.experts_QK >= 0).sum())
-        self.most_rows = math.ceil(min(buffer, ranks) * experts_TK.numel() / ranks)
-        options: dict[str, Any] = {"device": experts_TK.device, "dtype": dtype}
-        self.rows_QD = torch.randn(len(self.experts_QK), width, **options, requires_grad=True)
-        self.gradient_QD = torch.randn(self.rows_QD.shape, **options)
-        self.weights_QK = torch.rand(self.experts_QK.shape, device=experts_TK.device, requires_grad=True)
-
-    def step(self, experts: nn.Module) -> None:
-        """Forward and backward of the rank's experts."""
-        (sent_back,) = experts((Chunk((self.rows_QD, self.weights_QK), self),))
-        sent_back.tensors[0].backward()
-
-    def receive(self, *tensors: Tensor) -> ExpertInput:
-        x_QD, weights_QK = (_Arrive.apply(tensor) for tensor in tensors)
-        return ExpertInput(
-            x_QD, weights_QK, plan_permute(self.experts_QK, self.local_experts, self.rows), self.most_rows
-        )
-
-    def send_back(self, y_QD: Tensor) -> Tensor:
-        return _Leave.apply(y_QD, self.gradient_QD)
+    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
+        mine = splits.stages[0][0][0]
+        into = rows_QD.new_empty(splits.sent, *rows_QD.shape[1:]) if into is None else into
+        into[:mine], into[mine:] = rows_QD[:mine], 0
+        return Handle(into, lambda: None, rows_QD)

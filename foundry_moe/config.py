@@ -121,8 +121,8 @@ class MeshConfig:
     all_to_all: flat | hierarchical | direct (straight into the memory of other GPUs of a host) | auto (hierarchical
         where `expert` spans nodes).
     chunks: in how many parts a layer's tokens travel to experts on other GPUs, which compute one part meanwhile.
-    buffer: how many times an even share of rows the experts of a GPU compute at once; a more skewed batch goes in
-        rounds, computed again in the backward pass but for the first: memory of experts does not follow the router.
+    buffer: how many times an even share of rows a GPU receives and computes at once; a more skewed batch goes in
+        rounds, sent and computed again in the backward pass but for the first: memory does not follow the router.
     hot_experts: so many of a layer's fullest experts, by the loads of the last steps, have copies on the GPUs of their
         group with the fewest rows, which take a part of their tokens; 0 = none.
     reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded

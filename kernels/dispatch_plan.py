@@ -109,34 +109,33 @@ def count_rows(
         chunks: H.
 
     Returns:
-        counts_2PH2: int64 [2, P, H, 2]; its first half has, by slot and chunk, rows for that rank and choices among
-            them, and its second half is for what the ranks answer (zeros).
+        counts_PH2: int64; by slot and chunk, rows for that rank and choices among them.
         counts_PN: rows of each block of tokens, for `assign_rows`.
     """
     if experts_TK.is_floating_point() or experts_TK.dim() != 2 or not experts_TK.is_contiguous():
         raise ValueError(f"experts_TK must be contiguous integers [T, K], not {experts_TK.dtype} {experts_TK.shape}")
     tokens, choices = experts_TK.shape
     chunk_tokens, blocks = _blocks(tokens, chunks)
-    counts_2PH2 = torch.zeros(2, ranks, chunks, 2, dtype=torch.int64, device=experts_TK.device)
+    counts_PH2 = torch.zeros(ranks, chunks, 2, dtype=torch.int64, device=experts_TK.device)
     counts_PN = torch.empty(ranks, blocks, dtype=torch.int32, device=experts_TK.device)
     if tokens:
         launch(
             _count_kernel, (blocks,),
-            experts_TK, counts_PN, counts_2PH2, tokens, chunk_tokens, blocks, local_experts, ranks, nodes,
+            experts_TK, counts_PN, counts_PH2, tokens, chunk_tokens, blocks, local_experts, ranks, nodes,
             ranks // nodes,
             H=chunks, K=choices, KP=next_power_of_2(choices), BLOCK=BLOCK,
         )  # fmt: skip
-    return counts_2PH2, counts_PN
+    return counts_PH2, counts_PN
 
 
 def assign_rows(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_2PH2: Tensor, counts_PN: Tensor, nodes: int = 1
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_PH2: Tensor, counts_PN: Tensor, nodes: int = 1
 ) -> tuple[Tensor, Tensor]:
     """The row of each token for each of its ranks, and what travels beside the token.
 
     Args:
         weights_TK: contiguous.
-        counts_2PH2, counts_PN: of `count_rows` with the same arguments.
+        counts_PH2, counts_PN: of `count_rows` with the same arguments.
 
     Returns:
         row_TC: int32, -1 = none. By rank where P <= K, else at the first of the token's choices with that rank.
@@ -144,7 +143,7 @@ def assign_rows(
             own, -1 for those of others. Rows past the last one in use are undefined.
     """
     tokens, choices = experts_TK.shape
-    ranks, chunks = counts_2PH2.shape[1:3]
+    ranks, chunks = counts_PH2.shape[:2]
     chunk_tokens, blocks = _blocks(tokens, chunks)
     most = min(ranks, choices)
     row_TC = torch.empty(tokens, most, dtype=torch.int32, device=experts_TK.device)
@@ -152,7 +151,7 @@ def assign_rows(
     if tokens:
         launch(
             _row_kernel, (blocks,),
-            experts_TK, weights_TK, counts_PN, counts_2PH2, row_TC, packed,
+            experts_TK, weights_TK, counts_PN, counts_PH2, row_TC, packed,
             tokens, chunk_tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
             H=chunks, K=choices, KP=next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
             SLOTS=next_power_of_2(ranks * chunks), STEP=min(next_power_of_2(blocks // chunks), 1024),

@@ -51,7 +51,8 @@ class Case:
         batches, a zero leaves a rank without any.
     crowd: all tokens choose the first `top_k` experts: the other experts, and their ranks, get none.
     max_norm: gradients are clipped to it.
-    buffer, hot_experts: of `MeshConfig`; with a buffer of one, ranks with more rows than others compute them in rounds.
+    buffer, hot_experts: of `MeshConfig`; with a buffer of one, tokens go in rounds where a rank would get more rows
+        than others.
     """
 
     name: str

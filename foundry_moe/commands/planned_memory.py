@@ -33,7 +33,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
     # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
     at_end = 4 * held + layer + (2 * width + width + 4) * unit
-    if step.chunks > 1:  # each chunk's gradient of experts is added to the others'
+    if step.chunks > 1 or step.in_later_rounds:  # each chunk's or round's gradient of experts is added to the others'
         at_end += width * shape.experts_a_layer / mesh.expert
     gathered = width * (shape.total if mesh.world_size == 1 else shape.outside_blocks)
     others = {}
@@ -63,8 +63,8 @@ def shared_bytes(rows: float, d_model: int, top_k: int, width: int) -> float:
 
 
 def _rows_per_token(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
-    """Rows that the fullest rank receives, over its tokens: a token comes once, whatever its experts there."""
-    return min(step.skew * ranks_per_token(shape.num_experts, shape.top_k, mesh.expert), mesh.expert)
+    """Rows that the fullest rank receives at once, over its tokens: a token comes once, whatever its experts there."""
+    return min(min(step.skew, step.buffer) * ranks_per_token(shape.num_experts, shape.top_k, mesh.expert), mesh.expert)
 
 
 def _saved_by_attention(shape: ModelShape, tokens: int, width: int) -> float:

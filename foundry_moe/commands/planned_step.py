@@ -40,6 +40,11 @@ class Step:
     checkpointed: bool
     resharded: bool
 
+    @property
+    def in_later_rounds(self) -> float:
+        """Which share of the tokens is sent and computed again in the backward pass."""
+        return max(1 - self.buffer / self.skew, 0.0)
+
 
 def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
     """Expected ranks that a token goes to, with `top_k` different experts chosen evenly of `num_experts`."""

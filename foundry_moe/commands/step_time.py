@@ -93,7 +93,8 @@ def step_time(
     once = _optimizer(shape, mesh, step, constants)
     tokens = {m.name: message_s(m, constants) for m in messages if m.kind in (TOKENS, COUNTS)}
     waits = shape.moe_layers * step.microbatches * (1 + step.checkpointed) if mesh.expert > 1 else 0
-    all_to_all = sum(tokens.values()) * step.skew + waits * LAUNCHES_WAITED * constants.launch_s
+    ways = 1 + step.in_later_rounds / 2  # later rounds go there and back once more, as forward
+    all_to_all = sum(tokens.values()) * step.skew * ways + waits * LAUNCHES_WAITED * constants.launch_s
     busy = sum(work.values()) + all_to_all
     hidden = _others(shape, step, messages, busy, constants)
     parts = {**work, **once, "all-to-all": all_to_all, "other messages": hidden}
@@ -124,7 +125,8 @@ def _work(shape: ModelShape, mesh: MeshPlan, step: Step, constants: Constants) -
     if shape.moe_layers:
         rows = t * shape.top_k * max(step.skew, 1 + UNEVEN * (1 - 1 / mesh.expert))
         f = shape.expert_hidden
-        arithmetic = 6 * rows * shape.expert * again * slower / constants.expert_rate(f)
+        repeated = again + FORWARD * step.in_later_rounds
+        arithmetic = 6 * rows * shape.expert * repeated * slower / constants.expert_rate(f)
         # read forward and backward, and the gradient written
         weights = (3 + again) * width * shape.experts_a_layer / mesh.expert / memory
         experts = shape.moe_layers * _roofs(arithmetic, weights) * (1.2 if step.memory == "recompute" else 1.0)

@@ -27,7 +27,7 @@ class Experts(nn.Module):
         bias: add biases to all projections: w1_bias_EF, v1_bias_EF (of a GLU), w2_bias_ED. They begin at zero.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
 
-    `most_rounds`: in which a call's tokens were computed, since somebody set it to one (see `layers/rounds.py`).
+    `most_rounds`: in which tokens of a call were sent and computed, since it was set to one (see `layers/rounds.py`).
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
     `with_copies` adds the weights of other ranks' experts that this process has copies of: see `layers/hot_experts.py`.
     """

@@ -8,26 +8,27 @@ Shapes: T tokens of this process, Q tokens that its experts receive, K choices a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from foundry_moe.layers.gates.gate import Choices
-from foundry_moe.layers.rounds import ExpertMLP, compute_in_rounds
+from foundry_moe.layers.rounds import compute_in_rounds
 from foundry_moe.ops import PermutePlan, plan_permute
+
+# (x_QD, weights_QK, plan, *parameters) -> y_QD
+ExpertMLP = Callable[..., Tensor]
 
 
 class ExpertInput(NamedTuple):
-    """Tokens for the experts of this process: x_QD, their combine weights, and the rows of each expert.
-
-    most_rows: that experts compute at once; more go in rounds.
-    """
+    """Tokens for the experts of this process: x_QD, their combine weights, and the rows of each expert."""
 
     x_QD: Tensor
     weights_QK: Tensor | None
     plan: PermutePlan
-    most_rows: int | None = None
 
 
 class Transport(Protocol):
@@ -42,28 +43,46 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Stands for the transport of tokens that are not sent yet, x_TD, and go in rounds.
+
+    parts: the tokens of each round; as many on every rank, and one may be empty.
+    weights_TK: not among the chunk's tensors, which FSDP2 casts.
+    send: (tokens, x_TD, weights_TK) -> the chunks of a round, under way.
+    combine: of these chunks, as `TokenDispatcher.combine`.
+    """
+
+    parts: tuple[slice, ...]
+    weights_TK: Tensor
+    send: Callable[[slice, Tensor, Tensor], tuple[Chunk, ...]]
+    combine: Callable[[tuple[Chunk, ...]], Tensor]
+
+
 class Chunk(NamedTuple):
-    """A part of the tokens, sent to experts or, as their result, sent back.
+    """A part of the tokens, sent to experts or, as their result, sent back; or, with `Rounds`, all of them.
 
     tensors: what gradients flow through. FSDP2's hooks find tensors of a module's inputs and outputs in tuples alone.
     """
 
     tensors: tuple[Tensor, ...]
-    transport: Transport
+    transport: Transport | Rounds
 
     def receive(self) -> ExpertInput:
-        """The tokens, once they are here."""
+        """The tokens, once they are here. Not of `Rounds`."""
+        assert not isinstance(self.transport, Rounds)
         return self.transport.receive(*self.tensors)
 
     def send_back(self, y_QD: Tensor) -> Chunk:
-        """Starts the way back of the experts' results for these tokens."""
+        """Starts the way back of the experts' results for these tokens. Not of `Rounds`."""
+        assert not isinstance(self.transport, Rounds)
         return Chunk((self.transport.send_back(y_QD),), self.transport)
 
 
 def compute_chunks(
     sent: tuple[Chunk, ...], dtype: torch.dtype, expert_mlp: ExpertMLP, parameters: tuple[Tensor | None, ...]
 ) -> tuple[tuple[Chunk, ...], int]:
-    """Chunk by chunk: receives tokens, computes, starts the results' way back. Also the most rounds of a chunk.
+    """Chunk by chunk: receives tokens, computes, starts the results' way back. Also in how many rounds.
 
     Args:
         dtype: of the experts' weights. Outside of autocast tokens are cast to it, as FSDP2 casts a module's inputs:
@@ -71,15 +90,24 @@ def compute_chunks(
         expert_mlp: (x_QD, weights_QK, plan, *parameters) -> y_QD.
         parameters: all tensors that it computes with and that may have a gradient.
     """
-    outputs, most_rounds = [], 1
-    for chunk in sent:
-        x_QD, weights_QK, plan, most_rows = chunk.receive()
-        if not torch.is_autocast_enabled(x_QD.device.type):
-            x_QD = x_QD.to(dtype)
-        y_QD, rounds = compute_in_rounds(expert_mlp, parameters, x_QD, weights_QK, plan, most_rows)
-        outputs.append(chunk.send_back(y_QD))
-        most_rounds = max(most_rounds, rounds)
-    return tuple(outputs), most_rounds
+    rounds = sent[0].transport
+    if not isinstance(rounds, Rounds):
+        return tuple(_compute(chunk, dtype, expert_mlp, parameters) for chunk in sent), 1
+    send, combine = rounds.send, rounds.combine
+
+    def compute(tokens: slice, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor | None) -> Tensor:
+        sent = send(tokens, x_TD, weights_TK)
+        return combine(tuple(_compute(chunk, dtype, expert_mlp, parameters) for chunk in sent))
+
+    y_TD = compute_in_rounds(compute, rounds.parts, sent[0].tensors[0], rounds.weights_TK, parameters)
+    return (Chunk((y_TD,), rounds),), len(rounds.parts)
+
+
+def _compute(chunk: Chunk, dtype: torch.dtype, expert_mlp: ExpertMLP, parameters: tuple[Tensor | None, ...]) -> Chunk:
+    x_QD, weights_QK, plan = chunk.receive()
+    if not torch.is_autocast_enabled(x_QD.device.type):
+        x_QD = x_QD.to(dtype)
+    return chunk.send_back(expert_mlp(x_QD, weights_QK, plan, *parameters))
 
 
 class TokenDispatcher(Protocol):

@@ -6,7 +6,7 @@ N blocks of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from foundry_moe_kernels import dispatch_plan as kernels
@@ -26,8 +26,7 @@ class DispatchPlan:
         nodes: rows lie by slot: by a rank's index on its node, then by the node; 1 = by rank.
         chunks: H; tokens are sent in so many parts, ceil(T / H) in each, and rows lie by part, then by slot.
 
-    counts_2PH2: int64; its first half has, by slot and chunk, rows for that rank and choices among them; its second,
-        zeros, is for what the ranks answer.
+    counts_PH2: int64; by slot and chunk, rows for that rank and choices among them.
     """
 
     def __init__(
@@ -40,10 +39,17 @@ class DispatchPlan:
         nodes: int = 1,
         chunks: int = 1,
     ) -> None:
+        self.experts_TK, self.local_experts, self.chunks = experts_TK.contiguous(), local_experts, chunks
         plan = _plan_triton if on_gpu()(experts_TK) else plan_plain
-        self.counts_2PH2, self._assign_rows = plan(
-            experts_TK.contiguous(), weights_TK.detach().contiguous(), local_experts, ranks, nodes, chunks
+        self.counts_PH2, self._assign_rows = plan(
+            self.experts_TK, weights_TK.detach().contiguous(), local_experts, ranks, nodes, chunks
         )
+
+    def tokens_of(self, chunk: int) -> range:
+        """The tokens that a chunk has."""
+        tokens = len(self.experts_TK)
+        step = -(-tokens // self.chunks)
+        return range(min(chunk * step, tokens), min((chunk + 1) * step, tokens))
 
     def assign_rows(self) -> tuple[Tensor, Tensor]:
         """row_TC (int32, -1 = none), and by row [S or more, 2 K] weights and experts as that rank numbers its own."""
@@ -53,16 +59,14 @@ class DispatchPlan:
 def _plan_triton(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int, chunks: int
 ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    counts_2PH2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes, chunks)
-    return counts_2PH2, lambda: kernels.assign_rows(
-        experts_TK, weights_TK, local_experts, counts_2PH2, counts_PN, nodes
-    )
+    counts_PH2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes, chunks)
+    return counts_PH2, lambda: kernels.assign_rows(experts_TK, weights_TK, local_experts, counts_PH2, counts_PN, nodes)
 
 
 def plan_plain(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1
 ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    """The plain twin of both kernels: counts_2PH2, and what gives row_TC and the packed rows (those in use alone)."""
+    """The plain twin of both kernels: counts_PH2, and what gives row_TC and the packed rows (those in use alone)."""
     experts_TK = experts_TK.long()
     tokens, choices = experts_TK.shape
     rank_TK = torch.where(experts_TK >= 0, experts_TK // local_experts, -1)
@@ -88,7 +92,30 @@ def plan_plain(
     local = torch.where(rank_TK[token] == rank[:, None], experts_TK[token] - rank[:, None] * local_experts, -1)
     packed = torch.empty(len(token), 2 * choices, dtype=weights_TK.dtype, device=weights_TK.device)
     packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
-    return torch.stack([counts_PH2, torch.zeros_like(counts_PH2)]), lambda: (row_TC.int().contiguous(), packed)
+    return counts_PH2, lambda: (row_TC.int().contiguous(), packed)
+
+
+def cut_tokens(experts_TK: Tensor, local_experts: int, most_choices: Mapping[int, int]) -> list[slice]:
+    """Consecutive parts of the tokens, none of which has more than so many choices of some ranks. Waits for the device.
+
+    Each part has as many tokens as it may, so that there are few.
+
+    Args:
+        most_choices: of a part, by rank; K or more, so that a part has a token.
+    """
+    tokens = len(experts_TK)
+    ranks = torch.tensor(list(most_choices), device=experts_TK.device)
+    chosen_TX = (experts_TK[:, :, None] // local_experts == ranks).sum(1)
+    until_XT = chosen_TX.cumsum(0).T.contiguous().cpu()
+    most_X1 = torch.tensor(list(most_choices.values()))[:, None]
+    parts, begin = [], 0
+    while begin < tokens:
+        before_X1 = until_XT[:, begin - 1, None] if begin else 0
+        end = int(torch.searchsorted(until_XT, before_X1 + most_X1, right=True).min())
+        assert end > begin, "a part has room for a token"
+        parts.append(slice(begin, end))
+        begin = end
+    return parts
 
 
 def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor:

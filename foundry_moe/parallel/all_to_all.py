@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,12 @@ class Splits:
     """How many rows of a chunk go where: what the host must know before rows can move.
 
     sent, received: rows in all.
-    received_choices: choices of the rows received: a second number, summed, that is sent with that of rows.
     stages: for each stage of the all-to-all, rows to and from each rank of the stage's group.
     blocks: rows of each block between the two stages, as [from a rank of this node][to a node]; empty for a flat one.
     """
 
     sent: int
     received: int
-    received_choices: int
     stages: tuple[tuple[list[int], list[int]], ...]
     blocks: tuple[tuple[int, ...], ...] = ()
 
@@ -74,12 +72,12 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record(stream)
 
-    def tolist(self) -> list[Any]:
-        """The values; waits for them."""
+    def wait(self) -> Tensor:
+        """The values, on the host."""
         if self._event is None:
-            return self._tensor.tolist()
+            return self._tensor
         self._event.synchronize()
-        return self._host.tolist()
+        return self._host
 
 
 @functools.cache
@@ -98,17 +96,23 @@ class AllToAll(Protocol):
     rank: int
     nodes: int
 
-    def exchange_counts(self, counts_2PH2: Tensor) -> HostCopy:
-        """Sends every rank the number of rows that it will get, and starts a copy of all numbers to the host.
+    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
+        """Tells every rank how many rows each sends to each, and starts a copy of these numbers to the host.
 
         Args:
-            counts_2PH2: int64; [0] has, by slot and chunk, rows for that rank, and the choices of
-                these rows; [1] is overwritten.
+            counts_PH2: int64; by slot and chunk, rows for that rank, and the choices of these rows.
+
+        Returns:
+            counts_PPH2: the same from every rank, by rank and not by slot: [from][to].
         """
         ...
 
-    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
-        """What is sent and received of each chunk. Waits for the copy: the only host synchronisation of a call."""
+    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
+        """What is sent and received of each chunk. `counts_PPH2`: of `exchange_counts`, on the host."""
+        ...
+
+    def largest(self, number: int, device: torch.device) -> int:
+        """Of the ranks' numbers. Waits for the device."""
         ...
 
     def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
@@ -131,6 +135,14 @@ def all_to_all(
     return Handle(output, work.wait, rows)
 
 
+def _gather(counts_XH2: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Callable[[], object]]:
+    """The counts of each rank, one after the other, and what waits for them."""
+    output = counts_XH2.new_empty(dist.get_world_size(group) * counts_XH2.shape[0], *counts_XH2.shape[1:])
+    work = dist.all_gather_into_tensor(output, counts_XH2, group=group, async_op=True)
+    assert work is not None
+    return output, work.wait
+
+
 class FlatAllToAll:
     """Every rank sends to every rank: one message for each pair."""
 
@@ -141,25 +153,20 @@ class FlatAllToAll:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
-    def exchange_counts(self, counts_2PH2: Tensor) -> HostCopy:
-        work = dist.all_to_all_single(counts_2PH2[1], counts_2PH2[0], group=self.group, async_op=True)
-        assert work is not None
-        return HostCopy(counts_2PH2, work.wait)
+    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
+        gathered, wait = _gather(counts_PH2, self.group)
+        return HostCopy(gathered.view(self.size, *counts_PH2.shape), wait)
 
-    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
+    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
+        rows_PPH = counts_PPH2[..., 0]
+        to_HP, from_HP = rows_PPH[self.rank].T.tolist(), rows_PPH[:, self.rank].T.tolist()
         return tuple(
-            self._splits(to_ranks, from_ranks)
-            for to_ranks, from_ranks in zip(*map(_by_chunk, counts.tolist()), strict=True)
+            Splits(sent=sum(to), received=sum(from_), stages=((to, from_),))
+            for to, from_ in zip(to_HP, from_HP, strict=True)
         )
 
-    def _splits(self, sent: list[list[int]], received: list[list[int]]) -> Splits:
-        to, from_ = [rows for rows, _ in sent], [rows for rows, _ in received]
-        return Splits(
-            sent=sum(to),
-            received=sum(from_),
-            received_choices=sum(choices for _, choices in received),
-            stages=((to, from_),),
-        )
+    def largest(self, number: int, device: torch.device) -> int:
+        return _largest(number, device, self.group)
 
     def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
         to, from_ = splits.stages[0]
@@ -184,32 +191,39 @@ class HierarchicalAllToAll:
         self.size = self.local * self.nodes
         self.rank = dist.get_rank(peer_group) * self.local + dist.get_rank(node_group)
 
-    def exchange_counts(self, counts_2PH2: Tensor) -> HostCopy:
-        chunks = counts_2PH2.shape[2]
-        sent_LNH2 = counts_2PH2[0].view(self.local, self.nodes, chunks, 2)
-        middle_LNH2 = torch.empty_like(sent_LNH2)
-        dist.all_to_all_single(middle_LNH2, sent_LNH2, group=self.node_group)
-        middle_NLH2 = middle_LNH2.transpose(0, 1).contiguous()
-        received_NLH2 = torch.empty_like(middle_NLH2)
-        dist.all_to_all_single(received_NLH2, middle_NLH2, group=self.peer_group)
-        return HostCopy(torch.stack([counts.flatten(0, 1) for counts in (sent_LNH2, middle_LNH2, received_NLH2)]))
+    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
+        of_node, wait = _gather(counts_PH2, self.node_group)
+        wait()
+        of_all, wait = _gather(of_node, self.peer_group)
+        wait()
+        by_slot = of_all.view(self.size, self.local, self.nodes, *counts_PH2.shape[1:])
+        return HostCopy(by_slot.transpose(1, 2).flatten(1, 2))
 
-    def wait_for_splits(self, counts: HostCopy) -> tuple[Splits, ...]:
-        return tuple(self._splits(*stages) for stages in zip(*map(_by_chunk, counts.tolist()), strict=True))
-
-    def _splits(self, *stages: list[list[int]]) -> Splits:
-        sent = _rows_of(stages[0], self.local, self.nodes)
-        middle = _rows_of(stages[1], self.local, self.nodes)
-        received = _rows_of(stages[2], self.nodes, self.local)
-        to_local, from_local = [sum(row) for row in sent], [sum(row) for row in middle]
-        to_node, from_node = [sum(column) for column in zip(*middle, strict=True)], [sum(row) for row in received]
-        return Splits(
-            sent=sum(to_local),
-            received=sum(from_node),
-            received_choices=sum(choices for _, choices in stages[2]),
-            stages=((to_local, from_local), (to_node, from_node)),
-            blocks=tuple(map(tuple, middle)),
+    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
+        node, local = divmod(self.rank, self.local)
+        rows_HNLNL = counts_PPH2[..., 0].movedim(2, 0).unflatten(2, (-1, self.local)).unflatten(1, (-1, self.local))
+        sent_HNL = rows_HNLNL[:, node, local]
+        middle_HLN = rows_HNLNL[:, node, :, :, local]
+        received_HNL = rows_HNLNL[:, :, :, node, local]
+        return tuple(
+            Splits(
+                sent=sum(to_local),
+                received=sum(from_node),
+                stages=((to_local, from_local), (to_node, from_node)),
+                blocks=tuple(map(tuple, blocks)),
+            )
+            for to_local, from_local, to_node, from_node, blocks in zip(
+                sent_HNL.sum(1).tolist(),
+                middle_HLN.sum(2).tolist(),
+                middle_HLN.sum(1).tolist(),
+                received_HNL.sum(2).tolist(),
+                middle_HLN.tolist(),
+                strict=True,
+            )
         )
+
+    def largest(self, number: int, device: torch.device) -> int:
+        return _largest(number, device, self.node_group, self.peer_group)
 
     def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
         (to_local, from_local), (to_node, from_node) = splits.stages
@@ -223,15 +237,11 @@ class HierarchicalAllToAll:
         return all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group, into)
 
 
-def _by_chunk(counts: list[list[list[int]]]) -> list[list[list[int]]]:
-    """Pairs of numbers by rank and chunk, as [chunk][rank]."""
-    return [list(pairs) for pairs in zip(*counts, strict=True)]
-
-
-def _rows_of(pairs: list[list[int]], outer: int, inner: int) -> list[list[int]]:
-    """The first of each pair of numbers, as [outer][inner]."""
-    rows = [rows for rows, _ in pairs]
-    return [rows[i * inner : (i + 1) * inner] for i in range(outer)]
+def _largest(number: int, device: torch.device, *groups: dist.ProcessGroup) -> int:
+    tensor = torch.tensor(number, device=device)
+    for group in groups:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return int(tensor)
 
 
 def _transpose_blocks(rows: Tensor, blocks: tuple[tuple[int, ...], ...]) -> Tensor:

@@ -9,7 +9,6 @@ D model width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.token_dispatcher import Chunk, ExpertInput
+from foundry_moe.layers.token_dispatcher import Chunk, ExpertInput, Rounds
 from foundry_moe.ops.permute import plan_permute
 
 
@@ -123,8 +122,6 @@ class Way:
     """Of one call: three kinds of messages, of which the first two are under way.
 
     received_choices: of each chunk.
-    num_tokens, ranks: T and P.
-    buffer: see `MeshConfig`.
     """
 
     choices: Messages
@@ -132,9 +129,6 @@ class Way:
     results: Messages
     received_choices: Sequence[int]
     local_experts: int
-    num_tokens: int
-    ranks: int
-    buffer: float
 
     def chunks(self, weights_TK: Tensor, x_TD: Tensor) -> tuple[Chunk, ...]:
         """What a dispatcher returns; gradients flow through links to `weights_TK` and `x_TD`."""
@@ -149,27 +143,22 @@ class _Transport:
     way: Way
     chunk: int
 
-    def _most_rows(self, received: int, choices: int) -> int:
-        """`buffer` times the rows of an even load. A rank with fewer tokens than others counts as many as it got."""
-        way = self.way
-        tokens = max(way.num_tokens / way.tokens.chunks, received / way.ranks)
-        return max(math.ceil(min(way.buffer, way.ranks) * tokens * choices), choices)
-
     def receive(self, *tensors: Tensor) -> ExpertInput:
         choices_link, tokens_link = tensors
         weights_QK, local_QK = _ReceiveChoices.apply(choices_link, self.way.choices, self.chunk)
         used = self.way.received_choices[self.chunk]
         rows_plan = plan_permute(local_QK, self.way.local_experts, used)  # while tokens travel
         x_QD = _Receive.apply(tokens_link, self.way.tokens, self.chunk)
-        return ExpertInput(x_QD, weights_QK, rows_plan, self._most_rows(*local_QK.shape))
+        return ExpertInput(x_QD, weights_QK, rows_plan)
 
     def send_back(self, y_QD: Tensor) -> Tensor:
         return _SendBack.apply(y_QD, self.way.results, self.chunk)
 
 
-@torch.compiler.disable
 def combine(outputs: tuple[Chunk, ...]) -> Tensor:
     """y_TD: each rank's sum for a token, summed."""
     transport = outputs[0].transport
+    if isinstance(transport, Rounds):  # a round has been combined after it was computed
+        return outputs[0].tensors[0]
     assert isinstance(transport, _Transport)
     return _Combine.apply(transport.way.results, *(output.tensors[0] for output in outputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -112,7 +113,12 @@ def _run(dispatcher: TokenDispatcher, experts: Experts, x_TD: Tensor, weights_TK
 
 
 def _through(
-    exchange: AllToAll | DirectExchange, case: str, dtype: torch.dtype, chunks: int = 1, device: str = "cpu"
+    exchange: AllToAll | DirectExchange,
+    case: str,
+    dtype: torch.dtype,
+    chunks: int = 1,
+    device: str = "cpu",
+    buffer: float = math.inf,
 ) -> dict[str, Tensor]:
     """One layer forward and backward; outputs and every gradient of this rank."""
     whole = _experts(dtype, 16).to(device)
@@ -126,11 +132,13 @@ def _through(
     weights_TK.requires_grad_()
     dispatcher: TokenDispatcher
     if isinstance(exchange, DirectExchange):
-        dispatcher = DirectDispatcher(exchange, num_experts=16, chunks=chunks)
+        dispatcher = DirectDispatcher(exchange, num_experts=16, chunks=chunks, buffer=buffer)
     else:
-        dispatcher = AllToAllDispatcher(exchange, num_experts=16, chunks=chunks)
+        dispatcher = AllToAllDispatcher(exchange, num_experts=16, chunks=chunks, buffer=buffer)
     y_TD = _run(dispatcher, mine, x_TD, weights_TK, experts_TK)
     torch.sin(y_TD.double()).sum().backward()
+    assert mine.most_rounds == 1 or buffer < exchange.size
+    assert mine.most_rounds > 1 or buffer > 1 or case != "crowded", "all tokens to one or two ranks"
     gradients = {name: p.grad for name, p in mine.named_parameters()}
     assert all(g is not None for g in gradients.values()), "a rank without rows must still have a gradient"
     return {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_TK.grad, **gradients}
@@ -156,7 +164,8 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Te
 def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]:
     """By case: the largest difference of dispatched from local values (fp64), of other ways from flat (bf16).
 
-    Flat in one piece, hierarchical and direct in chunks too. What is stored directly shares its memory over all cases.
+    Hierarchical and direct in chunks too; each way in rounds too, at once with chunks but for flat. What is stored
+    directly shares its memory over all cases.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     plan = plan_mesh(
@@ -172,14 +181,17 @@ def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]
     largest = {}
     for case in cases:
         expected = _alone(rank, case, torch.float64, world_size)
-        for name, exchange, chunks in (
-            ("flat", flat, 1),
-            ("hierarchical", hierarchical, 1),
-            ("chunks", hierarchical, 3),
-            ("direct", direct, 1),
-            ("direct chunks", direct, 3),
+        for name, exchange, chunks, buffer in (
+            ("flat", flat, 1, math.inf),
+            ("hierarchical", hierarchical, 1, math.inf),
+            ("chunks", hierarchical, 3, math.inf),
+            ("direct", direct, 1, math.inf),
+            ("direct chunks", direct, 3, math.inf),
+            ("rounds", flat, 1, 1.0),
+            ("hierarchical rounds", hierarchical, 3, 1.0),
+            ("direct rounds", direct, 3, 1.0),
         ):
-            measured = _through(exchange, case, torch.float64, chunks)
+            measured = _through(exchange, case, torch.float64, chunks, buffer=buffer)
             gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
             largest[f"{name}, {case}"] = max(gaps, default=0.0)
         one = _through(flat, case, torch.bfloat16)
@@ -200,11 +212,11 @@ def compare_bits_on_gpus(cases: list[str]) -> dict[str, bool]:
     direct = DirectExchange(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
     same = {}
     for case in cases:
-        for chunks in (1, 3):
-            one, two = (_through(way, case, torch.bfloat16, chunks, "cuda") for way in (flat, direct))
+        for chunks, buffer in ((1, math.inf), (3, math.inf), (3, 1.0)):
+            one, two = (_through(way, case, torch.bfloat16, chunks, "cuda", buffer) for way in (flat, direct))
             here = torch.tensor(all(torch.equal(one[k], two[k]) for k in one), dtype=torch.int32, device="cuda")
             dist.all_reduce(here, op=dist.ReduceOp.MIN)
-            same[f"{case}, {chunks} chunks"] = bool(here.item())
+            same[f"{case}, {chunks} chunks, buffer {buffer}"] = bool(here.item())
     return same
 
 
@@ -333,7 +345,8 @@ def fail(kind: str, rank: int, fault: Path) -> Any:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
-        all_to_all.wait_for_splits(all_to_all.exchange_counts(torch.ones(2, all_to_all.size, 1, 2, dtype=torch.int64)))
+        counts = all_to_all.exchange_counts(torch.ones(all_to_all.size, 1, 2, dtype=torch.int64))
+        all_to_all.splits(counts.wait())
 
 
 def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...]) -> float:

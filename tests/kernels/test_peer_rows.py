@@ -26,8 +26,8 @@ def _plans(ranks: int, top_k: int, chunks: int):
         experts_TK = torch.rand(7 * rank, E, generator=generator).argsort(1)[:, :top_k].contiguous()
         experts_TK[::5] = -1
         weights_TK = torch.rand(experts_TK.shape, generator=generator)
-        counts_2PH2, assign = plan_plain(experts_TK, weights_TK, E // ranks, ranks, 1, chunks)
-        yield experts_TK.to(DEVICE), counts_2PH2[0].to(DEVICE), *(tensor.to(DEVICE) for tensor in assign())
+        counts_PH2, assign = plan_plain(experts_TK, weights_TK, E // ranks, ranks, 1, chunks)
+        yield experts_TK.to(DEVICE), counts_PH2.to(DEVICE), *(tensor.to(DEVICE) for tensor in assign())
 
 
 @pytest.mark.parametrize(("ranks", "top_k", "chunks"), [(2, 4, 1), (3, 2, 2), (4, 4, 3)])

@@ -1,4 +1,4 @@
-"""What experts hold at most does not follow the router: peak bytes where a rank gets S times an even share of rows."""
+"""What a layer holds at most does not follow the router: peak bytes where a rank gets S times an even share of rows."""
 
 import math
 import sys
@@ -8,46 +8,54 @@ import pytest
 import torch
 
 from foundry_moe.layers.experts import Experts
+from foundry_moe.layers.gates import Choices
+from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from tests.live_bytes import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from skewed_rank import FirstRank, choices_of
+from skewed_rank import MirroredAllToAll, choices_of
 
-RANKS, TOKENS, LOCAL, WIDTH, HIDDEN = 8, 64, 8, 64, 32
+RANKS, TOKENS, LOCAL, WIDTH, HIDDEN = 8, 256, 8, 64, 32
 GRADIENTS = 3 * LOCAL * WIDTH * HIDDEN * 4  # bytes of the weights
 
 
-def peak_bytes(skew, top_k, buffer):
-    """Of a step of the experts, beyond their weights; how many tokens came; in how many rounds."""
+def peak_bytes(skew, top_k, buffer, *, crowd_first=False, chunks=1):
+    """Of a layer's step on the fullest rank, beyond its weights and tokens; and in how many rounds."""
     torch.manual_seed(0)
     experts = Experts(
         num_experts=LOCAL, d_model=WIDTH, hidden_size=HIDDEN, activation="swiglu", num_layers=1, backend="reference"
     )
     experts.reset_parameters(seed=0, layer=0)
-    choices_TK = choices_of(RANKS * TOKENS, RANKS * LOCAL, top_k, RANKS, skew)
-    rank = FirstRank(
-        choices_TK, experts=RANKS * LOCAL, ranks=RANKS, width=WIDTH, buffer=buffer, dtype=torch.float32
-    )  # fmt: skip
+    experts_TK = choices_of(TOKENS, RANKS * LOCAL, top_k, RANKS, skew)
+    if crowd_first:
+        experts_TK = experts_TK[(experts_TK < LOCAL).sum(1).argsort(descending=True)]
+    dispatcher = AllToAllDispatcher(MirroredAllToAll(RANKS), num_experts=RANKS * LOCAL, chunks=chunks, buffer=buffer)
+    x_TD = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    weights_TK = torch.rand(TOKENS, top_k, requires_grad=True)
+    choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
     with LiveBytes() as live:
-        rank.step(experts)
-    return live.peak, len(rank.rows_QD), experts.most_rounds
+        dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices))).sum().backward()
+    return live.peak, experts.most_rounds
 
 
 @pytest.mark.parametrize("top_k", [8, 1])
-@pytest.mark.parametrize("skew", [4, RANKS])
-def test_the_peak_is_that_of_an_even_load_and_twice_the_weights_gradients(skew, top_k):
-    even, few, _ = peak_bytes(1, top_k, math.inf)
-    peak, many, rounds = peak_bytes(skew, top_k, 1.0)
-    unbounded, _, _ = peak_bytes(skew, top_k, math.inf)
-    assert skew <= rounds <= skew + 1
-    # gradients are held while later rounds compute, and those of one round beside them; of more tokens their rows, and
-    # the gradients of their results, which those of the rows overwrite
-    assert peak < even + 2 * GRADIENTS + 2 * (many - few) * WIDTH * 4
-    assert peak < unbounded or top_k == 1
+@pytest.mark.parametrize("skew", [1, 4, RANKS])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_peak_is_the_buffer_times_that_of_an_even_load_and_twice_the_weights_gradients(skew, top_k, chunks):
+    """Tokens received and sent, and what experts compute; gradients of all rounds, and those of one beside them."""
+    buffer = 1.25
+    even, one = peak_bytes(1, top_k, math.inf, chunks=chunks)
+    assert one == 1
+    for crowd_first in (False, True):  # the skew is in consecutive tokens
+        peak, rounds = peak_bytes(skew, top_k, buffer, crowd_first=crowd_first, chunks=chunks)
+        assert skew / buffer - 1 < rounds <= skew / buffer + 2  # `choices_of` draws the skew
+        assert peak < buffer * even + 2 * GRADIENTS
+    if skew == RANKS:
+        unbounded, _ = peak_bytes(skew, top_k, math.inf, chunks=chunks)
+        assert unbounded > 4 * peak
 
 
 def test_more_rounds_hold_no_more():
-    """From skew 4 to 8 a token more is its row and the gradient of its result."""
-    less, few, _ = peak_bytes(4, 8, 1.0)
-    more, many, _ = peak_bytes(8, 8, 1.0)
-    assert more < 1.01 * less + 2 * (many - few) * WIDTH * 4
+    for top_k in (8, 1):
+        less, more = (peak_bytes(skew, top_k, 1.25) for skew in (4, RANKS))
+        assert more[1] > less[1] and more[0] < 1.02 * less[0]

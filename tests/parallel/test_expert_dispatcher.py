@@ -1,0 +1,103 @@
+"""Rounds that ranks agree on: nobody gets more than its limit at once, wherever in the batch the crowd is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from foundry_moe.ops.dispatch_plan import DispatchPlan, plan_plain
+from foundry_moe.parallel.expert_dispatcher import Call, ExpertDispatcher
+
+RANKS, LOCAL, CHOICES = 4, 6, 3
+pytestmark = pytest.mark.quick
+
+
+def choices_of_ranks(kind: str, tokens: int = 60) -> list[Tensor]:
+    """experts_TK of each rank."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.rand(tokens, RANKS * LOCAL, generator=generator).argsort(1)[:, :CHOICES] for _ in range(RANKS)]
+    if kind == "all to one":
+        drawn = [experts_TK % CHOICES + 2 * LOCAL for experts_TK in drawn]
+    elif kind == "some consecutive":  # a third of the tokens, at other places on each rank
+        for rank, experts_TK in enumerate(drawn):
+            experts_TK[13 * rank : 13 * rank + 20] %= LOCAL
+    elif kind == "two crowds":  # the second rank's come first, then the last one's
+        for experts_TK in drawn:
+            experts_TK[:30] = experts_TK[:30] % LOCAL + LOCAL
+            experts_TK[30:] = experts_TK[30:] % LOCAL + 3 * LOCAL
+    elif kind == "one sender":
+        drawn = [experts_TK % LOCAL if rank == 1 else experts_TK[:0] for rank, experts_TK in enumerate(drawn)]
+    elif kind == "gaps":
+        for experts_TK in drawn:
+            experts_TK %= 2 * LOCAL
+            experts_TK[torch.rand(experts_TK.shape, generator=generator) < 0.4] = -1
+    return drawn
+
+
+class _Rank(ExpertDispatcher):
+    """One of several ranks, of which none has more rounds than `most`."""
+
+    most = 1
+
+    def _begin(self, plan: DispatchPlan, x_TD: Tensor, kept: bool) -> Call:
+        raise AssertionError("nothing is sent")
+
+    def _largest(self, number: int, device: torch.device) -> int:
+        return max(number, self.most)
+
+
+def rounds_of_ranks(chosen: list[Tensor], buffer: float, chunks: int = 1) -> list[tuple[slice, ...]]:
+    """The tokens of each rank's rounds."""
+    counts_PPH2 = torch.stack(
+        [plan_plain(experts_TK, torch.zeros(experts_TK.shape), LOCAL, RANKS, chunks=chunks)[0] for experts_TK in chosen]
+    )
+    ranks = [_Rank(ranks=RANKS, rank=rank, nodes=1, num_experts=RANKS * LOCAL, buffer=buffer) for rank in range(RANKS)]
+
+    def cut() -> list[tuple[slice, ...]]:
+        return [rank._rounds(counts_PPH2, experts_TK, buffer) for rank, experts_TK in zip(ranks, chosen, strict=True)]
+
+    most = max(map(len, cut()))
+    for rank in ranks:
+        rank.most = most
+    return cut()
+
+
+@pytest.mark.parametrize("buffer", [1.0, 1.25, 2.0])
+@pytest.mark.parametrize("kind", ["all to one", "some consecutive", "two crowds", "one sender", "gaps"])
+def test_no_round_brings_a_rank_more_than_its_limit(kind: str, buffer: float) -> None:
+    chosen = choices_of_ranks(kind)
+    rounds = rounds_of_ranks(chosen, buffer)
+    (count,) = set(map(len, rounds))
+    all_choices = sum(int((experts_TK >= 0).sum()) for experts_TK in chosen)
+    limit = buffer * all_choices / RANKS
+    received_P = torch.bincount(torch.cat([t[t >= 0] for t in chosen]) // LOCAL, minlength=RANKS)
+    if count == 0:
+        assert received_P.max() <= limit
+        return
+    # each crowded rank makes as many cuts at most as its limit fits in what it gets; a token may end a round early
+    assert 1 <= count <= 2 + sum(int(n / (limit - RANKS * CHOICES)) for n in received_P.tolist() if n > limit)
+    for parts, experts_TK in zip(rounds, chosen, strict=True):
+        assert [t for part in parts for t in range(part.start, part.stop)] == list(range(len(experts_TK)))
+    for number in range(count):
+        sent = torch.cat(
+            [experts_TK[parts[number]].flatten() for parts, experts_TK in zip(rounds, chosen, strict=True)]
+        )
+        assert torch.bincount(sent[sent >= 0] // LOCAL, minlength=RANKS).max() <= limit + RANKS * CHOICES
+
+
+def test_all_tokens_to_one_rank_need_no_more_rounds_than_its_limit_fits_in_them() -> None:
+    for buffer, count in ((1.0, 4), (1.25, 4), (2.0, 2)):
+        assert {len(parts) for parts in rounds_of_ranks(choices_of_ranks("all to one"), buffer)} == {count}
+
+
+def test_an_even_load_and_no_tokens_are_one_round_and_chunks_count_together() -> None:
+    even = choices_of_ranks("random")
+    assert all(len(parts) <= 1 for parts in rounds_of_ranks(even, 1.5))
+    assert all(len(parts) <= 1 for parts in rounds_of_ranks([t[:0] for t in even], 1.0))
+    # one chunk goes to one rank, the other to another
+    halves = [t.clone() for t in even]
+    for experts_TK in halves:
+        experts_TK[:30] %= 2 * LOCAL
+        experts_TK[30:] = experts_TK[30:] % (2 * LOCAL) + 2 * LOCAL
+    assert all(len(parts) <= 1 for parts in rounds_of_ranks(halves, 1.5, chunks=2))
