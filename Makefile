@@ -17,7 +17,8 @@
 STACK ?= modern
 VENV := $(if $(filter modern,$(STACK)),.venv,.venv-$(STACK))
 BIN := $(VENV)/bin
-XDIST = -n $(WORKERS) --dist loadfile
+# xdist would begin with the files of many tests, and end with one long test on one core
+XDIST = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 DEMO ?=
 WORKERS ?= 2

@@ -26,7 +26,7 @@ REQUIRES = [
 
 EXTRAS = {
     "test": [
-        "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6",
+        "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7",
         "hypothesis>=6.100", "moto[server,s3]>=5.1", "scipy>=1.11",
         "ruff>=0.9", "mypy>=1.14", "psutil", "pyyaml",
         "tensorboard>=2.9.1,<2.20",  # newer ones want protobuf 6, which mlflow below 3 refuses
