@@ -21,7 +21,8 @@ from tests.distributed.launching import PRELOAD
     [
         ("raises", 300.0, "rank 2 of 4 failed:(.|\n)*the data of step 3 is torn"),
         ("dies", 300.0, "rank 2 of 4 died of SIGKILL"),
-        ("hangs", 8.0, "ranks still ran after 8 s|[Tt]imed out"),
+        # gloo gathers counts in a ring: a rank may see that its neighbour, whose wait has timed out, is gone
+        ("hangs", 8.0, "ranks still ran after 8 s|[Tt]imed out|Connection closed by peer"),
     ],
 )
 def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str, tmp_path: Path) -> None:
