@@ -6,6 +6,7 @@ Must not know what is run.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 2.0
+STACK_LINES = 12  # of each rank that is told to have hung
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[A
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size)
     )
     folder = Path(job.folder)
+    # written from within a call that hangs, too, which no handler in Python would be
+    faulthandler.register(signal.SIGUSR1, file=(folder / f"stack-{rank}").open("w", encoding="utf-8"))
     torch.set_num_threads(job.threads)
     if job.backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
@@ -88,7 +92,7 @@ def run_processes(
 
     Raises:
         RuntimeError: a rank raised, died or ran out of time. All others have been ended; the message holds the
-            error of the rank that failed first.
+            error of the rank that failed first, or where each one was when time was out.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -104,6 +108,8 @@ def run_processes(
         try:
             failed = _wait(processes, timeout_s)
             if failed:
+                if not any(process.exitcode for process in processes):
+                    _write_stacks(processes, Path(folder))
                 _settle(processes)
                 codes = [process.exitcode for process in processes]
                 raise RuntimeError(_describe(codes, Path(folder), timeout_s))
@@ -133,6 +139,13 @@ def _settle(processes: Sequence[BaseProcess]) -> None:
         time.sleep(0.02)
 
 
+def _write_stacks(processes: Sequence[BaseProcess], folder: Path) -> None:
+    """Has each rank that runs write where it is; one that has not come to its function yet would die of the signal."""
+    for rank, process in enumerate(processes):
+        if process.is_alive() and process.pid is not None and (folder / f"stack-{rank}").exists():
+            os.kill(process.pid, signal.SIGUSR1)
+
+
 def _describe(codes: list[int | None], folder: Path, timeout_s: float) -> str:
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     if killed:  # the others' errors are about the connection to it
@@ -145,4 +158,9 @@ def _describe(codes: list[int | None], folder: Path, timeout_s: float) -> str:
     ended = [rank for rank, code in enumerate(codes) if code]
     if ended:
         return f"rank {ended[0]} of {len(codes)} ended with exit code {codes[ended[0]]} and no message"
-    return f"{codes.count(None)} of {len(codes)} ranks still ran after {timeout_s:g} s"
+    message = f"{codes.count(None)} of {len(codes)} ranks still ran after {timeout_s:g} s"
+    for path in sorted(folder.glob("stack-*")):
+        threads = [text for text in path.read_text(encoding="utf-8").split("\n\n") if "<no Python frame>" not in text]
+        lines = "\n".join(threads).splitlines()[:STACK_LINES]
+        message += "\n".join([f"\nrank {path.name.removeprefix('stack-')}, innermost call first:", *lines])
+    return message

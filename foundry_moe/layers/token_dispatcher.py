@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.gates.gate import Choices
-from foundry_moe.layers.rounds import compute_in_rounds
+from foundry_moe.layers.rounds import by_way_of, compute_in_rounds
 from foundry_moe.ops import PermutePlan, plan_permute
 
 # (x_QD, weights_QK, plan, *parameters) -> y_QD
@@ -48,7 +48,8 @@ class Rounds:
     """Stands for the transport of tokens that are not sent yet, x_TD, and go in rounds.
 
     parts: the tokens of each round; as many on every rank, and one may be empty.
-    weights_TK: not among the chunk's tensors, which FSDP2 casts.
+    weights_TK: not among the chunk's tensors, which FSDP2 casts. None of its rows is, in their place: where tokens have
+        no gradient and weights do, FSDP2 reduces on each rank in the same order only if it sees a tensor with one.
     send: (tokens, x_TD, weights_TK) -> the chunks of a round, under way.
     combine: of these chunks, as `TokenDispatcher.combine`.
     """
@@ -99,7 +100,9 @@ def compute_chunks(
         sent = send(tokens, x_TD, weights_TK)
         return combine(tuple(_compute(chunk, dtype, expert_mlp, parameters) for chunk in sent))
 
-    y_TD = compute_in_rounds(compute, rounds.parts, sent[0].tensors[0], rounds.weights_TK, parameters)
+    x_TD, none_of_weights = sent[0].tensors
+    weights_TK = by_way_of(none_of_weights, rounds.weights_TK)
+    y_TD = compute_in_rounds(compute, rounds.parts, x_TD, weights_TK, parameters)
     return (Chunk((y_TD,), rounds),), len(rounds.parts)
 
 

@@ -115,7 +115,8 @@ class ExpertDispatcher(ABC):
             if len(parts) > 1:
                 call.drop()
                 send = partial(self._send_round, experts_TK)
-                return (Chunk((x_TD,), Rounds(parts=parts, weights_TK=weights_TK, send=send, combine=combine)),)
+                rounds = Rounds(parts=parts, weights_TK=weights_TK, send=send, combine=combine)
+                return (Chunk((x_TD, weights_TK[:0]), rounds),)
             sent = call.send(counts_PPH2)
         received_H = counts_PPH2[:, self.rank, :, 1].sum(0).tolist()
         way = Way(**sent._asdict(), received_choices=received_H, local_experts=self.local_experts)

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,36 @@ def with_hot_experts(case: Case, mesh: MeshConfig) -> tuple[dict[str, Tensor], l
         dist.all_reduce(counts_PS)
         shares.append((counts_PS[:, layer.hot.local_experts :].sum() / counts_PS.sum()).item())
     return seen, shares
+
+
+def with_a_crowd_in_one_group(case: Case, mesh: MeshConfig) -> tuple[dict[str, Tensor], list[int]]:
+    """What a case leaves whose experts and gates alone are trained, and this rank's most rounds by layer.
+
+    The tokens of the first half of the ranks, which are one expert group, all choose the same experts.
+    """
+    build, models = parity.build_model, []
+
+    def build_frozen(*arguments: Any) -> Any:
+        model = build(*arguments)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".ffn." in name or name == "head.weight")
+        if dist.get_rank() < dist.get_world_size() // 2:
+            for layer in moe_layers(model):
+                layer.gate.register_forward_hook(_choose_the_first)
+        models.append(model)
+        return model
+
+    parity.build_model = build_frozen
+    return run_case(case, mesh), [layer.experts.most_rounds for layer in moe_layers(models[0])]
+
+
+def _choose_the_first(gate: torch.nn.Module, inputs: Any, choices: Choices) -> Choices:
+    experts_TK = torch.arange(choices.experts_TK.shape[1]).expand_as(choices.experts_TK)
+    return replace(choices, experts_TK=experts_TK.to(choices.experts_TK.dtype).contiguous(), counts_E=None, plan=None)
+
+
+def wait_for_ever() -> None:
+    time.sleep(3600)
 
 
 def _experts(dtype: torch.dtype, num_experts: int) -> Experts:

@@ -34,6 +34,12 @@ def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str, 
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("rank")]
 
 
+def test_ranks_that_hang_tell_where() -> None:
+    told = r"2 of 2 ranks still ran after 5 s\nrank 0, innermost call first:\n.*\n.*in wait_for_ever(.|\n)*rank 1, .*"
+    with pytest.raises(RuntimeError, match=told):
+        run_processes(parity_worker.wait_for_ever, world_size=2, timeout_s=5.0, preload=PRELOAD)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
