@@ -73,10 +73,13 @@ def rows_kernel(
     size, start = tl.load(sizes + m), tl.load(starts + m).to(tl.int64)
     if not UNIFORM:
         width = load_multiple(widths_E + e, ALIGNED)
-        if SDD:
+    if SDD:
+        if not UNIFORM:
             columns = width
-        else:
-            inner = width
+        if column * BN >= columns:  # of an expert's last block, where BN is less: nothing to load, nor to store
+            return
+    elif not UNIFORM:
+        inner = width
     i, j, k = tl.arange(0, BLOCK), column * BN + tl.arange(0, BN), tl.arange(0, BK)
     keep_i, keep_j = i < size, j < columns
     # a row past the block's end is read as its last one, and never stored
@@ -136,7 +139,7 @@ def rows_kernel(
     keep = keep_i[:, None] & keep_j[None, :]
     tl.store(out_ptr + out_at, acc.to(dtype), mask=keep)
     if GLU:
-        tl.store(out_ptr + multiple(plane, ALIGNED) + out_at, acc2.to(dtype), mask=keep)
         tl.store(h_ptr + out_at, (activate(acc, ACT) * acc2).to(dtype), mask=keep)
+        tl.store(out_ptr + multiple(plane, ALIGNED) + out_at, acc2.to(dtype), mask=keep)
     elif ACT is not None:
         tl.store(h_ptr + out_at, activate(acc, ACT).to(dtype), mask=keep)
