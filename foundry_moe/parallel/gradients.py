@@ -80,13 +80,15 @@ class LocalWeight:
         self.unshared = unshared
         self.stored: dict[str, nn.Parameter] = {}
         if unshared is not None:
-            self._find_stored()
-            unshared.register_load_state_dict_post_hook(lambda *_: self._find_stored())  # it may assign others
+            self.stored = dict(unshared.named_parameters())
+            unshared.register_forward_pre_hook(self._find_stored, prepend=True)  # FSDP2's would come first
 
-    def _find_stored(self) -> None:
-        """Notes the parameters that the module has outside of its passes, which are the optimizer's."""
-        assert self.unshared is not None
-        self.stored = dict(self.unshared.named_parameters())
+    def _find_stored(self, module: nn.Module, *_: Any) -> None:
+        """Notes parameters that have taken the place of others, as loading may do; those of a pass lie on less mesh."""
+        for name, parameter in module.named_parameters():
+            old = self.stored[name]
+            if isinstance(parameter, DTensor) and isinstance(old, DTensor) and parameter.device_mesh == old.device_mesh:
+                self.stored[name] = parameter
 
     def __call__(self, weight: Tensor) -> Tensor:
         if self.unshared is not None:

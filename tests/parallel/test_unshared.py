@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from foundry_moe.parallel.mesh import build_meshes, plan_mesh
 
 pytestmark = pytest.mark.quick
 NAMES = ("w1_EFD", "v1_EFD", "w2_EDF")
+CAN_CAST = unshared.can_cast_directly()
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +91,7 @@ def _gradients(experts: Any) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.to_local() for p in experts.parameters()]
 
 
+@pytest.mark.skipif(not CAN_CAST, reason="FSDP2 of torch 2.7 reduces over one rank too, and here nobody sends")
 @pytest.mark.parametrize("replicate", [1, 2])
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])
 def test_gradients_are_those_that_fsdp2_reduces(
@@ -134,7 +137,7 @@ class _Passes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.skipif(not unshared.can_cast_directly(), reason="FSDP2 of torch 2.7 gathers over one rank too")
+@pytest.mark.skipif(not CAN_CAST, reason="FSDP2 of torch 2.7 gathers over one rank too")
 def test_a_step_casts_each_weight_twice_and_its_gradient_once() -> None:
     experts = _experts(1, torch.bfloat16)
     _pass(experts)
@@ -156,6 +159,49 @@ def test_loaded_tensors_that_take_the_place_of_others_are_trained() -> None:
         parameter.grad = None
     _pass(experts)
     assert all(gradient is not None for gradient in _gradients(experts))
+
+
+def _train_twice(change: Callable[[Any], object]) -> list[Tensor | None]:
+    """Gradients of a pass after one with other weights, with a change in between."""
+    experts = _experts(1, torch.bfloat16)
+    _pass(experts)
+    change(experts)
+    for parameter in experts.parameters():
+        parameter.grad = None
+    _pass(experts)
+    return _gradients(experts)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_conversion_of_the_module_reaches_the_next_pass(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`to`, `half` and such leave plain tensors, and FSDP2 filled those that it had made of others no more."""
+    monkeypatch.setattr(unshared, "can_cast_directly", lambda: marked and CAN_CAST)
+
+    def halve_in_place(experts: Any) -> None:
+        with torch.no_grad():
+            for parameter in experts.parameters():
+                parameter.to_local().mul_(0.5)
+
+    converted = _train_twice(lambda experts: experts._apply(lambda tensor: tensor * 0.5))
+    for seen, expected in zip(converted, _train_twice(halve_in_place), strict=True):
+        assert seen is not None and expected is not None and torch.equal(seen, expected)
+
+
+def test_parameters_that_others_replace_before_the_first_pass_are_trained() -> None:
+    experts = _experts(1, torch.bfloat16)
+    old = dict(experts.named_parameters())
+    for name, parameter in old.items():
+        setattr(experts, name, torch.nn.Parameter(parameter.detach().clone()))
+    _pass(experts)
+    assert all(gradient is not None for gradient in _gradients(experts))
+    assert all(parameter.grad is None for parameter in old.values())
+
+
+def test_copies_are_plain_tensors() -> None:
+    for parameter in _experts(1, torch.bfloat16).parameters():
+        copied = copy.deepcopy(parameter._local_tensor)
+        assert type(copied) is Tensor and torch.equal(copied, parameter._local_tensor)
+        assert copied.data_ptr() != parameter._local_tensor.data_ptr()
 
 
 def test_files_need_nothing_of_this_package() -> None:
