@@ -116,6 +116,9 @@ def test_each_shipped_run_shrinks_and_keeps_what_it_means(name: str, monkeypatch
         assert getattr(small, key) == getattr(config, key), key
     model = shrunk.run["model"]
     assert model["d_model"] <= 256 and model["n_layers"] == 2 and model["d_model"] % model["n_heads"] == 0
+    scale = (model.get("attn_config") or {}).get("softmax_scale")
+    if scale is not None:  # one over the root of a head's width, in all of these
+        assert scale == pytest.approx((model.get("head_dim") or model["d_model"] / model["n_heads"]) ** -0.5)
     assert shrunk.batch % shrunk.alone == 0 and shrunk.processes <= 8
     if shrunk.mesh is not None and config.mesh_config is not None:
         axes = (config.mesh_config.replicate, config.mesh_config.shard, config.mesh_config.expert)
