@@ -285,12 +285,16 @@ def average_on_gloo() -> None:
 def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
     """Builds process groups for a plan; every rank of the job calls this once, with the same plan.
 
+    Their time limit is the job's: `dist_timeout` of a run.
+
     A dimension of width one is left out of the meshes that reduce gradients: NCCL's average over a group of
     one rank is not reliable (a warning in torch's FSDP2 says so), and costs a launch.
     """
     import warnings
 
     from torch.distributed.device_mesh import init_device_mesh
+
+    from foundry_moe.parallel.timeout import use_timeout_of_job
 
     shape = (plan.replicate, plan.shard, plan.expert)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
@@ -309,6 +313,8 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
             mesh_dim_names=("outside", "expert_node", "expert_local"),
         )
         node_group, peer_group = split.get_group("expert_local"), split.get_group("expert_node")
+    groups = [group for each in (mesh, dense, experts) for group in each.get_all_groups()]
+    use_timeout_of_job(*groups, *(group for group in (node_group, peer_group) if group is not None))
     return Meshes(
         plan=plan,
         dense=dense,

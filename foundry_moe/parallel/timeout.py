@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 
 import torch.distributed as dist
 
@@ -21,3 +22,12 @@ def group_timeout(
         return group._get_backend(group._device_types[0]).options._timeout
     except (AttributeError, IndexError, RuntimeError):
         return fallback
+
+
+def use_timeout_of_job(*groups: dist.ProcessGroup) -> None:
+    """Gives groups the time limit of the group of all ranks. Torch makes them with 10 (NCCL) or 30 minutes (gloo)."""
+    timeout = group_timeout()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backends without a time limit
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)

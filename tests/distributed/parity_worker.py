@@ -35,6 +35,7 @@ from foundry_moe.parallel.direct_dispatcher import DirectDispatcher, DirectExcha
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
+from foundry_moe.parallel.timeout import group_timeout
 from foundry_moe.parallel.transformer_blocks import compile_blocks
 
 
@@ -109,6 +110,24 @@ def with_a_crowd_in_one_group(case: Case, mesh: MeshConfig) -> tuple[dict[str, T
 def _choose_the_first(gate: torch.nn.Module, inputs: Any, choices: Choices) -> Choices:
     experts_TK = torch.arange(choices.experts_TK.shape[1]).expand_as(choices.experts_TK)
     return replace(choices, experts_TK=experts_TK.to(choices.experts_TK.dtype).contiguous(), counts_E=None, plan=None)
+
+
+def time_limits(meshes: list[tuple[int, int, int]]) -> dict[str, float]:
+    """Seconds that the groups of meshes wait: of the job's, of those of each mesh, hierarchical where it can be."""
+    limits = {"job": group_timeout().total_seconds()}
+    for replicate, shard, expert in meshes:
+        plan = plan_mesh(
+            MeshConfig(replicate=replicate, shard=shard, expert=expert, all_to_all=HIERARCHICAL),
+            world_size=dist.get_world_size(),
+            ranks_per_node=2,
+            num_experts=8,
+        )
+        built = build_meshes(plan, "cpu")
+        groups = [group for mesh in (built.dense, built.experts, built.expert) for group in mesh.get_all_groups()]
+        for number, group in enumerate([*groups, built.node_group, built.peer_group]):
+            if group is not None:
+                limits[f"{(replicate, shard, expert)}, {number}"] = group_timeout(group).total_seconds()
+    return limits
 
 
 def wait_for_ever() -> None:

@@ -34,6 +34,14 @@ def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str, 
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("rank")]
 
 
+def test_every_group_of_a_mesh_waits_as_long_as_the_job() -> None:
+    """Torch gives a group that is made later 10 or 30 minutes, whatever `dist_timeout` is."""
+    limits = run_processes(
+        parity_worker.time_limits, [(2, 1, 2), (1, 2, 2), (1, 1, 4)], world_size=4, timeout_s=77.0, preload=PRELOAD
+    )
+    assert len(limits) > 9 and set(limits.values()) == {77.0}, limits
+
+
 def test_ranks_that_hang_tell_where() -> None:
     told = r"2 of 2 ranks still ran after 5 s\nrank 0, innermost call first:\n.*\n.*in wait_for_ever(.|\n)*rank 1, .*"
     with pytest.raises(RuntimeError, match=told):
