@@ -176,7 +176,9 @@ def checkpoint_rows() -> Iterator[list[str]]:
     here = cell("checkpoint", "until committed, in the background", "Ceph RGW")
     yield [sentence, f"976 MiB in S3 (Ceph RGW) after {here}", "measured, 4 CPU processes", "checkpoint.csv"]
     sentence = "resume from the latest checkpoint in the event of a node failure in less than 5 minutes"
-    here = f"{cell('restart', 'in all', 'killed')} s, three hosts of network namespaces on two busy cores, 982 MB"
+    killed, silent = (cell("restart", "in all", loss) for loss in ("killed", "silent"))
+    here = f"{killed} s after a kill, {silent} s after a host fell silent, "
+    here += "three hosts of network namespaces on two cores, 982 MB"
     yield [sentence, here, "measured", "restart.csv"]
     for gpus in (512, LARGE):
         yield [sentence, f"{restart_s(gpus):.0f} s on {gpus:,} GPUs, a silent node", "planned", f"{PLAN[1]} --restart"]
