@@ -56,10 +56,10 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _rate(text: str) -> float:
+def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
     return value
 
 
@@ -76,7 +76,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, help="of the run; with --calibrate those that exchange messages")
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of one GPU (default: 80)")
+    parser.add_argument("--gpu-memory-gib", type=_positive, default=80.0, help="of one GPU (default: 80)")
     parser.add_argument("--chip", choices=CHIPS, default="h100", help="decides which kernels run (default: h100)")
     parser.add_argument(
         "--skew", type=float, default=1.0, help="rows of the fullest expert rank over the mean (default: 1)"
@@ -85,10 +85,12 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--constants", type=Path, help="a file of --calibrate (default: of --chip, as measured here)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
     parser.add_argument("--restart", action="store_true", help="and how long a restart takes when a node is lost")
-    parser.add_argument("--store-gb-s", type=_rate, default=2.0, help="between a node and the store (default: 2)")
-    parser.add_argument("--link-gb-s", type=_rate, default=1.0, help="of a GPU's process over gloo (default: 1)")
-    parser.add_argument("--start-s", type=float, default=45.0, help="of a process: imports, data, model (default: 45)")
-    parser.add_argument("--step-s", type=float, help="of a batch (default: from the plan)")
+    parser.add_argument("--store-gb-s", type=_positive, default=2.0, help="between a node and the store (default: 2)")
+    parser.add_argument("--link-gb-s", type=_positive, default=1.0, help="of a GPU's process over gloo (default: 1)")
+    parser.add_argument(
+        "--start-s", type=_positive, default=45.0, help="of a process: imports, data, model (default: 45)"
+    )
+    parser.add_argument("--step-s", type=_positive, help="of a batch (default: from the plan)")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants, and nothing else")
     parser.add_argument("--out", type=Path, help="of --calibrate (default: beside the tuned tiles)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="of --calibrate (default: cuda where there is one)")

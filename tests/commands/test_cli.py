@@ -138,6 +138,13 @@ def test_a_mesh_that_cannot_be_verified_is_one_line(capsys, arguments, sentence)
     assert code == 2 and sentence in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--gpu-memory-gib", "--store-gb-s", "--link-gb-s", "--start-s", "--step-s"])
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "inf"])
+def test_a_plan_of_an_impossible_machine_is_refused(capsys, option, value):
+    code, _, printed = outcome(capsys, "plan", "run.yaml", "--gpus", "8", f"{option}={value}")
+    assert code == 2 and f"argument {option}: {value} must be a finite number above 0" in printed
+
+
 def test_importing_the_command_needs_no_trainer():
     """`--help` on a login node answers in seconds."""
     heavy = ("torch", "numpy", "composer", "llmfoundry", "transformers", "boto3", "triton")
