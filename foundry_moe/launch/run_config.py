@@ -52,8 +52,10 @@ def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
         usage: what to say beside that there is no such file.
 
     Raises:
-        ValueError: no such file, no YAML in it, or an override that is not `key=value`.
+        ValueError: no such file, a folder in its place, no YAML in it, or an override that is not `key=value`.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: name a run's YAML in it")
     if not Path(path).is_file():
         raise ValueError(f"{path}: there is no such file" + (f"; {usage}" if usage else ""))
     for override in overrides:

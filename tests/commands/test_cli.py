@@ -44,6 +44,11 @@ def test_a_mistake_in_a_run_is_one_line(capsys, tmp_path):
     assert code != 0 and "none.yaml" in error and error.count("\n") == 1
 
 
+def test_a_folder_in_place_of_a_run_is_named_as_one(capsys, tmp_path):
+    code, _, printed = outcome(capsys, "check", str(tmp_path))
+    assert (code, printed) == (2, f"error: {tmp_path} is a folder: name a run's YAML in it\n")
+
+
 def test_a_plan_checks_a_run_as_training_does(capsys):
     run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
     code, _, error = outcome(capsys, "plan", run, "model.moe.gate.name=swich", "--gpus", "1")
