@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
 from foundry_moe import __version__
@@ -53,6 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
     parsed = parse(arguments)
+    warnings.filterwarnings("ignore", message="pkg_resources is deprecated")  # an import of LLM Foundry's
     sys.exit(run_cleanly(lambda: int(parsed.run(parsed))))
 
 

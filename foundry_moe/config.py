@@ -44,6 +44,7 @@ BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical", "direct")
 REDUCE = ("microbatch", "batch")
 COMPILE = ("none", "blocks", "auto")
+MOST_EXPERTS = 4096  # of a layer: the most that the kernels sort choices by
 
 
 # `init_device: meta` without `mesh`: Composer then draws parts, and experts are drawn by layer
@@ -227,6 +228,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if self.num_experts < 1:
             raise ValueError(f"num_experts ({self.num_experts}) must be 1 or more")
+        if self.num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be {MOST_EXPERTS} or less: choices are sorted by it"
+            )
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts}): "

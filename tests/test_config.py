@@ -1,8 +1,9 @@
 """What a user may write, and the sentence that answers what they may not."""
 
 import pytest
+from foundry_moe_kernels.permute_plan import MAX_EXPERTS
 
-from foundry_moe.config import MoEConfig
+from foundry_moe.config import MOST_EXPERTS, MoEConfig
 from foundry_moe.schema import from_mapping
 
 pytestmark = pytest.mark.quick
@@ -15,6 +16,11 @@ def parse(**keys):
 def test_defaults_are_a_dropless_top2_layer():
     config = parse(num_experts=8)
     assert (config.top_k, config.capacity, config.gate) == (2, None, {"name": "topk"})
+
+
+def test_a_layer_has_no_more_experts_than_kernels_can_sort():
+    assert MOST_EXPERTS == MAX_EXPERTS
+    assert parse(num_experts=MOST_EXPERTS).num_experts == MOST_EXPERTS
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.commands.parsers import positive, positive_int
 
 FAILED = 1
 
@@ -36,7 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ls.set_defaults(run=_guarded(run_ls))
     show = command("show", "what a checkpoint holds, who wrote it, and which meshes can read it")
     show.add_argument("--step", type=int, help="default: the newest")
-    show.add_argument("--gpus", type=int, action="append", help="list the meshes of so many GPUs; may be repeated")
+    show.add_argument(
+        "--gpus", type=positive_int, action="append", help="list the meshes of so many GPUs; may be repeated"
+    )
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     show.set_defaults(run=_guarded(run_show))
     verify = command("verify", "read everything and compare hashes")
@@ -60,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     export.add_argument("--step", type=int, help="default: the newest that is good")
     export.add_argument("--section", help="model, optim, ... (default: model for safetensors, all for dcp and torch)")
-    export.add_argument("--file-gb", type=float, default=5.0, help="size of one file (default 5)")
+    export.add_argument("--file-gb", type=positive, default=5.0, help="size of one file (default 5)")
     export.set_defaults(run=_guarded(run_export))
     importing = command("import", "make a folder's first checkpoint from weights of another format")
     importing.add_argument(

@@ -9,6 +9,29 @@ from typing import Any
 from foundry_moe.commands.chips import CHIPS
 
 
+def positive(text: str) -> float:
+    """A finite number above 0, as an argument's type."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A whole number of 1 or more, as an argument's type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return value
+
+
+# options of `plan` that count with another one alone
+_PARTNERS = {
+    **dict.fromkeys(("store_gb_s", "link_gb_s", "start_s", "step_s"), "restart"),
+    **dict.fromkeys(("out", "device"), "calibrate"),
+}
+
+
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe verify`: sets `run` to a function of the parsed arguments that returns an exit code."""
     from foundry_moe.config import ALL_TO_ALL, BACKENDS
@@ -34,12 +57,16 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cpu, NCCL on cuda")
     parser.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="default: fp64 on cpu, fp32 on cuda")
-    parser.add_argument("--tolerance", type=float, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
-    parser.add_argument("--gpus-per-node", type=int, help="pretend that so many ranks share a node (default: all)")
+    parser.add_argument("--tolerance", type=positive, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
+    parser.add_argument(
+        "--gpus-per-node", type=positive_int, help="pretend that so many ranks share a node (default: all)"
+    )
     parser.add_argument("--all-to-all", choices=ALL_TO_ALL, default="auto")
-    parser.add_argument("--chunks", type=int, default=1, help="parts in which a layer's tokens travel (default: 1)")
+    parser.add_argument(
+        "--chunks", type=positive_int, default=1, help="parts in which a layer's tokens travel (default: 1)"
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of the experts (default: auto)")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for each launch, compilation included")
+    parser.add_argument("--timeout-s", type=positive, default=600.0, help="for each launch, compilation included")
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.yaml is not None:
@@ -56,13 +83,6 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
-
-
 def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe plan`: as `add_verify_parser`."""
     parser = subparsers.add_parser(
@@ -76,7 +96,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, help="of the run; with --calibrate those that exchange messages")
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--gpu-memory-gib", type=_positive, default=80.0, help="of one GPU (default: 80)")
+    parser.add_argument("--gpu-memory-gib", type=positive, default=80.0, help="of one GPU (default: 80)")
     parser.add_argument("--chip", choices=CHIPS, default="h100", help="decides which kernels run (default: h100)")
     parser.add_argument(
         "--skew", type=float, default=1.0, help="rows of the fullest expert rank over the mean (default: 1)"
@@ -85,12 +105,12 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--constants", type=Path, help="a file of --calibrate (default: of --chip, as measured here)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
     parser.add_argument("--restart", action="store_true", help="and how long a restart takes when a node is lost")
-    parser.add_argument("--store-gb-s", type=_positive, default=2.0, help="between a node and the store (default: 2)")
-    parser.add_argument("--link-gb-s", type=_positive, default=1.0, help="of a GPU's process over gloo (default: 1)")
+    parser.add_argument("--store-gb-s", type=positive, default=2.0, help="between a node and the store (default: 2)")
+    parser.add_argument("--link-gb-s", type=positive, default=1.0, help="of a GPU's process over gloo (default: 1)")
     parser.add_argument(
-        "--start-s", type=_positive, default=45.0, help="of a process: imports, data, model (default: 45)"
+        "--start-s", type=positive, default=45.0, help="of a process: imports, data, model (default: 45)"
     )
-    parser.add_argument("--step-s", type=_positive, help="of a batch (default: from the plan)")
+    parser.add_argument("--step-s", type=positive, help="of a batch (default: from the plan)")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants, and nothing else")
     parser.add_argument("--out", type=Path, help="of --calibrate (default: beside the tuned tiles)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="of --calibrate (default: cuda where there is one)")
@@ -100,6 +120,9 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
             from foundry_moe.commands.calibrate import calibrate_command
 
             return calibrate_command(arguments)
+        for option, partner in _PARTNERS.items():
+            if getattr(arguments, option) != parser.get_default(option) and not getattr(arguments, partner):
+                parser.error(f"--{option.replace('_', '-')} is of --{partner}: give that too")
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
         from foundry_moe.commands.plan_command import plan_command
@@ -132,7 +155,7 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="write nothing but the certificate: OUT is there already")
     parser.add_argument("--tokenizer", help="its folder or name, or none (default: the run's)")
     parser.add_argument("--config", metavar="RUN.yaml", help="the run, for checkpoints that do not record their model")
-    parser.add_argument("--file-gb", type=float, default=5.0, help="size of one file (default 5)")
+    parser.add_argument("--file-gb", type=positive, default=5.0, help="size of one file (default 5)")
     parser.add_argument("--endpoint-url", help="the S3 server, if it is not AWS")
     parser.add_argument("--profile")
     parser.add_argument("--region")

@@ -74,8 +74,11 @@ def _read_yaml(path: str) -> DictConfig:
         raise ValueError(f"{path} is no YAML: {_one_line(error)}") from None
     except OSError as error:  # a file that holds one number or word
         raise ValueError(f"{path} must be a mapping of keys to values at its top level: {_one_line(error)}") from None
-    if not isinstance(config, DictConfig):
+    keys = OmegaConf.to_container(config, resolve=False)
+    if not isinstance(config, DictConfig) or not isinstance(keys, dict) or list(keys.values()) == [None]:  # or one word
         raise ValueError(f"{path} must be a mapping of keys to values at its top level")
+    if "models" in config and "model" not in config:
+        raise ValueError(f"{path} is a run of LLM Foundry's evaluation (models): use `llmfoundry eval`")
     return config
 
 

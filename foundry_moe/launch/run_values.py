@@ -105,8 +105,9 @@ def _time(where: str, value: Any) -> None:
         good = bool(_TIME.fullmatch(value) or (_CLOCK.fullmatch(value) and where == "max_duration"))
     if not good:
         raise ValueError(f"{where} ({value!r}) must be a time such as 100ba, 1ep, 5000sp, 10000tok or 0.1dur")
-    if where == "max_duration" and not re.search(r"[1-9]", str(value)):
-        raise ValueError(f"max_duration ({value!r}) must be above 0")
+    above_0 = where == "max_duration" or where.startswith("callbacks.")
+    if above_0 and not re.search(r"[1-9]", str(value)):
+        raise ValueError(f"{where} ({value!r}) must be above 0")
 
 
 def _check_model(run: Mapping[str, Any], config: MoEConfig | None) -> None:

@@ -53,6 +53,8 @@ def read_lines(path: Path) -> Iterator[LoadLine]:
                 if len(raw) > MOST_LINE_BYTES:
                     raise ValueError(f"{path} line {number} is longer than {MOST_LINE_BYTES} bytes: no file of loads")
                 if not raw.endswith(b"\n"):
+                    if raw and not raw.startswith(b"{"):
+                        raise ValueError(f"{path} line {number} is not JSON: no file of loads")
                     return
                 try:
                     line = parse_line(raw)

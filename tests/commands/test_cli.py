@@ -150,6 +150,47 @@ def test_a_plan_of_an_impossible_machine_is_refused(capsys, option, value):
     assert code == 2 and f"argument {option}: {value} must be a finite number above 0" in printed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["verify", "--tolerance", "nan"], "argument --tolerance: nan must be a finite number above 0"),
+        (["verify", "--timeout-s", "0"], "argument --timeout-s: 0 must be a finite number above 0"),
+        (["verify", "--chunks", "0"], "argument --chunks: 0 must be 1 or more"),
+        (["verify", "--gpus-per-node", "0"], "argument --gpus-per-node: 0 must be 1 or more"),
+        (["export", "RUN", "OUT", "--file-gb", "nan"], "argument --file-gb: nan must be a finite number above 0"),
+        (["checkpoints", "export", "RUN", "OUT", "--file-gb", "0"], "argument --file-gb: 0 must be a finite number"),
+        (["checkpoints", "show", "RUN", "--gpus", "-2"], "argument --gpus: -2 must be 1 or more"),
+        (["plan", str(YAMLS[0]), "--gpus", "2", "--start-s", "60"], "--start-s is of --restart: give that too"),
+        (["plan", str(YAMLS[0]), "--gpus", "2", "--out", "x"], "--out is of --calibrate: give that too"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anything_runs(capsys, arguments, sentence):
+    code, _, error = outcome(capsys, *arguments)
+    assert code == 2 and sentence in error
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("path", "override", "sentence"),
+    [
+        ("pretrain/8gpu.yaml", "model.moe.num_experts=99999999999999", "num_experts (99999999999999) must be 4096 or"),
+        ("pretrain/8gpu.yaml", "callbacks.expert_load.interval=0ba", "interval ('0ba') must be above 0"),
+        ("eval/exported.yaml", "seed=1", "is a run of LLM Foundry's evaluation (models): use `llmfoundry eval`"),
+    ],
+)
+def test_what_no_run_can_have_is_one_line(capsys, path, override, sentence):
+    code, _, error = outcome(capsys, "check", str(FOLDER / path), override)
+    assert code == 2 and sentence in error and error.count("\n") == 1
+
+
+@pytest.mark.quick
+def test_a_file_of_one_word_is_no_run(capsys, tmp_path):
+    (tmp_path / "word.yaml").write_text("hello\n")
+    code, _, error = outcome(capsys, "check", str(tmp_path / "word.yaml"))
+    assert code == 2 and error.endswith("word.yaml must be a mapping of keys to values at its top level\n")
+
+
+@pytest.mark.quick
 def test_importing_the_command_needs_no_trainer():
     """`--help` on a login node answers in seconds."""
     heavy = ("torch", "numpy", "composer", "llmfoundry", "transformers", "boto3", "triton")

@@ -79,7 +79,12 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(None, "cannot be read: No such file or directory"), (b"", "has no line yet"), (b"\xff\xfe\n", "is not JSON")],
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "has no line yet"),
+        (b"\xff\xfe\n", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+    ],
 )
 def test_a_file_without_loads_is_one_sentence(content, sentence, tmp_path, capsys):
     if content is not None:
