@@ -15,7 +15,7 @@ from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.commands.parsers import positive, positive_int
+from foundry_moe.commands.argument_types import positive, positive_int
 
 FAILED = 1
 

@@ -6,30 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from foundry_moe.commands.argument_types import positive, positive_int
 from foundry_moe.commands.chips import CHIPS
-
-
-def positive(text: str) -> float:
-    """A finite number above 0, as an argument's type."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """A whole number of 1 or more, as an argument's type."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
-
-
-# options of `plan` that count with another one alone
-_PARTNERS = {
-    **dict.fromkeys(("store_gb_s", "link_gb_s", "start_s", "step_s"), "restart"),
-    **dict.fromkeys(("out", "device"), "calibrate"),
-}
 
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -81,6 +59,13 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
 
     parser.set_defaults(run=run)
     return parser
+
+
+# options of `plan` that count with another one alone
+_PARTNERS = {
+    **dict.fromkeys(("store_gb_s", "link_gb_s", "start_s", "step_s"), "restart"),
+    **dict.fromkeys(("out", "device"), "calibrate"),
+}
 
 
 def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:

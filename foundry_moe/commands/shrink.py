@@ -235,15 +235,14 @@ def _shrink_mpt(work: _Work, length: int, config: MoEConfig) -> tuple[float, int
         small_heads, small_kv = heads, kv_heads
     elif isinstance(attention, dict) and "kv_n_heads" in attention:
         attention["kv_n_heads"] = small_kv
-    if small < width:
+    if small < width:  # heads stay as much wider than D over their number
         head = model.get("head_dim") or width // heads
-        if model.get("head_dim"):  # heads stay as much wider than D over their number
-            model["head_dim"] = head * HEAD * heads // width
+        small_head = head * HEAD * heads // width
+        if model.get("head_dim"):
+            model["head_dim"] = small_head
         if isinstance(attention, dict) and attention.get("softmax_scale"):  # one over the root of a head's width
-            small_head = model.get("head_dim") or small // small_heads
-            work.set(
-                attention, "softmax_scale", attention["softmax_scale"] * (head / small_head) ** 0.5, "narrower heads"
-            )
+            scale = attention["softmax_scale"] * (head / small_head) ** 0.5
+            work.set(attention, "softmax_scale", scale, "narrower heads")
     small_layers = layers if (model.get("block_overrides")) else shrink_layers(work.run, config, layers)
     vocabulary = min(int(model.get("vocab_size", 50368)), VOCABULARY)
     work.notes.append(

@@ -72,10 +72,10 @@ def _read_yaml(path: str) -> DictConfig:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {_one_line(error)}") from None
-    except OSError as error:  # a file that holds one number or word
+    except OSError as error:  # a file that holds one number
         raise ValueError(f"{path} must be a mapping of keys to values at its top level: {_one_line(error)}") from None
-    keys = OmegaConf.to_container(config, resolve=False)
-    if not isinstance(config, DictConfig) or not isinstance(keys, dict) or list(keys.values()) == [None]:  # or one word
+    keys = OmegaConf.to_container(config, resolve=False)  # one word is read as a key without a value
+    if not isinstance(config, DictConfig) or not isinstance(keys, dict) or list(keys.values()) == [None]:
         raise ValueError(f"{path} must be a mapping of keys to values at its top level")
     if "models" in config and "model" not in config:
         raise ValueError(f"{path} is a run of LLM Foundry's evaluation (models): use `llmfoundry eval`")

@@ -88,7 +88,7 @@ def _check_precision(run: Mapping[str, Any], config: MoEConfig | None) -> None:
 def _check_times(run: Mapping[str, Any]) -> None:
     for key in ("max_duration", "eval_interval", "save_interval"):
         if key in run:
-            _time(key, run[key])
+            _time(key, run[key], above_0=key == "max_duration")
     for section_name, keys in (("scheduler", ("t_warmup", "t_max")),):
         for key in keys:
             if section(run, section_name).get(key) is not None:
@@ -96,16 +96,15 @@ def _check_times(run: Mapping[str, Any]) -> None:
     for name, settings in section(run, "callbacks").items():
         interval = settings.get("interval") if isinstance(settings, Mapping) else None
         if interval is not None and name in ("expert_load", "run_report"):
-            _time(f"callbacks.{name}.interval", interval)
+            _time(f"callbacks.{name}.interval", interval, above_0=True)
 
 
-def _time(where: str, value: Any) -> None:
+def _time(where: str, value: Any, *, above_0: bool = False) -> None:
     good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if isinstance(value, str):
         good = bool(_TIME.fullmatch(value) or (_CLOCK.fullmatch(value) and where == "max_duration"))
     if not good:
         raise ValueError(f"{where} ({value!r}) must be a time such as 100ba, 1ep, 5000sp, 10000tok or 0.1dur")
-    above_0 = where == "max_duration" or where.startswith("callbacks.")
     if above_0 and not re.search(r"[1-9]", str(value)):
         raise ValueError(f"{where} ({value!r}) must be above 0")
 

@@ -305,6 +305,7 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
         with warnings.catch_warnings():  # torch 2.11 means to replace this slice; 2.7 has no other way
             warnings.simplefilter("ignore")
             dense = mesh["replicate", "shard_expert"]
+    meshes = [mesh, dense]
     node_group = peer_group = None
     if plan.all_to_all == HIERARCHICAL:
         split = init_device_mesh(
@@ -313,8 +314,8 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
             mesh_dim_names=("outside", "expert_node", "expert_local"),
         )
         node_group, peer_group = split.get_group("expert_local"), split.get_group("expert_node")
-    groups = [group for each in (mesh, dense, experts) for group in each.get_all_groups()]
-    use_timeout_of_job(*groups, *(group for group in (node_group, peer_group) if group is not None))
+        meshes.append(split)
+    use_timeout_of_job(*(group for each in meshes for group in each.get_all_groups()))
     return Meshes(
         plan=plan,
         dense=dense,

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -45,16 +46,27 @@ def without_gradient_scale() -> dict[str, Tensor]:
     return run_case(CASES[0], MeshConfig(expert=2, shard=1))
 
 
-def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
-    """Two cases on meshes, each block compiled: {case: {mesh: what it left}}, and how many frames were compiled."""
-    build = parity.build_model
+def change_models(change: Callable[[Any], None]) -> list[Any]:
+    """Has every model that a case builds on this rank changed before it is placed; the list gets each of them."""
+    build, models = parity.build_model, []
 
-    def build_compiled(*arguments: Any) -> Any:
+    def build_changed(*arguments: Any) -> Any:
         model = build(*arguments)
-        assert compile_blocks(model, backend="aot_eager") == parity.LAYERS
+        change(model)
+        models.append(model)
         return model
 
-    parity.build_model = build_compiled
+    parity.build_model = build_changed
+    return models
+
+
+def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """Two cases on meshes, each block compiled: {case: {mesh: what it left}}, and how many frames were compiled."""
+
+    def compile_model(model: Any) -> None:
+        assert compile_blocks(model, backend="aot_eager") == parity.LAYERS
+
+    change_models(compile_model)
     results: dict[str, Any] = {
         case.name: {
             (r, s, e): run_case(case, MeshConfig(replicate=r, shard=s, expert=e, chunks=e)) for r, s, e in meshes
@@ -67,16 +79,12 @@ def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
 
 def with_hot_experts(case: Case, mesh: MeshConfig) -> tuple[dict[str, Tensor], list[float]]:
     """What a case leaves on a mesh, each block recomputed, and by layer the share of the rows that copies had."""
-    build, models = parity.build_model, []
 
-    def build_checkpointed(*arguments: Any) -> Any:
-        model = build(*arguments)
+    def recompute_blocks(model: Any) -> None:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        models.append(model)
-        return model
 
-    parity.build_model = build_checkpointed
+    models = change_models(recompute_blocks)
     seen, shares = run_case(case, mesh), []
     for layer in moe_layers(models[0]):
         assert layer.hot is not None
@@ -91,19 +99,15 @@ def with_a_crowd_in_one_group(case: Case, mesh: MeshConfig) -> tuple[dict[str, T
 
     The tokens of the first half of the ranks, which are one expert group, all choose the same experts.
     """
-    build, models = parity.build_model, []
 
-    def build_frozen(*arguments: Any) -> Any:
-        model = build(*arguments)
+    def freeze_and_crowd(model: Any) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".ffn." in name or name == "head.weight")
         if dist.get_rank() < dist.get_world_size() // 2:
             for layer in moe_layers(model):
                 layer.gate.register_forward_hook(_choose_the_first)
-        models.append(model)
-        return model
 
-    parity.build_model = build_frozen
+    models = change_models(freeze_and_crowd)
     return run_case(case, mesh), [layer.experts.most_rounds for layer in moe_layers(models[0])]
 
 

@@ -1,0 +1,21 @@
+"""Numbers as types of argparse's arguments: what cannot be is refused before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, as an argument's type."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A whole number of 1 or more, as an argument's type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return value
