@@ -13,6 +13,7 @@ Shapes: T tokens, K choices, E experts, D model width, F expert width, P planes 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -83,8 +84,8 @@ def run_once(
         return
     _done.add(kind)
     run_all_loads(experts, prepare())
-    for number in (TOKENS, _MANY):
-        permute_plan.plan_permute(choices_of(number, choices, experts, device), experts)
+    for number, dtype in itertools.product((TOKENS, _MANY), (torch.int32, torch.int64)):  # a gate's choices are either
+        permute_plan.plan_permute(choices_of(number, choices, experts, device).to(dtype), experts)
 
 
 def run_all_loads(experts: int, run: Callable[[], None]) -> None:
