@@ -1,6 +1,7 @@
 """A whole expert layer from routing to combine, forward and backward, beside torch's grouped way and the dense roof.
 
     python benchmarks/layer.py [--cases OLMoE,Qwen3] [--profile]
+    python benchmarks/layer.py --cases OLMoE --mixed          # experts of half and of three halves of the case's width
     python benchmarks/layer.py --sweep: see `layer_sweep`
 
 The roof is one dense FFN of the same active arithmetic: T tokens through width K * F. Times are taken one step of each
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from layer_sweep import LAYERS, sweep
 from timing import DEVICE, DTYPE, captured, header, in_processes, in_turn_ms, probabilities
 
 from foundry_moe.ops import expert_mlp, plan_permute
+from foundry_moe.ops.mixed_widths import mixed_mlp
 from foundry_moe.ops.softmax_topk import softmax_topk
 
 Shape = tuple[int, int, int, int, int, bool]  # tokens, model width, expert width, experts, top-k, gated
@@ -128,14 +130,19 @@ def new(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=DEVICE) * scale).to(DTYPE).requires_grad_()
 
 
+def routed(tokens: int, d: int, experts: int, load: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x, logits and the gradient of the output."""
+    noise = -torch.empty(tokens, experts, device=DEVICE).exponential_().log()
+    logits = (noise + probabilities(experts, load).log().to(DEVICE).float()).requires_grad_()
+    return new(tokens, d), logits, torch.randn(tokens, d, device=DEVICE, dtype=DTYPE)
+
+
 def expert_ways(shape: Shape, load: str) -> list[Way]:
     """The expert layer by our kernels, saving and recomputing, and torch's grouped way."""
     tokens, d, f, experts, k, gated = shape
-    x, w1, w2 = new(tokens, d), new(experts, f, d, scale=d**-0.5), new(experts, d, f, scale=f**-0.5)
+    x, logits, dy = routed(tokens, d, experts, load)
+    w1, w2 = new(experts, f, d, scale=d**-0.5), new(experts, d, f, scale=f**-0.5)
     v1 = new(experts, f, d, scale=d**-0.5) if gated else None
-    noise = -torch.empty(tokens, experts, device=DEVICE).exponential_().log()
-    logits = (noise + probabilities(experts, load).log().to(DEVICE).float()).requires_grad_()
-    dy = torch.randn(tokens, d, device=DEVICE, dtype=DTYPE)
     leaves = [t for t in (x, logits, w1, v1, w2) if t is not None]
     functions: dict[str, Callable[[], Tensor]] = {
         "ours": lambda: ours(x, logits, w1, v1, w2, k),
@@ -143,6 +150,35 @@ def expert_ways(shape: Shape, load: str) -> list[Way]:
         "torch grouped": lambda: torch_grouped(x, logits, w1, v1, w2, k),
     }
     return [Way(name=name, function=function, leaves=leaves, dy=dy) for name, function in functions.items()]
+
+
+def mixed_ways(shape: Shape, load: str) -> list[Way]:
+    """Experts of half and of three halves of the width, in turn, and what torch has for them: all padded to the widest.
+
+    Last the layer of one width, by the same kernels where FOUNDRY_MOE_KERNELS=portable.
+    """
+    tokens, d, f, experts, k, gated = shape
+    widths = [f // 2, f + f // 2] * (experts // 2)
+    x, logits, dy = routed(tokens, d, experts, load)
+    w1, w2 = new(sum(widths), d, scale=d**-0.5), new(sum(widths), d, scale=f**-0.5)
+    v1 = new(sum(widths), d, scale=d**-0.5) if gated else None
+
+    def mixed(memory: str) -> Tensor:
+        chosen = softmax_topk(logits, k, normalize=True, statistics=False)
+        return mixed_mlp(
+            x, chosen.weights_TK, plan_permute(chosen.experts_TK, experts), w1, v1, w2, widths=widths,
+            activation="silu" if gated else "gelu", backend="blocksparse", memory=memory,
+        )  # fmt: skip
+
+    leaves = [t for t in (x, logits, w1, v1, w2) if t is not None]
+    one_width = expert_ways(shape, load)[0]
+    padded = expert_ways((tokens, d, f + f // 2, experts, k, gated), load)[2]
+    return [
+        Way(name="mixed widths", function=lambda: mixed("save"), leaves=leaves, dy=dy),
+        Way(name="mixed widths, recompute", function=lambda: mixed("recompute"), leaves=leaves, dy=dy),
+        replace(padded, name="torch grouped, padded"),
+        replace(one_width, name="one width"),
+    ]
 
 
 def dense_way(case: str) -> Way:
@@ -154,18 +190,18 @@ def dense_way(case: str) -> Way:
     return Way(name="dense roof", function=lambda: dense(x, w1, v1, w2), leaves=leaves, dy=dy)
 
 
-def compile_kernels(index: int, case: str) -> None:
+def compile_kernels(index: int, case: str, ways_of: Callable[[Shape, str], list[Way]]) -> None:
     """In a process of its own: kernels are kept on disk, and compile one after another in one process."""
     torch.cuda.set_device(index % torch.cuda.device_count())
-    for way in expert_ways(CASES[case], "uniform")[:2]:
+    for way in ways_of(CASES[case], "uniform")[:2]:
         way.step()
     torch.cuda.synchronize()
 
 
-def run(case: str, load: str, repeats: int, profiled: bool) -> None:
+def run(case: str, load: str, ways_of: Callable[[Shape, str], list[Way]], repeats: int, profiled: bool) -> None:
     tokens, d, f, _, k, gated = CASES[case]
     flops = 6 * (3 if gated else 2) * tokens * k * d * f
-    ways = [*expert_ways(CASES[case], load), dense_way(case)]
+    ways = [*ways_of(CASES[case], load), dense_way(case)]
     peaks = [peak_bytes(way) for way in ways]
     eager = in_turn_ms([way.step for way in ways], repeats)
     graphs = [captured(way.step) for way in ways]
@@ -184,6 +220,7 @@ def main() -> None:
     parser.add_argument("--loads", default="uniform,zipf")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--mixed", action="store_true", help="experts of different widths")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--layers", default=",".join(LAYERS), help="of the sweep")
     parser.add_argument("--dtypes", default="bf16,fp16,tf32", help="of the sweep")
@@ -194,14 +231,15 @@ def main() -> None:
         layers, dtypes = arguments.layers.split(","), arguments.dtypes.split(",")
         sys.exit(bool(sweep(grouped_experts, layers, dtypes, arguments.repeats, arguments.csv)))
     cases = arguments.cases.split(",")
-    in_processes(compile_kernels, enumerate(cases))
+    ways_of = mixed_ways if arguments.mixed else expert_ways
+    in_processes(compile_kernels, ((index, case, ways_of) for index, case in enumerate(cases)))
     torch.manual_seed(0)
     print(header())
     print("| case | load | | ms | TFLOP/s | graph ms | peak MB | over roof | over grouped | the same, graph | |")
     print("|---" * 11 + "|")
     for case in cases:
         for load in arguments.loads.split(","):
-            run(case, load, arguments.repeats, arguments.profile and load == "uniform")
+            run(case, load, ways_of, arguments.repeats, arguments.profile and load == "uniform")
             torch.cuda.empty_cache()
 
 
