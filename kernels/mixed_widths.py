@@ -20,7 +20,7 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["plane"])
 def _backward_kernel(
-    dh_ptr, z_ptr, dz_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
+    dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
     ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -44,34 +44,34 @@ def _backward_kernel(
         f = column + tl.arange(0, WIDTH)
         keep = inside[:, None] & (f < width)[None, :]
         at = base + f[None, :]
-        dots += activation_backward_tile(dh_ptr, z_ptr, dz_ptr, at, keep, weight, plane, ACT, GLU)
+        dots += activation_backward_tile(dh_ptr, z_ptr, at, keep, weight, plane, ACT, GLU)
     if WEIGHTED:
         tl.store(dots_ptr + row, dots, mask=inside)
 
 
-def activation_backward(
+def activation_backward_(
     dh_V: Tensor,
     z_PV: Tensor,
     topology: Topology,
     activation: str,
     weights_TK: Tensor | None,
     source_R: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """dz_PV, the gradient of z_PV; dh_V becomes the weighted h. What no row holds is undefined.
+) -> Tensor | None:
+    """z_PV becomes its gradient, dh_V the weighted h.
 
-    Also, given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
+    Returns:
+        Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
     """
     planes = z_PV.shape[0]
-    dz_PV = torch.empty_like(z_PV)
     weighted = weights_TK is not None
     dots = torch.empty(1, topology.num_rows, dtype=torch.float32, device=dh_V.device) if weighted else None
     wide = min(next_power_of_2(max(topology.widths)), 512)
     rows = min(max(1, 2048 // wide), topology.block)
     launch(
         _backward_kernel, (topology.block_rows, topology.block // rows),
-        dh_V, z_PV, dz_PV, weights_TK, source_R, dots,
+        dh_V, z_PV, weights_TK, source_R, dots,
         topology.starts_M, topology.sizes_M, topology.experts_M, topology.values_M, topology.widths_E, z_PV.stride(0),
         ACT=activation, GLU=planes == 2, WEIGHTED=weighted, ALIGNED=topology.aligned, ROWS=rows, WIDTH=wide,
         num_warps=4,
     )  # fmt: skip
-    return dz_PV, dots
+    return dots

@@ -45,10 +45,12 @@ def activate(z_PRF: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def activation_backward_tile(
-    dh_ptr, z_ptr, dz_ptr, at, keep, weight, up_plane, ACT: tl.constexpr, GLU: tl.constexpr
+    dh_ptr, z_ptr, at, keep, weight, up_plane, ACT: tl.constexpr, GLU: tl.constexpr
 ):  # fmt: skip
-    """Of a tile of rows, at offsets `at` where `keep`: writes dz (where z lies, if it is z) and, over dh, the weighted
-    h. Returns dot(dh, h) of each row, from dh before it was weighted."""
+    """Of a tile of rows, at offsets `at` where `keep`: writes dz over z, and over dh the weighted h.
+
+    Returns dot(dh, h) of each row, from dh before it was weighted.
+    """
     dtype = dh_ptr.dtype.element_ty
     dh = tl.load(dh_ptr + at, mask=keep, other=0.0).to(tl.float32)
     value, slope = activate_with_grad(tl.load(z_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
@@ -57,10 +59,10 @@ def activation_backward_tile(
     dgate = weighted * slope
     if GLU:
         up = tl.load(z_ptr + up_plane + at, mask=keep, other=0.0).to(tl.float32)
-        tl.store(dz_ptr + up_plane + at, (weighted * value).to(dtype), mask=keep)
+        tl.store(z_ptr + up_plane + at, (weighted * value).to(dtype), mask=keep)
         h = value * up
         dgate = dgate * up
-    tl.store(dz_ptr + at, dgate.to(dtype), mask=keep)
+    tl.store(z_ptr + at, dgate.to(dtype), mask=keep)
     tl.store(dh_ptr + at, (h * weight[:, None]).to(dtype), mask=keep)
     return tl.sum(dh * h, axis=1)
 
@@ -84,7 +86,7 @@ def _activation_backward_kernel(
         f = first + tl.arange(0, WIDTH)
         keep = inside[:, None] & (f < width)[None, :]
         at = base + f[None, :]
-        dots += activation_backward_tile(dh_ptr, z_ptr, z_ptr, at, keep, weight, up_plane, ACT, GLU)
+        dots += activation_backward_tile(dh_ptr, z_ptr, at, keep, weight, up_plane, ACT, GLU)
     if WEIGHTED:
         tl.store(dots_ptr + r, dots, mask=inside)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foundry_moe.ops import expert_steps as steps
 from foundry_moe.ops.compile_ahead import compile_ahead
-from foundry_moe.ops.operators import differentiable, operator
+from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -188,16 +188,7 @@ def _save_down(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    try:
-        z_PRF, w2_EDF, weights_TK, *rows = ctx.saved_tensors
-    except RuntimeError as error:  # autograd's check of versions
-        if not getattr(ctx, "spent", False):
-            raise
-        raise RuntimeError(
-            "a second backward pass through experts needs `memory: recompute` (or a second forward pass): with "
-            "`memory: save` the first one has turned their pre-activations into gradients in place"
-        ) from error
-    ctx.spent = True
+    z_PRF, w2_EDF, weights_TK, *rows = take_saved(ctx)
     dz_PRF = z_PRF.detach()  # the same memory and version: what autograd kept is now the gradient
     dw2_EDF, dweights_TK = _down_backward_(dy_TD, dz_PRF, w2_EDF, weights_TK, *rows, ctx.hopper, ctx.activation)
     return dz_PRF, None, dw2_EDF, None if weights_TK is None else dweights_TK, None, None, None, None, None, None

@@ -1,6 +1,7 @@
 """Experts of different widths: the expert MLP over weights that lie side by side, on SDD, DSD, DDS or in plain torch.
 
-One node in the graph. It keeps x and the pre-activations z, or with `memory: recompute` x alone.
+One node in the graph. It keeps x and the pre-activations z, which its backward turns into their own gradient in place
+(a second one is refused), or with `memory: recompute` x alone.
 
 Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, H widths of all experts added up, V
 values of a sparse matrix (rows as wide as their expert), P planes (gate, up).
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.mlp import choose_backend
-from foundry_moe.ops.operators import differentiable, operator
+from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan, plan_permute
 from foundry_moe.ops.permute import permute as permute_rows
 from foundry_moe.ops.permute import unpermute as unpermute_rows
@@ -92,8 +93,8 @@ def _fake_backward(dy_TD, z_PV, x_TD, w1_HD, v1_HD, w2_HD, weights_TK, *_):  # t
     return like(x_TD), like(w1_HD), like(v1_HD), like(w2_HD), like(weights_TK)
 
 
-@operator("mixed_mlp_backward", _fake_backward)
-def _backward(
+@operator("mixed_mlp_backward_", _fake_backward, mutates="z_PV")
+def _backward_(
     dy_TD: Tensor,
     z_PV: Tensor,
     x_TD: Tensor,
@@ -108,7 +109,7 @@ def _backward(
     widths: Sequence[int],
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, w1, v1, w2 and the combine weights; empty for what is not there."""
+    """Gradients of x, w1, v1, w2 and the combine weights; empty for what is not there. z_PV becomes its gradient."""
     planes, rows = _planes(w1_HD, v1_HD), source_R.shape[0]
     none = x_TD.new_empty(0)
     if rows == 0:
@@ -116,12 +117,13 @@ def _backward(
         return zeros[0], zeros[1], zeros[2], zeros[3], zeros[4]
     topology = _topology(packed, rows, widths)
     if not z_PV.numel():
-        z_PV, _ = _up(x_TD, planes, topology, source_R, row_TK.shape[1], activation)
+        z_PV = _up(x_TD, planes, topology, source_R, row_TK.shape[1], activation)[0]
     weights = None if weights_TK is None else weights_TK.contiguous()
     dy_RD = permute.permute(dy_TD.contiguous(), row_TK, offsets_E, rows, zero_tail=False)
     # dh, and then h in its place
     h_V = products.sdd(dy_RD, w2_HD.contiguous(), topology, trans_b=True, tf32=allow_tf32(), zero_tail=False)
-    dz_PV, dots = mixed_widths.activation_backward(h_V, z_PV, topology, activation, weights, source_R)
+    dots = mixed_widths.activation_backward_(h_V, z_PV, topology, activation, weights, source_R)
+    dz_PV = z_PV  # the same memory
     dw2_HD = products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=allow_tf32())
     del h_V, dy_RD
     dx_RD = products.dsd(tuple(dz_PV), planes, topology, tf32=allow_tf32(), zero_tail=False)
@@ -170,7 +172,7 @@ def _compile_ahead(
 
         def run() -> None:
             y_TD, z_PV = _forward(x, w1_HD, v1_HD, w2_HD, weights, *rows, activation, True)
-            _backward(y_TD, z_PV, x, w1_HD, v1_HD, w2_HD, weights, *rows, activation)
+            _backward_(y_TD, z_PV, x, w1_HD, v1_HD, w2_HD, weights, *rows, activation)
 
         return run
 
@@ -187,8 +189,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradient(ctx: Any, dy_TD: Tensor | None, dz_PV: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
         return (None,) * 12
-    z_PV, x_TD, w1_HD, v1_HD, w2_HD, weights_TK, *rows = ctx.saved_tensors
-    dx, dw1, dv1, dw2, dweights = _backward(
+    z_PV, x_TD, w1_HD, v1_HD, w2_HD, weights_TK, *rows = take_saved(ctx)
+    # what autograd kept becomes the gradient; nothing was kept to recompute from
+    z_PV = z_PV.detach() if z_PV.numel() else torch.empty_like(z_PV)
+    dx, dw1, dv1, dw2, dweights = _backward_(
         dy_TD, z_PV, x_TD, w1_HD, v1_HD, w2_HD, weights_TK, *rows, ctx.widths, ctx.activation
     )
     return dx, dw1, None if v1_HD is None else dv1, dw2, None if weights_TK is None else dweights, *(None,) * 7

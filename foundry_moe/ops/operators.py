@@ -79,6 +79,25 @@ def differentiable(
     return apply
 
 
+def take_saved(ctx: Any) -> tuple[Tensor, ...]:
+    """The saved tensors of experts whose backward pass turns some into gradients in place.
+
+    Raises:
+        RuntimeError: a backward pass has done so before.
+    """
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError as error:  # autograd's check of versions
+        if not getattr(ctx, "spent", False):
+            raise
+        raise RuntimeError(
+            "a second backward pass through experts needs `memory: recompute` (or a second forward pass): with "
+            "`memory: save` the first one has turned their pre-activations into gradients in place"
+        ) from error
+    ctx.spent = True
+    return saved
+
+
 def on_gpu(*dtypes: torch.dtype) -> Callable[..., bool]:
     """Whether an operator's first argument is on a GPU and, if dtypes are given, of one of them."""
 

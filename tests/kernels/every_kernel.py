@@ -96,7 +96,7 @@ def launch_mixed_widths(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
     z, h = products.sdd_act(x, (w1, v1), t, "silu", source_R=source_R, choices=K)
     products.dsd(h, w2, t)
     products.sdd(dy, w2, t, trans_b=True)
-    mixed_widths.activation_backward(h, z, t, "silu", torch.zeros(T, K), source_R)
+    mixed_widths.activation_backward_(h, z, t, "silu", torch.zeros(T, K), source_R)
     products.dsd(h, dy, t, trans_s=True)
     products.dsd(tuple(z), (w1, v1), t)
 

@@ -65,7 +65,7 @@ def test_all_loads_of_different_widths_run_for_every_alignment_of_their_values(w
     y_TD = mixed_widths.mixed_mlp(x_TD, weights_TK, plan, w1_HD, v1_HD, w2_HD, **call)
     ((kind, prepare),) = kinds
     assert tuple(widths) in kind
-    seen = count_calls(monkeypatch, mixed_widths, "_backward")
+    seen = count_calls(monkeypatch, mixed_widths, "_backward_")
     ahead.run_all_loads(3, prepare())
     assert len(seen) == kinds_of_values
     torch.testing.assert_close(mixed_widths.mixed_mlp(x_TD, weights_TK, plan, w1_HD, v1_HD, w2_HD, **call), y_TD)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from foundry_moe.ops.mixed_widths import mixed_mlp
 from foundry_moe.ops.mlp import expert_mlp
 from foundry_moe.ops.permute import plan_permute
+from tests.live_bytes import LiveBytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACT = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda z: F.relu(z).square()}
@@ -91,6 +92,35 @@ def test_kernels_at_widths_above_a_block_on_a_gpu(dtype, tolerance):
     compare("blocksparse", dtype, tolerance, widths=(512, 128, 640, 1024, 72, 256), tokens=700, width=256)
 
 
+@pytest.mark.parametrize("memory", ["save", "recompute"])
+def test_a_step_never_holds_pre_activations_twice(memory):
+    """Nor them and their gradient: the latter takes the former's place."""
+    widths, tokens, width, choices = (64, 128), 512, 32, 2
+    x, w1, v1, w2, weights, experts = operands(widths, tokens, width, choices)
+    x, w1, v1, w2, weights = (t.detach().float().requires_grad_() for t in (x, w1, v1, w2, weights))
+    plan = plan_permute(experts, len(widths))
+    with LiveBytes() as live:
+        mixed_mlp(
+            x, weights, plan, w1, v1, w2, widths=widths, activation="silu", backend="blocksparse", memory=memory
+        ).sum().backward()
+    pre_activations = 2 * tokens * choices * max(widths) * x.itemsize
+    assert live.peak < 2 * pre_activations
+
+
+def test_second_backward_through_one_graph_is_refused_or_right():
+    x, w1, v1, w2, weights, experts = operands()
+    x, w1, v1, w2, weights = (t.detach().float().requires_grad_() for t in (x, w1, v1, w2, weights))
+    call = {"widths": WIDTHS, "activation": "silu", "backend": "blocksparse"}
+    tensors = (x, weights, plan_permute(experts, len(WIDTHS)), w1, v1, w2)
+    y = mixed_mlp(*tensors, **call)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"second backward pass through experts needs `memory: recompute`"):
+        y.sum().backward()
+    y = mixed_mlp(*tensors, **call, memory="recompute")
+    first, second = (torch.autograd.grad(y.sum(), w2, retain_graph=True) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+
+
 def test_no_tokens_give_zeros():
     x, w1, v1, w2, weights, experts = operands()
     x, w1, v1, w2, weights = (t.detach().float().requires_grad_() for t in (x, w1, v1, w2, weights))
@@ -122,3 +152,21 @@ def test_what_does_not_fit_is_refused():
         mixed_mlp(x, weights, plan, w1[1:], v1, w2, widths=WIDTHS, activation="silu")
     with pytest.raises(ValueError, match="experts of one width"):
         mixed_mlp(x, weights, plan, w1, v1, w2, widths=WIDTHS, activation="silu", backend="grouped")
+
+
+@pytest.mark.parametrize("memory", ["save", "recompute"])
+def test_a_compiled_model_computes_the_same(memory):
+    x, w1, v1, w2, weights, experts = operands()
+    inputs = [t.detach().float().requires_grad_() for t in (x, w1, v1, w2, weights)]
+    plan = plan_permute(experts, len(WIDTHS))
+
+    def model(x, w1, v1, w2, weights):
+        call = {"widths": WIDTHS, "activation": "silu", "backend": "blocksparse", "memory": memory}
+        return torch.tanh(mixed_mlp(2 * x, weights, plan, w1, v1, w2, **call))
+
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        y = call(*inputs)
+        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-6)
