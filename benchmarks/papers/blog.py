@@ -77,11 +77,14 @@ def number(text: str) -> float:
 
 
 def measured_mfu() -> Iterator[tuple[str, int, float]]:
-    """(model, GPUs, MFU) of every measured step: those of `train_step.csv`, and those the planner was held against."""
+    """(model, GPUs, MFU) of every measured step: of the tables of steps, and those the planner was held against."""
     for row in figures("train_step"):
         if "blocksparse" not in row["backend"]:
             continue
         yield row.get("model") or "OLMoE-1B-7B", int(row["GPUs"]), number(row["MFU"]) / 100
+    for row in figures("train_step_one_gpu"):
+        layers = "1 layer" if row["layers"] == "1" else f"{row['layers']} layers"
+        yield f"{row['model']}, {layers}", 1, number(row["MFU"]) / 100
     shape = read_shape(plain(load_run(str(STEP), WIDE)))
     for row in figures("plan_time"):
         if row["model"].startswith("DBRX"):
@@ -148,7 +151,7 @@ def speed_rows(plans: dict[int, Projection], strong: Projection) -> Iterator[lis
         best[model, gpus] = max(value, best.get((model, gpus), 0.0))
     for (model, gpus), value in sorted(best.items()):
         here = f"{value:.1%}, {model}, {gpus} H200{'s' if gpus > 1 else ''}"
-        yield [sentence, here, "measured", "train_step.csv, plan_time.csv"]
+        yield [sentence, here, "measured", "train_step.csv, train_step_one_gpu.csv, plan_time.csv"]
     yield [sentence, f"{plans[LARGE].mfu:.1%}, DBRX's shape, {LARGE:,} H100s", *PLAN]
     tokens = f"{strong.plan.step_tokens / 1e6:.1f} M tokens a step"
     yield [sentence, f"{strong.mfu:.1%}, the same with one sequence a GPU ({tokens})", *PLAN]

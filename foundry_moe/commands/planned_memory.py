@@ -16,7 +16,7 @@ CONTEXT_BYTES = int(1.0 * GIB)  # an allowance for what CUDA and NCCL take besid
 def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]:
     """Bytes on one GPU at the worst moment of a step: what torch has allocated, and CUDA's and NCCL's own.
 
-    Against five runs of OLMoE's shape on H200s: within 2% (benchmarks/RESULTS.md).
+    Against runs of three models on one to four H200s: within 4% (benchmarks/RESULTS.md).
     """
     tokens, width = step.tokens, step.width
     held = shape.dense / mesh.dense_shard + shape.experts / (mesh.shard * mesh.expert)
@@ -31,11 +31,14 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     kept = shape.dense + shape.experts / mesh.expert if step.reductions < step.microbatches else held
     at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
-    # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
-    at_end = 4 * held + layer + (2 * width + width + 4) * unit
+    gathered = width * float(shape.total if mesh.world_size == 1 else shape.outside_blocks)
+    if mesh.world_size == 1:  # autocast's copies of weights go layer by layer in the backward pass
+        at_end = 4 * held + layer + (width + width) * unit - gathered  # of the last layer its gradients and copies
+    else:
+        # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
+        at_end = 4 * held + layer + (2 * width + width + 4) * unit
     if step.chunks > 1 or step.in_later_rounds:  # each chunk's or round's gradient of experts is added to the others'
         at_end += width * shape.experts_a_layer / mesh.expert
-    gathered = width * (shape.total if mesh.world_size == 1 else shape.outside_blocks)
     others = {}
     if mesh.all_to_all == DIRECT and mesh.expert > 1:
         rows = tokens * _rows_per_token(shape, mesh, step)

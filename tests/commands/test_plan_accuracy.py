@@ -29,8 +29,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "OLMoE": {},
     "DBRX's width, 3 layers": WIDE,
 }
-with (ROOT / "benchmarks/figures/plan_time.csv").open(newline="", encoding="utf-8") as file:
-    ROWS = list(csv.DictReader(file))
+YAMLS = {  # of runs on one GPU
+    "OLMoE-1B-7B": "olmoe_1b_7b",
+    "Qwen3-30B-A3B's width": "qwen3_30b_a3b",
+    "DBRX's width": "dbrx_wide",
+}
+
+
+def figures(name: str) -> list[dict[str, str]]:
+    with (ROOT / f"benchmarks/figures/{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+ROWS = figures("plan_time")
+ONE_GPU = [row for row in figures("train_step_one_gpu") if row["way"] == "eager"]
 
 
 def planned(row: dict[str, str]) -> float:
@@ -68,3 +80,24 @@ def test_meshes_of_one_model_and_size_are_in_the_measured_order(model: str) -> N
 def test_the_table_has_meshes_of_one_two_and_four_gpus_and_both_models() -> None:
     assert {row["model"] for row in ROWS} == set(MODELS)
     assert {len([row for row in ROWS if row["mesh"] == mesh]) for mesh in ("(1, 1, 4)", "(1, 4, 1)")} == {2}
+
+
+@pytest.mark.parametrize("row", ONE_GPU, ids=lambda row: row["model"])
+def test_runs_on_one_gpu_that_no_number_was_chosen_on_are_planned_within_10_percent(row: dict[str, str]) -> None:
+    mesh = {"replicate": 1, "shard": 1, "expert": 1}
+    keys = {"model__n_layers": int(row["layers"]), "model__moe__mesh": mesh, "global_train_batch_size": 4}
+    machine = Machine(gpus=1, gpus_per_node=1, gpu_bytes=141 * GIB, constants=shipped_constants("h200"))
+    plan = plan_run(load(f"yamls/bench/{YAMLS[row['model']]}.yaml", **keys), machine)
+    memory = plan.memory_bytes / GIB - 1  # CUDA's own is not measured
+    for ours, measured, written, error in (
+        (plan.time.tokens_per_s, row["tokens/s"], row["planned tokens/s"], row["error of time"]),
+        (memory, row["GiB"], row["planned GiB"], row["error of memory"]),
+    ):
+        assert ours == pytest.approx(float(measured), rel=0.1)
+        assert float(written) == pytest.approx(ours, rel=0.002)
+        assert float(error.rstrip("%")) == pytest.approx(100 * (ours / float(measured) - 1), abs=0.3)
+    assert memory == pytest.approx(float(row["GiB"]), rel=0.05)
+
+
+def test_every_model_on_one_gpu_is_in_the_table() -> None:
+    assert {row["model"] for row in ONE_GPU} == set(YAMLS)

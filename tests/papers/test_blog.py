@@ -25,7 +25,7 @@ def test_every_sentence_has_a_row_that_says_whether_it_was_measured(plans):
 def test_the_wide_models_mfu_is_made_from_its_measured_tokens():
     wide = {gpus: value for model, gpus, value in blog.measured_mfu() if "DBRX" in model}
     # 10.4 B parameters, of which a token takes part in some 2.9 B: 25,000 tokens/s are about 47% of 989 TFLOP/s
-    assert set(wide) == {4} and 0.3 < max(wide.values()) < 0.6
+    assert set(wide) == {1, 4} and 0.3 < max(wide.values()) < 0.6
 
 
 def test_a_projection_fits_its_gpus_and_keeps_to_its_batch(plans, tmp_path):
