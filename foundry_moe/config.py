@@ -44,6 +44,7 @@ BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical", "direct")
 REDUCE = ("microbatch", "batch")
 COMPILE = ("none", "blocks", "auto")
+MOST_CHUNKS = 256
 MOST_EXPERTS = 4096  # of a layer: the most that the kernels sort choices by
 
 
@@ -150,8 +151,8 @@ class MeshConfig:
             value = getattr(self, name)
             if value != AUTO and value < 1:
                 raise ValueError(f"mesh.{name} ({value}) must be 1 or more, or auto")
-        if self.chunks < 1:
-            raise ValueError(f"mesh.chunks ({self.chunks}) must be 1 or more")
+        if not 1 <= self.chunks <= MOST_CHUNKS:
+            raise ValueError(f"mesh.chunks ({self.chunks}) must be 1 to {MOST_CHUNKS}: each is a message of its own")
         if not self.buffer >= 1:
             raise ValueError(f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows")
         if self.hot_experts < 0:

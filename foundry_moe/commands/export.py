@@ -36,6 +36,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         CheckpointError: the checkpoint is not there or damaged, `out` is in use, no space is left, or the folder fails
             its certificate. Then nothing stays.
     """
+    dtype = _dtype_named(arguments.dtype)
     options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
     store = open_store(arguments.run_folder, options)
     if not store.exists():
@@ -48,7 +49,6 @@ def export_command(arguments: argparse.Namespace) -> int:
         raise NotFoundError(f"{store.url} holds no checkpoint")
     with ledger.hold(choice.found.commit):
         architecture = _architecture(choice.found, store, arguments.config, arguments.overrides)
-        dtype = SHORT_DTYPES.get(arguments.dtype, arguments.dtype)
         exported = plan_export(store, choice.found, architecture, dtype)
         if arguments.check:
             certificate = certify(exported, arguments.out, with_logits=True if arguments.certify else None)
@@ -59,14 +59,24 @@ def export_command(arguments: argparse.Namespace) -> int:
     return _tell(certificate, arguments.out)
 
 
-def plan_export(store: Store, found: Found, architecture: Architecture, dtype: str | None) -> Exported:
-    """What is to be written, and of what.
+def _dtype_named(name: str | None) -> str | None:
+    """As torch names it.
 
     Raises:
-        ValueError: no family computes this, or there is no such dtype.
+        ValueError: there is no such dtype.
     """
+    dtype = SHORT_DTYPES.get(name, name) if name is not None else None
     if dtype is not None and (dtype not in DTYPES or not DTYPES[dtype].is_floating_point):
-        raise ValueError(f"--dtype ({dtype}) must be bf16, fp16 or fp32")
+        raise ValueError(f"--dtype ({name}) must be bf16, fp16 or fp32")
+    return dtype
+
+
+def plan_export(store: Store, found: Found, architecture: Architecture, dtype: str | None) -> Exported:
+    """What is to be written, and of what. dtype: as torch names it; None = as it was trained.
+
+    Raises:
+        ValueError: no family computes this.
+    """
     native = native_of(architecture)
     sources = {
         name.removeprefix(architecture.prefix): source

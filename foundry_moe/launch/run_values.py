@@ -148,6 +148,8 @@ def _check_mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConf
         one_of("model.attn_config.rope_impl", attention.get("rope_impl", "dail"), ("hf", "dail"))
         if (width // heads) % 2:
             raise ValueError(f"model.attn_config.rope needs heads of an even width, not {width // heads}")
+    if model.get("head_dim") not in (None, width // heads):
+        _check_head_width(model["head_dim"], width // heads, attention)
     kv = attention.get("kv_n_heads")
     if attention.get("attn_type") == "grouped_query_attention":
         _at_least("model.attn_config.kv_n_heads", kv, 1)
@@ -161,6 +163,16 @@ def _check_mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConf
         one_of("model.loss_fn", model["loss_fn"], _LOSSES)
     if config is not None:
         _check_selection(config, layers)
+
+
+def _check_head_width(head: Any, usual: int, attention: Mapping[str, Any]) -> None:
+    """Heads of another width than d_model / n_heads, which not all of LLM Foundry's attention knows."""
+    _at_least("model.head_dim", head, 1)
+    told = f"model.head_dim ({head}) is not d_model / n_heads ({usual}), the only width that LLM Foundry "
+    if attention.get("fused_qkv", True):
+        raise ValueError(f"{told}splits fused queries, keys and values by: set model.attn_config.fused_qkv: false")
+    if attention.get("rope") and attention.get("rope_impl", "dail") == "dail":
+        raise ValueError(f"{told}rotates with rope_impl: dail: set model.attn_config.rope_impl: hf")
 
 
 def _check_selection(config: MoEConfig, layers: int) -> None:

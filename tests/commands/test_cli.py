@@ -157,6 +157,7 @@ def test_a_plan_of_an_impossible_machine_is_refused(capsys, option, value):
         (["verify", "--timeout-s", "0"], "argument --timeout-s: 0 must be a finite number above 0"),
         (["verify", "--chunks", "0"], "argument --chunks: 0 must be 1 or more"),
         (["verify", "--gpus-per-node", "0"], "argument --gpus-per-node: 0 must be 1 or more"),
+        (["export", "RUN", "OUT", "--dtype", "int8"], "--dtype (int8) must be bf16, fp16 or fp32"),
         (["export", "RUN", "OUT", "--file-gb", "nan"], "argument --file-gb: nan must be a finite number above 0"),
         (["checkpoints", "export", "RUN", "OUT", "--file-gb", "0"], "argument --file-gb: 0 must be a finite number"),
         (["checkpoints", "show", "RUN", "--gpus", "-2"], "argument --gpus: -2 must be 1 or more"),
@@ -175,6 +176,9 @@ def test_an_option_that_cannot_be_is_refused_before_anything_runs(capsys, argume
     [
         ("pretrain/8gpu.yaml", "model.moe.num_experts=99999999999999", "num_experts (99999999999999) must be 4096 or"),
         ("pretrain/8gpu.yaml", "callbacks.expert_load.interval=0ba", "interval ('0ba') must be above 0"),
+        ("bench/qwen3_30b_a3b.yaml", "model.attn_config.fused_qkv=true", "set model.attn_config.fused_qkv: false"),
+        ("bench/qwen3_30b_a3b.yaml", "model.attn_config.rope_impl=dail", "set model.attn_config.rope_impl: hf"),
+        ("bench/qwen3_30b_a3b.yaml", "model.head_dim=0", "model.head_dim (0) must be"),
         ("eval/exported.yaml", "seed=1", "is a run of LLM Foundry's evaluation (models): use `llmfoundry eval`"),
     ],
 )
