@@ -1,0 +1,267 @@
+"""All that needs several GPUs of one host, in one go: certificates, dispatch, training steps, scaling, skewed loads.
+
+    python benchmarks/several_gpus.py OUT [--gpus 4] [--minutes 25] [--only verify olmoe] [--list]
+
+Each part is a command of its own with a limit of time; what it prints stays in OUT/PART.log. A part that has ended
+well is not run again, so a second call goes on where the first one ended. OUT/report.md has a table of all steps, with
+their floors and aims where four GPUs have some, and the end of every other part's output. Exit code 1 if a part failed.
+
+GPUs are H200s as far as layers fit; a step is four sequences of 4096 tokens a GPU, as in RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PEAK_TFLOPS = 989  # dense bf16 of an H100 or H200, by its data sheet
+LAYERS = {"dbrx_wide": {1: 1, 2: 3, 4: 7}, "qwen3_30b_a3b": {1: 9, 2: 20, 4: 31}}  # that fit so many GPUs
+# on four GPUs: what of a step, floor, aim
+GOALS = {
+    "olmoe-1-1-4": ("tokens/s a GPU", 42_000, 45_600),
+    "olmoe-1-2-2": ("tokens/s a GPU", 42_000, 45_600),
+    "dbrx": ("MFU", 0.52, 0.58),
+    "qwen3": ("TFLOP/s", 330, 400),
+}
+SLOWEST = 1.15  # step after the fifth, over the median, at most
+SHOWN_LINES = 40  # of a part's output in the report
+FAILED, STOPPED = 1, 124
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A command, run from the project's folder. A line of JSON that it prints is a step's figures."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    strict: bool = False  # a kernel or graph that is compiled after the first batches ends the run
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"FOUNDRY_MOE_STRICT": "1"} if self.strict else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a part ended. exit_code: 124 where its limit of time did."""
+
+    name: str
+    command: tuple[str, ...]
+    exit_code: int
+    seconds: float
+
+    @classmethod
+    def read(cls, path: Path) -> Outcome | None:
+        """None where there is none, or none that can be read."""
+        try:
+            kept = json.loads(path.read_text())
+            return cls(**{**kept, "command": tuple(kept["command"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+def meshes_of(gpus: int) -> list[tuple[int, int, int]]:
+    """(replicate, shard, expert) of so many GPUs whose experts are divided, most ranks an expert group first."""
+    found = []
+    for expert in range(gpus, 1, -1):
+        for shard in range(1, gpus + 1):
+            if gpus % (expert * shard) == 0:
+                found.append((gpus // (expert * shard), shard, expert))
+    return found
+
+
+def step(name: str, yaml: str, mesh: tuple[int, int, int], steps: int, *keys: str, strict: bool = False) -> Part:
+    """A run of `train_step.py`."""
+    gpus = mesh[0] * mesh[1] * mesh[2]
+    on_mesh = [f"model.moe.mesh.{key}={size}" for key, size in zip(("replicate", "shard", "expert"), mesh, strict=True)]
+    batch = f"global_train_batch_size={4 * gpus}"
+    launch = [sys.executable, "-m", "composer.cli.launcher", "-n", str(gpus), "benchmarks/train_step.py"]
+    command = [*launch, f"yamls/bench/{yaml}.yaml", batch, f"max_duration={steps}ba", *on_mesh, *keys]
+    return Part(name=name, command=tuple(command), limit_s=120 + steps, strict=strict)
+
+
+def parts_of(gpus: int) -> list[Part]:
+    """What matters most first."""
+    python, several = sys.executable, str(gpus)
+    verify = ["-m", "foundry_moe.cli", "verify", "--device", "cuda", "--precision", "fp32", "--mesh"]
+    meshes = [",".join(map(str, mesh)) for mesh in meshes_of(gpus)]
+    compiled = "model.moe.mesh.compile=blocks"
+    whole = (1, 1, gpus)
+    parts = [
+        Part(name="verify", command=(python, *verify, *meshes), limit_s=300),
+        Part(name="verify-direct", command=(python, *verify, meshes[0], "--all-to-all", "direct"), limit_s=200),
+        Part(
+            name="exchange",
+            command=(python, "-m", "pytest", "-m", "gpu", "tests/distributed/test_parity_exchange.py"),
+            limit_s=300,
+        ),
+        Part(name="dispatch", command=(python, "benchmarks/dispatch.py", "--gpus", several), limit_s=200),
+    ]
+    parts += [
+        step("olmoe-" + "-".join(map(str, mesh)), "olmoe_1b_7b", mesh, 40)
+        for mesh in dict.fromkeys((whole, (1, 2, gpus // 2), (1, gpus, 1)))
+    ]
+    parts += [
+        step("olmoe-compiled", "olmoe_1b_7b", whole, 300, compiled, strict=True),
+        step("olmoe-direct", "olmoe_1b_7b", whole, 40, "model.moe.mesh.all_to_all=direct"),
+        step("olmoe-300", "olmoe_1b_7b", whole, 300, strict=True),
+    ]
+    for name, yaml in (("dbrx", "dbrx_wide"), ("qwen3", "qwen3_30b_a3b")):
+        layers = f"model.n_layers={LAYERS[yaml][min(gpus, 4)]}"
+        parts += [step(name, yaml, whole, 20, layers, compiled), step(f"{name}-eager", yaml, whole, 20, layers)]
+    some = 1
+    while some <= gpus:  # the same work on each
+        for mesh in dict.fromkeys(((1, 1, some), (1, some, 1))):
+            parts.append(step("scaling-" + "-".join(map(str, mesh)), "olmoe_1b_7b", mesh, 20, "model.n_layers=4"))
+        some *= 2
+    skew = (python, "benchmarks/skew.py", "--gpus", several)
+    hot = ("--zipf", "0.5", "1", "1.5", "--hot-experts", "0", "1", "2", "4", "8", "--buffers", "2")
+    launch = (python, "-m", "composer.cli.launcher", "-n", several)
+    return [
+        *parts,
+        Part(name="skew", command=skew, limit_s=200),
+        Part(name="hot-experts", command=(*skew, *hot), limit_s=200),
+        Part(name="saves", command=(*launch, "benchmarks/checkpoint_gpu.py"), limit_s=400),
+    ]
+
+
+def run_part(part: Part, out: Path) -> Outcome:
+    """Runs it to its end or its limit, and notes how it ended."""
+    began = time.monotonic()
+    with (out / f"{part.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            part.command,
+            cwd=ROOT,
+            env={**os.environ, **part.environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(part.limit_s)
+        except BaseException as stopped:
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+            process.wait()
+            if not isinstance(stopped, subprocess.TimeoutExpired):
+                raise
+            code = STOPPED
+    outcome = Outcome(name=part.name, command=part.command, exit_code=code, seconds=time.monotonic() - began)
+    (out / f"{part.name}.json").write_text(json.dumps(vars(outcome)))
+    return outcome
+
+
+def figures_of(log: str) -> dict[str, Any] | None:
+    """The last line of figures in a part's output."""
+    for line in reversed(log.splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if "step_ms" in found:
+                return {
+                    "ms": found["step_ms"],
+                    "tokens/s a GPU": found["tokens_per_s_per_gpu"],
+                    "MFU": found["mfu"],
+                    "TFLOP/s": found["mfu"] and round(found["mfu"] * PEAK_TFLOPS),
+                    "GiB": found["allocated_gib"],
+                    "slowest over median": found["slowest_over_median"],
+                }
+    return None
+
+
+def verdict(name: str, gpus: int, found: dict[str, Any]) -> list[str]:
+    """The goal of a step, with floor and aim, and which of them hold."""
+    held = []
+    quantity, floor, aim = GOALS.get(name, ("ms", 0.0, 0.0))
+    if gpus == 4 and name in GOALS and found[quantity] is not None:
+        reached = "aim" if found[quantity] >= aim else "floor" if found[quantity] >= floor else "missed"
+        held.append(f"{quantity} {floor:g}, {aim:g}: {reached}")
+    slowest = found["slowest over median"]
+    if slowest is not None:
+        held.append(f"slowest {SLOWEST}: {'held' if slowest <= SLOWEST else 'missed'}")
+    return held
+
+
+def report(parts: Sequence[Part], gpus: int, out: Path) -> Iterator[str]:
+    """Lines of markdown about every part that has run."""
+    steps, others = [], []
+    for part in parts:
+        outcome = Outcome.read(out / f"{part.name}.json")
+        if outcome is None or outcome.command != part.command:
+            continue
+        log = (out / f"{part.name}.log").read_text(errors="replace")
+        found = figures_of(log)
+        if found is not None and outcome.exit_code == 0:
+            steps.append((part, found))
+        else:
+            others.append((outcome, log))
+    yield f"# {gpus} GPUs"
+    if steps:
+        columns = ["run", *steps[0][1], "goals: floor, aim"]
+        yield from ("", "| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns))
+        for part, found in steps:
+            cells = [part.name, *map(str, found.values()), "; ".join(verdict(part.name, gpus, found))]
+            yield "| " + " | ".join(cells) + " |"
+    for outcome, log in others:
+        yield from ("", f"## {outcome.name}: exit code {outcome.exit_code}, {outcome.seconds:.0f} s", "")
+        yield f"`{' '.join(outcome.command)}`"
+        yield from ("", "```", *log.splitlines()[-SHOWN_LINES:], "```")
+
+
+def main() -> int:
+    """Runs from the command line; see the text at the top."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="a folder for logs and the report")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after so many no part begins")
+    parser.add_argument("--only", nargs="+", default=[], help="parts whose names begin so")
+    parser.add_argument("--list", action="store_true", help="print the commands, and run none")
+    arguments = parser.parse_args()
+    if arguments.gpus < 2 or arguments.gpus & (arguments.gpus - 1):
+        parser.error(f"--gpus ({arguments.gpus}) must be 2, 4, 8 or another power of two")
+    parts = parts_of(arguments.gpus)
+    chosen = [part for part in parts if not arguments.only or part.name.startswith(tuple(arguments.only))]
+    if not chosen:
+        parser.error(f"--only ({' '.join(arguments.only)}) names none of {', '.join(part.name for part in parts)}")
+    if arguments.list:
+        for part in chosen:
+            print(f"{part.name} ({part.limit_s:.0f} s at most): {' '.join(part.command)}")
+        return 0
+    if torch.cuda.device_count() < arguments.gpus:
+        parser.error(f"--gpus ({arguments.gpus}): this host has {torch.cuda.device_count()}; --list shows the commands")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    began, failed, left = time.monotonic(), [], []
+    for part in chosen:
+        earlier = Outcome.read(arguments.out / f"{part.name}.json")
+        if earlier is not None and earlier.command == part.command and earlier.exit_code == 0:
+            continue
+        if time.monotonic() - began > 60 * arguments.minutes:
+            left.append(part.name)
+            continue
+        outcome = run_part(part, arguments.out)
+        print(f"{part.name}: exit code {outcome.exit_code}, {outcome.seconds:.0f} s", flush=True)
+        if outcome.exit_code:
+            failed.append(part.name)
+        (arguments.out / "report.md").write_text("\n".join(report(parts, arguments.gpus, arguments.out)) + "\n")
+    if left:
+        print(f"not begun, for lack of time: {', '.join(left)}")
+    print(f"see {arguments.out / 'report.md'}")
+    return FAILED if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
