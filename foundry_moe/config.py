@@ -267,6 +267,8 @@ class MoEConfig:
             refuse_hot_experts_of_several_widths(hot_experts)
 
     def _check_widths(self) -> None:
+        if isinstance(self.expert_hidden_size, list):
+            object.__setattr__(self, "expert_hidden_size", tuple(self.expert_hidden_size))
         widths = self.expert_hidden_size
         if isinstance(widths, int) and widths < 1:
             raise ValueError(f"expert_hidden_size ({widths}) must be 1 or more, or auto")

@@ -18,6 +18,13 @@ def test_defaults_are_a_dropless_top2_layer():
     assert (config.top_k, config.capacity, config.gate) == (2, None, {"name": "topk"})
 
 
+def test_widths_may_be_a_list_in_python_too():
+    config = MoEConfig(num_experts=2, expert_hidden_size=[64, 128])
+    assert config.expert_hidden_size == (64, 128)
+    with pytest.raises(ValueError, match="has 3 widths, but num_experts is 2"):
+        MoEConfig(num_experts=2, expert_hidden_size=[64, 128, 7])
+
+
 def test_a_layer_has_no_more_experts_than_kernels_can_sort():
     assert MOST_EXPERTS == MAX_EXPERTS
     assert parse(num_experts=MOST_EXPERTS).num_experts == MOST_EXPERTS

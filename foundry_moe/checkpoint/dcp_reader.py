@@ -42,6 +42,7 @@ from foundry_moe.checkpoint.moving import Targets
 from foundry_moe.checkpoint.range_reads import ReadPlan, block_of
 from foundry_moe.checkpoint.reader import read_blocks
 from foundry_moe.checkpoint.records import CommitKey
+from foundry_moe.checkpoint.retention import distrust
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.checkpoint.strict import shown
@@ -157,6 +158,7 @@ class Reader(StorageReader):
                     raise reason from failed  # alone among others, who may have found it good
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, reason)
                 self._skip.add(where)
+                distrust(self.ledger.store, [where])
                 where = ranks.first(lambda: self._choose().commit.where)  # the newest that is left
         assert self._found is not None
         for item, tensor in items:

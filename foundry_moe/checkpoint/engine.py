@@ -32,6 +32,7 @@ from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
 from foundry_moe.checkpoint.owners import Heart, Identity
 from foundry_moe.checkpoint.reader import read_blocks
 from foundry_moe.checkpoint.records import CommitKey
+from foundry_moe.checkpoint.retention import distrust
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
@@ -400,6 +401,7 @@ class CheckpointEngine:
                 return loaded
             except DamagedError as error:
                 skip.append(choice.found.commit.where)
+                distrust(self.ledger.store, skip)
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", skip[-1].step, error)
 
     def _choose(self, resume: str | int, skip: list[CommitKey]) -> Choice:

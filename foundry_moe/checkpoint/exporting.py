@@ -91,8 +91,8 @@ def export(store: Store, found: Found, out: Path, *, section: str = "model", fil
         file_bytes: a file ends before it would grow beyond this; one tensor may.
 
     Raises:
-        CheckpointError: there is no such section, `out` holds an export already, or data is damaged: then no index is
-            written.
+        CheckpointError: there is no such section, `out` holds an export already, or data is damaged: then no file
+            stays.
     """
     sources = sources_of(found, section)
     index = out / INDEX
@@ -133,16 +133,23 @@ def write_targets(
         groups[-1].append(target)
         filled += sizes[target.name]
     names: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        partial = out / (name + ".partial")
-        with open(partial, "wb") as file:
-            begins = _begin_file(file, group, kinds, sizes, found.commit.step)
-            _fill_file(file, group, begins, {n: TORCH_DTYPES[k] for n, k in kinds.items()}, sources, store, found)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(out / name)
-        names |= {target.name: name for target in group}
+    written: list[Path] = []
+    try:
+        for number, group in enumerate(groups, 1):
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            partial = out / (name + ".partial")
+            written.append(partial)
+            with open(partial, "wb") as file:
+                begins = _begin_file(file, group, kinds, sizes, found.commit.step)
+                _fill_file(file, group, begins, {n: TORCH_DTYPES[k] for n, k in kinds.items()}, sources, store, found)
+                file.flush()
+                os.fsync(file.fileno())
+            written[-1] = partial.rename(out / name)
+            names |= {target.name: name for target in group}
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
     index = out / INDEX
     total = sum(sizes.values())
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=1, sort_keys=True))

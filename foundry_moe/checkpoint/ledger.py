@@ -202,8 +202,13 @@ class Ledger:
             if not candidates:
                 have = ", ".join(str(step) for step in sorted({key.step for key in keys})) or "none"
                 raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; it holds: {have}")
-        # a step that the user names is theirs to look at
-        found, rejected = self.first_good(candidates, skip=skip, finite=resume == "auto")
+        try:  # a step that the user names is theirs to look at
+            found, rejected = self.first_good(candidates, skip=skip, finite=resume == "auto")
+        except DamagedError as error:
+            others = sorted({key.step for key in keys} - {key.step for key in candidates})
+            if not others:
+                raise
+            raise DamagedError(f"{error}. It holds other steps: {', '.join(map(str, others))}") from error
         if found is None:
             return Choice(found=None, generation=newest, forked_from=None)
         return Choice(

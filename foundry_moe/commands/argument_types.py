@@ -1,8 +1,9 @@
-"""Numbers as types of argparse's arguments: what cannot be is refused before anything runs."""
+"""Types of argparse's arguments: what cannot be is refused before anything runs."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def positive(text: str) -> float:
@@ -19,3 +20,10 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
     return value
+
+
+def local_path(text: str) -> Path:
+    """A path of this host, as an argument's type: an address would become folders named `s3:`."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} must be a path of this host: write there, and copy it")
+    return Path(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ def format_constants(constants: Constants) -> str:
 def calibrate_command(arguments: argparse.Namespace) -> int:
     """Measures, prints and writes the constants."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.out is not None:
+        _check_writable(arguments.out)
     began = time.perf_counter()
     constants = calibrate(device, arguments.gpus)
     chip = "cpu" if device == "cpu" else chip_of(constants.device)
@@ -122,6 +125,22 @@ def calibrate_command(arguments: argparse.Namespace) -> int:
     print(format_constants(constants))
     print(f"{out}: written after {time.perf_counter() - began:.0f} s")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes of measuring.
+
+    Raises:
+        ValueError: it is a folder, or lies where nothing can be written.
+    """
+    if path.is_dir():
+        raise ValueError(f"--out ({path}) is a folder: name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out ({path}) cannot be written: {error.strerror or error}") from error
 
 
 def main() -> None:

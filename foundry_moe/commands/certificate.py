@@ -30,6 +30,7 @@ from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.rebuild import build, logits_of
 from foundry_moe.models.native.state_dict import Native
 
+AS_TRAINED = "as trained"  # in place of a dtype
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
 TOKENS = (2, 16)  # sequences and positions
 # Both compute in fp32 with another order of sums. Of the logits' standard deviation; a swapped pair of experts, a
@@ -97,7 +98,7 @@ def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None
             "manifest_xxh3": commit.manifest_hash,
         },
         family=exported.native.family.name,
-        dtype=exported.dtype or "as trained",
+        dtype=exported.dtype or AS_TRAINED,
         experts={"layers": len(blocks.layers), "each": blocks.num_experts},
     )
     certificate.problems += _compare_tensors(exported, folder, certificate.tensors)

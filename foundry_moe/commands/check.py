@@ -17,7 +17,7 @@ def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
         "the mesh and the batch fit is checked with --gpus, or where a launcher has set WORLD_SIZE.",
     )
     parser.add_argument("yaml", help="the run, as given to train.py")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--gpus", type=int, help="check that the mesh and the batch fit so many")
     parser.add_argument("--data", action="store_true", help="data that are not there yet are an error too")
     parser.add_argument("--gpus-per-node", type=int, default=8)

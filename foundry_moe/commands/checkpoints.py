@@ -11,11 +11,12 @@ from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoun
 from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.retention import Retention
+from foundry_moe.checkpoint.retention import Retention, distrust
 from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.commands.argument_types import positive, positive_int
+from foundry_moe.commands.argument_types import local_path, positive, positive_int
+from foundry_moe.commands.chosen_checkpoint import with_checkpoint
 
 FAILED = 1
 
@@ -47,13 +48,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     verify.set_defaults(run=_guarded(run_verify))
     gc = command("gc", "remove what no checkpoint names, and old checkpoints with --keep")
     gc.add_argument("--older-than", default="6h", help="unfinished attempts must be so old (default 6h)")
-    gc.add_argument("--keep", type=int, help="remove all but so many of the newest checkpoints, and milestones")
+    gc.add_argument(
+        "--keep",
+        type=positive_int,
+        help="remove all but so many of the newest checkpoints, and milestones; the newest that stays is read first",
+    )
     gc.add_argument("--dry-run", action="store_true", help="say what would go")
     gc.set_defaults(run=_guarded(run_gc))
     release = command("release", "let another run go on with this folder")
     release.set_defaults(run=_guarded(run_release))
     export = command("export", "a checkpoint in formats that others read")
-    export.add_argument("out", type=Path, help="a new folder, or a new file for torch")
+    export.add_argument("out", type=local_path, help="a new folder, or a new file for torch")
     export.add_argument(
         "--format",
         choices=("safetensors", "dcp", "torch"),
@@ -101,10 +106,12 @@ def _open(arguments: argparse.Namespace, *, new: bool = False) -> tuple[Store, L
 
 
 def _pick(ledger: Ledger, step: int | None) -> CommitKey:
-    keys = [key for key in ledger.newest_first() if step is None or key.step == step]
+    every = ledger.newest_first()
+    keys = [key for key in every if step is None or key.step == step]
     if not keys:
         wanted = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{ledger.store.url} holds no checkpoint{wanted}")
+        have = "; it holds: " + ", ".join(str(step) for step in sorted({key.step for key in every})) if every else ""
+        raise CheckpointError(f"{ledger.store.url} holds no checkpoint{wanted}{have}")
     return keys[0]
 
 
@@ -126,12 +133,14 @@ def run_ls(arguments: argparse.Namespace) -> int:
     if not keys:
         print(f"{store.url} holds no checkpoint")
         return 0
+    damaged = 0
     print(f"{'step':>10}  {'size':>9}  {'objects':>7}  {'saved':20}  mesh")
     for key in keys:
         try:
             commit = ledger.read(key)
         except DamagedError as error:
             print(f"{key.step:>10}  damaged: {error}")
+            damaged += 1
             continue
         summary = commit.summary
         kept = "  kept for ever" if summary.get("milestone") else ""
@@ -140,7 +149,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
             f"{key.step:>10}  {_size(summary.get('bytes', 0)):>9}  {summary.get('objects', 0):>7}  "
             f"{summary.get('saved', '?'):20}  {_mesh(summary.get('mesh'))}{kept}{fork}"
         )
-    return 0
+    return FAILED if damaged else 0
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -204,10 +213,10 @@ def run_gc(arguments: argparse.Namespace) -> int:
     older = parse_interval(arguments.older_than, "--older-than")
     if older.unit != "s":
         raise CheckpointError(f"--older-than ({arguments.older_than}) must be a time, for example 6h")
-    if arguments.keep is not None and arguments.keep < 1:
-        raise CheckpointError(f"--keep ({arguments.keep}) must be at least 1: the newest checkpoint always stays")
     retention, verb = Retention(ledger), "would remove" if arguments.dry_run else "removed"
     if arguments.keep is not None:
+        if retention.retain(arguments.keep, dry_run=True):
+            _distrust_damaged(ledger)
         for key in retention.retain(arguments.keep, dry_run=arguments.dry_run):
             print(f"{verb} the checkpoint of step {key.step}")
     stale = retention.stale_attempts(older.amount) if arguments.dry_run else retention.collect(older.amount)
@@ -220,13 +229,33 @@ def run_gc(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _distrust_damaged(ledger: Ledger) -> None:
+    """Reads the newest checkpoints until one is good: others are about to go, and sizes do not show damaged data."""
+    from foundry_moe.checkpoint.inspecting import verify
+
+    for key in ledger.newest_first():
+        try:
+            found = ledger.open(key)
+        except DamagedError:
+            continue  # which retention sees itself
+        with ledger.hold(found.commit):
+            problems = verify(ledger.store, found)
+        if not problems:
+            return
+        distrust(ledger.store, [key])
+        print(f"step {key.step} is damaged, and does not count as one that is kept: {problems[0]}", file=sys.stderr)
+
+
 def run_release(arguments: argparse.Namespace) -> int:
     store, _ = _open(arguments)
-    owner = Owners(store).release()
+    owners = Owners(store)
+    alive = owners.living_since_s() is not None
+    owner = owners.release()
     if owner is None:
         print(f"{store.url} belongs to nobody")
     else:
-        print(f"{store.url} belonged to {owner}; now any run may go on with it, and that one stops at its next save")
+        then = "and that one stops at its next save" if alive else "as before: that one has ended"
+        print(f"{store.url} belonged to {owner}; now any run may go on with it, {then}")
     return 0
 
 
@@ -235,20 +264,21 @@ def run_export(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.exporting import export, weight_map
 
     store, ledger = _open(arguments)
-    choice = ledger.choose("auto" if arguments.step is None else arguments.step)
-    for sentence in choice.rejected:
-        print(f"passed over: {sentence}", file=sys.stderr)
-    if choice.found is None:
-        raise CheckpointError(f"{store.url} holds no checkpoint")
-    found, out, section = choice.found, arguments.out, arguments.section
-    with ledger.hold(found.commit):
+    out, section = arguments.out, arguments.section
+
+    def write(found: Found) -> str:
         if arguments.format == "safetensors":
             index = export(store, found, out, section=section or "model", file_bytes=int(arguments.file_gb * 10**9))
             count, where = len(weight_map(index)), f"{len(set(weight_map(index).values()))} files, {index}"
         else:
             writers = {"dcp": stock_formats.export_dcp, "torch": stock_formats.export_torch}
             count, where = writers[arguments.format](store, found, out, section=section), str(out)
-    print(f"step {found.commit.step}: {count} tensors in {where}")
+        return f"step {found.commit.step}: {count} tensors in {where}"
+
+    try:
+        print(with_checkpoint(ledger, arguments.step, write))
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; name a new path") from error
     return 0
 
 

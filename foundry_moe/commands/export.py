@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -15,12 +16,15 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, NotFoundError
-from foundry_moe.checkpoint.exporting import sources_of, write_targets
+from foundry_moe.checkpoint.exporting import INDEX, sources_of, write_targets
 from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.commands.certificate import Certificate, Exported, certify
+from foundry_moe.commands.certificate import AS_TRAINED, Certificate, Exported, certify
+from foundry_moe.commands.certificate import FILE as CERTIFICATE
+from foundry_moe.commands.chosen_checkpoint import with_checkpoint
 from foundry_moe.commands.model_card import write_model_card
+from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
 
@@ -41,22 +45,40 @@ def export_command(arguments: argparse.Namespace) -> int:
     store = open_store(arguments.run_folder, options)
     if not store.exists():
         raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
-    ledger = Ledger(store)
-    choice = ledger.choose("auto" if arguments.step is None else arguments.step)
-    for sentence in choice.rejected:
-        print(f"passed over: {sentence}", file=sys.stderr)
-    if choice.found is None:
-        raise NotFoundError(f"{store.url} holds no checkpoint")
-    with ledger.hold(choice.found.commit):
-        architecture = _architecture(choice.found, store, arguments.config, arguments.overrides)
-        exported = plan_export(store, choice.found, architecture, dtype)
+    step, out = arguments.step, arguments.out
+    if arguments.check:
+        step, dtype = _exported_as(out, step, dtype)
+
+    def write(found: Found) -> Certificate:
+        architecture = _architecture(found, store, arguments.config, arguments.overrides)
+        exported = plan_export(store, found, architecture, dtype)
         if arguments.check:
-            certificate = certify(exported, arguments.out, with_logits=True if arguments.certify else None)
-            certificate.write(arguments.out)
-            return _tell(certificate, arguments.out)
+            certificate = certify(exported, out, with_logits=arguments.certify)
+            certificate.write(out)
+            return certificate
         tokenizer = read_tokenizer(arguments.tokenizer, architecture.tokenizer)
-        certificate = export_to(exported, arguments.out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
-    return _tell(certificate, arguments.out)
+        return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
+
+    return _tell(with_checkpoint(Ledger(store), step, write), out)
+
+
+def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
+    """The step and dtype that a folder was exported with, by its certificate; without one those asked for.
+
+    Raises:
+        ValueError: there is no such folder, or it is of another step or dtype than asked for.
+    """
+    if not (out / INDEX).is_file():
+        raise ValueError(f"--check: {out} is no exported folder, for it has no {INDEX}")
+    try:
+        certificate = json.loads((out / CERTIFICATE).read_text())
+        recorded = int(certificate["checkpoint"]["step"]), str(certificate["dtype"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return step, dtype
+    was = None if recorded[1] == AS_TRAINED else _dtype_named(recorded[1])
+    if step not in (None, recorded[0]) or dtype not in (None, was):
+        raise ValueError(f"--check: {out} is of step {recorded[0]}, {recorded[1]}: leave out --step and --dtype")
+    return recorded[0], was
 
 
 def _dtype_named(name: str | None) -> str | None:
@@ -115,7 +137,7 @@ def export_to(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name, None) is None or exported.architecture.model_type == "mpt":
                 setattr(config, name, getattr(tokenizer, name))
-    with _beside(out) as partial:
+    with _beside(out.resolve()) as partial:
         write_targets(
             exported.store,
             exported.found,
@@ -190,6 +212,8 @@ def _architecture(found: Found, store: Store, config: str | None, overrides: lis
         if overrides:
             raise ValueError(f"{overrides[0]}: keys of a run go with --config RUN.yaml")
         return Architecture.from_info(found.manifest.info, where)
+    if found.manifest.info.get(ARCHITECTURE) is not None:
+        raise ValueError(f"--config: {where} records its model, and goes by that: leave out --config and its keys")
     from foundry_moe.commands.architecture_of_run import architecture_of_run
 
     return architecture_of_run(config, overrides)

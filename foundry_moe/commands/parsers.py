@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.commands.argument_types import positive, positive_int
+from foundry_moe.commands.argument_types import local_path, positive, positive_int
 from foundry_moe.commands.chips import CHIPS
 
 
@@ -24,7 +24,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
         "any difference is too large.",
     )
     parser.add_argument("yaml", nargs="?", help="the run, as given to train.py")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--json", action="store_true", help="with a run: one JSON object in place of the table")
     parser.add_argument(
         "--mesh",
@@ -78,11 +78,13 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         "best mesh. Exit code 1 if the run will not fit.",
     )
     parser.add_argument("yaml", nargs="?", help="the run, as given to train.py; not with --calibrate")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--gpus", type=int, help="of the run; with --calibrate those that exchange messages")
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--gpu-memory-gib", type=positive, default=80.0, help="of one GPU (default: 80)")
-    parser.add_argument("--chip", choices=CHIPS, default="h100", help="decides which kernels run (default: h100)")
+    parser.add_argument("--gpu-memory-gib", type=positive, help="of one GPU (default: what --chip has)")
+    parser.add_argument(
+        "--chip", choices=CHIPS, default="h100", help="decides memory, kernels and times (default: h100)"
+    )
     parser.add_argument(
         "--skew", type=float, default=1.0, help="rows of the fullest expert rank over the mean (default: 1)"
     )
@@ -97,11 +99,13 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--step-s", type=positive, help="of a batch (default: from the plan)")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants, and nothing else")
-    parser.add_argument("--out", type=Path, help="of --calibrate (default: beside the tuned tiles)")
+    parser.add_argument("--out", type=local_path, help="of --calibrate (default: beside the tuned tiles)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="of --calibrate (default: cuda where there is one)")
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate:
+            if arguments.yaml is not None or arguments.search or arguments.restart or arguments.json:
+                parser.error("--calibrate measures this machine, and nothing else: leave out the run and its options")
             from foundry_moe.commands.calibrate import calibrate_command
 
             return calibrate_command(arguments)
@@ -128,8 +132,8 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
         "transformers. OUT appears once all of this is done, or not at all.",
     )
     parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://bucket/run or a path")
-    parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config, keys of the run")
+    parser.add_argument("out", metavar="OUT", type=local_path, help="a new folder")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="with --config, keys of the run")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint that is good")
     parser.add_argument("--dtype", help="bf16, fp16 or fp32 (default: as it was trained)")
     parser.add_argument(

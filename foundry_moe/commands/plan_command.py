@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from foundry_moe.commands.chips import MEMORY_GIB
 from foundry_moe.commands.known_constants import constants_of
 from foundry_moe.commands.plan import Machine, format_plan, plan_run
 from foundry_moe.commands.plan_json import plan_object, restart_object, search_object
@@ -21,7 +22,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
     return Machine(
         gpus=arguments.gpus,
         gpus_per_node=arguments.gpus_per_node,
-        gpu_bytes=arguments.gpu_memory_gib * GIB,
+        gpu_bytes=(arguments.gpu_memory_gib or MEMORY_GIB[arguments.chip]) * GIB,
         constants=constants_of(arguments.chip, arguments.constants),
         skew=arguments.skew,
     )

@@ -258,7 +258,7 @@ RECORDS = {
 def test_a_forged_record_is_damage(store, name, capsys) -> None:
     forge_record(store, 2, RECORDS[name])
     check_damaged(store, capsys)
-    assert tool("ls", store.url) == 0
+    assert tool("ls", store.url) == 1
     assert "damaged" in capsys.readouterr().out
 
 

@@ -100,8 +100,8 @@ class Wrapped(nn.Module):
         self.model = model
 
 
-def commit(model: nn.Module, folder: Path, **info: Any) -> Path:
-    """A checkpoint of step 7 of the model alone."""
+def commit(model: nn.Module, folder: Path, steps: tuple[int, ...] = (7,), **info: Any) -> Path:
+    """Checkpoints of the model alone."""
     architecture = architecture_of(model)
     assert architecture is not None
     engine = CheckpointEngine(
@@ -109,9 +109,10 @@ def commit(model: nn.Module, folder: Path, **info: Any) -> Path:
         policy=Policy(asynchronous=False),
         info={KEY: architecture.to_info(), "run_name": "small", **info},
     )
-    engine.save({"model": model.state_dict()}, 7, {"token": 1234, "sample": 12, "loss": 3.25})
-    report = engine.wait()
-    assert report is not None and report.error is None
+    for step in steps:
+        engine.save({"model": model.state_dict()}, step, {"token": 1234, "sample": 12, "loss": 3.25})
+        report = engine.wait()
+        assert report is not None and report.error is None
     return folder
 
 

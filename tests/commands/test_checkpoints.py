@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from foundry_moe.checkpoint.engine import CheckpointEngine
+from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import OwnedError
 from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
 from foundry_moe.checkpoint.ledger import Ledger
@@ -44,7 +44,7 @@ def test_ls_and_show_say_what_is_there(folder, capsys) -> None:
     assert "(8,1,1)" in out and "(2,1,4)" in out and "(1,1,8)" not in out and "(1,8,1)" in out
     assert "model.experts bfloat16 [4, 16, 64] 1 blocks" in out or "4 blocks" in out
     assert tool("show", folder, "--step", 7) == 1
-    assert "holds no checkpoint of step 7" in capsys.readouterr().err
+    assert "holds no checkpoint of step 7; it holds: 1, 2, 3" in capsys.readouterr().err
 
 
 def test_a_mesh_that_cannot_hold_it_is_named_by_its_sizes(folder) -> None:
@@ -83,7 +83,38 @@ def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
     out = capsys.readouterr().out
     assert "removed the checkpoint of step 1" in out and "1 checkpoints in" in out
     assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000003"}
-    assert tool("gc", folder, "--keep", 0) == 1
+    with pytest.raises(SystemExit):
+        tool("gc", folder, "--keep", 0)
+    assert "--keep: 0 must be 1 or more" in capsys.readouterr().err
+
+
+def flip_bytes(store, step) -> None:
+    """Of all blocks of a checkpoint's data: sizes stay."""
+    path = f"steps/{step:012d}/{attempt(store, step)}/data/000000.bin"
+    raw = bytearray(store.get(path))
+    for place in range(0, len(raw), 64):
+        raw[place] ^= 1
+    store.put(path, bytes(raw))
+
+
+def test_gc_reads_the_newest_that_stays_before_others_go(folder, capsys) -> None:
+    flip_bytes(open_store(str(folder)), 3)
+    assert tool("gc", folder, "--keep", 1) == 0
+    told = capsys.readouterr()
+    assert "step 3 is damaged, and does not count" in told.err and "checkpoint of step 1" in told.out
+    assert tool("verify", folder, "--step", 2) == 0 and tool("verify", folder, "--step", 3) == 1
+
+
+def test_a_run_that_met_damage_does_not_count_it_as_kept(folder) -> None:
+    """Else it would remove the checkpoint that it went on from, and keep the damaged one."""
+    store = open_store(str(folder))
+    flip_bytes(store, 3)
+    engine = CheckpointEngine(store, policy=Policy(keep=2))
+    loaded = engine.load(make_state(0))
+    assert loaded is not None and loaded.step == 2
+    engine.save(make_state(4), 4)
+    engine.wait()
+    assert {key.step for key in Ledger(store).newest_first()} == {4, 3, 2}
 
 
 def test_gc_keeps_the_newest_good_checkpoint(folder, capsys) -> None:
@@ -119,13 +150,26 @@ def test_export_passes_over_damage_or_writes_no_index(folder, tmp_path, capsys) 
     assert "step 2:" in capsys.readouterr().out
     assert tool("export", folder, tmp_path / "nothing", "--section", "models") == 1
     assert "has no section 'models'; it has: model, optim, values" in capsys.readouterr().err
-    raw = bytearray(store.get("steps/000000000002/" + attempt(store) + "/data/000000.bin"))
-    for place in range(0, len(raw), 64):
-        raw[place] ^= 1
-    store.put("steps/000000000002/" + attempt(store) + "/data/000000.bin", bytes(raw))
-    assert tool("export", folder, tmp_path / "bad") == 1
-    assert "do not have the recorded hash" in capsys.readouterr().err
-    assert not list((tmp_path / "bad").glob("*.json"))
+    flip_bytes(store, 2)
+    assert tool("export", folder, tmp_path / "bad", "--step", 2) == 1
+    told = capsys.readouterr().err
+    assert "do not have the recorded hash" in told and "other steps: 1, 3" in told
+    assert not list((tmp_path / "bad").iterdir())
+    assert tool("export", folder, tmp_path / "bad") == 0
+    told = capsys.readouterr()
+    assert "step 2 is damaged, trying the one before" in told.err and "step 1:" in told.out
+    assert tool("export", folder, tmp_path / "gone", "--step", 3) == 1
+    assert "It holds other steps: 1, 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp", "torch"])
+def test_an_export_that_cannot_be_written_is_one_sentence(folder, tmp_path, capsys, kind) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert tool("export", folder, tmp_path / "file" / "out", "--format", kind) == 1
+    assert capsys.readouterr().err.count("\n") == 1 and (tmp_path / "file").read_text() == "kept"
+    with pytest.raises(SystemExit):
+        tool("export", folder, "s3://bucket/out", "--format", kind)
+    assert "s3://bucket/out must be a path of this host" in capsys.readouterr().err
 
 
 def test_export_to_pytorchs_formats_and_back(folder, tmp_path, capsys) -> None:
@@ -162,8 +206,8 @@ def test_a_damaged_block_leaves_no_stock_checkpoint(folder, tmp_path, capsys) ->
         assert not (out / ".metadata").exists() and not out.is_file()
 
 
-def attempt(store) -> str:
-    return next(entry.key.split("/")[2] for entry in store.scan("steps/000000000002/"))
+def attempt(store, step) -> str:
+    return next(entry.key.split("/")[2] for entry in store.scan(f"steps/{step:012d}/"))
 
 
 def check_begins(store, weights) -> None:

@@ -95,6 +95,51 @@ def test_cast_to_bf16_in_small_files_it_is_the_rounded_model(tmp_path: Path) -> 
     torch.testing.assert_close(logits(there), logits(model.model), rtol=1e-4, atol=1e-5)
 
 
+def test_a_check_is_of_the_step_and_dtype_that_the_folder_was_made_of(tmp_path: Path, capsys: Any) -> None:
+    run, out = commit(mpt(), tmp_path / "run"), tmp_path / "out"
+    assert export(run, out, "--dtype", "bf16") == 0
+    before = (out / "certificate.json").read_text()
+    assert export(run, out, "--check", "--no-certify") == 0
+    assert not json.loads((out / "certificate.json").read_text())["logits"]["compared"]
+    for wrong in (["--dtype", "fp16"], ["--step", 6]):
+        assert export(run, out, "--check", *wrong) == 2
+        assert "is of step 7, bfloat16: leave out --step and --dtype" in capsys.readouterr().err
+    assert export(run, out, "--check", "--certify") == 0
+    assert json.loads((out / "certificate.json").read_text())["tensors"] == json.loads(before)["tensors"]
+    for nothing in (tmp_path / "missing", run):
+        assert export(run, nothing, "--check") == 2
+        assert "is no exported folder" in capsys.readouterr().err and not (nothing / "certificate.json").exists()
+
+
+def test_another_model_than_the_recorded_one_is_refused(tmp_path: Path, capsys: Any) -> None:
+    """Its weights may have the same shapes, as with another `top_k`."""
+    words = ["--config", str(ROOT / "yamls/pretrain/1gpu.yaml"), "model.moe.top_k=1"]
+    assert export(commit(mpt(), tmp_path / "run"), tmp_path / "out", *words) == 2
+    assert "records its model, and goes by that: leave out --config" in capsys.readouterr().err
+
+
+def test_the_newest_good_checkpoint_leaves_where_data_is_damaged(tmp_path: Path, capsys: Any) -> None:
+    run = commit(mpt(), tmp_path / "run", steps=(7, 8))
+    store = open_store(str(run))
+    newest = next(entry.key for entry in store.scan("steps/000000000008/") if entry.key.endswith(".bin"))
+    raw = bytearray(store.get(newest))
+    raw[::64] = bytes(byte ^ 1 for byte in raw[::64])
+    store.put(newest, bytes(raw))
+    assert export(run, tmp_path / "out", "--tokenizer", "none", "--step", 8) == 1
+    assert "other steps: 7" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert export(run, tmp_path / "out", "--tokenizer", "none") == 0
+    told = capsys.readouterr()
+    assert "step 8 is damaged, trying the one before" in told.err and "step 7 as Mixtral" in told.out
+
+
+def test_into_the_folder_that_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = commit(mpt(), tmp_path / "run")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert export(run, ".", "--tokenizer", "none", "--no-certify") == 0
+    assert (tmp_path / "here" / "config.json").is_file()
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run, and its export."""
