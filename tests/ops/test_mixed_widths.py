@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 from torch.nn import functional as F
 
 from foundry_moe.ops.mixed_widths import mixed_mlp
@@ -92,6 +93,9 @@ def test_kernels_at_widths_above_a_block_on_a_gpu(dtype, tolerance):
     compare("blocksparse", dtype, tolerance, widths=(512, 128, 640, 1024, 72, 256), tokens=700, width=256)
 
 
+@pytest.mark.skipif(
+    triton.__version__.startswith("3.3"), reason="Triton 3.3's interpreter keeps operands until garbage is collected"
+)
 @pytest.mark.parametrize("memory", ["save", "recompute"])
 def test_a_step_never_holds_pre_activations_twice(memory):
     """Nor them and their gradient: the latter takes the former's place."""
