@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 
+from foundry_moe.commands.data_sheets import SHEETS
+from foundry_moe.parallel.mesh import divisors
+
 ROOT = Path(__file__).resolve().parents[1]
-PEAK_TFLOPS = 989  # dense bf16 of an H100 or H200, by its data sheet
 LAYERS = {"dbrx_wide": {1: 1, 2: 3, 4: 7}, "qwen3_30b_a3b": {1: 9, 2: 20, 4: 31}}  # that fit so many GPUs
 # on four GPUs: what of a step, floor, aim
 GOALS = {
@@ -64,23 +66,28 @@ class Outcome:
     seconds: float
 
     @classmethod
-    def read(cls, path: Path) -> Outcome | None:
-        """None where there is none, or none that can be read."""
+    def read(cls, part: Part, out: Path) -> Outcome | None:
+        """None where the part has not run with this command, or nothing that can be read says so."""
         try:
-            kept = json.loads(path.read_text())
-            return cls(**{**kept, "command": tuple(kept["command"])})
+            kept = json.loads((out / f"{part.name}.json").read_text())
+            outcome = cls(**{**kept, "command": tuple(kept["command"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
+        return outcome if outcome.command == part.command else None
 
 
 def meshes_of(gpus: int) -> list[tuple[int, int, int]]:
     """(replicate, shard, expert) of so many GPUs whose experts are divided, most ranks an expert group first."""
-    found = []
-    for expert in range(gpus, 1, -1):
-        for shard in range(1, gpus + 1):
-            if gpus % (expert * shard) == 0:
-                found.append((gpus // (expert * shard), shard, expert))
-    return found
+    return [
+        (gpus // (expert * shard), shard, expert)
+        for expert in reversed(divisors(gpus)[1:])
+        for shard in divisors(gpus // expert)
+    ]
+
+
+def launched(gpus: int, script: str) -> tuple[str, ...]:
+    """A script on so many GPUs."""
+    return (sys.executable, "-m", "composer.cli.launcher", "-n", str(gpus), script)
 
 
 def step(name: str, yaml: str, mesh: tuple[int, int, int], steps: int, *keys: str, strict: bool = False) -> Part:
@@ -88,9 +95,9 @@ def step(name: str, yaml: str, mesh: tuple[int, int, int], steps: int, *keys: st
     gpus = mesh[0] * mesh[1] * mesh[2]
     on_mesh = [f"model.moe.mesh.{key}={size}" for key, size in zip(("replicate", "shard", "expert"), mesh, strict=True)]
     batch = f"global_train_batch_size={4 * gpus}"
-    launch = [sys.executable, "-m", "composer.cli.launcher", "-n", str(gpus), "benchmarks/train_step.py"]
-    command = [*launch, f"yamls/bench/{yaml}.yaml", batch, f"max_duration={steps}ba", *on_mesh, *keys]
-    return Part(name=name, command=tuple(command), limit_s=120 + steps, strict=strict)
+    run = (f"yamls/bench/{yaml}.yaml", batch, f"max_duration={steps}ba", *on_mesh, *keys)
+    command = (*launched(gpus, "benchmarks/train_step.py"), *run)
+    return Part(name=name, command=command, limit_s=120 + steps, strict=strict)
 
 
 def parts_of(gpus: int) -> list[Part]:
@@ -129,12 +136,11 @@ def parts_of(gpus: int) -> list[Part]:
         some *= 2
     skew = (python, "benchmarks/skew.py", "--gpus", several)
     hot = ("--zipf", "0.5", "1", "1.5", "--hot-experts", "0", "1", "2", "4", "8", "--buffers", "2")
-    launch = (python, "-m", "composer.cli.launcher", "-n", several)
     return [
         *parts,
         Part(name="skew", command=skew, limit_s=200),
         Part(name="hot-experts", command=(*skew, *hot), limit_s=200),
-        Part(name="saves", command=(*launch, "benchmarks/checkpoint_gpu.py"), limit_s=400),
+        Part(name="saves", command=launched(gpus, "benchmarks/checkpoint_gpu.py"), limit_s=400),
     ]
 
 
@@ -176,7 +182,7 @@ def figures_of(log: str) -> dict[str, Any] | None:
                     "ms": found["step_ms"],
                     "tokens/s a GPU": found["tokens_per_s_per_gpu"],
                     "MFU": found["mfu"],
-                    "TFLOP/s": found["mfu"] and round(found["mfu"] * PEAK_TFLOPS),
+                    "TFLOP/s": found["mfu"] and round(found["mfu"] * SHEETS["h200"][0]),
                     "GiB": found["allocated_gib"],
                     "slowest over median": found["slowest_over_median"],
                 }
@@ -186,10 +192,11 @@ def figures_of(log: str) -> dict[str, Any] | None:
 def verdict(name: str, gpus: int, found: dict[str, Any]) -> list[str]:
     """The goal of a step, with floor and aim, and which of them hold."""
     held = []
-    quantity, floor, aim = GOALS.get(name, ("ms", 0.0, 0.0))
-    if gpus == 4 and name in GOALS and found[quantity] is not None:
-        reached = "aim" if found[quantity] >= aim else "floor" if found[quantity] >= floor else "missed"
-        held.append(f"{quantity} {floor:g}, {aim:g}: {reached}")
+    if gpus == 4 and name in GOALS:
+        quantity, floor, aim = GOALS[name]
+        if (value := found[quantity]) is not None:
+            reached = "aim" if value >= aim else "floor" if value >= floor else "missed"
+            held.append(f"{quantity} {floor:g}, {aim:g}: {reached}")
     slowest = found["slowest over median"]
     if slowest is not None:
         held.append(f"slowest {SLOWEST}: {'held' if slowest <= SLOWEST else 'missed'}")
@@ -200,8 +207,8 @@ def report(parts: Sequence[Part], gpus: int, out: Path) -> Iterator[str]:
     """Lines of markdown about every part that has run."""
     steps, others = [], []
     for part in parts:
-        outcome = Outcome.read(out / f"{part.name}.json")
-        if outcome is None or outcome.command != part.command:
+        outcome = Outcome.read(part, out)
+        if outcome is None:
             continue
         log = (out / f"{part.name}.log").read_text(errors="replace")
         found = figures_of(log)
@@ -246,8 +253,8 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     began, failed, left = time.monotonic(), [], []
     for part in chosen:
-        earlier = Outcome.read(arguments.out / f"{part.name}.json")
-        if earlier is not None and earlier.command == part.command and earlier.exit_code == 0:
+        earlier = Outcome.read(part, arguments.out)
+        if earlier is not None and earlier.exit_code == 0:
             continue
         if time.monotonic() - began > 60 * arguments.minutes:
             left.append(part.name)

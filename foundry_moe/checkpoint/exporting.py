@@ -7,6 +7,7 @@ format is at https://github.com/huggingface/safetensors#format: 8 bytes of lengt
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import math
 import os
@@ -133,23 +134,19 @@ def write_targets(
         groups[-1].append(target)
         filled += sizes[target.name]
     names: dict[str, str] = {}
-    written: list[Path] = []
-    try:
+    with contextlib.ExitStack() as undo:  # what was written goes if one file fails
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             partial = out / (name + ".partial")
-            written.append(partial)
+            undo.callback(partial.unlink, missing_ok=True)
             with open(partial, "wb") as file:
                 begins = _begin_file(file, group, kinds, sizes, found.commit.step)
                 _fill_file(file, group, begins, {n: TORCH_DTYPES[k] for n, k in kinds.items()}, sources, store, found)
                 file.flush()
                 os.fsync(file.fileno())
-            written[-1] = partial.rename(out / name)
+            undo.callback(partial.rename(out / name).unlink, missing_ok=True)
             names |= {target.name: name for target in group}
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
+        undo.pop_all()
     index = out / INDEX
     total = sum(sizes.values())
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=1, sort_keys=True))

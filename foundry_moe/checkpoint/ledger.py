@@ -57,6 +57,11 @@ def is_finite(commit: Commit) -> bool:
     return commit.summary.get("finite") is not False
 
 
+def listed_steps(keys: Iterable[CommitKey]) -> str:
+    """The steps of some commits for a sentence, each once; empty for none."""
+    return ", ".join(str(step) for step in sorted({key.step for key in keys}))
+
+
 class Ledger:
     """The commits of one folder."""
 
@@ -200,15 +205,16 @@ class Ledger:
             if keys and keys[0] not in candidates and self._forked_from(keys[0]) == resume:
                 candidates = [key for key in keys if key.generation == newest] + candidates
             if not candidates:
-                have = ", ".join(str(step) for step in sorted({key.step for key in keys})) or "none"
-                raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; it holds: {have}")
+                have = f"it holds: {listed_steps(keys) or 'none'}"
+                raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; {have}")
         try:  # a step that the user names is theirs to look at
             found, rejected = self.first_good(candidates, skip=skip, finite=resume == "auto")
         except DamagedError as error:
-            others = sorted({key.step for key in keys} - {key.step for key in candidates})
+            tried = {key.step for key in candidates}
+            others = listed_steps(key for key in keys if key.step not in tried)
             if not others:
                 raise
-            raise DamagedError(f"{error}. It holds other steps: {', '.join(map(str, others))}") from error
+            raise DamagedError(f"{error}. It holds other steps: {others}") from error
         if found is None:
             return Choice(found=None, generation=newest, forked_from=None)
         return Choice(

@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 HOLD_S = 24 * 3600.0  # a reader that died is forgotten after this
 UNFINISHED_IN = ("steps/", "commits/", "owners/", "holds/")
-
-
 _damaged: defaultdict[str, set[CommitKey]] = defaultdict(set)  # by store, found by whoever read them in this process
 
 

@@ -1,9 +1,14 @@
-"""Types of argparse's arguments: what cannot be is refused before anything runs."""
+"""Arguments that several commands have, and types of arguments: what cannot be is refused before anything runs."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+
+def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> None:
+    """Keys of a run after its YAML, or none. Without a default argparse would name them among what is required."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def positive(text: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from foundry_moe.commands.argument_types import local_path
 from foundry_moe.commands.chips import CHIPS
 from foundry_moe.commands.constants import FORMAT, Constants, Link, write_constants
 from foundry_moe.commands.known_constants import default_path, shipped_constants
@@ -147,7 +148,7 @@ def main() -> None:
     """`python -m foundry_moe.commands.calibrate`, where the command `foundry-moe` is not installed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, help="that exchange messages (default: all of this host)")
-    parser.add_argument("--out", type=Path, help="default: beside the tuned tiles, where plan --chip finds it")
+    parser.add_argument("--out", type=local_path, help="default: beside the tuned tiles, where plan --chip finds it")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees a GPU")
     sys.exit(calibrate_command(parser.parse_args()))
 

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from foundry_moe.commands.argument_types import add_overrides
+
 
 def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe check`: sets `run` to a function of the parsed arguments that returns an exit code."""
@@ -17,7 +19,7 @@ def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
         "the mesh and the batch fit is checked with --gpus, or where a launcher has set WORLD_SIZE.",
     )
     parser.add_argument("yaml", help="the run, as given to train.py")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    add_overrides(parser)
     parser.add_argument("--gpus", type=int, help="check that the mesh and the batch fit so many")
     parser.add_argument("--data", action="store_true", help="data that are not there yet are an error too")
     parser.add_argument("--gpus-per-node", type=int, default=8)

@@ -7,16 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
-from foundry_moe.checkpoint.ledger import Found, Ledger
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.retention import Retention, distrust
 from foundry_moe.checkpoint.settings import parse_interval
-from foundry_moe.checkpoint.store import Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.commands.argument_types import local_path, positive, positive_int
-from foundry_moe.commands.chosen_checkpoint import with_checkpoint
+from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 
 FAILED = 1
 
@@ -96,21 +94,12 @@ def _guarded(function):  # type: ignore[no-untyped-def]
     return run
 
 
-def _open(arguments: argparse.Namespace, *, new: bool = False) -> tuple[Store, Ledger]:
-    """The folder of a command, which must be there unless the command makes a `new` one."""
-    options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
-    store = open_store(arguments.folder, options)
-    if not new and not store.exists():
-        raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
-    return store, Ledger(store)
-
-
 def _pick(ledger: Ledger, step: int | None) -> CommitKey:
     every = ledger.newest_first()
     keys = [key for key in every if step is None or key.step == step]
     if not keys:
         wanted = "" if step is None else f" of step {step}"
-        have = "; it holds: " + ", ".join(str(step) for step in sorted({key.step for key in every})) if every else ""
+        have = f"; it holds: {listed_steps(every)}" if every else ""
         raise CheckpointError(f"{ledger.store.url} holds no checkpoint{wanted}{have}")
     return keys[0]
 
@@ -128,7 +117,7 @@ def _mesh(mesh: object) -> str:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    store, ledger = _open(arguments)
+    store, ledger = open_folder(arguments.folder, arguments)
     keys = ledger.newest_first()
     if not keys:
         print(f"{store.url} holds no checkpoint")
@@ -155,7 +144,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 def run_show(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
 
-    _, ledger = _open(arguments)
+    _, ledger = open_folder(arguments.folder, arguments)
     found = ledger.open(_pick(ledger, arguments.step))
     manifest, info = found.manifest, found.manifest.info
     print(f"step {found.commit.step}, attempt {found.commit.attempt.rpartition('/')[2]}")
@@ -184,7 +173,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 def run_verify(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.inspecting import verify
 
-    store, ledger = _open(arguments)
+    store, ledger = open_folder(arguments.folder, arguments)
     keys = [_pick(ledger, arguments.step)] if arguments.step is not None else ledger.newest_first()
     bad = 0
     for key in keys:
@@ -209,7 +198,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    store, ledger = _open(arguments)
+    store, ledger = open_folder(arguments.folder, arguments)
     older = parse_interval(arguments.older_than, "--older-than")
     if older.unit != "s":
         raise CheckpointError(f"--older-than ({arguments.older_than}) must be a time, for example 6h")
@@ -247,7 +236,7 @@ def _distrust_damaged(ledger: Ledger) -> None:
 
 
 def run_release(arguments: argparse.Namespace) -> int:
-    store, _ = _open(arguments)
+    store, _ = open_folder(arguments.folder, arguments)
     owners = Owners(store)
     alive = owners.living_since_s() is not None
     owner = owners.release()
@@ -263,7 +252,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint import stock_formats
     from foundry_moe.checkpoint.exporting import export, weight_map
 
-    store, ledger = _open(arguments)
+    store, ledger = open_folder(arguments.folder, arguments)
     out, section = arguments.out, arguments.section
 
     def write(found: Found) -> str:
@@ -286,7 +275,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.importing import import_weights
     from foundry_moe.models.renaming import renaming_of
 
-    store, _ = _open(arguments, new=True)
+    store, _ = open_folder(arguments.folder, arguments, new=True)
     try:
         rename = None if arguments.prefix else renaming_of(Path(arguments.source))
     except ValueError as error:

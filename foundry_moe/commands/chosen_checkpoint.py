@@ -1,16 +1,32 @@
-"""The checkpoint that a command reads: of a step, or the newest whose data is good."""
+"""The folder that a command works on, and the checkpoint that it reads: of a step, or the newest whose data is good."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 from foundry_moe.checkpoint.errors import DamagedError, NotFoundError
-from foundry_moe.checkpoint.ledger import Found, Ledger
+from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.records import CommitKey
+from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.stores import open_store
 
 T = TypeVar("T")
+
+
+def open_folder(folder: str, arguments: argparse.Namespace, *, new: bool = False) -> tuple[Store, Ledger]:
+    """A run's folder, with the options of the store among a command's arguments.
+
+    Raises:
+        NotFoundError: it is not there, and the command makes no `new` one.
+    """
+    options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
+    store = open_store(folder, options)
+    if not new and not store.exists():
+        raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
+    return store, Ledger(store)
 
 
 def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T]) -> T:
@@ -39,8 +55,8 @@ def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T])
                 return use(choice.found)
         except DamagedError as error:
             if step is not None:
-                others = sorted({key.step for key in ledger.newest_first()} - {step})
-                there = f"; other steps: {', '.join(map(str, others))}" if others else ""
+                others = listed_steps(key for key in ledger.newest_first() if key.step != step)
+                there = f"; other steps: {others}" if others else ""
                 raise DamagedError(f"step {step} is damaged: {error}{there}") from error
             damaged.append(commit.where)
             print(f"step {commit.step} is damaged, trying the one before: {error}", file=sys.stderr)

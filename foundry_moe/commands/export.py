@@ -15,14 +15,13 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.errors import CheckpointError, NotFoundError
+from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.exporting import INDEX, sources_of, write_targets
-from foundry_moe.checkpoint.ledger import Found, Ledger
-from foundry_moe.checkpoint.store import Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint.ledger import Found
+from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.certificate import FILE as CERTIFICATE
-from foundry_moe.commands.chosen_checkpoint import with_checkpoint
+from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.model_card import write_model_card
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import Architecture
@@ -41,10 +40,7 @@ def export_command(arguments: argparse.Namespace) -> int:
             its certificate. Then nothing stays.
     """
     dtype = _dtype_named(arguments.dtype)
-    options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
-    store = open_store(arguments.run_folder, options)
-    if not store.exists():
-        raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
+    store, ledger = open_folder(arguments.run_folder, arguments)
     step, out = arguments.step, arguments.out
     if arguments.check:
         step, dtype = _exported_as(out, step, dtype)
@@ -59,7 +55,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         tokenizer = read_tokenizer(arguments.tokenizer, architecture.tokenizer)
         return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
 
-    return _tell(with_checkpoint(Ledger(store), step, write), out)
+    return _tell(with_checkpoint(ledger, step, write), out)
 
 
 def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:

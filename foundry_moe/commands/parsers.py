@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.commands.argument_types import local_path, positive, positive_int
+from foundry_moe.commands.argument_types import add_overrides, local_path, positive, positive_int
 from foundry_moe.commands.chips import CHIPS
 
 
@@ -24,7 +24,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
         "any difference is too large.",
     )
     parser.add_argument("yaml", nargs="?", help="the run, as given to train.py")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="with a run: one JSON object in place of the table")
     parser.add_argument(
         "--mesh",
@@ -78,7 +78,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         "best mesh. Exit code 1 if the run will not fit.",
     )
     parser.add_argument("yaml", nargs="?", help="the run, as given to train.py; not with --calibrate")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    add_overrides(parser)
     parser.add_argument("--gpus", type=int, help="of the run; with --calibrate those that exchange messages")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory-gib", type=positive, help="of one GPU (default: what --chip has)")
@@ -133,7 +133,7 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://bucket/run or a path")
     parser.add_argument("out", metavar="OUT", type=local_path, help="a new folder")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="with --config, keys of the run")
+    add_overrides(parser, help="with --config, keys of the run")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint that is good")
     parser.add_argument("--dtype", help="bf16, fp16 or fp32 (default: as it was trained)")
     parser.add_argument(

@@ -31,7 +31,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     kept = shape.dense + shape.experts / mesh.expert if step.reductions < step.microbatches else held
     at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
-    gathered = width * float(shape.total if mesh.world_size == 1 else shape.outside_blocks)
+    gathered: float = width * (shape.total if mesh.world_size == 1 else shape.outside_blocks)
     if mesh.world_size == 1:  # autocast's copies of weights go layer by layer in the backward pass
         at_end = 4 * held + layer + (width + width) * unit - gathered  # of the last layer its gradients and copies
     else:

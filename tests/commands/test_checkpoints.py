@@ -17,7 +17,7 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, Owners
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.commands.checkpoints import add_parser
-from tests.checkpoint.test_engine import damage, make_state, save
+from tests.checkpoint.test_engine import damage, data_object, make_state, save
 
 
 def tool(*words: object) -> int:
@@ -90,7 +90,7 @@ def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
 
 def flip_bytes(store, step) -> None:
     """Of all blocks of a checkpoint's data: sizes stay."""
-    path = f"steps/{step:012d}/{attempt(store, step)}/data/000000.bin"
+    path = data_object(store, step)
     raw = bytearray(store.get(path))
     for place in range(0, len(raw), 64):
         raw[place] ^= 1
@@ -98,7 +98,7 @@ def flip_bytes(store, step) -> None:
 
 
 def test_gc_reads_the_newest_that_stays_before_others_go(folder, capsys) -> None:
-    flip_bytes(open_store(str(folder)), 3)
+    damage(open_store(str(folder)), 3, "bit flipped")
     assert tool("gc", folder, "--keep", 1) == 0
     told = capsys.readouterr()
     assert "step 3 is damaged, and does not count" in told.err and "checkpoint of step 1" in told.out
@@ -108,7 +108,7 @@ def test_gc_reads_the_newest_that_stays_before_others_go(folder, capsys) -> None
 def test_a_run_that_met_damage_does_not_count_it_as_kept(folder) -> None:
     """Else it would remove the checkpoint that it went on from, and keep the damaged one."""
     store = open_store(str(folder))
-    flip_bytes(store, 3)
+    damage(store, 3, "bit flipped")
     engine = CheckpointEngine(store, policy=Policy(keep=2))
     loaded = engine.load(make_state(0))
     assert loaded is not None and loaded.step == 2
@@ -204,10 +204,6 @@ def test_a_damaged_block_leaves_no_stock_checkpoint(folder, tmp_path, capsys) ->
         assert tool("export", folder, out, "--step", 3, "--format", kind) == 1
         assert "do not have the recorded hash" in capsys.readouterr().err
         assert not (out / ".metadata").exists() and not out.is_file()
-
-
-def attempt(store, step) -> str:
-    return next(entry.key.split("/")[2] for entry in store.scan(f"steps/{step:012d}/"))
 
 
 def check_begins(store, weights) -> None:

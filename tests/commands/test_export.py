@@ -26,6 +26,7 @@ from foundry_moe.commands import certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.state_dict import native_of
+from tests.checkpoint.test_engine import damage
 from tests.commands.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, STRETCHED, Wrapped, commit, mpt, of_hugging_face
 from tests.models.families.small import small
 
@@ -120,11 +121,7 @@ def test_another_model_than_the_recorded_one_is_refused(tmp_path: Path, capsys: 
 
 def test_the_newest_good_checkpoint_leaves_where_data_is_damaged(tmp_path: Path, capsys: Any) -> None:
     run = commit(mpt(), tmp_path / "run", steps=(7, 8))
-    store = open_store(str(run))
-    newest = next(entry.key for entry in store.scan("steps/000000000008/") if entry.key.endswith(".bin"))
-    raw = bytearray(store.get(newest))
-    raw[::64] = bytes(byte ^ 1 for byte in raw[::64])
-    store.put(newest, bytes(raw))
+    damage(open_store(str(run)), 8, "bit flipped")
     assert export(run, tmp_path / "out", "--tokenizer", "none", "--step", 8) == 1
     assert "other steps: 7" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert export(run, tmp_path / "out", "--tokenizer", "none") == 0
