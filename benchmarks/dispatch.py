@@ -8,22 +8,17 @@ choice. So there are two readings, both beside NCCL's even all-to-all in the sam
 - of the bytes: those that leave, over the time, as a share of the bandwidth that NCCL shows for as many;
 - of the work: the time in which NCCL does a plain exchange, one row for each choice, there and back, over ours.
 
-Ours are two: `flat`, an all-to-all by NCCL, and `direct`: ranks store into each other's memory. They must give
-the same bits.
-
 `between ranks` moves tokens to their ranks and back; `to experts' rows` also copies them to the rows of each choice
 and sums these rows, weighted, which a plain exchange has done by then. Times are medians of the slowest rank.
 
-A second table is of whole layers, with block-sparse experts (`--hidden`, swiglu), whose tokens travel either way, in 1,
-2 and 4 chunks.
+The last line is of a whole layer with block-sparse experts (`--hidden`, swiglu).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,11 +28,10 @@ from torch import Tensor
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
-from foundry_moe.layers.token_dispatcher import Chunk, TokenDispatcher
+from foundry_moe.layers.token_dispatcher import Chunk
 from foundry_moe.ops.permute import permute, unpermute
 from foundry_moe.parallel.all_to_all import FlatAllToAll, Splits
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from foundry_moe.parallel.direct_dispatcher import DirectDispatcher, DirectExchange
 
 ROUNDS, WARM_UP = 30, 10
 
@@ -80,14 +74,6 @@ class _Nothing(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0]
 
 
-def _dispatchers(all_to_all: FlatAllToAll, num_experts: int, chunks: int = 1) -> dict[str, TokenDispatcher]:
-    exchange = DirectExchange(all_to_all.group, torch.device("cuda", torch.cuda.current_device()))
-    return {
-        "flat": AllToAllDispatcher(all_to_all, num_experts=num_experts, chunks=chunks),
-        "direct": DirectDispatcher(exchange, num_experts=num_experts, chunks=chunks),
-    }
-
-
 Stage = Callable[[tuple[Chunk, ...]], tuple[Chunk, ...]]
 
 
@@ -111,7 +97,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     """One rank's part; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
     all_to_all = _Recorder(dist.group.WORLD)
-    dispatchers = _dispatchers(all_to_all, num_experts)
+    dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts)
     x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
     experts_TK = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
@@ -119,16 +105,10 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
 
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
 
-    def forward(way: str, experts: Stage) -> Tensor:
-        dispatcher = dispatchers[way]
+    def forward(experts: Stage) -> Tensor:
         return dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
 
-    def bits(way: str) -> list[Tensor]:
-        y_TD = forward(way, _to_rows)
-        return [y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), gradient)]
-
-    for expected, direct in zip(bits("flat"), bits("direct"), strict=True):
-        assert torch.equal(expected, direct), "the two ways differ"
+    forward(_to_rows)
     splits = all_to_all.last
     to = splits.stages[0][0]
     leaving = sum(n for rank, n in enumerate(to) if rank != all_to_all.rank)
@@ -150,11 +130,8 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
         "exchange": _milliseconds(lambda: all_to_all.send_back(all_to_all.send(rows, splits).wait(), splits).wait()),
     }
     for name, experts in (("between ranks", _between_ranks), ("to experts' rows", _to_rows)):
-        for way in dispatchers:
-            run = partial(forward, way, experts)
-            found[f"{name}, {way}, forward"] = _milliseconds(run)
-            found[f"{name}, {way}, forward and backward"] = _milliseconds(lambda run=run: run().backward(gradient))  # type: ignore[misc]
-    dispatcher = dispatchers["flat"]
+        found[f"{name}, forward"] = _milliseconds(lambda e=experts: forward(e))  # type: ignore[misc]
+        found[f"{name}, forward and backward"] = _milliseconds(lambda e=experts: forward(e).backward(gradient))  # type: ignore[misc]
     w1_DF, w2_FD = (
         (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_()
         for shape in ((width, 2 * width), (2 * width, width))
@@ -169,7 +146,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
             shared_TD = shared()
             y_TD = dispatcher.combine(outputs) + shared_TD
         else:
-            y_TD = forward("flat", _to_rows) + shared()
+            y_TD = forward(_to_rows) + shared()
         y_TD.backward(gradient)
 
     found["shared expert alone"] = _milliseconds(lambda: shared().backward(gradient))
@@ -178,10 +155,8 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     return found
 
 
-def measure_layers(
-    tokens: int, width: int, num_experts: int, top_k: int, hidden: int, chunks: Sequence[int] = (1, 2, 4)
-) -> dict[tuple[str, int], tuple[float, float]]:
-    """(forward, forward and backward) of a layer with experts, by way and chunks; equal on all ranks."""
+def measure_layer(tokens: int, width: int, num_experts: int, top_k: int, hidden: int) -> tuple[float, float]:
+    """(forward, forward and backward) of a layer with experts, in ms; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
     all_to_all = FlatAllToAll(dist.group.WORLD)
     experts = Experts(
@@ -203,19 +178,16 @@ def measure_layers(
 
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
 
-    def layer(dispatcher: TokenDispatcher, backward: bool) -> None:
+    dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts)
+
+    def layer(backward: bool) -> None:
         y_TD = dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
         if backward:
             for tensor in (x_TD, weights_TK, *experts.parameters()):
                 tensor.grad = None
             y_TD.backward(gradient)
 
-    found = {}
-    for count in chunks:
-        for way, dispatcher in _dispatchers(all_to_all, num_experts, count).items():
-            forward, both = (_milliseconds(lambda d=dispatcher, b=b: layer(d, b)) for b in (False, True))  # type: ignore[misc]
-            found[way, count] = (forward, both)
-    return found
+    return _milliseconds(lambda: layer(False)), _milliseconds(lambda: layer(True))
 
 
 def main() -> None:
@@ -232,8 +204,8 @@ def main() -> None:
         sizes = (tokens, arguments.width, arguments.experts, arguments.top_k)
         found = run_processes(measure, *sizes, world_size=arguments.gpus, backend="nccl")
         print(format_table(found, arguments.gpus, tokens, arguments.top_k), flush=True)
-        layers = run_processes(measure_layers, *sizes, arguments.hidden, world_size=arguments.gpus, backend="nccl")
-        print(format_layers(layers), flush=True)
+        layer = run_processes(measure_layer, *sizes, arguments.hidden, world_size=arguments.gpus, backend="nccl")
+        print("a whole layer: forward {:.3f} ms, forward and backward {:.3f} ms".format(*layer), flush=True)
 
 
 def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) -> str:
@@ -256,17 +228,6 @@ def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) ->
         f"to experts' rows, forward and backward, with a shared expert of {alone:.3f} ms: {after:.3f} ms one after the "
         f"other, {meanwhile:.3f} ms with it computed while results travel"
     )
-    return "\n".join(lines)
-
-
-def format_layers(layers: dict[tuple[str, int], tuple[float, float]]) -> str:
-    """The second table as text."""
-    one = layers["flat", 1]
-    lines = [f"{'a whole layer':44}{'forward, ms':>12}{'of flat, 1':>12}{'and backward':>14}{'of flat, 1':>12}"]
-    for (way, chunks), (forward, both) in layers.items():
-        lines.append(
-            f"{f'{way}, in {chunks} chunks':44}{forward:12.3f}{forward / one[0]:12.0%}{both:14.3f}{both / one[1]:12.0%}"
-        )
     return "\n".join(lines)
 
 

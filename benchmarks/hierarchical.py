@@ -1,13 +1,11 @@
 """Flat against hierarchical all-to-all over hosts with limited links, made of network namespaces on one machine.
 
     python benchmarks/hierarchical.py [--mbit 200] [--packet-bytes 0] [--hosts 4] [--ranks-per-host 2]  (root)
-    python benchmarks/hierarchical.py --layers --hosts 2 --ranks-per-host 1 [--mbit 200]
 
 Each host is a namespace whose one link to a bridge is shaped by a token bucket; ranks of a host reach each other
 over its loopback. `--packet-bytes N` makes each packet cost as N bytes more, which limits packets a second as cloud
 networks do. Every message also pays gloo's, TCP's and this machine's scheduler's own costs.
-Prints, for each size, milliseconds of a round (counts, rows there, rows back) and the ratio. With `--layers`, those of
-a whole layer, forward and backward, whose tokens travel in several chunks, to one chunk.
+Prints, for each size, milliseconds of a round (counts, rows there, rows back) and the ratio.
 """
 
 from __future__ import annotations
@@ -33,13 +31,9 @@ from hosts import Hosts
 WIDTH = 64  # fp32 numbers a row: 256 bytes
 ROWS = (1, 4, 16, 64)  # from each rank to each rank
 ROUNDS = 40  # and a fifth of as many before them
-CHUNKS = (1, 2, 4, 8)
-TOKENS, D_MODEL, HIDDEN, EXPERTS, TOP_K = 1024, 256, 512, 8, 2  # of each rank's layer
 
 
-def work(
-    rank: int, hosts: int, ranks_per_host: int, folder: str, layers: bool, rows: Sequence[int], rounds: int
-) -> None:
+def work(rank: int, hosts: int, ranks_per_host: int, folder: str, rows: Sequence[int], rounds: int) -> None:
     """One rank, from process start to its end."""
     import torch
     import torch.distributed as dist
@@ -53,7 +47,7 @@ def work(
         world_size=world_size,
         timeout=timedelta(seconds=120),
     )
-    results = _time_layers(rounds) if layers else _time_exchanges(world_size, ranks_per_host, rows, rounds)
+    results = _time_exchanges(world_size, ranks_per_host, rows, rounds)
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -76,37 +70,6 @@ def _in_turn(steps: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, f
             if round_ >= 0:
                 times[name].append(1e3 * slowest.item())
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _time_layers(rounds: int) -> list[dict[str, float]]:
-    """A layer, forward and backward, with tokens in several chunks; and its experts' arithmetic alone."""
-    import torch
-    import torch.distributed as dist
-
-    from foundry_moe.layers.experts import Experts
-    from foundry_moe.layers.gates import Choices
-    from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
-    from foundry_moe.parallel.all_to_all import FlatAllToAll
-    from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
-
-    torch.manual_seed(dist.get_rank())
-    all_to_all = FlatAllToAll(dist.group.WORLD)  # type: ignore[arg-type]
-    local = EXPERTS // all_to_all.size
-    experts = Experts(num_experts=local, d_model=D_MODEL, hidden_size=HIDDEN, activation="swiglu", num_layers=1)
-    experts.reset_parameters(seed=0, layer=0)
-    x_TD = torch.randn(TOKENS, D_MODEL, requires_grad=True)
-    weights_TK = torch.rand(TOKENS, TOP_K, requires_grad=True)
-    experts_TK = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
-    choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
-    local_choices = Choices(experts_TK=experts_TK % local, weights_TK=weights_TK)
-
-    def through(dispatcher: TokenDispatcher, choices: Choices) -> Callable[[], object]:
-        return lambda: dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices))).sum().backward()
-
-    steps = {0: through(LocalDispatcher(local), local_choices)}
-    for chunks in CHUNKS:
-        steps[chunks] = through(AllToAllDispatcher(all_to_all, num_experts=EXPERTS, chunks=chunks), choices)
-    return [{"chunks": chunks, "ms": ms} for chunks, ms in _in_turn(steps, rounds).items()]
 
 
 def _time_exchanges(
@@ -144,7 +107,6 @@ def measure(
     mbit: int | None,
     packet_bytes: int = 0,
     *,
-    layers: bool = False,
     rows: Sequence[int] = ROWS,
     rounds: int = ROUNDS,
 ) -> list[dict[str, float]]:
@@ -160,7 +122,7 @@ def measure(
     """
     hosts, ranks_per_host = shape
     command = [sys.executable, __file__, "--hosts", str(hosts), "--ranks-per-host", str(ranks_per_host)]
-    command += ["--rounds", str(rounds), "--rows", *map(str, rows), *(["--layers"] if layers else [])]
+    command += ["--rounds", str(rounds), "--rows", *map(str, rows)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo" if mbit is None else "net0", "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -187,7 +149,6 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--packet-bytes", type=int, default=0)
-    parser.add_argument("--layers", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="from each rank to each rank")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -195,20 +156,13 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = (arguments.hosts, arguments.ranks_per_host)
     if arguments.rank is not None:
-        work(arguments.rank, *shape, arguments.folder, arguments.layers, arguments.rows, arguments.rounds)
+        work(arguments.rank, *shape, arguments.folder, arguments.rows, arguments.rounds)
         return
-    sizes = {"layers": arguments.layers, "rows": arguments.rows, "rounds": arguments.rounds}
-    results = measure(shape, arguments.mbit, arguments.packet_bytes, **sizes)
+    results = measure(shape, arguments.mbit, arguments.packet_bytes, rows=arguments.rows, rounds=arguments.rounds)
     print(
         f"{shape[0]} hosts x {shape[1]} ranks, gloo, links of {arguments.mbit} Mbit/s, each packet costing "
         f"{arguments.packet_bytes} bytes more; median of {arguments.rounds} rounds"
     )
-    if arguments.layers:
-        one = next(line["ms"] for line in results if line["chunks"] == 1)
-        for line in results:
-            name = f"in {line['chunks']} chunks" if line["chunks"] else "experts alone, nothing sent"
-            print(f"{name:30}{line['ms']:10.1f} ms{one / line['ms']:8.2f} of one chunk's speed")
-        return
     print(f"{'bytes a pair':>14}{'flat, ms':>12}{'hierarchical, ms':>20}{'ratio':>8}")
     for line in results:
         ratio = line["flat"] / line["hierarchical"]

@@ -109,7 +109,6 @@ def parts_of(gpus: int) -> list[Part]:
     whole = (1, 1, gpus)
     parts = [
         Part(name="verify", command=(python, *verify, *meshes), limit_s=300),
-        Part(name="verify-direct", command=(python, *verify, meshes[0], "--all-to-all", "direct"), limit_s=200),
         Part(
             name="exchange",
             command=(python, "-m", "pytest", "-m", "gpu", "tests/distributed/test_parity_exchange.py"),
@@ -123,7 +122,6 @@ def parts_of(gpus: int) -> list[Part]:
     ]
     parts += [
         step("olmoe-compiled", "olmoe_1b_7b", whole, 300, compiled, strict=True),
-        step("olmoe-direct", "olmoe_1b_7b", whole, 40, "model.moe.mesh.all_to_all=direct"),
         step("olmoe-300", "olmoe_1b_7b", whole, 300, strict=True),
     ]
     for name, yaml in (("dbrx", "dbrx_wide"), ("qwen3", "qwen3_30b_a3b")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from foundry_moe.schema import fits, form, from_mapping, one_of
 
@@ -41,10 +41,9 @@ MEMORY = ("save", "recompute")
 DROPS = ("position", "weight")
 FREEZABLE = ("router",)
 BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
-ALL_TO_ALL = ("auto", "flat", "hierarchical", "direct")
+ALL_TO_ALL = ("auto", "flat", "hierarchical")
 REDUCE = ("microbatch", "batch")
 COMPILE = ("none", "blocks", "auto")
-MOST_CHUNKS = 256
 MOST_EXPERTS = 4096  # of a layer: the most that the kernels sort choices by
 
 
@@ -120,9 +119,7 @@ class MeshConfig:
     expert: over how many GPUs the experts of a layer are divided. Divides `num_experts`.
     shard: over how many GPUs each parameter is sharded, as in ZeRO-3.
     replicate: how many copies of the sharded model there are, as in HSDP.
-    all_to_all: flat | hierarchical | direct (straight into the memory of other GPUs of a host) | auto (hierarchical
-        where `expert` spans nodes).
-    chunks: in how many parts a layer's tokens travel to experts on other GPUs, which compute one part meanwhile.
+    all_to_all: flat | hierarchical | auto (hierarchical where `expert` spans nodes).
     buffer: how many times an even share of rows a GPU receives and computes at once; a more skewed batch goes in
         rounds, sent and computed again in the backward pass but for the first: memory does not follow the router.
     hot_experts: so many of a layer's fullest experts, by the loads of the last steps, have copies on the GPUs of their
@@ -135,11 +132,14 @@ class MeshConfig:
         fewer nodes.
     """
 
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "chunks": "sending tokens in parts gained nothing over NVLink; delete the key",
+    }
+
     expert: int | Literal["auto"] = 1
     shard: int | Literal["auto"] = AUTO
     replicate: int | Literal["auto"] = 1
     all_to_all: str = AUTO
-    chunks: int = 1
     buffer: float = 2.0
     hot_experts: int = 0
     reduce: str = "microbatch"
@@ -151,12 +151,14 @@ class MeshConfig:
             value = getattr(self, name)
             if value != AUTO and value < 1:
                 raise ValueError(f"mesh.{name} ({value}) must be 1 or more, or auto")
-        if not 1 <= self.chunks <= MOST_CHUNKS:
-            raise ValueError(f"mesh.chunks ({self.chunks}) must be 1 to {MOST_CHUNKS}: each is a message of its own")
         if not self.buffer >= 1:
             raise ValueError(f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows")
         if self.hot_experts < 0:
             raise ValueError(f"mesh.hot_experts ({self.hot_experts}) must be 0 or more")
+        if self.all_to_all == "direct":
+            raise ValueError(
+                "mesh.all_to_all: direct was removed, since it was no faster than flat: use all_to_all: auto"
+            )
         one_of("mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         one_of("mesh.reduce", self.reduce, REDUCE)
         one_of("mesh.compile", self.compile, COMPILE)

@@ -109,18 +109,23 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     """Builds a frozen dataclass from a user's mapping, strictly.
 
     Args:
-        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise ValueError.
+        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise ValueError. A class variable
+            `REMOVED` maps keys of earlier versions to the reason and what to do.
         mapping: the user's keys. None is an empty mapping.
         where: how the user knows this place, for example `algorithms.dmoe`.
 
     Raises:
-        ValueError: an unknown key (the nearest known one is named), a missing key, or a value of another type.
+        ValueError: an unknown key (the nearest known one is named) or a removed one, a missing key, or a value of
+            another type.
     """
     if mapping is None:
         mapping = {}
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where} must be a mapping of keys to values, not {mapping!r}")
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    for key, reason in getattr(cls, "REMOVED", {}).items():
+        if key in mapping:
+            raise ValueError(f"{where}.{key} was removed: {reason}")
     hints = typing.get_type_hints(cls)
     refuse_unknown([key for key in mapping if key not in known], known, where)
     forms = {name: f.metadata.get("form") or _plain(hints[name]) for name, f in known.items()}

@@ -1,10 +1,9 @@
 """Plans which ranks tokens are sent to: each rank of a token once, rows sorted by rank, then by token; without sorting.
 
 Two launches. The first counts, so that ranks can tell each other how much they send; the second finds each row and
-packs what is sent beside the tokens. Counts are sums of integers, so atomics change no bits. Tokens may be sent in
-chunks of ceil(T / H) tokens: rows are then sorted by chunk first.
+packs what is sent beside the tokens. Counts are sums of integers, so atomics change no bits.
 
-Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, H chunks, N blocks of tokens, S rows.
+Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, N blocks of tokens, S rows.
 """
 
 from __future__ import annotations
@@ -20,24 +19,14 @@ BLOCK = 64
 
 
 @triton.jit
-def _tokens_of(block, tokens, chunk_tokens, BLOCK: tl.constexpr):
-    """(chunk, its first block, tokens of the block, where they end): no block has tokens of two chunks."""
-    chunk_blocks = tl.cdiv(chunk_tokens, BLOCK)
-    chunk = block // chunk_blocks
-    first_block = chunk * chunk_blocks
-    t = chunk * chunk_tokens + (block - first_block) * BLOCK + tl.arange(0, BLOCK)
-    return chunk, first_block, t, tl.minimum(tokens, (chunk + 1) * chunk_tokens)
-
-
-@triton.jit
 def _count_kernel(
-    experts_ptr, counts_ptr, totals_ptr, tokens, chunk_tokens, blocks, local_experts, ranks, nodes, per_node,
-    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    experts_ptr, counts_ptr, totals_ptr, tokens, blocks, local_experts, ranks, nodes, per_node,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    chunk, _, t, end = _tokens_of(block, tokens, chunk_tokens, BLOCK)
+    t = block * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, KP)
-    real = (t < end)[:, None] & (k < K)[None, :]
+    real = (t < tokens)[:, None] & (k < K)[None, :]
     expert = tl.load(experts_ptr + t[:, None].to(tl.int64) * K + k[None, :], mask=real, other=-1).to(tl.int32)
     rank = tl.where(expert >= 0, expert // local_experts, -1)
     for p in range(ranks):
@@ -45,7 +34,7 @@ def _count_kernel(
         rows = tl.sum(tl.max(hits, axis=1), axis=0)
         slot = (p % per_node) * nodes + p // per_node
         tl.store(counts_ptr + slot * blocks + block, rows)
-        total = totals_ptr + (slot * H + chunk) * 2
+        total = totals_ptr + slot * 2
         tl.atomic_add(total, rows.to(tl.int64))
         tl.atomic_add(total + 1, tl.sum(tl.sum(hits, axis=1), axis=0).to(tl.int64))
 
@@ -53,33 +42,32 @@ def _count_kernel(
 @triton.jit
 def _row_kernel(
     experts_ptr, weights_ptr, counts_ptr, totals_ptr, row_ptr, packed_ptr,
-    tokens, chunk_tokens, blocks, local_experts, ranks, nodes, per_node,
-    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BY_RANK: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, blocks, local_experts, ranks, nodes, per_node,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, BY_RANK: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    chunk, first_block, t, end = _tokens_of(block, tokens, chunk_tokens, BLOCK)
+    t = block * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, KP)
-    real = (t < end)[:, None] & (k < K)[None, :]
+    real = (t < tokens)[:, None] & (k < K)[None, :]
     choice = t[:, None].to(tl.int64) * K + k[None, :]
     expert = tl.load(experts_ptr + choice, mask=real, other=-1).to(tl.int32)
     weight = tl.load(weights_ptr + choice, mask=real, other=0.0)
     rank = tl.where(expert >= 0, expert // local_experts, -1)
     s = tl.arange(0, SLOTS)
-    totals = tl.load(totals_ptr + s * 2, mask=s < ranks * H, other=0).to(tl.int32)
-    order = (s % H) * ranks + s // H
+    totals = tl.load(totals_ptr + s * 2, mask=s < ranks, other=0).to(tl.int32)
     row_TK = tl.full((BLOCK, KP), -1, tl.int32)
     for p in range(ranks):
         hits = rank == p
         present = tl.max(hits.to(tl.int32), axis=1)
         slot = (p % per_node) * nodes + p // per_node
-        first = tl.sum(tl.where(order < chunk * ranks + slot, totals, 0), axis=0)
-        for n0 in range(first_block, block, STEP):
+        first = tl.sum(tl.where(s < slot, totals, 0), axis=0)
+        for n0 in range(0, block, STEP):
             n = n0 + tl.arange(0, STEP)
             first += tl.sum(tl.load(counts_ptr + slot * blocks + n, mask=n < block, other=0), axis=0)
         row = tl.where(present > 0, first + tl.cumsum(present, axis=0) - present, -1)
         if BY_RANK:
-            tl.store(row_ptr + t.to(tl.int64) * C + p, row, mask=t < end)
+            tl.store(row_ptr + t.to(tl.int64) * C + p, row, mask=t < tokens)
         else:
             first_hit = hits & (tl.cumsum(hits.to(tl.int32), axis=1) == 1)
             row_TK = tl.where(first_hit, row[:, None], row_TK)
@@ -92,50 +80,40 @@ def _row_kernel(
         tl.store(row_ptr + choice, row_TK, mask=real)
 
 
-def _blocks(tokens: int, chunks: int) -> tuple[int, int]:
-    """(tokens of a chunk, blocks of all)."""
-    chunk_tokens = cdiv(tokens, chunks)
-    return chunk_tokens, chunks * cdiv(chunk_tokens, BLOCK)
-
-
-def count_rows(
-    experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1
-) -> tuple[Tensor, Tensor]:
+def count_rows(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1) -> tuple[Tensor, Tensor]:
     """How much goes to each rank.
 
     Args:
         experts_TK: contiguous integers; -1 is no choice. Rank e // local_experts has expert e.
         nodes: rows lie by slot: by a rank's index on its node, then by the node.
-        chunks: H.
 
     Returns:
-        counts_PH2: int64; by slot and chunk, rows for that rank and choices among them.
+        counts_P2: int64; by slot, rows for that rank and choices among them.
         counts_PN: rows of each block of tokens, for `assign_rows`.
     """
     if experts_TK.is_floating_point() or experts_TK.dim() != 2 or not experts_TK.is_contiguous():
         raise ValueError(f"experts_TK must be contiguous integers [T, K], not {experts_TK.dtype} {experts_TK.shape}")
     tokens, choices = experts_TK.shape
-    chunk_tokens, blocks = _blocks(tokens, chunks)
-    counts_PH2 = torch.zeros(ranks, chunks, 2, dtype=torch.int64, device=experts_TK.device)
+    blocks = cdiv(tokens, BLOCK)
+    counts_P2 = torch.zeros(ranks, 2, dtype=torch.int64, device=experts_TK.device)
     counts_PN = torch.empty(ranks, blocks, dtype=torch.int32, device=experts_TK.device)
     if tokens:
         launch(
             _count_kernel, (blocks,),
-            experts_TK, counts_PN, counts_PH2, tokens, chunk_tokens, blocks, local_experts, ranks, nodes,
-            ranks // nodes,
-            H=chunks, K=choices, KP=next_power_of_2(choices), BLOCK=BLOCK,
+            experts_TK, counts_PN, counts_P2, tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
+            K=choices, KP=next_power_of_2(choices), BLOCK=BLOCK,
         )  # fmt: skip
-    return counts_PH2, counts_PN
+    return counts_P2, counts_PN
 
 
 def assign_rows(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_PH2: Tensor, counts_PN: Tensor, nodes: int = 1
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_P2: Tensor, counts_PN: Tensor, nodes: int = 1
 ) -> tuple[Tensor, Tensor]:
     """The row of each token for each of its ranks, and what travels beside the token.
 
     Args:
         weights_TK: contiguous.
-        counts_PH2, counts_PN: of `count_rows` with the same arguments.
+        counts_P2, counts_PN: of `count_rows` with the same arguments.
 
     Returns:
         row_TC: int32, -1 = none. By rank where P <= K, else at the first of the token's choices with that rank.
@@ -143,17 +121,16 @@ def assign_rows(
             own, -1 for those of others. Rows past the last one in use are undefined.
     """
     tokens, choices = experts_TK.shape
-    ranks, chunks = counts_PH2.shape[:2]
-    chunk_tokens, blocks = _blocks(tokens, chunks)
+    ranks, blocks = counts_PN.shape
     most = min(ranks, choices)
     row_TC = torch.empty(tokens, most, dtype=torch.int32, device=experts_TK.device)
     packed = torch.empty(tokens * most, 2 * choices, dtype=weights_TK.dtype, device=experts_TK.device)
     if tokens:
         launch(
             _row_kernel, (blocks,),
-            experts_TK, weights_TK, counts_PN, counts_PH2, row_TC, packed,
-            tokens, chunk_tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
-            H=chunks, K=choices, KP=next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
-            SLOTS=next_power_of_2(ranks * chunks), STEP=min(next_power_of_2(blocks // chunks), 1024),
+            experts_TK, weights_TK, counts_PN, counts_P2, row_TC, packed,
+            tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
+            K=choices, KP=next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
+            SLOTS=next_power_of_2(ranks), STEP=min(next_power_of_2(blocks), 1024),
         )  # fmt: skip
     return row_TC, packed

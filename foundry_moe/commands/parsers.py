@@ -40,9 +40,6 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--gpus-per-node", type=positive_int, help="pretend that so many ranks share a node (default: all)"
     )
     parser.add_argument("--all-to-all", choices=ALL_TO_ALL, default="auto")
-    parser.add_argument(
-        "--chunks", type=positive_int, default=1, help="parts in which a layer's tokens travel (default: 1)"
-    )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of the experts (default: auto)")
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="for each launch, compilation included")
 

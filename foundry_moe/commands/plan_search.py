@@ -1,6 +1,6 @@
 """`foundry-moe plan --search`: every mesh of the given GPUs, best first, with what the others lose by.
 
-Everything but the mesh's three widths is the run's own: its batch, microbatch, chunks and so on.
+Everything but the mesh's three widths is the run's own: its batch, microbatch and so on.
 """
 
 from __future__ import annotations

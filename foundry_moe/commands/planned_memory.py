@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from foundry_moe.commands.model_shape import ModelShape
 from foundry_moe.commands.planned_step import Step, ranks_per_token
-from foundry_moe.parallel.mesh import DIRECT, MeshPlan
+from foundry_moe.parallel.mesh import MeshPlan
 
 GIB = 2**30
 CONTEXT_BYTES = int(1.0 * GIB)  # an allowance for what CUDA and NCCL take beside the allocator
@@ -37,32 +37,15 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     else:
         # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
         at_end = 4 * held + layer + (2 * width + width + 4) * unit
-    if step.chunks > 1 or step.in_later_rounds:  # each chunk's or round's gradient of experts is added to the others'
+    if step.in_later_rounds:  # each round's gradient of experts is added to that of the others
         at_end += width * shape.experts_a_layer / mesh.expert
-    others = {}
-    if mesh.all_to_all == DIRECT and mesh.expert > 1:
-        rows = tokens * _rows_per_token(shape, mesh, step)
-        others["memory that ranks share"] = shared_bytes(rows, shape.d_model, shape.top_k, width)
     return {
         "weights": 4 * held,
         "optimizer": step.state * held,
         "gathered weights": gathered,
         "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
-        **others,
         "CUDA and NCCL": CONTEXT_BYTES,
     }
-
-
-def shared_bytes(rows: float, d_model: int, top_k: int, width: int) -> float:
-    """What `all_to_all: direct` has each rank hold for others to store into, for all layers at once.
-
-    Tokens and, beside them, fp32 weights with experts' numbers come to experts; tokens' results and the weights'
-    gradients come back. See `parallel/direct_dispatcher.py`, which makes room for a quarter more.
-
-    Args:
-        rows: that the fullest rank receives.
-    """
-    return 1.25 * rows * (2 * d_model * width + (2 + 1) * top_k * 4)
 
 
 def _rows_per_token(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:

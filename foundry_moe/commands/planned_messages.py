@@ -105,7 +105,7 @@ def _of_parameters(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Messag
 
 def _of_tokens(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Message]:
     again = 1 if step.checkpointed else 0
-    chunks, layers = step.chunks, shape.moe_layers * step.microbatches
+    layers = shape.moe_layers * step.microbatches
     leave = ranks_per_token(shape.num_experts, shape.top_k, mesh.expert) * (1 - 1 / mesh.expert)
     stages = 2 if mesh.all_to_all == HIERARCHICAL else 1
     # of a flat one the ranks of other nodes; of a hierarchical one a stage is all between nodes, in the mean half
@@ -113,10 +113,10 @@ def _of_tokens(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Message]:
     elsewhere = 0.0 if mesh.expert_nodes == 1 else (mesh.expert - here) / (mesh.expert - 1)
     found = []
     for name, count, width in (
-        (f"all-to-all tokens ({mesh.all_to_all})", (4 + again) * chunks, shape.d_model * step.width),
-        ("all-to-all weights and counts", (2 + again) * chunks + 1 + again, 2 * shape.top_k * 4),
+        (f"all-to-all tokens ({mesh.all_to_all})", 4 + again, shape.d_model * step.width),
+        ("all-to-all weights and counts", 3 + 2 * again, 2 * shape.top_k * 4),
     ):
-        sent = step.tokens * leave * width / chunks
+        sent = step.tokens * leave * width
         found.append(
             Message(
                 name=name,

@@ -20,7 +20,7 @@ class Step:
     tokens: T. microbatches: in a step.
     reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
         unsharded until then.
-    chunks, buffer, hot_experts: of `MeshConfig`; backend, memory: of `MoEConfig`.
+    buffer, hot_experts: of `MeshConfig`; backend, memory: of `MoEConfig`.
     width: bytes of a number in matrix products. state: bytes of optimizer state for a parameter.
     skew: rows of the fullest rank over the mean of those that divide the experts.
     checkpointed: activations are computed again. resharded: weights are gathered again for the backward pass.
@@ -29,7 +29,6 @@ class Step:
     tokens: int
     microbatches: int
     reductions: int
-    chunks: int
     buffer: float
     hot_experts: int
     backend: str
@@ -63,7 +62,6 @@ def read_step(
         tokens=tokens,
         microbatches=microbatches,
         reductions=1 if mesh.reduce == "batch" else microbatches,
-        chunks=mesh.chunks,
         buffer=mesh.buffer,
         hot_experts=mesh.hot_experts,
         backend=moe.backend,

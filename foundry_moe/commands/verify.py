@@ -101,7 +101,6 @@ def certify(
     device_type: str = "cpu",
     ranks_per_node: int | None = None,
     all_to_all: str = "auto",
-    chunks: int = 1,
     backend: str = "auto",
     timeout_s: float = 600.0,
     preload: Sequence[str] = ("foundry_moe.commands.verify",),
@@ -114,7 +113,7 @@ def certify(
         precision: fp64 | fp32 | bf16 (weights and reductions in fp32).
         device_type: cpu (gloo) or cuda (NCCL).
         ranks_per_node: as if this were the number of GPUs of a node; None = all on one.
-        all_to_all, chunks: of `MeshConfig`.
+        all_to_all: of `MeshConfig`.
         backend: of the experts.
     """
     cases = [replace(case, moe={"backend": backend, **case.moe}) for case in cases]
@@ -132,7 +131,7 @@ def certify(
         precision,
         device_type,
         ranks_per_node,
-        {"all_to_all": all_to_all, "chunks": chunks},
+        {"all_to_all": all_to_all},
     )
     if device_type == "cpu" and precision != "bf16":
         expected = {case.name: run_case(case, None, dtype=_DTYPES[precision]) for case in cases}
@@ -242,7 +241,6 @@ def verify_command(arguments: argparse.Namespace) -> int:
         device_type=arguments.device,
         ranks_per_node=arguments.gpus_per_node,
         all_to_all=arguments.all_to_all,
-        chunks=arguments.chunks,
         backend=arguments.backend,
         timeout_s=arguments.timeout_s,
     )

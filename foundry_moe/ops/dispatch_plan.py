@@ -1,6 +1,6 @@
 """Which rows are sent to which rank: planned on Triton kernels where these run, else in plain torch. Sends nothing.
 
-Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, H chunks, S rows, D model width,
+Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, S rows, D model width,
 N blocks of tokens.
 """
 
@@ -24,9 +24,8 @@ class DispatchPlan:
         experts_TK: integers; -1 = no choice. Rank e // local_experts has expert e.
         weights_TK: their combine weights, fp32 or fp64.
         nodes: rows lie by slot: by a rank's index on its node, then by the node; 1 = by rank.
-        chunks: H; tokens are sent in so many parts, ceil(T / H) in each, and rows lie by part, then by slot.
 
-    counts_PH2: int64; by slot and chunk, rows for that rank and choices among them.
+    counts_P2: int64; by slot, rows for that rank and choices among them.
     """
 
     def __init__(
@@ -37,19 +36,12 @@ class DispatchPlan:
         local_experts: int,
         ranks: int,
         nodes: int = 1,
-        chunks: int = 1,
     ) -> None:
-        self.experts_TK, self.local_experts, self.chunks = experts_TK.contiguous(), local_experts, chunks
+        experts_TK = experts_TK.contiguous()
         plan = _plan_triton if on_gpu()(experts_TK) else plan_plain
-        self.counts_PH2, self._assign_rows = plan(
-            self.experts_TK, weights_TK.detach().contiguous(), local_experts, ranks, nodes, chunks
+        self.counts_P2, self._assign_rows = plan(
+            experts_TK, weights_TK.detach().contiguous(), local_experts, ranks, nodes
         )
-
-    def tokens_of(self, chunk: int) -> range:
-        """The tokens that a chunk has."""
-        tokens = len(self.experts_TK)
-        step = -(-tokens // self.chunks)
-        return range(min(chunk * step, tokens), min((chunk + 1) * step, tokens))
 
     def assign_rows(self) -> tuple[Tensor, Tensor]:
         """row_TC (int32, -1 = none), and by row [S or more, 2 K] weights and experts as that rank numbers its own."""
@@ -57,16 +49,16 @@ class DispatchPlan:
 
 
 def _plan_triton(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int, chunks: int
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int
 ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    counts_PH2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes, chunks)
-    return counts_PH2, lambda: kernels.assign_rows(experts_TK, weights_TK, local_experts, counts_PH2, counts_PN, nodes)
+    counts_P2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes)
+    return counts_P2, lambda: kernels.assign_rows(experts_TK, weights_TK, local_experts, counts_P2, counts_PN, nodes)
 
 
 def plan_plain(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1, chunks: int = 1
+    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1
 ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    """The plain twin of both kernels: counts_PH2, and what gives row_TC and the packed rows (those in use alone)."""
+    """The plain twin of both kernels: counts_P2, and what gives row_TC and the packed rows (those in use alone)."""
     experts_TK = experts_TK.long()
     tokens, choices = experts_TK.shape
     rank_TK = torch.where(experts_TK >= 0, experts_TK // local_experts, -1)
@@ -74,16 +66,10 @@ def plan_plain(
     slot_P = (rank_P % (ranks // nodes)) * nodes + rank_P // (ranks // nodes)
     hits_TKP = rank_TK[:, :, None] == rank_P
     by_slot_P = torch.argsort(slot_P)
-    chunk_tokens = max(-(-tokens // chunks), 1)
-    chunk_TH = torch.arange(tokens, device=experts_TK.device)[:, None] // chunk_tokens == torch.arange(
-        chunks, device=experts_TK.device
-    )
-    present_TPH = hits_TKP.any(1)[:, by_slot_P, None] & chunk_TH[:, None]
-    choices_TPH = hits_TKP.sum(1)[:, by_slot_P, None] * chunk_TH[:, None]
-    counts_PH2 = torch.stack([present_TPH.sum(0), choices_TPH.sum(0)], dim=2)
-    flat = present_TPH.permute(2, 1, 0).reshape(-1)
-    row_HST = torch.where(flat, flat.cumsum(0) - 1, -1).view(chunks, ranks, tokens)
-    row_TP = row_HST.amax(0)[slot_P].T
+    present_PT = hits_TKP.any(1)[:, by_slot_P].T
+    counts_P2 = torch.stack([present_PT.sum(1), hits_TKP.sum((0, 1))[by_slot_P]], dim=1)
+    flat = present_PT.reshape(-1)
+    row_TP = torch.where(flat, flat.cumsum(0) - 1, -1).view(ranks, tokens)[slot_P].T
     row_TC = row_TP
     if ranks > choices:
         first_TKP = hits_TKP & (hits_TKP.cumsum(1) == 1)
@@ -92,7 +78,7 @@ def plan_plain(
     local = torch.where(rank_TK[token] == rank[:, None], experts_TK[token] - rank[:, None] * local_experts, -1)
     packed = torch.empty(len(token), 2 * choices, dtype=weights_TK.dtype, device=weights_TK.device)
     packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
-    return counts_PH2, lambda: (row_TC.int().contiguous(), packed)
+    return counts_P2, lambda: (row_TC.int().contiguous(), packed)
 
 
 def cut_tokens(experts_TK: Tensor, local_experts: int, most_choices: Mapping[int, int]) -> list[slice]:

@@ -80,7 +80,7 @@ class _Call:
 
     def __init__(self, all_to_all: AllToAll, plan: DispatchPlan, x_TD: Tensor) -> None:
         self._all_to_all = all_to_all
-        self._counts = all_to_all.exchange_counts(plan.counts_PH2)
+        self._counts = all_to_all.exchange_counts(plan.counts_P2[:, None])
         self._row_TC, self._packed = plan.assign_rows()
         # as many rows as there could be: how many there are, the host learns while the device copies
         self._rows_SD = gather_rows(x_TD, self._row_TC)
@@ -104,13 +104,12 @@ class _Call:
 class AllToAllDispatcher(ExpertDispatcher):
     """See `ExpertDispatcher`."""
 
-    def __init__(self, all_to_all: AllToAll, *, num_experts: int, chunks: int = 1, buffer: float = math.inf) -> None:
+    def __init__(self, all_to_all: AllToAll, *, num_experts: int, buffer: float = math.inf) -> None:
         super().__init__(
             ranks=all_to_all.size,
             rank=all_to_all.rank,
             nodes=all_to_all.nodes,
             num_experts=num_experts,
-            chunks=chunks,
             buffer=buffer,
         )
         self.all_to_all = all_to_all

@@ -73,17 +73,13 @@ class ExpertDispatcher(ABC):
     Args:
         ranks, rank: P, and which of them this is. nodes: of `DispatchPlan`.
         num_experts: E.
-        chunks: H, in how many parts tokens travel.
         buffer: a rank gets so many times the mean of all ranks' choices at once; more go in rounds.
     """
 
-    def __init__(
-        self, *, ranks: int, rank: int, nodes: int, num_experts: int, chunks: int = 1, buffer: float = math.inf
-    ) -> None:
+    def __init__(self, *, ranks: int, rank: int, nodes: int, num_experts: int, buffer: float = math.inf) -> None:
         assert num_experts % ranks == 0
         self.ranks, self.rank, self.nodes = ranks, rank, nodes
         self.local_experts = num_experts // ranks
-        self.chunks = chunks
         self.buffer = buffer
 
     # sizes are read on the host, and messages fill memory in place: a compiled block's graph breaks here
@@ -107,7 +103,6 @@ class ExpertDispatcher(ABC):
                 local_experts=self.local_experts,
                 ranks=self.ranks,
                 nodes=self.nodes,
-                chunks=self.chunks,
             )
             call = self._begin(plan, x_TD, kept)
             counts_PPH2 = call.wait_for_counts()

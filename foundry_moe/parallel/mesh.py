@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSIONS = ("replicate", "shard", "expert")
-FLAT, HIERARCHICAL, DIRECT = "flat", "hierarchical", "direct"
+FLAT, HIERARCHICAL = "flat", "hierarchical"
 
 
 Mesh = tuple[int, int, int]  # replicate, shard, expert
@@ -57,7 +57,7 @@ class MeshPlan:
 
     replicate, shard, expert: widths; their product is the number of ranks.
     ranks_per_node: neighbouring ranks that share a host.
-    all_to_all: flat | hierarchical | direct.
+    all_to_all: flat | hierarchical.
     """
 
     replicate: int
@@ -181,13 +181,6 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
 
 
 def _choose_all_to_all(wanted: str, plan: MeshPlan) -> str:
-    if wanted == DIRECT:
-        if plan.expert_nodes > 1:
-            raise ValueError(
-                f"mesh.all_to_all: direct needs the ranks of mesh.expert ({plan.expert}) on one node of "
-                f"{plan.ranks_per_node} GPUs: use {listed(divisors(plan.ranks_per_node))}, or all_to_all: auto"
-            )
-        return DIRECT
     whole_nodes = plan.expert % plan.ranks_per_node == 0
     if wanted == HIERARCHICAL and plan.expert > plan.ranks_per_node and not whole_nodes:
         raise ValueError(

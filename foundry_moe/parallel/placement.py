@@ -7,9 +7,8 @@ Knows MoE layers: `experts` (a module whose parameters have the experts first), 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,11 @@ from foundry_moe.config import MeshConfig, can_cut_rows, refuse_hot_experts_of_s
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.mixed_experts import MixedExperts
-from foundry_moe.layers.token_dispatcher import TokenDispatcher
 from foundry_moe.parallel.all_to_all import build_all_to_all
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from foundry_moe.parallel.direct_dispatcher import DirectDispatcher, DirectExchange
 from foundry_moe.parallel.gate_collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import (
-    DIRECT,
     Meshes,
     MeshPlan,
     average_on_gloo,
@@ -40,7 +36,6 @@ from foundry_moe.parallel.mesh import (
     listed,
     plan_mesh,
 )
-from foundry_moe.parallel.peer_memory import can_reach
 from foundry_moe.parallel.replicas import WeightsOfCopies
 from foundry_moe.parallel.unshared import cast_directly
 
@@ -98,7 +93,7 @@ def parallelize(
     meshes = build_meshes(plan, device.type)
     fsdp_config.device_mesh = meshes.dense
     names = {parameter: name for name, parameter in model.named_parameters()}
-    connect(layers.values(), meshes, mesh_config, device)
+    connect(layers.values(), meshes, mesh_config)
     for name, layer in layers.items():
         draw_replicated(layer, device)
         place_experts(
@@ -139,25 +134,9 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     return plan
 
 
-def _dispatchers(meshes: Meshes, mesh_config: MeshConfig, device: torch.device) -> Callable[..., TokenDispatcher]:
-    """Makes the dispatcher of each layer; all share what tokens travel by."""
-    shared: dict[str, Any] = {"chunks": mesh_config.chunks, "buffer": mesh_config.buffer}
-    if meshes.plan.all_to_all != DIRECT:
-        return partial(AllToAllDispatcher, build_all_to_all(meshes), **shared)
-    group = meshes.expert.get_group()
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    if not can_reach(group, device):
-        raise ValueError(
-            "mesh.all_to_all: direct needs GPUs of one host that reach each other's memory (NVLink, or PCIe with peer "
-            "access), and those of an expert group do not: use all_to_all: auto"
-        )
-    return partial(DirectDispatcher, DirectExchange(group, device), **shared)
-
-
-def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig, device: torch.device) -> None:
+def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> None:
     """Gives layers what passes between ranks: sums for losses and gates, and the all-to-all of tokens."""
-    build_dispatcher = _dispatchers(meshes, mesh_config, device) if meshes.plan.expert > 1 else None
+    all_to_all = build_all_to_all(meshes) if meshes.plan.expert > 1 else None
     everyone = GateCollectives()
     for layer in layers:
         layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
@@ -165,7 +144,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig, devi
         # Not compiled: FSDP2's hooks on experts break a graph, and how many rows experts receive is read on the host.
         # One call, so that a compiled block's graph breaks once.
         layer.compute_experts = torch.compiler.disable(layer.compute_experts)
-        if build_dispatcher is not None:
+        if all_to_all is not None:
             group = meshes.expert.get_group()
             layer.context.sum_over_group = GateCollectives(group).sum
             slots = layer.num_experts
@@ -174,7 +153,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig, devi
                 layer.hot = HotExperts(copies=mesh_config.hot_experts, **sizes)
                 layer.experts.with_copies = WeightsOfCopies(layer.hot, group)
                 slots = layer.hot.num_slots
-            layer.dispatcher = build_dispatcher(num_experts=slots)
+            layer.dispatcher = AllToAllDispatcher(all_to_all, num_experts=slots, buffer=mesh_config.buffer)
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:

@@ -165,7 +165,6 @@ def test_a_plan_of_an_impossible_machine_is_refused(capsys, option, value):
     [
         (["verify", "--tolerance", "nan"], "argument --tolerance: nan must be a finite number above 0"),
         (["verify", "--timeout-s", "0"], "argument --timeout-s: 0 must be a finite number above 0"),
-        (["verify", "--chunks", "0"], "argument --chunks: 0 must be 1 or more"),
         (["verify", "--gpus-per-node", "0"], "argument --gpus-per-node: 0 must be 1 or more"),
         (["export", "RUN", "OUT", "--dtype", "int8"], "--dtype (int8) must be bf16, fp16 or fp32"),
         (["export", "RUN", "OUT", "--file-gb", "nan"], "argument --file-gb: nan must be a finite number above 0"),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from foundry_moe.cli import parse
@@ -19,10 +18,8 @@ from foundry_moe.commands.model_shape import read_shape
 from foundry_moe.commands.plan import Machine, RunPlan, format_plan, plan_run
 from foundry_moe.commands.plan_command import plan_command
 from foundry_moe.commands.planned_backend import planned_backend
-from foundry_moe.commands.planned_memory import GIB, shared_bytes
+from foundry_moe.commands.planned_memory import GIB
 from foundry_moe.commands.planned_step import ranks_per_token
-from foundry_moe.layers.gates.gate import Choices
-from foundry_moe.parallel.direct_dispatcher import COUNTS, DirectDispatcher, DirectExchange
 
 pytestmark = pytest.mark.quick
 
@@ -117,11 +114,6 @@ def test_olmoe_has_the_parameters_of_its_paper() -> None:
         (2, {"model__n_layers": 4, "model__moe__mesh": {"expert": 2}, "global_train_batch_size": 8}, 25.18),
         (
             2,
-            {"model__n_layers": 4, "model__moe__mesh": {"expert": 2, "chunks": 2}, "global_train_batch_size": 8},
-            25.19,
-        ),
-        (
-            2,
             {
                 "model__n_layers": 5,
                 "model__moe__memory": "recompute",
@@ -161,60 +153,6 @@ def test_memory_is_what_h200s_showed(gpus: int, overrides: dict[str, Any], gib: 
     plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **overrides), gpus=gpus, per_node=4, gib=141)
     allocated = sum(plan.memory.values()) - plan.memory["CUDA and NCCL"]
     assert allocated / GIB == pytest.approx(gib, rel=0.045)
-
-
-def test_chunks_make_more_and_smaller_messages_of_the_same_bytes() -> None:
-    def in_chunks(chunks: int) -> Any:
-        run = load("yamls/bench/olmoe_1b_7b.yaml", model__moe__mesh={"expert": 4, "chunks": chunks})
-        return planned(run, gpus=4, per_node=4, gib=141)
-
-    def sent(plan: Any) -> tuple[int, float]:
-        (message,) = (m for m in plan.messages if m.name.startswith("all-to-all tokens"))
-        return message.count, message.count * message.bytes
-
-    one, three = in_chunks(1), in_chunks(3)
-    assert sent(one)[0] == 4 * 16 and sent(three)[0] == 3 * 4 * 16
-    assert sent(three)[1] == pytest.approx(sent(one)[1])
-    assert sum(three.memory.values()) >= sum(one.memory.values())
-
-
-def test_direct_dispatch_is_planned_as_nccls_with_the_memory_that_ranks_share() -> None:
-    """On two H200s a step took as long with both. Within a node alone, as the run itself."""
-    flat, direct = (
-        planned(load("yamls/pretrain/8gpu.yaml", model__moe__mesh__all_to_all=way), gpus=8, per_node=8, gib=80)
-        for way in ("flat", "direct")
-    )
-    assert direct.time == flat.time
-    assert [message.bytes for message in direct.messages] == [message.bytes for message in flat.messages]
-    more = direct.memory.pop("memory that ranks share")
-    assert direct.memory == flat.memory
-    shape, tokens = direct.shape, direct.microbatch * direct.shape.sequence
-    tokens_there_and_back = 2 * 2 * shape.d_model * tokens * ranks_per_token(shape.num_experts, shape.top_k, 4)
-    assert direct.mesh.expert == 4 and 1.25 < more / tokens_there_and_back < 1.35
-    with pytest.raises(ValueError, match=r"direct needs the ranks of mesh.expert \(4\) on one node of 2"):
-        planned(load("yamls/pretrain/8gpu.yaml", model__moe__mesh__all_to_all="direct"), gpus=8, per_node=2, gib=80)
-
-
-def test_memory_that_ranks_share_is_what_the_dispatcher_takes() -> None:
-    """One rank, whose tokens all come to itself; memory comes in pages."""
-    tokens, d_model, top_k = 4000, 64, 2
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        exchange = DirectExchange(dist.group.WORLD, torch.device("cpu"))
-        dispatcher = DirectDispatcher(exchange, num_experts=4)
-        x_TD = torch.randn(tokens, d_model, requires_grad=True)
-        weights_TK = torch.rand(tokens, top_k, requires_grad=True)
-        experts_TK = torch.stack([torch.arange(tokens) % 4, torch.arange(1, tokens + 1) % 4], dim=1)
-        choices = Choices(weights_TK=weights_TK, experts_TK=experts_TK)
-        (chunk,) = dispatcher.dispatch(x_TD, choices)
-        given = chunk.receive()
-        assert given.weights_QK is not None
-        y_QD = given.x_QD * given.weights_QK.sum(dim=1, keepdim=True)
-        dispatcher.combine((chunk.send_back(y_QD),)).sum().backward()
-        taken = sum(memory.size for name, memory in exchange._memory.items() if name != COUNTS)
-    finally:
-        dist.destroy_process_group()
-    assert taken == pytest.approx(shared_bytes(tokens, d_model, top_k, 4), abs=4 * 4096)
 
 
 def test_copies_of_hot_experts_hold_slots_and_own_experts_once_more() -> None:

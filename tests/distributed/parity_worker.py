@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, Handle, Splits, build_all_to_all
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from foundry_moe.parallel.direct_dispatcher import DirectDispatcher, DirectExchange
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
@@ -68,9 +66,7 @@ def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
 
     change_models(compile_model)
     results: dict[str, Any] = {
-        case.name: {
-            (r, s, e): run_case(case, MeshConfig(replicate=r, shard=s, expert=e, chunks=e)) for r, s, e in meshes
-        }
+        case.name: {(r, s, e): run_case(case, MeshConfig(replicate=r, shard=s, expert=e)) for r, s, e in meshes}
         for case in CASES[:2]
     }
     frames = torch._dynamo.utils.counters["frames"]
@@ -167,10 +163,9 @@ def _run(dispatcher: TokenDispatcher, experts: Experts, x_TD: Tensor, weights_TK
 
 
 def _through(
-    exchange: AllToAll | DirectExchange,
+    exchange: AllToAll,
     case: str,
     dtype: torch.dtype,
-    chunks: int = 1,
     device: str = "cpu",
     buffer: float = math.inf,
 ) -> dict[str, Tensor]:
@@ -184,11 +179,7 @@ def _through(
     x_TD, weights_TK, experts_TK = (tensor.to(device) for tensor in _tokens(exchange.rank, case, dtype))
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    dispatcher: TokenDispatcher
-    if isinstance(exchange, DirectExchange):
-        dispatcher = DirectDispatcher(exchange, num_experts=16, chunks=chunks, buffer=buffer)
-    else:
-        dispatcher = AllToAllDispatcher(exchange, num_experts=16, chunks=chunks, buffer=buffer)
+    dispatcher = AllToAllDispatcher(exchange, num_experts=16, buffer=buffer)
     y_TD = _run(dispatcher, mine, x_TD, weights_TK, experts_TK)
     torch.sin(y_TD.double()).sum().backward()
     assert mine.most_rounds == 1 or buffer < exchange.size
@@ -216,10 +207,9 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Te
 
 
 def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]:
-    """By case: the largest difference of dispatched from local values (fp64), of other ways from flat (bf16).
+    """By case: the largest difference of dispatched from local values (fp64), of hierarchical from flat (bf16).
 
-    Hierarchical and direct in chunks too; each way in rounds too, at once with chunks but for flat. What is stored
-    directly shares its memory over all cases.
+    Each way also in rounds.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     plan = plan_mesh(
@@ -230,60 +220,28 @@ def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]
     )
     assert plan.all_to_all == HIERARCHICAL
     hierarchical = build_all_to_all(build_meshes(plan, "cpu"))
-    flat, direct = FlatAllToAll(dist.group.WORLD), DirectExchange(dist.group.WORLD, torch.device("cpu"))
+    flat = FlatAllToAll(dist.group.WORLD)
     assert hierarchical.rank == flat.rank == rank
     largest = {}
     for case in cases:
         expected = _alone(rank, case, torch.float64, world_size)
-        for name, exchange, chunks, buffer in (
-            ("flat", flat, 1, math.inf),
-            ("hierarchical", hierarchical, 1, math.inf),
-            ("chunks", hierarchical, 3, math.inf),
-            ("direct", direct, 1, math.inf),
-            ("direct chunks", direct, 3, math.inf),
-            ("rounds", flat, 1, 1.0),
-            ("hierarchical rounds", hierarchical, 3, 1.0),
-            ("direct rounds", direct, 3, 1.0),
+        for name, exchange, buffer in (
+            ("flat", flat, math.inf),
+            ("hierarchical", hierarchical, math.inf),
+            ("rounds", flat, 1.0),
+            ("hierarchical rounds", hierarchical, 1.0),
         ):
-            measured = _through(exchange, case, torch.float64, chunks, buffer=buffer)
+            measured = _through(exchange, case, torch.float64, buffer=buffer)
             gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
             largest[f"{name}, {case}"] = max(gaps, default=0.0)
-        one = _through(flat, case, torch.bfloat16)
-        for name, exchange in (("hierarchical", hierarchical), ("direct", direct)):
-            two = _through(exchange, case, torch.bfloat16)
-            same = all(torch.equal(one[k], two[k]) for k in one)
-            largest[f"bits, {name}, {case}"] = 0.0 if same else float("inf")
+        one, two = (_through(exchange, case, torch.bfloat16) for exchange in (flat, hierarchical))
+        same = all(torch.equal(one[k], two[k]) for k in one)
+        largest[f"bits, hierarchical, {case}"] = 0.0 if same else float("inf")
     for key, value in largest.items():
         gap = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(gap, op=dist.ReduceOp.MAX)
         largest[key] = gap.item()
     return largest
-
-
-def compare_bits_on_gpus(cases: list[str]) -> dict[str, bool]:
-    """By case and chunks: whether tokens that travel directly give the bits of those that travel by NCCL."""
-    flat = FlatAllToAll(dist.group.WORLD)
-    direct = DirectExchange(dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
-    same = {}
-    for case in cases:
-        for chunks, buffer in ((1, math.inf), (3, math.inf), (3, 1.0)):
-            one, two = (_through(way, case, torch.bfloat16, chunks, "cuda", buffer) for way in (flat, direct))
-            here = torch.tensor(all(torch.equal(one[k], two[k]) for k in one), dtype=torch.int32, device="cuda")
-            dist.all_reduce(here, op=dist.ReduceOp.MIN)
-            same[f"{case}, {chunks} chunks, buffer {buffer}"] = bool(here.item())
-    return same
-
-
-def wait_for_a_rank_that_is_gone() -> None:
-    """Rank 1 goes silent after a few calls of direct dispatch whose limit is 8 seconds; the others go on."""
-    group = dist.new_group(timeout=timedelta(seconds=8))
-    assert isinstance(group, dist.ProcessGroup)
-    direct = DirectExchange(group, torch.device("cuda", torch.cuda.current_device()))
-    for call in range(5):
-        if call == 3 and dist.get_rank() == 1:
-            time.sleep(600)
-        _through(direct, "crowded", torch.bfloat16, device="cuda")
-        torch.cuda.synchronize()
 
 
 class _Noted(torch.autograd.Function):
@@ -301,7 +259,7 @@ class _Noted(torch.autograd.Function):
         return grads[0], None, None
 
 
-def note_order(chunks: int) -> dict[str, list[str]]:
+def note_order() -> dict[str, list[str]]:
     """What happens in one layer: messages that start and are waited for, experts, and the shared expert."""
     events: list[str] = []
 
@@ -320,7 +278,7 @@ def note_order(chunks: int) -> dict[str, list[str]]:
     layer = MoELayer(8, config, layer_index=0, num_layers=1, context=BatchContext())
     layer.reset_parameters()
     layer.experts = _experts(torch.float32, 2)
-    layer.dispatcher = AllToAllDispatcher(Noting(dist.group.WORLD), num_experts=4, chunks=chunks)
+    layer.dispatcher = AllToAllDispatcher(Noting(dist.group.WORLD), num_experts=4)
     compute = experts_module.expert_mlp
     experts_module.expert_mlp = lambda *operands, **more: _Noted.apply(compute(*operands, **more), events, "experts")
     shared = layer.shared_expert
@@ -342,14 +300,14 @@ class _Watched(Handle):
         return self.handle.wait()
 
 
-def find_host_synchronisations(layers: int, chunks: int) -> dict[str, list[str]]:
+def find_host_synchronisations(layers: int) -> dict[str, list[str]]:
     """On one GPU in a group of its own: waits for the device in a forward and a backward pass of `layers` calls."""
     import traceback
     import warnings
 
     os.environ["FOUNDRY_MOE_AUTOTUNE_S"] = "0"  # timing waits too
     torch.cuda.set_device(0)
-    dispatcher = AllToAllDispatcher(FlatAllToAll(dist.group.WORLD), num_experts=16, chunks=chunks)
+    dispatcher = AllToAllDispatcher(FlatAllToAll(dist.group.WORLD), num_experts=16)
     experts = Experts(num_experts=16, d_model=64, hidden_size=64, activation="swiglu", num_layers=1)
     experts.reset_parameters(seed=3, layer=0)
     experts = experts.to("cuda", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Copies of hot experts change no number: the certificate has them in two cases; here in chunks, and recomputed."""
+"""Copies of hot experts change no number: the certificate has them in two cases; here with recomputed blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.distributed import parity_worker
 from tests.distributed.launching import PRELOAD
 
 
-def test_copies_in_chunks_and_recomputed_blocks_train_as_one_process() -> None:
+def test_copies_and_recomputed_blocks_train_as_one_process() -> None:
     case = replace(CASES[0], crowd=True)
-    mesh = MeshConfig(expert=4, shard=1, chunks=2)
+    mesh = MeshConfig(expert=4, shard=1)
     seen, shares = run_processes(parity_worker.with_hot_experts, case, mesh, world_size=4, preload=PRELOAD)
     rows = compare(seen, run_case(case, None))
     assert {"loss", "gradient w1_EFD", "gradient v1_EFD", "gradient w2_EDF", "weights w1_EFD"} <= rows.keys()

@@ -45,7 +45,6 @@ def largest_difference(run: dict[str, Any], expected: dict[str, Any]) -> float:
 def test_two_processes_equal_one() -> None:
     checkpointing = {
         "fsdp_config.activation_checkpointing": True,
-        "algorithms.dmoe.mesh.chunks": 2,
         "algorithms.dmoe.mesh.hot_experts": 1,
     }
     runs = [mesh(1, 1, 2), mesh(1, 1, 2, **checkpointing), mesh(1, 2, 1)]

@@ -17,7 +17,6 @@ from foundry_moe_kernels import (
     mixed_widths,
     noise,
     padded,
-    peer_rows,
     permute,
     permute_plan,
     pointwise,
@@ -147,13 +146,8 @@ def launch_routing(experts: int = 128) -> None:
     permute_plan.count_choices(experts_TK, experts, mask_T)
     permute_plan.plan_permute(experts_TK, experts)
     padded.Sorted(experts_TK, experts).assign_slots(8)
-    counts_PH2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
-    row_TC, _ = dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_PH2, counts_PN)
-    pointers_P, rows_TD = torch.zeros(8, dtype=torch.int64), torch.zeros(T, D, dtype=torch.bfloat16)
-    peer_rows.store_counts(counts_PH2, pointers_P, 1)
-    _, places_H23P = peer_rows.plan_places(torch.zeros(8, 8, 1, 2, dtype=torch.int64), 1)
-    peer_rows.store_tokens(rows_TD, row_TC, experts_TK, experts // 8, places_H23P[0, 0], pointers_P, T, range(T))
-    peer_rows.store_blocks(rows_TD, places_H23P[0, 1], pointers_P, T, 1)
+    counts_P2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
+    dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_P2, counts_PN)
     room_E, expert_T, bid_T = torch.ones(experts, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T)
     price_E = assignment.ascend(logits_TE, expert_T, torch.zeros(experts), [1.0, 0.5])
     for final in (False, True):

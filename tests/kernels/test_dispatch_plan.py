@@ -1,6 +1,6 @@
 """Rows by rank against the plain twin.
 
-Shapes: T tokens, K choices, P ranks, C ranks a token goes to at most, H chunks.
+Shapes: T tokens, K choices, P ranks, C ranks a token goes to at most.
 """
 
 import pytest
@@ -13,9 +13,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def twin(*operands, **more):
-    """counts_PH2, row_TC and the packed rows of the plain twin."""
-    counts_PH2, assign_rows = plan_plain(*operands, **more)
-    return (counts_PH2, *assign_rows())
+    """counts_P2, row_TC and the packed rows of the plain twin."""
+    counts_P2, assign_rows = plan_plain(*operands, **more)
+    return (counts_P2, *assign_rows())
 
 
 @pytest.mark.parametrize("kind", ["random", "some absent", "all to one", "none"])
@@ -23,8 +23,8 @@ def twin(*operands, **more):
     ("tokens", "choices", "ranks", "nodes"),
     [(200, 3, 2, 1), (65, 8, 4, 1), (130, 3, 8, 4), (1, 1, 3, 1), (70, 2, 8, 2), (0, 2, 4, 1), (64, 6, 6, 3)],
 )
-@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 1), (torch.float64, 3)])
-def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, ranks, nodes, dtype, chunks):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, ranks, nodes, dtype):
     local = 5
     experts_TK = torch.rand(tokens, ranks * local, device=DEVICE).topk(choices).indices
     if kind == "some absent":
@@ -35,27 +35,17 @@ def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, rank
     if kind == "none":
         experts_TK.fill_(-1)
     weights_TK = torch.rand(tokens, choices, device=DEVICE, dtype=dtype)
-    counts_PH2, counts_PN = dispatch_plan.count_rows(experts_TK, local, ranks, nodes, chunks)
-    row_TC, packed = dispatch_plan.assign_rows(experts_TK, weights_TK, local, counts_PH2, counts_PN, nodes)
-    expected_PH2, expected_TC, expected = twin(experts_TK, weights_TK, local, ranks, nodes, chunks)
-    assert torch.equal(counts_PH2, expected_PH2)
+    counts_P2, counts_PN = dispatch_plan.count_rows(experts_TK, local, ranks, nodes)
+    row_TC, packed = dispatch_plan.assign_rows(experts_TK, weights_TK, local, counts_P2, counts_PN, nodes)
+    expected_P2, expected_TC, expected = twin(experts_TK, weights_TK, local, ranks, nodes)
+    assert torch.equal(counts_P2, expected_P2)
     assert torch.equal(row_TC, expected_TC)
     assert torch.equal(packed[: len(expected)], expected)
 
 
 def test_a_token_goes_once_to_each_rank_with_an_expert_of_its():
     experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)  # 5 experts a rank
-    counts_PH2, row_TC, packed = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3)
-    assert counts_PH2[:, 0].tolist() == [[2, 3], [2, 3], [1, 1]]
+    counts_P2, row_TC, packed = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3)
+    assert counts_P2.tolist() == [[2, 3], [2, 3], [1, 1]]
     assert row_TC.tolist() == [[0, 2, -1], [1, -1, -1], [-1, 3, 4]]
     assert packed[:, 3:].tolist() == [[0, 1, -1], [-1, 4, -1], [-1, -1, 4], [0, 0, -1], [-1, -1, 4]]
-
-
-def test_rows_of_a_chunk_lie_together_by_rank_within_it():
-    experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)
-    counts_PH2, row_TC, _ = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
-    assert counts_PH2.tolist() == [[[2, 3], [0, 0]], [[1, 1], [1, 2]], [[0, 0], [1, 1]]]
-    assert row_TC.tolist() == [[0, 2, -1], [1, -1, -1], [-1, 3, 4]]
-    experts_TK = experts_TK[[2, 1, 0]]
-    _, row_TC, _ = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3, chunks=2)
-    assert row_TC.tolist() == [[-1, 1, 2], [0, -1, -1], [3, 4, -1]]

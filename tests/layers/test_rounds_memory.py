@@ -19,7 +19,7 @@ RANKS, TOKENS, LOCAL, WIDTH, HIDDEN = 8, 256, 8, 64, 32
 GRADIENTS = 3 * LOCAL * WIDTH * HIDDEN * 4  # bytes of the weights
 
 
-def peak_bytes(skew, top_k, buffer, *, crowd_first=False, chunks=1):
+def peak_bytes(skew, top_k, buffer, *, crowd_first=False):
     """Of a layer's step on the fullest rank, beyond its weights and tokens; and in how many rounds."""
     torch.manual_seed(0)
     experts = Experts(
@@ -29,7 +29,7 @@ def peak_bytes(skew, top_k, buffer, *, crowd_first=False, chunks=1):
     experts_TK = choices_of(TOKENS, RANKS * LOCAL, top_k, RANKS, skew)
     if crowd_first:
         experts_TK = experts_TK[(experts_TK < LOCAL).sum(1).argsort(descending=True)]
-    dispatcher = AllToAllDispatcher(MirroredAllToAll(RANKS), num_experts=RANKS * LOCAL, chunks=chunks, buffer=buffer)
+    dispatcher = AllToAllDispatcher(MirroredAllToAll(RANKS), num_experts=RANKS * LOCAL, buffer=buffer)
     x_TD = torch.randn(TOKENS, WIDTH, requires_grad=True)
     weights_TK = torch.rand(TOKENS, top_k, requires_grad=True)
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
@@ -40,18 +40,17 @@ def peak_bytes(skew, top_k, buffer, *, crowd_first=False, chunks=1):
 
 @pytest.mark.parametrize("top_k", [8, 1])
 @pytest.mark.parametrize("skew", [1, 4, RANKS])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_the_peak_is_the_buffer_times_that_of_an_even_load_and_twice_the_weights_gradients(skew, top_k, chunks):
+def test_the_peak_is_the_buffer_times_that_of_an_even_load_and_twice_the_weights_gradients(skew, top_k):
     """Tokens received and sent, and what experts compute; gradients of all rounds, and those of one beside them."""
     buffer = 1.25
-    even, one = peak_bytes(1, top_k, math.inf, chunks=chunks)
+    even, one = peak_bytes(1, top_k, math.inf)
     assert one == 1
     for crowd_first in (False, True):  # the skew is in consecutive tokens
-        peak, rounds = peak_bytes(skew, top_k, buffer, crowd_first=crowd_first, chunks=chunks)
+        peak, rounds = peak_bytes(skew, top_k, buffer, crowd_first=crowd_first)
         assert skew / buffer - 1 < rounds <= skew / buffer + 2  # `choices_of` draws the skew
         assert peak < buffer * even + 2 * GRADIENTS
     if skew == RANKS:
-        unbounded, _ = peak_bytes(skew, top_k, math.inf, chunks=chunks)
+        unbounded, _ = peak_bytes(skew, top_k, math.inf)
         assert unbounded > 4 * peak
 
 

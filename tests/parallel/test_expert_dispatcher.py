@@ -47,10 +47,10 @@ class _Rank(ExpertDispatcher):
         return max(number, self.most)
 
 
-def rounds_of_ranks(chosen: list[Tensor], buffer: float, chunks: int = 1) -> list[tuple[slice, ...]]:
+def rounds_of_ranks(chosen: list[Tensor], buffer: float) -> list[tuple[slice, ...]]:
     """The tokens of each rank's rounds."""
     counts_PPH2 = torch.stack(
-        [plan_plain(experts_TK, torch.zeros(experts_TK.shape), LOCAL, RANKS, chunks=chunks)[0] for experts_TK in chosen]
+        [plan_plain(experts_TK, torch.zeros(experts_TK.shape), LOCAL, RANKS)[0][:, None] for experts_TK in chosen]
     )
     ranks = [_Rank(ranks=RANKS, rank=rank, nodes=1, num_experts=RANKS * LOCAL, buffer=buffer) for rank in range(RANKS)]
 
@@ -91,13 +91,7 @@ def test_all_tokens_to_one_rank_need_no_more_rounds_than_its_limit_fits_in_them(
         assert {len(parts) for parts in rounds_of_ranks(choices_of_ranks("all to one"), buffer)} == {count}
 
 
-def test_an_even_load_and_no_tokens_are_one_round_and_chunks_count_together() -> None:
+def test_an_even_load_and_no_tokens_are_one_round() -> None:
     even = choices_of_ranks("random")
     assert all(len(parts) <= 1 for parts in rounds_of_ranks(even, 1.5))
     assert all(len(parts) <= 1 for parts in rounds_of_ranks([t[:0] for t in even], 1.0))
-    # one chunk goes to one rank, the other to another
-    halves = [t.clone() for t in even]
-    for experts_TK in halves:
-        experts_TK[:30] %= 2 * LOCAL
-        experts_TK[30:] = experts_TK[30:] % (2 * LOCAL) + 2 * LOCAL
-    assert all(len(parts) <= 1 for parts in rounds_of_ranks(halves, 1.5, chunks=2))

@@ -14,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.layers.experts import Experts
 from foundry_moe.parallel.mesh import (
-    DIRECT,
     FLAT,
     HIERARCHICAL,
     MeshPlan,
@@ -88,7 +87,6 @@ def test_design_example_fills_in_replicate() -> None:
         (4, 8, HIERARCHICAL, FLAT, 1),  # within a node: nothing to exchange between them
         (12, 8, AUTO, FLAT, 2),  # straddles
         (6, 4, AUTO, FLAT, 2),
-        (4, 8, DIRECT, DIRECT, 1),
     ],
 )
 def test_exchange_is_hierarchical_where_experts_fill_several_nodes(
@@ -107,12 +105,6 @@ def test_exchange_is_hierarchical_where_experts_fill_several_nodes(
         ({"expert": 16}, 8, 64, r"mesh.expert \(16\).*must divide the number of GPUs \(8\).*1, 2, 4 or 8"),
         ({"expert": 2, "shard": 3, "replicate": AUTO}, 8, 8, r"= 6 must divide the number of GPUs \(8\)"),
         ({"expert": 12, "all_to_all": HIERARCHICAL}, 24, 24, r"must|needs mesh.expert \(12\) to fill whole nodes"),
-        (
-            {"expert": 16, "all_to_all": DIRECT},
-            16,
-            64,
-            r"direct needs the ranks of mesh.expert \(16\)",
-        ),
     ],
 )
 def test_impossible_mesh_is_a_sentence_with_the_arithmetic(
