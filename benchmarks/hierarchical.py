@@ -1,11 +1,14 @@
-"""Flat against hierarchical all-to-all over hosts with limited links, made of network namespaces on one machine.
+"""Flat against hierarchical all-to-all between hosts with limited links (network namespaces of one machine).
 
-    python benchmarks/hierarchical.py [--mbit 200] [--packet-bytes 0] [--hosts 4] [--ranks-per-host 2]  (root)
+    python benchmarks/hierarchical.py [--hosts 4] [--ranks-per-host 2] [--mbit 200] [--packet-bytes 0]     (root)
 
-Each host is a namespace whose one link to a bridge is shaped by a token bucket; ranks of a host reach each other
-over its loopback. `--packet-bytes N` makes each packet cost as N bytes more, which limits packets a second as cloud
-networks do. Every message also pays gloo's, TCP's and this machine's scheduler's own costs.
-Prints, for each size, milliseconds of a round (counts, rows there, rows back) and the ratio.
+A token bucket limits each host's link to a bridge; ranks of one host use its loopback. `--packet-bytes N` adds N bytes
+to the cost of each packet, which limits the packet rate as cloud networks do. All ranks share the cores of this
+machine, and every message also pays the costs of gloo, TCP and the scheduler.
+Prints, for each number of hosts and message size, the milliseconds of a round: counts, rows sent, rows returned.
+
+HetuMoE (Nie et al. 2022) reports 1.66 times NCCL's all-to-all on 4 nodes and 2 times on 8, with 8 GPUs and one network
+card a node. The hierarchical form sends fewer, larger messages, so it gains where the cost of a message dominates.
 """
 
 from __future__ import annotations
@@ -143,30 +146,35 @@ def measure(
 
 
 def main() -> None:
-    """Sets hosts up, runs the ranks in them, prints the table; see the text at the top."""
+    """Runs from the command line; see the text at the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4])
     parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument("--mbit", type=int, default=200)
+    parser.add_argument("--mbit", type=int, default=200, help="of each host's link; 0 = no namespaces and no limit")
     parser.add_argument("--packet-bytes", type=int, default=0)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="from each rank to each rank")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    shape = (arguments.hosts, arguments.ranks_per_host)
+    ranks_per_host, sizes = arguments.ranks_per_host, {"rows": arguments.rows, "rounds": arguments.rounds}
     if arguments.rank is not None:
-        work(arguments.rank, *shape, arguments.folder, arguments.rows, arguments.rounds)
+        work(arguments.rank, arguments.hosts[0], ranks_per_host, arguments.folder, **sizes)
         return
-    results = measure(shape, arguments.mbit, arguments.packet_bytes, rows=arguments.rows, rounds=arguments.rounds)
     print(
-        f"{shape[0]} hosts x {shape[1]} ranks, gloo, links of {arguments.mbit} Mbit/s, each packet costing "
-        f"{arguments.packet_bytes} bytes more; median of {arguments.rounds} rounds"
+        f"gloo, links of {arguments.mbit} Mbit/s, each packet costs {arguments.packet_bytes} bytes more; "
+        f"median of {arguments.rounds} rounds"
     )
-    print(f"{'bytes a pair':>14}{'flat, ms':>12}{'hierarchical, ms':>20}{'ratio':>8}")
-    for line in results:
-        ratio = line["flat"] / line["hierarchical"]
-        print(f"{line['bytes']:14}{line['flat']:12.2f}{line['hierarchical']:20.2f}{ratio:8.2f}")
+    columns = "| hosts | ranks | bytes a pair of ranks | flat ms | hierarchical ms | speedup |\n|" + " --- |" * 6
+    print(columns, flush=True)
+    for hosts in arguments.hosts:
+        for line in measure((hosts, ranks_per_host), arguments.mbit or None, arguments.packet_bytes, **sizes):
+            flat, hierarchical = line["flat"], line["hierarchical"]
+            print(
+                f"| {hosts} | {hosts * ranks_per_host} | {line['bytes']} | {flat:.2f} | {hierarchical:.2f} "
+                f"| {flat / hierarchical:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The tiles of the block-sparse products on this chip, as in the MegaBlocks paper's figure 4: TFLOP/s of each.
+"""TFLOP/s of the portable block-sparse products by tile size, as in figure 4 of the MegaBlocks paper.
 
     python benchmarks/sparse_tiles.py [--cases XS,OLMoE] [--products sdd,dsd] [--tiles "128x64 s3 w4 g2,..."]
 
-Every product of a layer with every tile (columns x depth, stages, warps, group), beside cuBLAS (`torch.bmm`) in the
-same run; the best tile of each row is what `foundry_moe_kernels.sparse_tiles` should choose there.
+Measures every product of a layer with every tile (columns x depth, stages, warps, group), and cuBLAS (`torch.bmm`) in
+the same run. `foundry_moe_kernels.sparse_tiles` should choose the best tile of each row. The last lines give each tile
+size, with its best stages and warps, as a share of the best tile: a geometric mean over the products that it fits.
 
 Shapes: R rows, D model width, F expert width, E experts.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from foundry_moe_kernels import products
 from foundry_moe_kernels.sparse_tiles import SparseTile, shared_bytes
 from foundry_moe_kernels.topology import topology_from_offsets
 from matmul import CASES, new
-from timing import DEVICE, header, in_processes, in_turn_ms
+from timing import DEVICE, geometric_mean, header, in_processes, in_turn_ms
 
 from foundry_moe.ops.sparse_steps import block_of
 
@@ -131,6 +133,16 @@ def rates_of(
     return dict(zip(ways, (flops / ms / 1e9 for ms in times), strict=True))
 
 
+def best_of_sizes(rates: dict[SparseTile | None, float]) -> dict[str, float]:
+    """Columns x depth -> the highest rate of the tiles of that size."""
+    best: dict[str, float] = {}
+    for tile, rate in rates.items():
+        if tile is not None:
+            size = f"{tile.bn}x{tile.bk}"
+            best[size] = max(best.get(size, 0.0), rate)
+    return best
+
+
 def compile_tile(tile: SparseTile, names: list[str], wanted: list[str]) -> None:
     """In a process of its own: kernels are kept on disk, and compile one after another in one process."""
     for case in names:
@@ -152,15 +164,24 @@ def main() -> None:
     print(header(), flush=True)
     names = [name_of(tile) for tile in tiles]
     print("| case | product | cuBLAS | " + " | ".join(names) + " |\n" + "|---" * (len(tiles) + 3) + "|")
+    shares: dict[str, list[float]] = defaultdict(list)
     for case in cases:
         for product, (flops, run) in runs(case).items():
             if wanted and product not in wanted:
                 continue
             rates = rates_of(case, product, flops, run, tiles)
             cells = [f"{rates[tile]:.0f}" if tile in rates else "" for tile in tiles]
-            best = max(rate / rates[None] for tile, rate in rates.items() if tile is not None)
-            print(f"| {case} | {product} | {rates[None]:.0f} | {' | '.join(cells)} | best {best:.3f}", flush=True)
+            by_size = best_of_sizes(rates)
+            best = max(by_size.values())
+            for size, rate in by_size.items():
+                shares[size].append(rate / best)
+            print(
+                f"| {case} | {product} | {rates[None]:.0f} | {' | '.join(cells)} | best {best / rates[None]:.3f}",
+                flush=True,
+            )
         torch.cuda.empty_cache()
+    for size, of_best in shares.items():
+        print(f"{size}: {geometric_mean(of_best):.3f} of the best tile, over {len(of_best)} products")
 
 
 if __name__ == "__main__":

@@ -136,6 +136,12 @@ def in_processes(work: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
         raise RuntimeError(f"{work.__name__} ended with {[worker.exitcode for worker in workers]}")
 
 
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """In Markdown."""
+    for line in (columns, ["---"] * len(columns), *rows):
+        print("| " + " | ".join(line) + " |", flush=True)
+
+
 def header() -> str:
     if DEVICE.type == "cpu":
         return f"CPU, torch {torch.__version__}, triton {triton.__version__}: times mean nothing"

@@ -1,6 +1,6 @@
-"""Claims of papers and issues that this project stands on, each rerun by one command: see docs/papers.md."""
+"""Scripts for claims of papers; docs/papers.md has the results."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks that these scripts share
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for modules of benchmarks/, which are scripts

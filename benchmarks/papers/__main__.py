@@ -1,21 +1,26 @@
-"""`make papers`: the claims that can be rerun, each with its command. What came of them is in docs/papers.md."""
+"""`make papers`: the claims of papers that can be measured again, each with its command. Results: docs/papers.md."""
 
 CLAIMS = (
-    ("MegaBlocks, figure 9: block-sparse products beside cuBLAS", "python -m benchmarks.papers.megablocks_products"),
-    ("MegaBlocks, figure 4: block-sparse products over tile sizes", "python -m benchmarks.papers.megablocks_tiles"),
-    ("MegaBlocks, section 5.1: transpose indices, topology", "python -m benchmarks.papers.megablocks_indices"),
-    ("MegaBlocks, section 6.2: dropless beside token dropping", "python benchmarks/capacity.py data/demo/tokens.pt"),
     (
-        "MegaBlocks, figures 7 and 8: speed at equal loss, over dense and token dropping",
+        "MegaBlocks, figure 9: block-sparse products against cuBLAS",
+        "python benchmarks/matmul.py --cases XS,Small,Medium",
+    ),
+    ("the same, transposes that no layer uses", "python benchmarks/matmul.py --cases XS,Small,Medium --transposes"),
+    ("MegaBlocks, figure 4: tile sizes", "python benchmarks/sparse_tiles.py --cases XS,Small,Medium"),
+    ("MegaBlocks, section 5.1: transpose indices, topology", "python -m benchmarks.papers.megablocks_indices"),
+    ("MegaBlocks, section 6.2: dropless against token dropping", "python benchmarks/capacity.py data/demo/tokens.pt"),
+    (
+        "MegaBlocks, figures 7 and 8: speed at equal loss",
         "python -m benchmarks.papers.dropping text.bin.xz",
     ),
     ("its text, from Debian's kernel source", "python -m benchmarks.papers.make_text text.bin.xz"),
-    ("MegaBlocks issue 86: the scale of experts' gradients", "python -m benchmarks.papers.gradient_scale"),
-    ("HetuMoE: the layer beside GShard's einsums and padding", "python -m benchmarks.papers.hetumoe_layer"),
-    ("HetuMoE: shares of gate, top-k, layout and experts", "python -m benchmarks.papers.hetumoe_shares"),
-    ("HetuMoE: top-k kernel and layout transform", "python -m benchmarks.papers.hetumoe_kernels"),
-    ("HetuMoE: hierarchical all-to-all", "python -m benchmarks.papers.hetumoe_all_to_all"),
-    ("The blog: MFU, scaling, checkpoints, resuming", "python -m benchmarks.papers.blog"),
+    ("MegaBlocks issue 86: the scale of experts' gradients", "make verify"),
+    ("HetuMoE: the layer against GShard's einsums and padding", "python -m benchmarks.papers.hetumoe_layer"),
+    ("HetuMoE: top-k and layout transform", "python benchmarks/routing.py"),
+    (
+        "HetuMoE: hierarchical all-to-all (root)",
+        "python benchmarks/hierarchical.py --hosts 2 4 8 --mbit 50 --packet-bytes 1500",
+    ),
 )
 
 

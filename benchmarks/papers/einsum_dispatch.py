@@ -11,27 +11,15 @@ C slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from foundry_moe.ops.padded import capacity_of
 
-Mark = Callable[[str], None]
-PARTS = ("gate", "top-k", "layout transform", "experts", "layout back")
 
-
-def no_mark(part: str) -> None:
-    """The `Mark` of whoever does not time parts."""
-
-
-def combine_weights(logits_GSE: Tensor, top_k: int, capacity: int, mark: Mark = no_mark) -> tuple[Tensor, Tensor]:
+def combine_weights(logits_GSE: Tensor, top_k: int, capacity: int) -> tuple[Tensor, Tensor]:
     """The mask, and the balance loss.
-
-    Args:
-        mark: called with a part's name when it ends, see `PARTS`.
 
     Returns:
         [G, S, E, C], the weight of each token's slots, zero elsewhere; and E * sum of (mean probability, share of first
@@ -39,7 +27,6 @@ def combine_weights(logits_GSE: Tensor, top_k: int, capacity: int, mark: Mark = 
     """
     experts = logits_GSE.shape[-1]
     probs_GSE = logits_GSE.float().softmax(-1)
-    mark("gate")
     weights_GSK, experts_GSK = probs_GSE.topk(top_k)
     if top_k > 1:
         weights_GSK = weights_GSK / weights_GSK.sum(-1, keepdim=True)
@@ -54,7 +41,6 @@ def combine_weights(logits_GSE: Tensor, top_k: int, capacity: int, mark: Mark = 
         parts.append((weights_GSK[..., choice, None] * kept_GSE, slot_GS))
         if choice == 0:
             balance = experts * (probs_GSE.mean(1) * chosen_GSE.float().mean(1)).sum(-1).mean()
-    mark("top-k")
     combine_GSEC = sum(
         torch.einsum("gse,gsc->gsec", weights_GSE, F.one_hot(slot_GS, capacity).to(weights_GSE.dtype))
         for weights_GSE, slot_GS in parts
@@ -72,24 +58,19 @@ def einsum_layer(
     top_k: int,
     capacity_factor: float = 1.0,
     groups: int = 1,
-    mark: Mark = no_mark,
 ) -> tuple[Tensor, Tensor]:
     """y_TD and the balance loss of experts that are MLPs with GELU.
 
     Args:
         groups: G, which divides T.
-        mark: called with a part's name when it ends, see `PARTS`.
     """
     x_GSD = x_TD.view(groups, -1, x_TD.shape[1])
     experts = gate_ED.shape[0]
     capacity = capacity_of(capacity_factor, x_GSD.shape[1], top_k, experts)
-    combine_GSEC, balance = combine_weights(F.linear(x_GSD.float(), gate_ED.float()), top_k, capacity, mark)
+    combine_GSEC, balance = combine_weights(F.linear(x_GSD.float(), gate_ED.float()), top_k, capacity)
     dispatch_GSEC = combine_GSEC.bool().to(x_TD.dtype)
     x_ERD = torch.einsum("gsec,gsd->egcd", dispatch_GSEC, x_GSD).flatten(1, 2)
-    mark("layout transform")
     y_ERD = torch.bmm(F.gelu(torch.bmm(x_ERD, w1_EFD.mT)), w2_EDF.mT)
-    mark("experts")
     y_EGCD = y_ERD.unflatten(1, (groups, capacity))
     y_TD = torch.einsum("gsec,egcd->gsd", combine_GSEC.to(x_TD.dtype), y_EGCD).reshape(x_TD.shape)
-    mark("layout back")
     return y_TD, balance

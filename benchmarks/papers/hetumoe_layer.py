@@ -1,6 +1,6 @@
 """HetuMoE's layer (Nie et al. 2022, arXiv 2203.14685) beside GShard's einsums and Tutel's padding. On a GPU:
 
-    python -m benchmarks.papers.hetumoe_layer [--batches 8 16 32 64 128] [--csv FILE] [--plot FILE]
+    python -m benchmarks.papers.hetumoe_layer [--batches 8 16 32 64 128]
 
 The paper: 16 experts, hidden size 2048, sequences of 1024 tokens, Switch and GShard gates, 8 TITAN RTX, fp32: up to 8.1
 times DeepSpeed-MoE (Switch, batch 32), at least 15% over the best system. Here all experts are on one GPU, in bf16, so
@@ -21,18 +21,17 @@ Shapes: T tokens, D model width.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import DEVICE, DTYPE, queued_ms
+from timing import DEVICE, DTYPE, header, print_table, queued_ms
 from torch import Tensor
 
-from benchmarks.papers.einsum_dispatch import Mark, einsum_layer, no_mark
-from benchmarks.papers.table import measure, parser_of
+from benchmarks.papers.einsum_dispatch import einsum_layer
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.moe import MoELayer
 
@@ -69,11 +68,11 @@ def build(gate: str, shape: Shape, capacity: Any = None) -> MoELayer:
     return MoELayer(width, config, device=DEVICE, dtype=DTYPE)
 
 
-def by_einsum(layer: MoELayer, x_TD: Tensor, groups: int, mark: Mark = no_mark) -> tuple[Tensor, Tensor]:
+def by_einsum(layer: MoELayer, x_TD: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """y_TD and the balance loss of a layer's weights, by GShard's way."""
     experts = layer.experts
     return einsum_layer(
-        x_TD, layer.gate.weight_ED, experts.w1_EFD, experts.w2_EDF, top_k=layer.config.top_k, groups=groups, mark=mark
+        x_TD, layer.gate.weight_ED, experts.w1_EFD, experts.w2_EDF, top_k=layer.config.top_k, groups=groups
     )  # fmt: skip
 
 
@@ -120,28 +119,14 @@ def rows_of(batches: list[int], shape: Shape = SHAPE, sequence: int = SEQUENCE, 
     return rows
 
 
-def plot(rows: list[list[str]], path: Path) -> None:
-    """Times over the batch, both gates."""
-    from matplotlib import pyplot
-
-    figure, both = pyplot.subplots(1, len(GATES), figsize=(8, 3.5), layout="constrained", sharey=True)
-    for axes, gate in zip(both, GATES, strict=True):
-        of = [row for row in rows if row[0] == gate]
-        for column, way in enumerate(WAYS, 2):
-            points = [(int(row[1]), float(row[column])) for row in of if row[column] != "out of memory"]
-            axes.plot(*zip(*points, strict=True), marker="o", label=way)
-        axes.set(title=gate, xlabel="batch of 1024 tokens", xscale="log", yscale="log")
-    both[0].set(ylabel="ms, forward and backward")
-    both[0].legend()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Runs from the command line; see the text at the top."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     arguments = parser.parse_args()
-    measure(COLUMNS, lambda: rows_of(arguments.batches), plot, arguments)
+    torch.manual_seed(0)
+    print(header(), flush=True)
+    print_table(COLUMNS, rows_of(arguments.batches))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the sparse format costs (MegaBlocks, Gale et al. 2022, section 5.1). On a GPU:
 
-    python -m benchmarks.papers.megablocks_indices [--cases XS Small Medium] [--csv FILE] [--plot FILE]
+    python -m benchmarks.papers.megablocks_indices [--cases XS Small Medium]
 
 Transpose indices: a layer's backward pass needs S transposed. The secondary index lists its blocks column by column, so
 that the product walks the same values; the alternative is to copy the values transposed and multiply the copy. Both
@@ -13,19 +13,18 @@ Shapes: R rows, D model width, F expert width, E experts.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from foundry_moe_kernels import products
 from foundry_moe_kernels.topology import topology_from_offsets
 from layer import expert_ways
 from matmul import CASES, PAPER, new
-from timing import DEVICE, in_processes, in_turn_ms, queued_ms
+from timing import DEVICE, header, in_processes, in_turn_ms, print_table, queued_ms
 from torch import Tensor
 
-from benchmarks.papers.table import measure, parser_of
 from foundry_moe.ops.sparse_steps import block_of
 
 COLUMNS = (
@@ -110,29 +109,15 @@ def rows_of(cases: list[str], rounds: int = 11) -> list[list[str]]:
     return rows
 
 
-def plot(rows: list[list[str]], path: Path) -> None:
-    """Both ways to multiply by S transposed."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
-    at = range(len(rows))
-    index, copy, product = ([float(row[column]) for row in rows] for column in (1, 2, 3))
-    axes.bar([i - 0.2 for i in at], index, 0.38, label="transpose indices")
-    axes.bar([i + 0.2 for i in at], copy, 0.38, label="copy transposed")
-    axes.bar([i + 0.2 for i in at], product, 0.38, bottom=copy, label="product of the copy")
-    axes.set_xticks(at, [row[0] for row in rows])
-    axes.set(ylabel="ms")
-    axes.legend()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Runs from the command line; see the text at the top."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(PAPER), choices=list(CASES))
     arguments = parser.parse_args()
     in_processes(compile_case, ((case,) for case in arguments.cases))
-    measure(COLUMNS, lambda: rows_of(arguments.cases), plot, arguments)
+    torch.manual_seed(0)
+    print(header(), flush=True)
+    print_table(COLUMNS, rows_of(arguments.cases))
 
 
 if __name__ == "__main__":
