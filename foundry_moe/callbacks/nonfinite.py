@@ -1,8 +1,8 @@
-"""Losses, gradients and weights that are not finite: seen on the device, read a batch later, told with the layer.
+"""Detects losses, gradients and weights that are not finite, and names the layer where it began.
 
-`FiniteWatch` looks at one rank's part of one batch after another and costs no wait for the device; `NonfiniteCount`
-counts, over all ranks' rows, how many batches in a row were bad. What is done then is the caller's. It must not know
-Composer.
+`FiniteWatch` checks one rank's part of each batch on the device and reads the flags a batch later, so that no step
+waits for the device. `NonfiniteCount` counts, over all ranks, how many batches in a row were bad. The callers decide
+what follows. This module must not import Composer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.callbacks.agreement import FINITE, NO_NEWS, NONFINITE, Row, name_ranks
 from foundry_moe.ops.finite import NonfiniteSearch
+
+NO_NEWS, FINITE, NONFINITE = 0, 1, 2
+_WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was not finite on one rank in one batch; names of parameters in the model's order.
+    """Which values were not finite on one rank in one batch; names of parameters in the model's order.
 
     batch: its number, from 1.
     weights: before the batch, where its loss or gradients are bad here; gradients: after its backward pass. Both of
@@ -39,16 +41,16 @@ class Finding:
 
 
 class FiniteWatch:
-    """One rank's watch. Of a batch, in order: `before_batch`, `after_loss` and `after_backward` for each microbatch,
-    `after_batch`; `read` at any time.
+    """One rank's check of each batch: `before_batch`; `after_loss` and `after_backward` for each microbatch;
+    `after_batch`. `read` at any time.
 
-    Reading all weights and gradients of OLMoE's shape took 2 to 3% of a step on an H200. So weights are read by a
-    kernel that ends at once unless the loss or a gradient is bad, as they are where a weight that was used is; and of
-    each gradient those lines that `NonfiniteSearch` reads.
+    Reading all weights and gradients of OLMoE's shape took 2 to 3% of a step on an H200. Therefore the kernel that
+    reads the weights returns at once unless the loss or a gradient is bad (a bad weight that was used makes them so),
+    and of each gradient only the lines that `NonfiniteSearch` names are read.
 
     Args:
-        parameters: the model's, as the optimizer knows them: walking the modules each batch would cost a millisecond.
-        gradients: whether they are looked at; not under a scaler of fp16, which tries scales until none overflows.
+        parameters: the model's, listed once: walking the modules in each batch would cost a millisecond.
+        gradients: whether they are checked; not under an fp16 scaler, which tries scales until none overflows.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], *, gradients: bool = True) -> None:
@@ -57,20 +59,15 @@ class FiniteWatch:
         self._search_weights, self._search_gradients = NonfiniteSearch(lines=False), NonfiniteSearch(lines=True)
         self._loss: Tensor | None = None  # the sum over microbatches: finite only if all are
         self._flags: Tensor | None = None  # uint8: loss, each weight, each gradient; on the loss's device
-        self._names_after: list[str] = []  # whose gradients were looked at
+        self._names_after: list[str] = []  # of the gradients that were checked
         self._batch = 0
-        self._to_come = 0
+        self._remaining = 0
         self._unread: tuple[int, list[str], Tensor, torch.cuda.Event | None] | None = None
 
     def before_batch(self, batch: int, microbatches: int) -> None:
-        """A batch begins.
-
-        Args:
-            batch: its number, from 1.
-            microbatches: how many; 0 = not known before.
-        """
+        """Starts the batch of this number, from 1. `microbatches`: how many it has; 0 = not known before."""
         self._loss, self._flags = None, None
-        self._batch, self._to_come = batch, microbatches
+        self._batch, self._remaining = batch, microbatches
 
     def after_loss(self, loss: Any) -> None:
         """A microbatch's loss: a tensor, or several in a list or by name."""
@@ -79,15 +76,15 @@ class FiniteWatch:
             self._loss = value if self._loss is None else self._loss + value
 
     def after_backward(self) -> None:
-        """Looks after the last microbatch, before clipping makes all gradients NaN where one was."""
-        self._to_come -= 1
-        if self._to_come == 0:
-            self._look()
+        """Checks after the last microbatch, before clipping spreads one NaN to all gradients."""
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._check()
 
     def after_batch(self) -> None:
-        """Before the optimizer's step: starts bringing the flags to the host."""
-        if self._flags is None:  # clipping may have spread what was one layer's
-            self._look()
+        """Before the optimizer's step: starts the copy of the flags to the host."""
+        if self._flags is None:  # number of microbatches unknown: clipping may have spread one layer's NaN
+            self._check()
         if self._unread is not None:  # the device is more than a batch behind
             self.read()
         if self._unread is not None or self._flags is None:
@@ -101,7 +98,7 @@ class FiniteWatch:
         self._unread = (self._batch, self._names_after, flags, event)
 
     @torch.no_grad()
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._loss is None:
             return
         weights = [_local(parameter) for _, parameter in self._parameters]
@@ -111,11 +108,11 @@ class FiniteWatch:
         loss, bad_weights, bad_gradients = self._flags.split([1, len(weights), len(after)])
         loss.copy_(torch.isfinite(self._loss).logical_not().reshape(1))
         self._search_gradients([_local(gradient) for _, gradient in after], bad_gradients)
-        # another rank's loss may be bad through a weight that is this rank's: its gradients come here
+        # a bad weight of this rank may make another rank's loss bad: the gradients that arrive here show it
         self._search_weights(weights, bad_weights, only_if=self._flags.amax().reshape(1))
 
     def read(self) -> Finding | None:
-        """What was found in the newest batch that was not read yet; None if the device has not come so far."""
+        """The finding of the newest batch that was not read yet; None if the device has not finished its check."""
         if self._unread is None:
             return None
         batch, names_after, flags, event = self._unread
@@ -145,37 +142,37 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class NonfiniteCount:
-    """How many batches in a row were bad on any rank, and what this rank saw in the first of them."""
+    """How many batches in a row were bad on any rank, and what this rank found in the first of them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first: Finding | None = None  # this rank's
         self._newest: Finding | None = None
 
-    def row(self, finding: Finding | None) -> int:
-        """This rank's `Row.health`."""
+    def health(self, finding: Finding | None) -> int:
+        """NO_NEWS, FINITE or NONFINITE for this rank's newest finding, which is kept."""
         self._newest = finding
         return NO_NEWS if finding is None else FINITE if finding.finite else NONFINITE
 
-    def add(self, rows: Sequence[Row]) -> int:
-        """Counts the exchanged rows; returns how many in a row are bad now. The same on all ranks."""
-        if any(row.health == NONFINITE for row in rows):
+    def add(self, health: Sequence[int]) -> int:
+        """Takes `health` of all ranks; returns how many batches in a row are bad now. The same on all ranks."""
+        if NONFINITE in health:
             if self.count == 0:
                 self.first = self._newest
             self.count += 1
-        elif any(row.health == FINITE for row in rows):
-            self.count, self.first = 0, None
+        elif FINITE in health:
+            self.reset()
         return self.count
 
-    def forget(self) -> None:
-        """Starts anew, after a rewind."""
+    def reset(self) -> None:
+        """Starts again from 0, for example after a rewind."""
         self.count, self.first = 0, None
 
     def where(self, order: Sequence[str], group: dist.ProcessGroup | None) -> tuple[int, str]:
         """Collective. The number of the first bad batch, and a clause that says where it began.
 
         Args:
-            order: the model's parameters by name, in the order in which the forward pass meets them.
+            order: the model's parameters by name, in the order in which the forward pass uses them.
         """
         found: list[Finding | None] = [self.first]
         if group is not None:
@@ -185,10 +182,11 @@ class NonfiniteCount:
 
 
 def describe(found: Sequence[Finding], order: Sequence[str]) -> tuple[int, str]:
-    """What ranks saw in the first bad batch, as its number and a clause.
+    """The number of the first bad batch, and a clause that says where it began, from the findings of all ranks.
 
-    Weights that were bad before the batch are the cause, the first of them in the model's order. With a finite loss the
-    backward pass made it, and passed it on to all layers below: the last in the model's order is where it began.
+    Weights that were bad before the batch are the cause: the first of them in the model's order is named. If the loss
+    was finite, the backward pass overflowed and passed that on to all layers below: the last in the model's order is
+    where it began.
     """
     place = {name: number for number, name in enumerate(order)}
 
@@ -206,16 +204,24 @@ def describe(found: Sequence[Finding], order: Sequence[str]) -> tuple[int, str]:
             f"the loss on {name_ranks(losses)} was not finite, though all weights were: the batch's data, or an "
             "overflow in the forward pass"
         )
-    return batch, (
-        f"the loss was finite and gradients were not: the backward pass overflowed first in {_plain(gradients[-1])}"
-        f"{_more(gradients)}"
-        if gradients
-        else "it was seen on no rank's own part"
+    if gradients:
+        return batch, (
+            "the loss was finite and gradients were not: the backward pass overflowed first in "
+            f"{_plain(gradients[-1])}{_more(gradients)}"
+        )
+    return batch, "no rank found it in its own part"
+
+
+def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """The ranks as text, the first few of many: `ranks 0, 1, 2 and 9 more`."""
+    shown = ", ".join(str(rank) for rank in ranks[:most])
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (
+        f" and {len(ranks) - most} more" if len(ranks) > most else ""
     )
 
 
 def _plain(name: str) -> str:
-    for wrapper in ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+    for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 

@@ -1,4 +1,4 @@
-"""The Composer callback `nonfinite_guard`: stops a run whose numbers are not finite, where nothing else does."""
+"""The Composer callback `nonfinite_guard`: stops a run whose values are not finite, without `elastic_checkpoint`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from composer.core import State
 from composer.loggers import Logger
 
-from foundry_moe.callbacks.elastic_checkpoint import ADVICE, ElasticCheckpoint
-from foundry_moe.callbacks.watch import RunWatch, Verdict, WatchingCallback
+from foundry_moe.callbacks.run_watch import RunStatus, RunWatch, WatchingCallback
 from foundry_moe.checkpoint.errors import NonfiniteError
-from foundry_moe.checkpoint.settings import GUARDED_TWICE
 from foundry_moe.schema import refuse_unknown
+
+ADVICE = "lower the learning rate or look at the data"
 
 
 class NonfiniteGuard(WatchingCallback):
@@ -24,7 +24,7 @@ class NonfiniteGuard(WatchingCallback):
     `elastic_checkpoint` does this too, and can go back to a checkpoint: both is an error. See docs/resilience.md.
 
     Args:
-        max_nonfinite: so many in a row.
+        max_nonfinite: how many such batches in a row stop the run.
 
     Raises:
         ValueError: an unknown key, or a number below 1.
@@ -37,10 +37,6 @@ class NonfiniteGuard(WatchingCallback):
         self.max_nonfinite = max_nonfinite
         super().__init__(RunWatch())
 
-    def init(self, state: State, logger: Logger) -> None:
-        if any(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks):
-            raise ValueError(GUARDED_TWICE)
-
     def fit_start(self, state: State, logger: Logger) -> None:
         self._watch.start(state)
 
@@ -48,8 +44,8 @@ class NonfiniteGuard(WatchingCallback):
         self._check(self._watch.before_batch(state, busy=False), self.max_nonfinite)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._check(self._watch.elsewhere(), 1)
+        self._check(self._watch.between_batches(), 1)
 
-    def _check(self, verdict: Verdict, limit: int) -> None:
-        if verdict.bad_batches >= limit:
-            raise NonfiniteError(f"{self._watch.what_happened(verdict)}; {ADVICE}")
+    def _check(self, status: RunStatus, limit: int) -> None:
+        if status.bad_batches >= limit:
+            raise NonfiniteError(f"{self._watch.describe(status)}; {ADVICE}")

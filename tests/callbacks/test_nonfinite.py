@@ -1,4 +1,4 @@
-"""What is not finite is named: the batch, and the layer where it began."""
+"""Nonfinite values are reported with the batch and the layer where they began."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from foundry_moe.callbacks.agreement import FINITE, NO_NEWS, NONFINITE, Row
-from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, NonfiniteCount, describe
+from foundry_moe.callbacks.nonfinite import (
+    FINITE,
+    NO_NEWS,
+    NONFINITE,
+    Finding,
+    FiniteWatch,
+    NonfiniteCount,
+    describe,
+)
 
 ORDER = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 class Poison(nn.Module):
-    """The identity, whose backward pass is not finite where it is told so."""
+    """The identity, whose backward pass is infinite while `on`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +93,9 @@ def test_bad_data_in_one_microbatch_are_the_loss_s(microbatches) -> None:
 def test_batches_in_a_row_are_counted_over_all_ranks() -> None:
     count = NonfiniteCount()
     bad, good = Finding(batch=4, loss=True), Finding(batch=4)
-    assert count.row(bad) == NONFINITE and count.row(None) == NO_NEWS and count.row(good) == FINITE
-    assert count.add([Row(health=FINITE), Row(health=NONFINITE)]) == 1 and count.first == good, "another rank's"
-    assert count.add([Row(), Row()]) == 1, "no news change nothing"
-    count.row(Finding(batch=5, loss=True))
-    assert count.add([Row(health=NONFINITE), Row()]) == 2 and count.first == good, "the first is kept"
-    assert count.add([Row(health=FINITE), Row()]) == 0 and count.first is None
+    assert count.health(bad) == NONFINITE and count.health(None) == NO_NEWS and count.health(good) == FINITE
+    assert count.add([FINITE, NONFINITE]) == 1 and count.first == good, "another rank's"
+    assert count.add([NO_NEWS, NO_NEWS]) == 1, "no news change nothing"
+    count.health(Finding(batch=5, loss=True))
+    assert count.add([NONFINITE, NO_NEWS]) == 2 and count.first == good, "the first is kept"
+    assert count.add([FINITE, NO_NEWS]) == 0 and count.first is None

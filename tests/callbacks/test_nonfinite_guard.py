@@ -1,4 +1,4 @@
-"""The callback `nonfinite_guard` in a trainer: it stops a run whose numbers are not finite, and only that."""
+"""The callback `nonfinite_guard` in a trainer: it stops a run whose values are not finite, and no other run."""
 
 from __future__ import annotations
 
@@ -10,28 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from composer import Callback, ComposerModel, State, Trainer
-from torch import nn
+from composer import Callback, State, Trainer
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.nonfinite_guard import NonfiniteGuard
 from foundry_moe.checkpoint.errors import NonfiniteError
 from foundry_moe.launch.user_errors import NONFINITE
-
-
-class Line(ComposerModel):
-    """A linear layer, fitted to zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        return self.last(self.first(batch["x"]))
-
-    def loss(self, outputs: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-        return outputs.square().mean()
+from tests.helpers.line import Line
 
 
 class Poison(Callback):
@@ -87,7 +73,7 @@ def test_a_run_that_ends_with_bad_numbers_says_so() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"max_nonfinite": 0}, {"max_nonfinite": "3"}, {"max_nonfinit": 3}])
-def test_what_cannot_be_is_one_sentence(keys) -> None:
+def test_a_bad_key_or_value_is_refused(keys) -> None:
     with pytest.raises(ValueError, match=r"callbacks\.nonfinite_guard\.?.*max_nonfinit"):
         NonfiniteGuard(**keys)
 

@@ -10,7 +10,7 @@ from composer import Trainer
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
-from tests.callbacks.test_nonfinite_guard import Line
+from tests.helpers.line import Line
 
 
 def fit(folder: Path, lr: float, batch_size: int, batches: int) -> Trainer:

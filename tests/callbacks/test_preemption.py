@@ -1,4 +1,4 @@
-"""Signals are noted and given back; data loaders' processes outlive them; a launcher that is gone is noticed."""
+"""Signals are recorded and handlers restored; data loader workers outlive them; a dead launcher is noticed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from foundry_moe.callbacks import stop_signals
-from foundry_moe.callbacks.stop_signals import LEAVE_S, OutliveSignals, Restart, StopSignals, shield_workers
+from foundry_moe.callbacks import preemption
+from foundry_moe.callbacks.preemption import LEAVE_S, OutliveSignals, Restart, StopSignals, shield_workers
 
 
-def test_a_signal_is_noted_once_and_given_back() -> None:
+def test_the_first_signal_is_recorded_and_handlers_are_restored() -> None:
     got: list[int] = []
     of_others = signal.getsignal(signal.SIGTERM)  # Composer's, if it is imported
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
@@ -40,24 +40,24 @@ def test_a_signal_is_noted_once_and_given_back() -> None:
     [
         (["python", "-m", "composer.cli.launcher", "-n", "4"], "4", True),
         (["/opt/venv/bin/python", "/opt/venv/bin/torchrun", "train.py"], "4", True),
-        (["/bin/bash", "run.sh"], "4", False),  # a shell may leave a run behind
+        (["/bin/bash", "run.sh"], "4", False),  # a shell may leave a run in the background
         (["/home/composer/bin/python", "sweep.py"], "4", False),
         (["python", "-m", "composer.cli.launcher"], None, False),
     ],
 )
-def test_a_launcher_that_is_gone_stops_the_run(monkeypatch, tmp_path, parent, world, noticed) -> None:
+def test_a_launcher_that_died_stops_the_run(monkeypatch, tmp_path, parent, world, noticed) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world:
         monkeypatch.setenv("WORLD_SIZE", world)
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "cmdline").write_bytes("\0".join(parent).encode())
-    monkeypatch.setattr(stop_signals, "PROC", tmp_path)
+    monkeypatch.setattr(preemption, "PROC", tmp_path)
     monkeypatch.setattr(os, "getppid", lambda: 77)
     signals = StopSignals([])
     signals.install()
     assert signals.reason is None
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert (signals.reason == "its launcher is gone") is noticed
+    assert (signals.reason == "its launcher has died") is noticed
 
 
 class Numbers(Dataset):
@@ -87,21 +87,21 @@ def test_a_data_loader_s_process_outlives_the_signal() -> None:
     shield_workers(DataLoader(Numbers()), ["SIGTERM"], 1.0)
 
 
-def test_leaving_is_an_exit_code_that_says_start_me_again() -> None:
-    code = "from foundry_moe.callbacks.stop_signals import leave\ntry: leave('x')\nexcept Exception: pass\n"
+def test_leaving_has_the_exit_code_of_a_restart() -> None:
+    code = "from foundry_moe.callbacks.preemption import leave\ntry: leave('x')\nexcept Exception: pass\n"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 75
     assert issubclass(Restart, SystemExit)
 
 
-def test_leaving_waits_for_loggers_and_not_for_what_hangs_at_the_exit() -> None:
-    """Loggers close at the exit; data loaders' processes are waited for there, and peers where modules are freed."""
+def test_leaving_waits_for_loggers_and_not_for_other_exit_handlers() -> None:
+    """At exit loggers close; handlers of multiprocessing wait for workers, and freed modules for other ranks."""
     code = """
 import atexit, time
 class Peer:
     def __del__(self):
         time.sleep(100)
 atexit.register(time.sleep, 100)  # as multiprocessing does, before anything of ours is imported
-from foundry_moe.callbacks.stop_signals import leave
+from foundry_moe.callbacks.preemption import leave
 atexit.register(print, "closed")
 peer = Peer()
 print("imported", flush=True)

@@ -1,29 +1,23 @@
-"""One message of all ranks before a batch: all see the same table; uneven data are told, not waited for."""
+"""The message of all ranks before a batch: every rank gets the same table, and uneven data raise an error."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
 
-from foundry_moe.callbacks.agreement import (
-    FINITE,
-    NONFINITE,
-    RankAgreement,
-    Row,
-    check_microbatches,
-    name_ranks,
-)
+from foundry_moe.callbacks.nonfinite import FINITE, NONFINITE, name_ranks
+from foundry_moe.callbacks.run_watch import RankStatus, check_microbatches, exchange
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.timeout import group_timeout
 from tests.distributed.launching import PRELOAD
 
 
-def exchange_twice() -> tuple[list[list[Row]], float]:
+def exchange_twice() -> tuple[list[list[RankStatus]], float]:
     group = dist.new_group(backend="gloo", timeout=group_timeout())
-    agreement, rank = RankAgreement(group), dist.get_rank()
+    rank = dist.get_rank()
     tables = [
-        agreement.exchange(Row(stop=int(rank == 2), health=rank % 3, microbatches=rank + 1, busy=int(rank == 1))),
-        agreement.exchange(Row(microbatches=7)),
+        exchange(RankStatus(stop=int(rank == 2), health=rank % 3, microbatches=rank + 1, busy=int(rank == 1)), group),
+        exchange(RankStatus(microbatches=7), group),
     ]
     every: list = [None] * dist.get_world_size()
     dist.all_gather_object(every, tables)
@@ -34,23 +28,19 @@ def exchange_twice() -> tuple[list[list[Row]], float]:
 def test_all_ranks_see_one_table() -> None:
     (first, second), timeout_s = run_processes(exchange_twice, world_size=3, timeout_s=120, preload=PRELOAD)
     assert first == [
-        Row(stop=0, health=0, microbatches=1, busy=0),
-        Row(stop=0, health=FINITE, microbatches=2, busy=1),
-        Row(stop=1, health=NONFINITE, microbatches=3, busy=0),
+        RankStatus(stop=0, health=0, microbatches=1, busy=0),
+        RankStatus(stop=0, health=FINITE, microbatches=2, busy=1),
+        RankStatus(stop=1, health=NONFINITE, microbatches=3, busy=0),
     ]
-    assert second == [Row(microbatches=7)] * 3
+    assert second == [RankStatus(microbatches=7)] * 3
     assert timeout_s == 120, "it waits as long as the run's own collectives"
-    assert RankAgreement(None).exchange(Row(stop=1)) == [Row(stop=1)]
-
-
-def rows(*counts: int) -> list[Row]:
-    return [Row(microbatches=count) for count in counts]
+    assert exchange(RankStatus(stop=1), None) == [RankStatus(stop=1)]
 
 
 def test_uneven_microbatches_are_one_sentence() -> None:
-    check_microbatches(rows(2, 2, 2), 5, 4)
+    check_microbatches([2, 2, 2], 5, 4)
     with pytest.raises(ValueError, match=r"batch 5 .*\(1: ranks 1, 3; 2: ranks 0, 2\).*drop_last: true.*\(4\)"):
-        check_microbatches(rows(2, 1, 2, 1), 5, 4)
+        check_microbatches([2, 1, 2, 1], 5, 4)
     assert name_ranks(range(11)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
 
 
@@ -64,7 +54,7 @@ def test_uneven_microbatches_are_one_sentence() -> None:
     ids=["one rank", "all differ", "halves"],
 )
 def test_of_512_ranks_those_that_differ_are_named_in_a_line(counts, words) -> None:
-    check_microbatches(rows(*[4] * 512), 9, 1)
+    check_microbatches([4] * 512, 9, 1)
     with pytest.raises(ValueError) as error:
-        check_microbatches(rows(*counts), 9, 1)
+        check_microbatches(counts, 9, 1)
     assert words in str(error.value) and len(str(error.value)) < 500

@@ -1,6 +1,7 @@
-"""What asks a run to stop: SIGTERM of Kubernetes and Slurm, warnings that come before it, a launcher that is gone.
+"""Preemption: notices requests to stop (signals of Kubernetes and Slurm, a launcher that has died), and exits.
 
-A signal is written down and nothing else: the run looks once a batch. Knows processes, neither ranks nor checkpoints.
+A signal handler only records the signal; the run checks it once a batch. This module handles processes and must not
+know ranks or checkpoints.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ log = logging.getLogger(__name__)
 
 PROC = Path("/proc")
 _LAUNCHERS = ("composer", "torchrun", "torch.distributed", "foundry_moe.launch")
-LEAVE_S = 10.0  # for what runs at a process's exit, which may wait for peers that have left
+LEAVE_S = 10.0  # limit for exit handlers, some of which wait for ranks that have already exited
 _leaving = False
 
 
 class StopSignals:
-    """Notes the first of `names` that this process gets, from `install` to `remove`."""
+    """Records the first of the signals `names` that this process receives, from `install` to `remove`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._reason: str | None = None
         self._since_s = 0.0
         self._before: dict[int, Any] = {}
-        self._launcher = 0  # its process
+        self._launcher = 0  # its process id
 
     def install(self) -> None:
-        """Takes the signals over. Outside the main thread Python allows none; then a log line says so."""
+        """Installs the handlers. Python allows that in the main thread only; elsewhere this logs a warning."""
         if threading.current_thread() is not threading.main_thread():
-            log.warning("Signals are not looked at: the run is not in its process's main thread.")
+            log.warning("Signals do not stop this run: it does not run in its process's main thread.")
             return
         for name in self.names:
             number = signal.Signals[name]
@@ -51,7 +52,7 @@ class StopSignals:
         self._launcher = os.getppid() if _is_launcher(os.getppid()) else 0
 
     def remove(self) -> None:
-        """Gives the signals back to whoever had them."""
+        """Restores the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
@@ -62,10 +63,10 @@ class StopSignals:
 
     @property
     def reason(self) -> str | None:
-        """The signal's name, or that the launcher is gone; None while nothing asks this process to stop."""
+        """The signal's name, or that the launcher has died; None while nothing asks this process to stop."""
         if self._reason is None and self._launcher and os.getppid() != self._launcher:
-            # it was killed, and leaves its processes to train on
-            self._reason, self._since_s = "its launcher is gone", time.monotonic()
+            # a launcher that was killed leaves its processes running
+            self._reason, self._since_s = "its launcher has died", time.monotonic()
         return self._reason
 
     @property
@@ -75,7 +76,7 @@ class StopSignals:
 
 
 def _is_launcher(pid: int) -> bool:
-    """Whether a process is one that starts ranks and waits for them. A shell is none: it may leave a run behind."""
+    """Whether a process is a launcher of ranks. A shell is not: it may exit and leave a run in the background."""
     try:
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -86,9 +87,9 @@ def _is_launcher(pid: int) -> bool:
 
 
 class OutliveSignals:
-    """A data loader's `worker_init_fn`: its processes get the signal too, and would end the batch that is finished.
+    """A `worker_init_fn` that lets data loader workers outlive a signal to the whole process group by `seconds`.
 
-    They end `seconds` after it, should nobody have ended them before.
+    Otherwise the loss of a worker would raise in the batch that the run still has to finish.
     """
 
     def __init__(self, names: Sequence[str], seconds: float, then: Any = None) -> None:
@@ -107,13 +108,13 @@ class OutliveSignals:
 
 
 def shield_workers(loader: object, names: Sequence[str], seconds: float) -> None:
-    """Lets the processes that a data loader will start outlive the signals."""
+    """Lets the workers that a data loader will start outlive the signals."""
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, OutliveSignals):
         loader.worker_init_fn = OutliveSignals(names, seconds, loader.worker_init_fn)
 
 
 class Restart(SystemExit):
-    """Ends the process with RESTART through whatever script runs it; `sentence` is what the user was told."""
+    """Ends the process with exit code RESTART, through any script that runs it; `sentence` was printed before."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(RESTART)
@@ -121,7 +122,7 @@ class Restart(SystemExit):
 
 
 def leave(sentence: str) -> None:
-    """Ends this process with RESTART, also if something waits for other processes at its exit.
+    """Ends this process with exit code RESTART, even if an exit handler waits for other processes.
 
     Raises:
         Restart: always.
@@ -134,12 +135,12 @@ def leave(sentence: str) -> None:
     raise Restart(sentence)
 
 
-def _skip_the_rest() -> None:
-    """Ends a process that leaves once all that was registered after this module has run: loggers are closed then.
+def _skip_remaining_handlers() -> None:
+    """Ends a leaving process after the exit handlers that were registered after this module: loggers are closed then.
 
-    What is left waits for data loaders' processes, which outlive the signal, and for peers, and no timer of Python
-    runs beside it. Four processes under the `composer` launcher were killed, with exit code 1, half a minute after
-    their last batch was saved.
+    The handlers that remain wait for data loader workers, which outlive the signal, and for other ranks, and Python's
+    timers no longer run. Without this, four processes under the `composer` launcher were killed with exit code 1, half
+    a minute after their last batch was saved.
     """
     if _leaving:
         sys.stdout.flush()
@@ -147,4 +148,4 @@ def _skip_the_rest() -> None:
         os._exit(RESTART)
 
 
-atexit.register(_skip_the_rest)
+atexit.register(_skip_remaining_handlers)

@@ -1,4 +1,4 @@
-"""The parts of a resume's time add up, and read as a sentence."""
+"""The phases of a resume add up to the age of the process."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import time
 import psutil
 import pytest
 
-from foundry_moe.callbacks.resume_times import ResumeTimes
+from foundry_moe.callbacks.timing import ResumeTimes
 
 pytestmark = pytest.mark.quick
 
 
-def test_parts_add_up_to_the_time_since_the_process_began() -> None:
+def test_phases_add_up_to_the_age_of_the_process() -> None:
     times = ResumeTimes()
     times.mark("imports")
     time.sleep(0.1)
     times.mark("reading it")
     times.mark("imports")
     assert abs(times.total_s - (time.time() - psutil.Process().create_time())) < 0.1
-    assert 0.1 <= times.parts["reading it"] < 1.0
+    assert 0.1 <= times.phases["reading it"] < 1.0
 
 
 def test_it_reads_as_a_sentence() -> None:

@@ -1,0 +1,277 @@
+"""Saves the state of a run to its folder and resumes the run from it; `elastic_checkpoint` decides when.
+
+`checkpoint.engine.CheckpointEngine` reads and writes; `elastic_state` collects a state and restores it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from composer.core import State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from foundry_moe import __version__
+from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, restore
+from foundry_moe.callbacks.timing import ResumeTimes
+from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
+from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.owners import Identity, tensors_digest
+from foundry_moe.checkpoint.settings import CheckpointConfig
+from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
+from foundry_moe.models.native.architecture import architecture_of
+from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
+
+log = logging.getLogger(__name__)
+
+GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
+
+
+class RunCheckpoints:
+    """The checkpoints of one run. Its methods are collective unless they say otherwise.
+
+    saved_step: the newest batch that was saved, resumed from or is being saved; None before the first.
+    """
+
+    def __init__(self, config: CheckpointConfig, state: State) -> None:
+        """Opens the folder and makes this run its owner."""
+        self.config = config
+        self.saved_step: int | None = None
+        self._group: torch_dist.ProcessGroup | None = None
+        self._counts_at_save: dict[str, float] = {}
+        self._prepared = False
+        group = None
+        if torch_dist.is_initialized() and dist.get_world_size() > 1:
+            timeout = max(GROUP_TIMEOUT, datetime.timedelta(seconds=2 * config.save_timeout_s))
+            group = torch_dist.new_group(backend="gloo", timeout=timeout)  # the engine's alone: it saves in a thread
+            self._group = torch_dist.new_group(backend="gloo", timeout=timeout)
+        architecture = architecture_of(state.model)
+        self._engine = CheckpointEngine(
+            open_store(config.folder, config.store_options),
+            group=group,
+            policy=Policy(
+                keep=config.keep,
+                keep_every=config.keep_every_batches,
+                max_failures=config.max_failures,
+                asynchronous=config.asynchronous,
+                stale_s=config.stale_s,
+                save_timeout_s=config.save_timeout_s,
+            ),
+            info={
+                "mesh": describe_mesh(state.model),
+                "torch": torch.__version__,
+                "foundry_moe": __version__,
+                "run_name": state.run_name,
+                "model": describe_model(state.model),
+                "training": describe_training(state),
+                **({} if architecture is None else {ARCHITECTURE: architecture.to_info()}),
+            },
+        )
+        self._engine.claim(_identity(state))
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is saving. Not collective."""
+        return self._engine.busy
+
+    @property
+    def newest(self) -> str | None:
+        """Where the newest checkpoint is, as text; None before the first. Not collective."""
+        return None if self.saved_step is None else f"{self.config.folder} (batch {self.saved_step})"
+
+    def close(self) -> None:
+        """Not collective."""
+        # after a failure Composer closes callbacks during interpreter shutdown, when a store can start no threads
+        with contextlib.suppress(RuntimeError):
+            self._engine.close()
+
+    # Resuming
+
+    def load(self, state: State, resume: str | int, times: ResumeTimes | None = None) -> Loaded | None:
+        """Reads a checkpoint into the model, and returns the rest of the state checked; None if there is none."""
+        here: dict[str, Any] = {}
+
+        def target(info: Mapping[str, Any]) -> dict[str, Any]:
+            if times is not None:
+                times.mark("finding the checkpoint")
+            here.update(collect(state, weights_only=bool(info.get("weights_only"))))
+            return here
+
+        return self._engine.load(target, resume, check=lambda loaded: check(loaded, here))
+
+    def resume(self, state: State, loaded: Loaded, logger: Logger) -> None:
+        """Restores a loaded state; warns where the checkpoint was trained otherwise than this run is configured.
+
+        Raises:
+            MismatchError: the experts of the checkpoint compute something else.
+        """
+        # the engine has compared the tensors already, and named those that do not fit
+        check_model(describe_model(state.model), loaded.info.get("model"))
+        configured = describe_training(state)
+        restore(state, loaded.state, logger)
+        in_effect = describe_training(state)
+        self._engine.info["training"] = in_effect
+        if dist.get_global_rank() == 0 and "composer" in loaded.state:
+            for sentence in training_changes(configured, loaded.info.get("training"), in_effect):
+                log.warning("%s", sentence)
+        self.saved_step = loaded.step
+        self._counts_at_save = _counts(state)
+        self._log_loaded(loaded, logger)
+
+    def _log_loaded(self, loaded: Loaded, logger: Logger) -> None:
+        traffic = loaded.traffic
+        totals = [traffic.bytes_fetched, traffic.bytes_sent]
+        if self._group is not None:
+            sums = torch.tensor(totals, dtype=torch.int64)
+            torch_dist.all_reduce(sums, group=self._group)
+            totals = sums.tolist()
+        logger.log_metrics(
+            {
+                "checkpoint/resumed_step": loaded.step,
+                "checkpoint/load_bytes_fetched": totals[0],
+                "checkpoint/load_bytes_sent": totals[1],
+                "checkpoint/load_seconds": traffic.seconds,
+            }
+        )
+        if dist.get_global_rank() == 0:
+            size = int(loaded.summary.get("bytes", 0))
+            log.warning(
+                "Resumed at batch %d from %s, written by %s: %.1f MB fetched (%.2f times the checkpoint), %.1f MB "
+                "sent between ranks, %.1f s.",
+                loaded.step,
+                self.config.folder,
+                loaded.info.get("mesh"),
+                totals[0] / 1e6,
+                totals[0] / max(size, 1),
+                totals[1] / 1e6,
+                traffic.seconds,
+            )
+
+    # Saving
+
+    def start_interval(self, state: State) -> None:
+        """Counts `interval` from here in a run that has not resumed. Not collective."""
+        self._counts_at_save = self._counts_at_save or _counts(state)
+
+    def save_if_due(self, state: State, logger: Logger, *, epoch_ended: bool, busy: bool, bad: bool) -> None:
+        """Saves in the background once per `interval`.
+
+        Args:
+            busy: some rank was saving when the batch began; the save waits for a later batch if one still is.
+            bad: the values of the newest batches are not finite, so that nothing is saved.
+        """
+        self.poll(logger)
+        if state.timestamp.batch.value == self.saved_step or not self._due(state, epoch_ended):
+            if not self._prepared:
+                self._engine.prepare(collect(state))
+                self._prepared = True
+            return
+        if bad or (busy and self._any_busy()):
+            return  # still due after the next batch
+        self.poll(logger)
+        self._counts_at_save = _counts(state)
+        logger.log_metrics({"checkpoint/seconds_blocked": self._save(state)})
+
+    def save(self, state: State, logger: Logger) -> bool:
+        """Saves and waits for the commit; returns whether it succeeded."""
+        self._save(state)
+        report = self.wait(logger)
+        assert report is not None
+        return report.error is None
+
+    def poll(self, logger: Logger) -> None:
+        """Logs a save that has completed."""
+        self._log_saved(self._engine.poll(), logger)
+
+    def wait(self, logger: Logger) -> SaveReport | None:
+        """Waits for the save in progress, and logs it."""
+        report = self._engine.wait()
+        self._log_saved(report, logger)
+        return report
+
+    def _save(self, state: State) -> float:
+        timestamp, loss = state.timestamp, (state.total_loss_dict or {}).get("loss/train/total")
+        summary = {
+            "epoch": timestamp.epoch.value,
+            "sample": timestamp.sample.value,
+            "token": timestamp.token.value,
+            **({} if loss is None else {"loss": loss}),
+            "training_seconds": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
+        }
+        self._prepared = True
+        self.saved_step = timestamp.batch.value
+        return self._engine.save(collect(state), timestamp.batch.value, summary)
+
+    def _due(self, state: State, epoch_ended: bool) -> bool:
+        """The same on all ranks: Composer's timestamp is."""
+        every = self.config.every
+        now, last = _counts(state)[every.unit], self._counts_at_save.get(every.unit, 0.0)
+        if every.unit == "s":
+            return now - last >= every.amount
+        return now // every.amount > last // every.amount and (epoch_ended or every.unit != "ep")
+
+    def _any_busy(self) -> bool:
+        most = torch.tensor([int(self._engine.busy), self._engine.failures_so_far])
+        if self._group is not None:
+            torch_dist.all_reduce(most, op=torch_dist.ReduceOp.MAX, group=self._group)
+        busy, failures = most.tolist()
+        if busy:
+            self._engine.give_up(failures)
+        return bool(busy)
+
+    def _log_saved(self, report: SaveReport | None, logger: Logger) -> None:
+        if report is None:
+            return
+        if report.error is not None:
+            self.saved_step = None
+        logger.log_metrics(
+            {
+                "checkpoint/save_seconds": report.seconds_total,
+                "checkpoint/save_bytes_this_rank": report.bytes_staged,
+                "checkpoint/failures_in_a_row": self._engine.failures_in_a_row,
+            }
+        )
+        if report.error is None and dist.get_global_rank() == 0:
+            log.info(
+                "Checkpoint of batch %d committed to %s: blocked %.3f s, %.1f s in all.",
+                report.step,
+                self.config.folder,
+                report.seconds_blocked,
+                report.seconds_total,
+            )
+
+
+def has_commits(config: CheckpointConfig) -> bool:
+    """Collective; rank 0 looks. Whether the folder holds a commit, whatever `resume` says."""
+    found = [False]
+    if dist.get_global_rank() == 0:
+        found = [bool(Ledger(open_store(config.folder, config.store_options)).newest_first())]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _identity(state: State) -> Identity:
+    """What stays the same over all restarts of this run. A name that Composer generated changes with each."""
+    generated = re.fullmatch(r"[0-9]{10}-[a-z]+(-[a-z]+)*", state.run_name)
+    tensors = collect(state, weights_only=True)["model"]
+    return Identity(run_name="" if generated else state.run_name, model=tensors_digest(tensors))
+
+
+def _counts(state: State) -> dict[str, float]:
+    """By unit of `interval`."""
+    timestamp = state.timestamp
+    return {
+        "ba": timestamp.batch.value,
+        "ep": timestamp.epoch.value,
+        "sp": timestamp.sample.value,
+        "tok": timestamp.token.value,
+        "s": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
+    }
