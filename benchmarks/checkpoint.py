@@ -287,8 +287,8 @@ def main() -> int:
     os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
     sys.path.insert(0, str(ROOT))
     from foundry_moe.launch.processes import run_processes
-    from tests.chaos.engine_kills import Moto
-    from tests.distributed.launching import PRELOAD
+    from tests.helpers.launching import PRELOAD
+    from tests.helpers.s3 import Moto
 
     def run(endpoint: str | None) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:

@@ -17,5 +17,5 @@ if ! [ -x "$second/bin/python" ]; then
 fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$venv/bin/python" -m tests.commands.exporting "$folder"
+"$venv/bin/python" -m tests.helpers.exporting "$folder"
 "$second/bin/python" scripts/read_exports.py "$folder"/*/exported "$@"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch, Composer and tokenizers are imported: one thread, no hub.
@@ -17,6 +17,8 @@ for name, value in {
 
 import pytest
 import torch
+
+from tests.helpers.s3 import Moto
 
 if not torch.cuda.is_available():  # before any kernel is defined: Triton then runs them on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -75,3 +77,15 @@ def tiny_arguments(tiny_text: Path) -> Callable[[Path], list[str]]:
         ]
 
     return arguments
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[tuple[str, int]]:
+    """Host and port of an S3 server that has the bucket `bucket`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        with Moto() as server:
+            yield "127.0.0.1", server.port

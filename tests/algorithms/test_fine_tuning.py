@@ -9,7 +9,7 @@ from composer.optim import DecoupledAdamW
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.router_schedule import RouterSteps
 from foundry_moe.layers.lookup import moe_layers
-from tests.algorithms.test_dmoe import MOE, fit, llama, mpt
+from tests.helpers.training import MOE, fit, llama, mpt
 
 BIASED = {"name": "topk", "score": "sigmoid", "bias_balance": True}
 

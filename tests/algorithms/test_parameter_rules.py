@@ -11,7 +11,7 @@ from llmfoundry.utils.builders import build_optimizer
 
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.router_schedule import RouterSteps, add_steps_algorithm
-from tests.algorithms.test_dmoe import MOE, llama, mpt
+from tests.helpers.training import MOE, llama, mpt
 
 
 def train(optimizer: dict[str, Any], *, built: bool = False) -> Any:

@@ -14,7 +14,7 @@ from foundry_moe.callbacks.heatmap import POINTS, BalanceHistory, draw_heatmap
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import moe_layers
-from tests.algorithms.test_dmoe import fit, mpt
+from tests.helpers.training import fit, mpt
 
 pytestmark = pytest.mark.quick
 

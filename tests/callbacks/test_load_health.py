@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
 from foundry_moe.layers.losses import router_entropy
-from tests.algorithms.test_dmoe import MOE, fit, mpt
+from tests.helpers.training import MOE, fit, mpt
 
 pytestmark = pytest.mark.quick
 

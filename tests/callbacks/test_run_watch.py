@@ -9,7 +9,7 @@ from foundry_moe.callbacks.nonfinite import FINITE, NONFINITE, name_ranks
 from foundry_moe.callbacks.run_watch import RankStatus, check_microbatches, exchange
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.timeout import group_timeout
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 
 def exchange_twice() -> tuple[list[list[RankStatus]], float]:

@@ -22,7 +22,7 @@ from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
-from tests.checkpoint.forging import forge_manifest, manifest_of
+from tests.helpers.forging import forge_manifest, manifest_of
 
 # every key that `State.load_state_dict` looks at, with and without the underscore that it strips
 LOADED = (

@@ -21,9 +21,7 @@ import mmap
 import os
 import random
 import signal
-import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +48,8 @@ from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from tests.ports import free_port
+from tests.helpers.launching import free_port
+from tests.helpers.s3 import Moto
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4)]
 STEPS_PER_LIFE = 4
@@ -307,40 +306,6 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
     counts["commits at the end"] = commits
     counts["steps"] = shared.committed
     return counts
-
-
-class Moto:
-    """An S3 server in a process of its own, so that forks never inherit its threads."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Moto:
-        import boto3
-
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            os.environ.setdefault(name, "testing")
-        os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                break
-            except OSError:
-                assert self.process.poll() is None and time.monotonic() < deadline, "moto does not start"
-                time.sleep(0.1)
-        boto3.client("s3", endpoint_url=self.url).create_bucket(Bucket="bucket")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 def warm(store: Store) -> Store:

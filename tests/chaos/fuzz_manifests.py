@@ -29,7 +29,7 @@ from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold, v
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.records import ATTEMPT, CommitKey
 from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key
-from tests.checkpoint.forging import key_of, manifest_of, packed, put_manifest, put_record, record_of
+from tests.helpers.forging import key_of, manifest_of, packed, put_manifest, put_record, record_of
 
 ODD = [
     *(0, 1, -1, 2, 3, 63, 64, 2**31, 2**40, 2**50, 2**62, 2**63, 2**64, -(2**63), 10**30, True, False, None),

@@ -37,8 +37,7 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.parallel.mesh import Mesh, parse_mesh
-from tests.chaos.engine_kills import Moto
-from tests.chaos.proxy import Proxy, at_random
+from tests.helpers.s3 import Moto, Proxy, at_random
 
 ROOT = Path(__file__).parents[2]
 GLOBAL_BATCH = 8

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos import entrypoint
 from tests.chaos.run_kills import Outcome, check, read_log
-from tests.ports import free_port
+from tests.helpers.launching import free_port
 
 BATCHES = 16
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec sh "$0" "$@"']

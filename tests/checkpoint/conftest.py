@@ -1,41 +1,17 @@
-"""Stores for the checkpoint tests: files, and S3 as moto serves it over HTTP in this process."""
+"""Stores for the checkpoint tests: files, and S3 as moto serves it over HTTP."""
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Iterator
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from tests.chaos.proxy import Choose, Proxy
+from tests.helpers.s3 import Choose, Proxy
 
 QUICK = {"timeout_s": 1.0, "part_bytes": 5 * 2**20}
-
-
-@pytest.fixture(scope="session")
-def moto() -> Iterator[tuple[str, int]]:
-    """Host and port of a server that has the bucket `bucket`."""
-    patch = pytest.MonkeyPatch()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        patch.setenv(name, value)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="bucket")
-    yield host, port
-    server.stop()
-    patch.undo()
 
 
 @pytest.fixture

@@ -28,12 +28,13 @@ from foundry_moe.checkpoint.inspecting import verify
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes
-from tests.checkpoint import dcp_worker, test_engine
-from tests.checkpoint.forging import forge_manifest
+from tests.checkpoint import dcp_worker
 from tests.checkpoint.test_older_formats import FIXTURES
 from tests.checkpoint.test_older_formats import make_state as make_fixture
 from tests.checkpoint.test_untrusted import MANIFESTS
-from tests.distributed.launching import PRELOAD
+from tests.helpers import checkpoints
+from tests.helpers.forging import forge_manifest
+from tests.helpers.launching import PRELOAD
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -125,12 +126,12 @@ def test_a_step_that_nobody_names_is_the_next_and_keep_counts(tmp_path) -> None:
 
 def test_the_engine_and_the_planners_load_what_the_other_has_saved(tmp_path) -> None:
     theirs, ours = open_store(str(tmp_path / "dcp")), open_store(str(tmp_path / "engine"))
-    dcp.save(test_engine.make_state(4), storage_writer=Writer(theirs.url), checkpoint_id="4")
-    test_engine.check(CheckpointEngine(theirs).load(test_engine.blank()), 4)
-    test_engine.save(ours, 5)
-    state = test_engine.make_state(0)
+    dcp.save(checkpoints.make_state(4), storage_writer=Writer(theirs.url), checkpoint_id="4")
+    checkpoints.check(CheckpointEngine(theirs).load(checkpoints.blank()), 4)
+    checkpoints.save(ours, 5)
+    state = checkpoints.make_state(0)
     dcp.load(state, storage_reader=Reader(ours.url))
-    for name, tensor in test_engine.make_state(5)["model"].items():
+    for name, tensor in checkpoints.make_state(5)["model"].items():
         assert torch.equal(state["model"][name], tensor), name
     assert state["optim"]["groups"] == [{"lr": 0.5}] and state["values"]["tuple"] == (1, {"a": None})
 
@@ -162,15 +163,15 @@ def test_on_four_ranks_each_byte_is_fetched_once_into_other_placements(tmp_path)
 
 def test_every_forged_manifest_is_damage_for_planners_too(tmp_path) -> None:
     store = open_store(str(tmp_path / "run"))
-    test_engine.save(store, 1, 2)
+    checkpoints.save(store, 1, 2)
     kept = {entry.key: store.get(entry.key) for entry in store.scan() if "owners" not in entry.key}
     for name, change in MANIFESTS.items():
         for key, raw in kept.items():
             store.put(key, raw)
         forge_manifest(store, 2, change)
-        state, reader = test_engine.make_state(0), Reader(store.url)
+        state, reader = checkpoints.make_state(0), Reader(store.url)
         dcp.load({"model": state["model"]}, storage_reader=reader)
-        assert reader.step == 1 and torch.equal(state["model"]["dense"], test_engine.make_state(1)["model"]["dense"]), (
+        assert reader.step == 1 and torch.equal(state["model"]["dense"], checkpoints.make_state(1)["model"]["dense"]), (
             name
         )
 

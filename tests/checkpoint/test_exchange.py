@@ -8,7 +8,7 @@ from foundry_moe.checkpoint.collective_errors import FirstError, portable
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import exchange_worker as worker
 from tests.checkpoint.exchange_worker import Case
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 RANKS = 4
 TIMEOUT_S = 30.0  # of the group: for so long ranks would wait for one that left

@@ -19,7 +19,7 @@ from foundry_moe.checkpoint.errors import DamagedError, MismatchError, OwnedErro
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners, tensors_digest
 from foundry_moe.checkpoint.stores import open_store
-from tests.checkpoint.test_engine import blank, check, make_state, steps_in
+from tests.helpers.checkpoints import blank, check, make_state, steps_in
 
 A, B = Identity(run_name="a", model="m"), Identity(run_name="b", model="m")
 
@@ -207,7 +207,7 @@ from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import OwnedError, TakenOverError
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.stores import open_store
-from tests.checkpoint.test_engine import blank, check, make_state
+from tests.helpers.checkpoints import blank, check, make_state
 folder, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 engine = CheckpointEngine(open_store(folder), policy=Policy(keep=2))
 try:

@@ -12,8 +12,8 @@ from foundry_moe.checkpoint.errors import CheckpointError, StoreError, without_p
 from foundry_moe.checkpoint.settings import CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from tests.chaos.proxy import Proxy
-from tests.ports import free_port
+from tests.helpers.launching import free_port
+from tests.helpers.s3 import Proxy
 
 SECRET = "hunter2"
 QUICK = {"timeout_s": 0.5, "attempts": 1}

@@ -18,7 +18,7 @@ from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.records import Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.stores import open_store
-from tests.checkpoint.test_engine import blank, check, damage, make_state, save, steps_in
+from tests.helpers.checkpoints import blank, check, damage, make_state, save, steps_in
 
 
 @pytest.fixture

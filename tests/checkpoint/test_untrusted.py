@@ -20,9 +20,9 @@ from foundry_moe.checkpoint.layout import cut
 from foundry_moe.checkpoint.manifest import MAGIC, Manifest, TensorEntry
 from foundry_moe.checkpoint.records import Commit, CommitKey
 from foundry_moe.checkpoint.stores import open_store
-from tests.checkpoint.forging import forge_manifest, forge_record, key_of, put_manifest, record_of
-from tests.checkpoint.test_engine import blank, check, save
-from tests.commands.test_checkpoints import tool
+from tests.helpers.checkpoints import blank, check, save
+from tests.helpers.commands import tool
+from tests.helpers.forging import forge_manifest, forge_record, key_of, put_manifest, record_of
 
 DTYPE, SHAPE, OFFSETS, SIZES, OBJECTS, STARTS, HASHES = range(7)
 

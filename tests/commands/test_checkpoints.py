@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
@@ -16,15 +15,8 @@ from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, Owners
 from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.commands.checkpoints import add_parser
-from tests.checkpoint.test_engine import damage, data_object, make_state, save
-
-
-def tool(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["checkpoints", *(str(word) for word in words)])
-    return arguments.run(arguments)
+from tests.helpers.checkpoints import damage, data_object, make_state, save
+from tests.helpers.commands import tool
 
 
 @pytest.fixture

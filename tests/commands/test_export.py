@@ -21,23 +21,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.cli import main
 from foundry_moe.commands import certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.state_dict import native_of
-from tests.checkpoint.test_engine import damage
-from tests.commands.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, STRETCHED, Wrapped, commit, mpt, of_hugging_face
-from tests.models.families.small import small
+from tests.helpers.checkpoints import damage
+from tests.helpers.commands import export
+from tests.helpers.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, STRETCHED, Wrapped, commit, mpt, of_hugging_face
+from tests.helpers.families import small
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
-
-
-def export(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["export", *map(str, words)])
-    return int(ended.value.code or 0)
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
-from tests.commands.test_checkpoints import check_begins, tool
+from tests.commands.test_checkpoints import check_begins
+from tests.helpers.commands import tool
 
 
 class Trap:

@@ -20,7 +20,7 @@ from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.models.families import family_of
 from foundry_moe.schema import from_mapping
-from tests.models.families.small import MODEL_TYPES, small
+from tests.helpers.families import MODEL_TYPES, small
 
 ROOT = Path(__file__).parents[2]
 SIZES = {

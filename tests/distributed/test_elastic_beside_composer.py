@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands.test_checkpoints import tool
 from tests.distributed.test_elastic_trainer import launch, run
+from tests.helpers.commands import tool
 
 ONE = (1, 1, 1)
 

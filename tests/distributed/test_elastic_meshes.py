@@ -12,8 +12,8 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import elastic_mesh_worker as worker
-from tests.distributed.launching import PRELOAD
-from tests.stacks import trainable
+from tests.helpers.launching import PRELOAD
+from tests.helpers.stacks import trainable
 
 MESHES = {
     1: [(1, 1, 1)],

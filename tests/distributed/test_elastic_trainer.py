@@ -11,8 +11,8 @@ import pytest
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import can_replicate
 from tests.distributed import elastic_worker
-from tests.distributed.launching import PRELOAD
-from tests.stacks import needs_replicas
+from tests.helpers.launching import PRELOAD
+from tests.helpers.stacks import needs_replicas
 
 YAML = str(Path(__file__).with_name("tiny.yaml"))
 BATCHES, BREAK = 6, 4

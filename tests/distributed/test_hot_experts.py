@@ -9,7 +9,7 @@ from foundry_moe.commands.verify import TOLERANCE, compare
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 
 def test_copies_and_recomputed_blocks_train_as_one_process() -> None:

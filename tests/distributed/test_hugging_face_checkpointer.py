@@ -14,14 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.launch.processes import run_processes
-from tests.checkpoint.conftest import moto
-from tests.commands.test_checkpoints import tool
-from tests.commands.test_export import export
 from tests.distributed import hugging_face_worker
-from tests.distributed.launching import PRELOAD
-from tests.models.families.small import small
-
-__all__ = ["moto"]
+from tests.helpers.commands import export, tool
+from tests.helpers.families import small
+from tests.helpers.launching import PRELOAD
 
 YAML = str(Path(__file__).with_name("tiny.yaml"))
 MPT: dict[str, Any] = {

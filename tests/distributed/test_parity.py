@@ -19,8 +19,8 @@ from foundry_moe.commands.verify import (
 )
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
-from tests.distributed.launching import PRELOAD
-from tests.stacks import needs_replicas, trainable
+from tests.helpers.launching import PRELOAD
+from tests.helpers.stacks import needs_replicas, trainable
 
 MESHES = {
     1: [(1, 1, 1)],

@@ -13,7 +13,7 @@ import pytest
 
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from foundry_moe.commands.parity import run_case
 from foundry_moe.commands.verify import TOLERANCE, compare
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import gates_worker
-from tests.distributed.launching import PRELOAD
-from tests.stacks import needs_replicas
+from tests.helpers.launching import PRELOAD
+from tests.helpers.stacks import needs_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 
 def under_way(events: list[str], what: str) -> list[int]:

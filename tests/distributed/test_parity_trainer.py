@@ -11,7 +11,7 @@ import torch
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import can_replicate
 from tests.distributed import trainer_worker
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 YAML = str(Path(__file__).with_name("tiny.yaml"))
 # fp32, three steps of AdamW with eps 1e-3: sums in another order measure some 2e-7

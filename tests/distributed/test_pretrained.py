@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import pretrained_worker
-from tests.distributed.launching import PRELOAD
-from tests.models.families.small import SIZES, small
+from tests.helpers.families import SIZES, small
+from tests.helpers.launching import PRELOAD
 
 MESH = {"replicate": 1, "shard": 2, "expert": 2}
 # of four experts, so that two ranks can divide them

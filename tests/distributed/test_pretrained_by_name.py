@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands.test_export import export
-from tests.models.families.small import small
+from tests.helpers.commands import export
+from tests.helpers.families import small
 
 ROOT = Path(__file__).parents[2]
 NAME, REVISION = "someone/small-olmoe", "0" * 40

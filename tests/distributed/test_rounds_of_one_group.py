@@ -9,7 +9,7 @@ from foundry_moe.commands.verify import TOLERANCE, compare
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 
 def test_a_crowd_in_one_group_changes_no_number_where_tokens_have_no_gradient() -> None:

@@ -22,7 +22,7 @@ from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel import placement
 from tests.distributed import trainer_worker
-from tests.distributed.launching import PRELOAD
+from tests.helpers.launching import PRELOAD
 
 ROOT = Path(__file__).parents[2]
 # GPUs, GPUs a node

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.ports import free_port
+from tests.helpers.launching import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -1,0 +1,1 @@
+"""What several test modules share. Test modules import from here, never from each other."""

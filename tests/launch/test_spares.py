@@ -13,7 +13,7 @@ import pytest
 from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.launch import spares
 from foundry_moe.launch.spares import ranks_in_use, take_place
-from tests.ports import free_port
+from tests.helpers.launching import free_port
 
 
 def used(gpus: int, batch: object = None, gpus_per_node: int = 8, **keys: Any) -> int:

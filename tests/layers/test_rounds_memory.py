@@ -10,7 +10,7 @@ import torch
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
 from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
-from tests.live_bytes import LiveBytes
+from tests.helpers.live_bytes import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from skewed_rank import MirroredAllToAll, choices_of

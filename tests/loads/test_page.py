@@ -15,7 +15,7 @@ from PIL import Image
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.cli import main
 from foundry_moe.loads.charts import Line, draw_chart
-from tests.algorithms.test_dmoe import fit, mpt
+from tests.helpers.training import fit, mpt
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 EVIL = "dmoe/loss/</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from foundry_moe.ops.mixed_widths import mixed_mlp
 from foundry_moe.ops.mlp import expert_mlp
 from foundry_moe.ops.permute import plan_permute
-from tests.live_bytes import LiveBytes
+from tests.helpers.live_bytes import LiveBytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACT = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda z: F.relu(z).square()}

@@ -13,7 +13,7 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.families import FAMILIES, blocks_of, family_of
 from foundry_moe.models.families.family import Blocks
-from tests.models.families.small import MODEL_TYPES, small
+from tests.helpers.families import MODEL_TYPES, small
 
 
 def layer_of(blocks: Blocks) -> MoELayer:

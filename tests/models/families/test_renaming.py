@@ -13,8 +13,8 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.models.families import family_of
 from foundry_moe.models.renaming import renaming_of
-from tests.commands.test_checkpoints import tool
-from tests.models.families.small import MODEL_TYPES, small
+from tests.helpers.commands import tool
+from tests.helpers.families import MODEL_TYPES, small
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.models.families import family_of
-from tests.models.families.small import MODEL_TYPES, small
+from tests.helpers.families import MODEL_TYPES, small
 
 Block = dict[str, Tensor]
 Matrices = tuple[Tensor, Tensor, Tensor]  # gate [F, D], up [F, D], down [D, F]

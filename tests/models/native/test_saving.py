@@ -12,8 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
-from tests.commands.exporting import mpt
-from tests.models.families.small import small
+from tests.helpers.exporting import mpt
+from tests.helpers.families import small
 
 IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
 

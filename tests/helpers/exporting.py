@@ -24,7 +24,7 @@ from foundry_moe.cli import main
 from foundry_moe.models.families import family_of
 from foundry_moe.models.mpt import DMoECausalLM
 from foundry_moe.models.native.architecture import KEY, architecture_of
-from tests.models.families.small import MODEL_TYPES, small
+from tests.helpers.families import MODEL_TYPES, small
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_hidden_size": 32, "activation": "swiglu", "init_std": 0.2}
 ROPE = {"rope": True, "rope_impl": "hf"}

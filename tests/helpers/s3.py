@@ -1,20 +1,20 @@
-"""An HTTP proxy in front of an S3 server that answers 503, cuts bodies, drops answers, flips bytes and stalls.
-
-    python -m tests.chaos.proxy --upstream 127.0.0.1:5000 --port 5001 --rate 0.05
-
-In a test, `Proxy(upstream, choose)` runs in a thread; `choose(method, path)` names the fault of a request, or None.
-"""
+"""An S3 server (moto) in a process of its own, and an HTTP proxy with faults for an S3 server."""
 
 from __future__ import annotations
 
-import argparse
 import http.client
+import os
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.helpers.launching import free_port
 
 FAULTS = ("503", "cut", "drop", "flip", "stall")
 HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
@@ -24,7 +24,10 @@ UNAVAILABLE = b"<Error><Code>SlowDown</Code><Message>Please reduce your request 
 
 
 class Proxy:
-    """Runs until `close`; `seen` counts the faults that struck."""
+    """Answers 503, cuts bodies, drops answers, flips bytes or stalls, in a thread until `close`.
+
+    `choose(method, path)` names the fault of a request, or None; `seen` counts the faults that happened.
+    """
 
     def __init__(self, upstream: tuple[str, int], choose: Choose, *, port: int = 0, stall_s: float = 3.0) -> None:
         seen: Counter[str] = Counter()
@@ -107,18 +110,35 @@ def at_random(rate: float, seed: int) -> Choose:
     return lambda method, path: draw.choice(FAULTS) if draw.random() < rate else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upstream", required=True, help="HOST:PORT of the S3 server")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--rate", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    host, _, port = arguments.upstream.partition(":")
-    proxy = Proxy((host, int(port)), at_random(arguments.rate, arguments.seed), port=arguments.port)
-    print(proxy.url, flush=True)
-    threading.Event().wait()
+class Moto:
+    """moto with the bucket `bucket`, in a process of its own so that forks never inherit its threads."""
 
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.url = f"http://127.0.0.1:{self.port}"
 
-if __name__ == "__main__":
-    main()
+    def __enter__(self) -> Moto:
+        import boto3
+
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            os.environ.setdefault(name, "testing")
+        os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                break
+            except OSError:
+                assert self.process.poll() is None and time.monotonic() < deadline, "moto does not start"
+                time.sleep(0.1)
+        boto3.client("s3", endpoint_url=self.url).create_bucket(Bucket="bucket")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
