@@ -26,12 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry_moe.launch.processes import run_processes
+from foundry_moe.layers.dispatch import Dispatched
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
-from foundry_moe.layers.token_dispatcher import Chunk
 from foundry_moe.ops.permute import permute, unpermute
-from foundry_moe.parallel.all_to_all import FlatAllToAll, Splits
-from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 
 ROUNDS, WARM_UP = 30, 10
 
@@ -52,15 +51,6 @@ def _milliseconds(step: Callable[[], object]) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-class _Recorder(FlatAllToAll):
-    """Keeps the splits of the last all-to-all."""
-
-    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
-        splits = super().splits(counts_PPH2)
-        self.last = splits[0]
-        return splits
-
-
 class _Nothing(torch.autograd.Function):
     """Experts that return what they get, and cost no time; weights get some gradient, so that it travels."""
 
@@ -74,30 +64,26 @@ class _Nothing(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0]
 
 
-Stage = Callable[[tuple[Chunk, ...]], tuple[Chunk, ...]]
+# what happens between dispatch and combine
+Stage = Callable[[Dispatched, AllToAllDispatcher], Dispatched]
 
 
-def _between_ranks(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-    outputs = []
-    for chunk in sent:
-        x_QD, weights_QK, *_ = chunk.receive()
-        outputs.append(chunk.send_back(_Nothing.apply(x_QD, weights_QK)))
-    return tuple(outputs)
+def _between_ranks(rows: Dispatched, dispatcher: AllToAllDispatcher) -> Dispatched:
+    rows = dispatcher.receive(rows)
+    return dispatcher.send_back(_Nothing.apply(rows.x, rows.weights), rows)
 
 
-def _to_rows(sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-    outputs = []
-    for chunk in sent:
-        x_QD, weights_QK, plan = chunk.receive()
-        outputs.append(chunk.send_back(unpermute(permute(x_QD, plan), weights_QK, plan)))
-    return tuple(outputs)
+def _to_rows(rows: Dispatched, dispatcher: AllToAllDispatcher) -> Dispatched:
+    rows = dispatcher.receive(rows)
+    assert rows.plan is not None
+    return dispatcher.send_back(unpermute(permute(rows.x, rows.plan), rows.weights, rows.plan), rows)
 
 
 def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, float]:
     """One rank's part; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
-    all_to_all = _Recorder(dist.group.WORLD)
-    dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts)
+    ranks = dist.get_world_size()
+    dispatcher = AllToAllDispatcher((dist.group.WORLD,), num_experts=num_experts)
     x_TD = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
     experts_TK = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
@@ -106,28 +92,31 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
 
     def forward(experts: Stage) -> Tensor:
-        return dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
+        return dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices), dispatcher))
 
-    forward(_to_rows)
-    splits = all_to_all.last
-    to = splits.stages[0][0]
-    leaving = sum(n for rank, n in enumerate(to) if rank != all_to_all.rank)
-    rows = torch.randn(splits.sent, width, device="cuda", dtype=torch.bfloat16)
+    exchange = dispatcher.dispatch(x_TD, choices).exchange
+    to, _ = exchange.stages[0]
+    leaving = sum(n for rank, n in enumerate(to) if rank != dist.get_rank())
+    rows = torch.randn(exchange.sent, width, device="cuda", dtype=torch.bfloat16)
+
+    def there_and_back() -> None:
+        received = dispatcher.start(rows, exchange, back=False)()
+        dispatcher.start(received, exchange, back=True)()
 
     def even(count: int) -> float:
         most = torch.tensor(count, device="cuda")
         dist.all_reduce(most, op=dist.ReduceOp.MAX)  # the same on all ranks
         count = int(most.item())
-        sent = torch.randn(count // all_to_all.size * all_to_all.size, width, device="cuda", dtype=torch.bfloat16)
+        sent = torch.randn(count // ranks * ranks, width, device="cuda", dtype=torch.bfloat16)
         received = torch.empty_like(sent)
         return _milliseconds(lambda: dist.all_to_all_single(received, sent))
 
     found = {
-        "rows sent": float(splits.sent),
+        "rows sent": float(exchange.sent),
         "MB leaving": leaving * width * 2 / 1e6,
-        "NCCL": even(splits.sent),
+        "NCCL": even(exchange.sent),
         "NCCL plain": even(tokens * top_k),
-        "exchange": _milliseconds(lambda: all_to_all.send_back(all_to_all.send(rows, splits).wait(), splits).wait()),
+        "exchange": _milliseconds(there_and_back),
     }
     for name, experts in (("between ranks", _between_ranks), ("to experts' rows", _to_rows)):
         found[f"{name}, forward"] = _milliseconds(lambda e=experts: forward(e))  # type: ignore[misc]
@@ -142,7 +131,7 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
 
     def with_shared(meanwhile: bool) -> None:
         if meanwhile:
-            outputs = _to_rows(dispatcher.dispatch(x_TD, choices))
+            outputs = _to_rows(dispatcher.dispatch(x_TD, choices), dispatcher)
             shared_TD = shared()
             y_TD = dispatcher.combine(outputs) + shared_TD
         else:
@@ -158,9 +147,8 @@ def measure(tokens: int, width: int, num_experts: int, top_k: int) -> dict[str, 
 def measure_layer(tokens: int, width: int, num_experts: int, top_k: int, hidden: int) -> tuple[float, float]:
     """(forward, forward and backward) of a layer with experts, in ms; equal on all ranks."""
     torch.manual_seed(dist.get_rank())
-    all_to_all = FlatAllToAll(dist.group.WORLD)
     experts = Experts(
-        num_experts=num_experts // all_to_all.size,
+        num_experts=num_experts // dist.get_world_size(),
         d_model=width,
         hidden_size=hidden,
         activation="swiglu",
@@ -178,10 +166,10 @@ def measure_layer(tokens: int, width: int, num_experts: int, top_k: int, hidden:
 
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
 
-    dispatcher = AllToAllDispatcher(all_to_all, num_experts=num_experts)
+    dispatcher = AllToAllDispatcher((dist.group.WORLD,), num_experts=num_experts)
 
     def layer(backward: bool) -> None:
-        y_TD = dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices)))
+        y_TD = dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices), dispatcher))
         if backward:
             for tensor in (x_TD, weights_TK, *experts.parameters()):
                 tensor.grad = None

@@ -82,25 +82,28 @@ def _time_exchanges(
     import torch.distributed as dist
 
     from foundry_moe.config import MeshConfig
-    from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, build_all_to_all
+    from foundry_moe.parallel.all_to_all import AllToAllDispatcher
     from foundry_moe.parallel.mesh import build_meshes, plan_mesh
 
     config = MeshConfig(expert=world_size, shard=1, all_to_all="hierarchical")
     plan = plan_mesh(config, world_size=world_size, ranks_per_node=ranks_per_host)
-    exchanges = {
-        "flat": FlatAllToAll(dist.group.WORLD),
-        "hierarchical": build_all_to_all(build_meshes(plan, "cpu")),
-    }
+    groups = {"flat": (dist.group.WORLD,), "hierarchical": build_meshes(plan, "cpu").token_groups}
+    dispatchers = {name: AllToAllDispatcher(group, num_experts=world_size) for name, group in groups.items()}
     results = []
     for rows in rows_of_messages:
-        counts = torch.full((world_size, 1, 2), rows, dtype=torch.int64)
+        counts = torch.full((world_size, 2), rows, dtype=torch.int64)
         tokens = torch.randn(world_size * rows, WIDTH)
 
-        def there_and_back(all_to_all: AllToAll, counts: torch.Tensor = counts, tokens: torch.Tensor = tokens) -> None:
-            (splits,) = all_to_all.splits(all_to_all.exchange_counts(counts).wait())
-            all_to_all.send_back(all_to_all.send(tokens, splits).wait(), splits).wait()
+        def there_and_back(
+            dispatcher: AllToAllDispatcher, counts: torch.Tensor = counts, tokens: torch.Tensor = tokens
+        ) -> None:
+            exchange = dispatcher.plan_exchange(dispatcher.gather_counts(counts)(), torch.empty(0))
+            received = dispatcher.start(tokens, exchange, back=False)()
+            dispatcher.start(received, exchange, back=True)()
 
-        medians = _in_turn({name: partial(there_and_back, exchange) for name, exchange in exchanges.items()}, rounds)
+        medians = _in_turn(
+            {name: partial(there_and_back, dispatcher) for name, dispatcher in dispatchers.items()}, rounds
+        )
         results.append({"rows": rows, "bytes": rows * WIDTH * 4, **medians})
     return results
 

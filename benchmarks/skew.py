@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from skewed_rank import MirroredAllToAll, choices_of, zipf_choices_of
+from skewed_rank import MirroredDispatcher, choices_of, zipf_choices_of
 from torch import Tensor
 
 from foundry_moe.launch.processes import run_processes
@@ -30,8 +30,7 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.ops.select_topk import count_choices
-from foundry_moe.parallel.all_to_all import FlatAllToAll
-from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.replicas import WeightsOfCopies
 
 REPEATS, WARM_UP = 9, 3
@@ -102,15 +101,16 @@ def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float])
             experts_TK = choices_of(tokens, experts, top_k, ranks, skew, "cuda")
         choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
         alone = not dist.is_initialized()
-        all_to_all = MirroredAllToAll(ranks) if alone else FlatAllToAll(dist.group.WORLD)
-        hot = HotExperts(num_experts=experts, ranks=ranks, rank=all_to_all.rank, copies=copies)
+        rank = 0 if alone else dist.get_rank()
+        hot = HotExperts(num_experts=experts, ranks=ranks, rank=rank, copies=copies)
         plan_copies(hot, experts_TK, experts)
         mlp.with_copies = WeightsOfCopies(hot, dist.group.WORLD) if copies else tuple
-        dispatcher = AllToAllDispatcher(all_to_all, num_experts=hot.num_slots, buffer=buffer)
+        sizes: dict[str, Any] = {"num_experts": hot.num_slots, "buffer": buffer}
+        dispatcher = MirroredDispatcher(ranks, **sizes) if alone else AllToAllDispatcher((dist.group.WORLD,), **sizes)
 
         def step() -> None:
-            sent = dispatcher.dispatch(x_TD, hot.renumber(choices) if copies else choices)
-            dispatcher.combine(mlp(sent)).backward(gradient_TD)
+            rows = dispatcher.dispatch(x_TD, hot.renumber(choices) if copies else choices)
+            dispatcher.combine(mlp(rows, dispatcher)).backward(gradient_TD)
 
         hot.renumber(choices)
         rows_P = sum_over_ranks(hot.counts_S.clone()).view(ranks, -1).sum(1).double()

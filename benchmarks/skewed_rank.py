@@ -8,10 +8,13 @@ Shapes: T tokens of a rank, K choices, E experts, P ranks.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from foundry_moe.parallel.all_to_all import FlatAllToAll, Handle, HostCopy, Splits
+from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange
 
 
 def choices_of(
@@ -34,24 +37,29 @@ def zipf_choices_of(
     return torch.multinomial(weight_E[order_E].expand(tokens, -1), top_k)
 
 
-class MirroredAllToAll(FlatAllToAll):
+class MirroredDispatcher(AllToAllDispatcher):
     """Of the first of P ranks that all send the same numbers of rows."""
 
-    def __init__(self, ranks: int) -> None:
-        self.size, self.rank = ranks, 0
+    def __init__(self, ranks: int, *, num_experts: int, buffer: float = math.inf) -> None:
+        self.groups, self.ranks, self.ranks_per_node, self.nodes, self.rank = (), ranks, ranks, 1, 0
+        self.local_experts, self.buffer = num_experts // ranks, buffer
 
-    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
-        return HostCopy(counts_PH2.expand(self.size, *counts_PH2.shape).contiguous())
+    def gather_counts(self, counts_P2: Tensor) -> Callable[[], Tensor]:
+        counts_PP2 = counts_P2.expand(self.ranks, *counts_P2.shape)
+        return lambda: counts_PP2.cpu()
 
     def largest(self, number: int, device: torch.device) -> int:
         return number
 
-    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
-        mine = splits.stages[0][0][0]
-        return Handle(rows_SD[:mine].repeat(self.size, 1), lambda: None, rows_SD)
+    def start(self, rows: Tensor, exchange: Exchange, *, back: bool) -> Callable[[], Tensor]:
+        mine = exchange.stages[0][0][0]
+        if back:
+            received = rows.new_zeros(exchange.sent, *rows.shape[1:])
+            received[:mine] = rows[:mine]
+        else:
+            received = rows[:mine].repeat(self.ranks, 1)
 
-    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
-        mine = splits.stages[0][0][0]
-        into = rows_QD.new_empty(splits.sent, *rows_QD.shape[1:]) if into is None else into
-        into[:mine], into[mine:] = rows_QD[:mine], 0
-        return Handle(into, lambda: None, rows_QD)
+        def wait(outlives_the_message: Tensor = rows) -> Tensor:
+            return received
+
+        return wait

@@ -1,6 +1,6 @@
 """The experts of a layer: their weights and what they compute. Knows no gate and no rank; E may be global or local.
 
-Shapes: T tokens, Q tokens of a chunk, K choices, D model width, F expert width, E experts.
+Shapes: Q rows received, K choices, D model width, F expert width, E experts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.context import unchanged
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher, run_experts
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.layers.token_dispatcher import Chunk, compute_chunks
 from foundry_moe.ops import PermutePlan, expert_mlp
 from foundry_moe.ops.activations import POINTWISE
 from foundry_moe.ops.biases import Biases
@@ -88,10 +88,10 @@ class Experts(nn.Module):
             for expert in range(parameter.shape[0]):
                 parameter[expert].copy_(self.initial(name, expert, seed=seed, layer=layer, device=parameter.device))
 
-    def forward(self, sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-        """What the experts make of the tokens of each chunk.
+    def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
+        """The results of dispatched rows, on their way back.
 
-        All chunks are one call, so that FSDP2, which wraps this module, gathers its weights once.
+        Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
         """
         parameters = tuple(
             None if parameter is None else self.local(parameter)
@@ -99,9 +99,8 @@ class Experts(nn.Module):
                 self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED
             )
         )  # fmt: skip
-        outputs, rounds = compute_chunks(sent, self.w1_EFD.dtype, self._compute, self.with_copies(parameters))
-        self.most_rounds = max(self.most_rounds, rounds)
-        return outputs
+        self.most_rounds = max(self.most_rounds, len(rows.rounds))
+        return run_experts(rows, dispatcher, self._compute, self.with_copies(parameters))
 
     def _compute(
         self,

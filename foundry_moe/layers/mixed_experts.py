@@ -1,6 +1,6 @@
 """Experts of different widths: their weights side by side, and what they compute. Knows no gate and no rank.
 
-Shapes: Q tokens of a chunk, K choices, D model width, F one expert's width, H widths of all experts added up.
+Shapes: Q rows received, K choices, D model width, F one expert's width, H widths of all experts added up.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.context import unchanged
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher, run_experts
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.layers.token_dispatcher import Chunk, compute_chunks
 from foundry_moe.ops import PermutePlan
 from foundry_moe.ops.mixed_widths import mixed_mlp
 
@@ -93,14 +93,13 @@ class MixedExperts(nn.Module):
             rows, columns = (range(size) for size in parameter.shape)
             self.draw_(name, parameter, rows, columns, seed=seed, layer=layer)
 
-    def forward(self, sent: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
         """As `Experts.forward`."""
         parameters = tuple(
             None if parameter is None else self.local(parameter) for parameter in (self.w1_HD, self.v1_HD, self.w2_HD)
         )
-        outputs, rounds = compute_chunks(sent, self.w1_HD.dtype, self._compute, parameters)
-        self.most_rounds = max(self.most_rounds, rounds)
-        return outputs
+        self.most_rounds = max(self.most_rounds, len(rows.rounds))
+        return run_experts(rows, dispatcher, self._compute, parameters)
 
     def _compute(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.aux_loss import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
 from foundry_moe.layers.experts import Experts, SharedExpert
 from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Choices
@@ -22,7 +23,6 @@ from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.losses import router_entropy
 from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.schedule import Progress
-from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.select_topk import count_choices
 
@@ -108,7 +108,7 @@ class MoELayer(nn.Module):
             if config.shared_expert_hidden_size
             else None
         )
-        self.dispatcher: TokenDispatcher = LocalDispatcher(config.num_experts)
+        self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
         self.hot: HotExperts | None = None
         self.loss_weights = resolve_losses(config.gate, config.loss)
         self.gate.check_losses(self.loss_weights)
@@ -201,13 +201,13 @@ class MoELayer(nn.Module):
             return self.gate(x_TD, context), context.mask_T
 
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
-        """y_TD: the tokens' way to their experts and back, and the shared expert. On a mesh it is never compiled."""
+        """y_TD: each token's weighted sum of its experts, and the shared expert. On a mesh it is never compiled."""
         if self.hot is not None:
             choices = self._choose_copies(self.hot, choices)
-        sent = self.dispatcher.dispatch(x_TD, choices)
-        outputs = self.experts(sent)
+        rows = self.dispatcher.dispatch(x_TD, choices)
+        rows = self.experts(rows, self.dispatcher)
         shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel
-        y_TD = self.dispatcher.combine(outputs)
+        y_TD = self.dispatcher.combine(rows)
         return y_TD if shared_TD is None else y_TD + shared_TD
 
     def _choose_copies(self, hot: HotExperts, choices: Choices) -> Choices:

@@ -43,12 +43,12 @@ def compute_in_rounds(
     return _FirstRound.apply(y_TD, compute(rounds[0], x_first, weights_first, *parameters_again))
 
 
-def by_way_of(link: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor. Its backward pass reaches `link`, which is empty, too."""
-    return _ByWayOf.apply(link, tensor)
+def pass_through(link: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor. Its backward pass also reaches `link`, which is empty."""
+    return _PassThrough.apply(link, tensor)
 
 
-class _ByWayOf(torch.autograd.Function):
+class _PassThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, tensor: Tensor) -> Tensor:
         ctx.link = torch.empty_like(link)

@@ -6,6 +6,7 @@ N blocks of tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,48 +17,38 @@ from torch import Tensor
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.permute import sum_choices
 
+# gives row_TC (int32, -1 = none), and by row [S or more, 2 K] weights and experts as that rank numbers its own
+AssignRows = Callable[[], tuple[Tensor, Tensor]]
 
-class DispatchPlan:
-    """A plan in two parts, so that ranks can tell each other how much is sent while the second is made.
+
+def plan_dispatch(
+    experts_TK: Tensor, weights_TK: Tensor, *, local_experts: int, ranks: int, nodes: int = 1
+) -> tuple[Tensor, AssignRows]:
+    """How many rows go to each rank, and a function that plans which: so counts are exchanged while it runs.
 
     Args:
         experts_TK: integers; -1 = no choice. Rank e // local_experts has expert e.
         weights_TK: their combine weights, fp32 or fp64.
-        nodes: rows lie by slot: by a rank's index on its node, then by the node; 1 = by rank.
+        nodes: rows are sorted by slot: by a rank's index on its node, then by the node; 1 = by rank.
 
-    counts_P2: int64; by slot, rows for that rank and choices among them.
+    Returns:
+        counts_P2: int64; by slot, rows for that rank and choices among them.
+        assign_rows: see `AssignRows`.
     """
-
-    def __init__(
-        self,
-        experts_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        local_experts: int,
-        ranks: int,
-        nodes: int = 1,
-    ) -> None:
-        experts_TK = experts_TK.contiguous()
-        plan = _plan_triton if on_gpu()(experts_TK) else plan_plain
-        self.counts_P2, self._assign_rows = plan(
-            experts_TK, weights_TK.detach().contiguous(), local_experts, ranks, nodes
-        )
-
-    def assign_rows(self) -> tuple[Tensor, Tensor]:
-        """row_TC (int32, -1 = none), and by row [S or more, 2 K] weights and experts as that rank numbers its own."""
-        return self._assign_rows()
+    plan = _plan_triton if on_gpu()(experts_TK) else plan_plain
+    return plan(experts_TK.contiguous(), weights_TK.detach().contiguous(), local_experts, ranks, nodes)
 
 
 def _plan_triton(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int
-) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
+) -> tuple[Tensor, AssignRows]:
     counts_P2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes)
     return counts_P2, lambda: kernels.assign_rows(experts_TK, weights_TK, local_experts, counts_P2, counts_PN, nodes)
 
 
 def plan_plain(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1
-) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
+) -> tuple[Tensor, AssignRows]:
     """The plain twin of both kernels: counts_P2, and what gives row_TC and the packed rows (those in use alone)."""
     experts_TK = experts_TK.long()
     tokens, choices = experts_TK.shape
@@ -79,6 +70,32 @@ def plan_plain(
     packed = torch.empty(len(token), 2 * choices, dtype=weights_TK.dtype, device=weights_TK.device)
     packed[row_TP[token, rank]] = torch.cat([weights_TK[token], local.to(weights_TK.dtype)], dim=1)
     return counts_P2, lambda: (row_TC.int().contiguous(), packed)
+
+
+def plan_rounds(
+    choices_PP: Tensor, experts_TK: Tensor, rank: int, *, local_experts: int, buffer: float
+) -> list[slice] | None:
+    """The parts in which this rank sends its tokens, so that no rank gets more than its limit at once; None = one.
+
+    Of a rank's limit each sender may fill the share that it has of all that go there. So a round brings a rank as many
+    choices as its limit, and K more from each sender at most, wherever in the batch the crowd is. Waits for the device.
+
+    Args:
+        choices_PP: choices that go from each rank to each, on the host.
+        experts_TK: of this rank's tokens.
+        buffer: the limit, as a multiple of the mean of all ranks' choices.
+    """
+    received_P = choices_PP.sum(0)
+    limit = buffer * int(received_P.sum()) / len(received_P)
+    if received_P.max() <= limit:
+        return None
+    sent_P, top_k = choices_PP[rank].tolist(), experts_TK.shape[1]
+    most_choices = {
+        to: max(math.ceil(limit * sent_P[to] / received), top_k)
+        for to, received in enumerate(received_P.tolist())
+        if received > limit
+    }
+    return cut_tokens(experts_TK, local_experts, most_choices)
 
 
 def cut_tokens(experts_TK: Tensor, local_experts: int, most_choices: Mapping[int, int]) -> list[slice]:

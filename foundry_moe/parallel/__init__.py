@@ -1,5 +1,5 @@
-"""Spreads a model with MoE layers over a (replicate, shard, expert) mesh, from outside: layers ask for no rank.
+"""Places a model with MoE layers on a (replicate, shard, expert) mesh, from outside: layers never ask for a rank.
 
-mesh.py plans and validates, placement.py shards parameters, all_to_all_dispatcher.py moves tokens, gradients.py scales,
+mesh.py plans and validates, placement.py shards parameters, all_to_all.py dispatches tokens, gradients.py scales,
 measures and clips gradients.
 """

@@ -1,83 +1,319 @@
-"""The all-to-all of an expert group: rows from every rank to every rank, in uneven numbers, flat or hierarchical.
+"""Token dispatch by all-to-all over an expert group. Drops no token, and knows neither experts' weights nor FSDP2.
 
-Both ways deliver the same rows in the same order (by source rank), and neither computes on them, so results are
-the same to the bit. Must not know what a row holds.
+A token is sent once to each rank that has one of its experts; that rank sums the weighted outputs of its experts, and
+one row comes back: with 64 experts on 4 ranks and top-8, a token leaves as 2.7 rows instead of 6.
 
-Rows of a call may travel in chunks, each an all-to-all of its own; the numbers of all chunks are sent at once.
+Every message is started by one autograd node and waited for by a later one, so what runs in between overlaps with it:
+forward, and, since autograd runs the nodes in reverse, backward. torch's functional collectives would need no nodes of
+ours, but the backward pass of `all_to_all_single_autograd` (torch 2.7 to 2.11) waits as soon as it has started: the
+gradients of results would no longer travel while the shared expert's backward pass runs.
 
-Shapes: P ranks of the group = N nodes x L ranks a node; H chunks; S rows sent, Q rows received, D their width.
+The exchange is flat (one all-to-all of all ranks) or hierarchical: within a node to the rank with the destination's
+index, then between the ranks of one index on all nodes. A message between nodes is then L times as long, and there are
+L times fewer: 2DH of Tutel (Hwang et al. 2022, arXiv 2206.03382, section 4.3), the balanced form of HetuMoE's gather,
+exchange and scatter (Nie et al. 2022, arXiv 2203.14685, section 3.2). Both deliver the same rows in the same order.
+
+Shapes: T tokens of this rank, K choices a token, D model width; P ranks = N nodes x L ranks a node; C = min(P, K) ranks
+a token is sent to at most; S rows sent, Q rows received.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from foundry_moe.parallel.mesh import HIERARCHICAL, Meshes
+from foundry_moe.layers.dispatch import Dispatched
+from foundry_moe.layers.gates.gate import Choices
+from foundry_moe.ops.dispatch_plan import gather_rows, plan_dispatch, plan_rounds, sum_rows
+from foundry_moe.ops.permute import plan_permute
+
+Splits = tuple[list[int], list[int]]  # rows to each rank of a group, and rows from each
+CHOICES, TOKENS, RESULTS = "choices", "tokens", "results"  # the messages of a dispatch, in the order they are sent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """How many rows of a chunk go where: what the host must know before rows can move.
+def all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup, into: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Starts to exchange rows, sorted by rank. The function that is returned waits for those received.
 
-    sent, received: rows in all.
-    stages: for each stage of the all-to-all, rows to and from each rank of the stage's group.
-    blocks: rows of each block between the two stages, as [from a rank of this node][to a node]; empty for a flat one.
+    With NCCL the wait is one of the current stream, not of the host.
+    """
+    rows = rows.contiguous()
+    output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
+    work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
+    assert work is not None
+
+    def wait(outlives_the_message: Tensor = rows) -> Tensor:
+        work.wait()
+        return output
+
+    return wait
+
+
+class Exchange:
+    """The messages of one dispatch: where rows go, and those that are under way.
+
+    row_TC: the row of each token for each of its ranks; -1 = none.
+    stages: splits of each stage of the all-to-all.
+    blocks: of a hierarchical one, rows between the stages: [from a rank of this node][to a node].
+    received_choices: choices among the rows received.
     """
 
-    sent: int
-    received: int
-    stages: tuple[tuple[list[int], list[int]], ...]
-    blocks: tuple[tuple[int, ...], ...] = ()
+    def __init__(
+        self,
+        dispatcher: AllToAllDispatcher,
+        row_TC: Tensor,
+        stages: Sequence[Splits],
+        blocks: list[list[int]],
+        received_choices: int,
+    ) -> None:
+        self.dispatcher, self.row_TC = dispatcher, row_TC
+        self.stages, self.blocks = stages, blocks
+        self.received_choices = received_choices
+        self._arrivals: dict[str, Callable[[], Tensor]] = {}
+
+    @property
+    def sent(self) -> int:
+        return sum(self.stages[0][0])
+
+    def start(self, message: str, rows: Tensor, *, back: bool = False) -> None:
+        """Starts to send rows to the ranks of their experts, or rows that came from there back."""
+        self._arrivals[message] = self.dispatcher.start(rows, self, back=back)
+
+    def wait(self, message: str) -> Tensor:
+        """The rows of a message that was started, once they have arrived."""
+        return self._arrivals.pop(message)()
 
 
-class Handle:
-    """Rows under way. They may be used once `wait` has returned them; until then nothing waits, where there is NCCL."""
-
-    def __init__(self, rows: Tensor, wait: Callable[[], object], sent: Tensor) -> None:
-        self._rows, self._wait, self._sent = rows, wait, sent  # what is sent must outlive the message
-
-    def wait(self) -> Tensor:
-        self._wait()
-        return self._rows
+# A link is an empty tensor: the edge of the graph from the node that starts a message to the node that waits for it.
 
 
-class HostCopy:
-    """A small tensor on its way to the host, past what the device has still to do.
+class _Send(torch.autograd.Function):
+    """Starts to send the rows of x_TD, gathered already: a link. Backward: waits for gradients, sums each token's."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows_SD: Tensor, exchange: Exchange, message: str) -> Tensor:
+        ctx.exchange, ctx.message = exchange, message
+        exchange.start(message, rows_SD)
+        return x_TD.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_rows(ctx.exchange.wait(ctx.message), ctx.exchange.row_TC), None, None, None
+
+
+class _ReceiveTokens(torch.autograd.Function):
+    """Waits for rows: x_QD. Backward: starts to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait(TOKENS)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.exchange.start(TOKENS, grads[0], back=True)
+        return grads[0].new_empty(0), None
+
+
+class _ReceiveChoices(torch.autograd.Function):
+    """Waits for weights_QK and experts_QK (int32, without gradient). Backward: starts to send weights' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        weights_QK, experts_QK = exchange.wait(CHOICES).chunk(2, dim=1)
+        experts_QK = experts_QK.int()
+        ctx.mark_non_differentiable(experts_QK)
+        return weights_QK.clone(memory_format=torch.contiguous_format), experts_QK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.exchange.start(CHOICES, grads[0], back=True)
+        return grads[0].new_empty(0), None
+
+
+class _SendBack(torch.autograd.Function):
+    """Starts to send results back: a link. Backward: waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y_QD: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(RESULTS, y_QD, back=True)
+        return y_QD.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.exchange.wait(RESULTS), None
+
+
+class _Combine(torch.autograd.Function):
+    """Waits for results, sums each token's: y_TD. Backward: copies gradients to rows and starts to send them."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return sum_rows(exchange.wait(RESULTS), exchange.row_TC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        exchange.start(RESULTS, gather_rows(grads[0], exchange.row_TC, exchange.sent))
+        return grads[0].new_empty(0), None
+
+
+class AllToAllDispatcher:
+    """The dispatcher of a layer whose experts are divided over the ranks of a group, in rank order.
+
+    One host synchronization a call: for the numbers of rows. Ranks without tokens, and experts without any, take part.
 
     Args:
-        ready: makes the current stream wait for the tensor's last values; None = the current stream makes them.
+        groups: flat: (the expert group,); hierarchical: (its ranks on this node, its ranks with this rank's index on
+            every node).
+        num_experts: E.
+        buffer: a rank receives so many times the mean of all ranks' choices at once; more are sent in rounds.
     """
 
-    def __init__(self, tensor: Tensor, ready: Callable[[], object] | None = None) -> None:
-        self._tensor, self._event = tensor, None
-        if not tensor.is_cuda:
-            if ready is not None:
-                ready()
-            return
-        stream = _copy_stream(tensor.device)
-        if ready is None:
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(stream):
-            if ready is not None:
-                ready()
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(stream)
+    def __init__(self, groups: Sequence[ProcessGroup], *, num_experts: int, buffer: float = math.inf) -> None:
+        sizes, ranks = [group.size() for group in groups], [group.rank() for group in groups]
+        self.groups = groups
+        self.ranks_per_node, self.nodes = sizes if len(groups) == 2 else (sizes[0], 1)
+        self.ranks = self.ranks_per_node * self.nodes
+        self.rank = ranks[-1] * self.ranks_per_node + ranks[0] if len(groups) == 2 else ranks[0]
+        assert num_experts % self.ranks == 0
+        self.local_experts = num_experts // self.ranks
+        self.buffer = buffer
 
-    def wait(self) -> Tensor:
-        """The values, on the host."""
-        if self._event is None:
-            return self._tensor
-        self._event.synchronize()
-        return self._host
+    # a compiled block's graph breaks here: sizes are read on the host, and messages fill memory in place
+    @torch.compiler.disable
+    def dispatch(self, x_TD: Tensor, choices: Choices, *, at_once: bool = False) -> Dispatched:
+        """See `Dispatcher`. Choices are sent before tokens, so that local rows are planned while tokens travel."""
+        x_TD, weights_TK = _as_sent(x_TD, choices.weights_TK)
+        experts_TK = choices.experts_TK.contiguous()
+        with torch.no_grad():
+            counts_P2, assign_rows = plan_dispatch(
+                experts_TK, weights_TK, local_experts=self.local_experts, ranks=self.ranks, nodes=self.nodes
+            )
+            counts = self.gather_counts(counts_P2)
+            row_TC, packed = assign_rows()
+            # room for T x C rows: the device gathers while the host waits for the number that is used
+            rows_SD = gather_rows(x_TD, row_TC)
+            counts_PP2 = counts()
+            rounds = () if at_once else self._rounds(counts_PP2[..., 1], experts_TK)
+        if len(rounds) > 1:
+            # Weights go past FSDP2, which would cast them. None of their rows stands in the tuple in their place: where
+            # weights need a gradient and tokens do not, FSDP2 reduces in the same order on all ranks only if it sees
+            # a tensor with a gradient.
+            choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK, plan=None)
+            return Dispatched(x_TD, weights_TK[:0], rounds=rounds, choices=choices)
+        exchange = self.plan_exchange(counts_PP2, row_TC)
+        return Dispatched(
+            weights=_Send.apply(weights_TK, packed[: exchange.sent], exchange, CHOICES),
+            x=_Send.apply(x_TD, rows_SD[: exchange.sent], exchange, TOKENS),
+            exchange=exchange,
+        )
+
+    def receive(self, rows: Dispatched) -> Dispatched:
+        """See `Dispatcher`."""
+        exchange = rows.exchange
+        weights_QK, experts_QK = _ReceiveChoices.apply(rows.weights, exchange)
+        plan = plan_permute(experts_QK, self.local_experts, exchange.received_choices)  # while tokens travel
+        return rows._replace(x=_ReceiveTokens.apply(rows.x, exchange), weights=weights_QK, plan=plan)
+
+    def send_back(self, y_QD: Tensor, rows: Dispatched) -> Dispatched:
+        """See `Dispatcher`."""
+        return Dispatched(_SendBack.apply(y_QD, rows.exchange), exchange=rows.exchange)
+
+    @torch.compiler.disable
+    def combine(self, results: Dispatched) -> Tensor:
+        """See `Dispatcher`."""
+        if results.exchange is None:  # rounds were combined one by one
+            return results.x
+        return _Combine.apply(results.x, results.exchange)
+
+    def gather_counts(self, counts_P2: Tensor) -> Callable[[], Tensor]:
+        """Starts to tell all ranks this one's counts, and to copy those of all to the host.
+
+        Args:
+            counts_P2: int64; by slot (see `plan_dispatch`), rows for that rank, and choices among them.
+
+        Returns:
+            Waits for counts_PP2 on the host, by rank: [from][to].
+        """
+        stream = _copy_stream(counts_P2.device) if counts_P2.is_cuda else None
+        gathered = counts_P2
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(counts_P2.device))
+        with torch.cuda.stream(stream):  # a stream of its own, so that the device gathers rows meanwhile
+            for group in self.groups:
+                output = gathered.new_empty(group.size() * len(gathered), 2)
+                work = dist.all_gather_into_tensor(output, gathered, group=group, async_op=True)
+                assert work is not None
+                work.wait()
+                gathered = output
+            if stream is not None:
+                on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+                on_host.copy_(gathered, non_blocking=True)
+                event = stream.record_event()
+
+        def wait(outlives_the_message: Tensor = counts_P2) -> Tensor:
+            counts = gathered
+            if stream is not None:
+                event.synchronize()
+                counts = on_host
+            return counts.view(self.ranks, self.ranks_per_node, self.nodes, 2).transpose(1, 2).flatten(1, 2)
+
+        return wait
+
+    def start(self, rows: Tensor, exchange: Exchange, *, back: bool) -> Callable[[], Tensor]:
+        """Starts the stages of an all-to-all, of which a hierarchical one waits for the first."""
+        stages = [(group, *splits) for group, splits in zip(self.groups, exchange.stages, strict=True)]
+        blocks: Sequence[Sequence[int]] = exchange.blocks
+        if back:
+            stages = [(group, from_, to) for group, to, from_ in reversed(stages)]
+            blocks = list(zip(*blocks, strict=True))
+        (group, to, from_), *later = stages
+        wait = all_to_all(rows, to, from_, group)
+        for group, to, from_ in later:
+            wait = all_to_all(_transpose_blocks(wait(), blocks), to, from_, group)
+        return wait
+
+    def largest(self, number: int, device: torch.device) -> int:
+        """The largest of the ranks' numbers. Waits for the device."""
+        tensor = torch.tensor(number, device=device)
+        for group in self.groups:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        return int(tensor)
+
+    def _rounds(self, choices_PP: Tensor, experts_TK: Tensor) -> tuple[slice, ...]:
+        """The tokens of each round; as many rounds on each rank. None where one message is enough."""
+        if self.buffer >= self.ranks:
+            return ()
+        parts = plan_rounds(choices_PP, experts_TK, self.rank, local_experts=self.local_experts, buffer=self.buffer)
+        if parts is None:
+            return ()
+        tokens = len(experts_TK)
+        missing = self.largest(len(parts), experts_TK.device) - len(parts)
+        return (*parts, *[slice(tokens, tokens)] * missing)
+
+    def plan_exchange(self, counts_PP2: Tensor, row_TC: Tensor) -> Exchange:
+        """Splits of this rank's messages. Arguments: of `gather_counts` and `plan_dispatch`."""
+        node, local = divmod(self.rank, self.ranks_per_node)
+        shape = (self.nodes, self.ranks_per_node)
+        rows_NLNL = counts_PP2[..., 0].view(*shape, *shape)  # from (node, rank of it) to (node, rank of it)
+        middle_LN = rows_NLNL[node, :, :, local]  # what ranks of this node send by way of this one
+        stages = [(rows_NLNL[node, local].sum(0).tolist(), middle_LN.sum(1).tolist())]
+        if self.nodes > 1:
+            stages.append((middle_LN.sum(0).tolist(), rows_NLNL[:, :, node, local].sum(1).tolist()))
+        return Exchange(self, row_TC, stages, middle_LN.tolist(), int(counts_PP2[:, self.rank, 1].sum()))
 
 
 @functools.cache
@@ -85,175 +321,21 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class AllToAll(Protocol):
-    """Moves rows between the ranks of an expert group.
+def _as_sent(x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and combine weights in the dtypes they travel in.
 
-    size, rank: of the group.
-    nodes: rows to send lie by slot: by a rank's index on its node, then by the node; 1 = by rank.
+    Under autocast tokens are cast as experts would: half the bytes. Experts' numbers travel as weights do, exact
+    below 2^24.
     """
-
-    size: int
-    rank: int
-    nodes: int
-
-    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
-        """Tells every rank how many rows each sends to each, and starts a copy of these numbers to the host.
-
-        Args:
-            counts_PH2: int64; by slot and chunk, rows for that rank, and the choices of these rows.
-
-        Returns:
-            counts_PPH2: the same from every rank, by rank and not by slot: [from][to].
-        """
-        ...
-
-    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
-        """What is sent and received of each chunk. `counts_PPH2`: of `exchange_counts`, on the host."""
-        ...
-
-    def largest(self, number: int, device: torch.device) -> int:
-        """Of the ranks' numbers. Waits for the device."""
-        ...
-
-    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
-        """Sends rows, by slot, to their ranks: rows [Q, D] by source rank."""
-        ...
-
-    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
-        """The inverse of `send`: rows [S, D] by slot, in `into` if given."""
-        ...
+    if torch.is_autocast_enabled(x_TD.device.type):
+        x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
+    if weights_TK.dtype not in (torch.float32, torch.float64):
+        weights_TK = weights_TK.float()
+    return x_TD, weights_TK
 
 
-def all_to_all(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, into: Tensor | None = None
-) -> Handle:
-    """Starts to send rows, sorted by rank, to the ranks of a group: so many to each, and so many from each."""
-    rows = rows.contiguous()
-    output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
-    work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
-    assert work is not None
-    return Handle(output, work.wait, rows)
-
-
-def _gather(counts_XH2: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Callable[[], object]]:
-    """The counts of each rank, one after the other, and what waits for them."""
-    output = counts_XH2.new_empty(dist.get_world_size(group) * counts_XH2.shape[0], *counts_XH2.shape[1:])
-    work = dist.all_gather_into_tensor(output, counts_XH2, group=group, async_op=True)
-    assert work is not None
-    return output, work.wait
-
-
-class FlatAllToAll:
-    """Every rank sends to every rank: one message for each pair."""
-
-    nodes = 1
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-
-    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
-        gathered, wait = _gather(counts_PH2, self.group)
-        return HostCopy(gathered.view(self.size, *counts_PH2.shape), wait)
-
-    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
-        rows_PPH = counts_PPH2[..., 0]
-        to_HP, from_HP = rows_PPH[self.rank].T.tolist(), rows_PPH[:, self.rank].T.tolist()
-        return tuple(
-            Splits(sent=sum(to), received=sum(from_), stages=((to, from_),))
-            for to, from_ in zip(to_HP, from_HP, strict=True)
-        )
-
-    def largest(self, number: int, device: torch.device) -> int:
-        return _largest(number, device, self.group)
-
-    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
-        to, from_ = splits.stages[0]
-        return all_to_all(rows_SD, to, from_, self.group)
-
-    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
-        to, from_ = splits.stages[0]
-        return all_to_all(rows_QD, from_, to, self.group, into)
-
-
-class HierarchicalAllToAll:
-    """First within the node, to the rank with the destination's index; then between nodes, among ranks of one index.
-
-    A message between nodes is L times as long, and there are L times fewer: 2DH of Tutel (Hwang et al. 2022,
-    arXiv 2206.03382, section 4.3), the balanced form of HetuMoE's gather, exchange and scatter (Nie et al. 2022,
-    arXiv 2203.14685, section 3.2), which sends all of a node through one of its ranks.
-    """
-
-    def __init__(self, node_group: dist.ProcessGroup, peer_group: dist.ProcessGroup) -> None:
-        self.node_group, self.peer_group = node_group, peer_group
-        self.local, self.nodes = dist.get_world_size(node_group), dist.get_world_size(peer_group)
-        self.size = self.local * self.nodes
-        self.rank = dist.get_rank(peer_group) * self.local + dist.get_rank(node_group)
-
-    def exchange_counts(self, counts_PH2: Tensor) -> HostCopy:
-        of_node, wait = _gather(counts_PH2, self.node_group)
-        wait()
-        of_all, wait = _gather(of_node, self.peer_group)
-        wait()
-        by_slot = of_all.view(self.size, self.local, self.nodes, *counts_PH2.shape[1:])
-        return HostCopy(by_slot.transpose(1, 2).flatten(1, 2))
-
-    def splits(self, counts_PPH2: Tensor) -> tuple[Splits, ...]:
-        node, local = divmod(self.rank, self.local)
-        rows_HNLNL = counts_PPH2[..., 0].movedim(2, 0).unflatten(2, (-1, self.local)).unflatten(1, (-1, self.local))
-        sent_HNL = rows_HNLNL[:, node, local]
-        middle_HLN = rows_HNLNL[:, node, :, :, local]
-        received_HNL = rows_HNLNL[:, :, :, node, local]
-        return tuple(
-            Splits(
-                sent=sum(to_local),
-                received=sum(from_node),
-                stages=((to_local, from_local), (to_node, from_node)),
-                blocks=tuple(map(tuple, blocks)),
-            )
-            for to_local, from_local, to_node, from_node, blocks in zip(
-                sent_HNL.sum(1).tolist(),
-                middle_HLN.sum(2).tolist(),
-                middle_HLN.sum(1).tolist(),
-                received_HNL.sum(2).tolist(),
-                middle_HLN.tolist(),
-                strict=True,
-            )
-        )
-
-    def largest(self, number: int, device: torch.device) -> int:
-        return _largest(number, device, self.node_group, self.peer_group)
-
-    def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
-        (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = all_to_all(rows_SD, to_local, from_local, self.node_group).wait()
-        return all_to_all(_transpose_blocks(middle, splits.blocks), to_node, from_node, self.peer_group)
-
-    def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
-        (to_local, from_local), (to_node, from_node) = splits.stages
-        middle = all_to_all(rows_QD, from_node, to_node, self.peer_group).wait()
-        by_node = tuple(zip(*splits.blocks, strict=True))
-        return all_to_all(_transpose_blocks(middle, by_node), from_local, to_local, self.node_group, into)
-
-
-def _largest(number: int, device: torch.device, *groups: dist.ProcessGroup) -> int:
-    tensor = torch.tensor(number, device=device)
-    for group in groups:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    return int(tensor)
-
-
-def _transpose_blocks(rows: Tensor, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
+def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
     """Blocks of rows in row-major order of [i][j], put in row-major order of [j][i]."""
     inner = len(blocks[0])
     parts = rows.split([size for row in blocks for size in row])
     return torch.cat([parts[i * inner + j] for j in range(inner) for i in range(len(blocks))])
-
-
-def build_all_to_all(meshes: Meshes) -> AllToAll:
-    """The all-to-all that a plan asks for."""
-    if meshes.plan.all_to_all == HIERARCHICAL:
-        assert meshes.node_group is not None and meshes.peer_group is not None
-        return HierarchicalAllToAll(meshes.node_group, meshes.peer_group)
-    return FlatAllToAll(meshes.expert.get_group())

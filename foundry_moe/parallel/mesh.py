@@ -200,16 +200,15 @@ class Meshes:
     dense: for parameters outside the experts: 1-D (shard_expert,), or 2-D (replicate, shard_expert).
     experts: for `fully_shard` of experts: 1-D (shard,), or 2-D (replicate, shard).
     expert: 1-D, the dimension on which experts are `Shard(0)`.
-    node_group, peer_group: for a hierarchical all-to-all, the expert group's ranks on this node, and those with
-        this rank's index on every node; None for a flat one.
+    token_groups: of the all-to-all. Flat: (the expert group,); hierarchical: (its ranks on this node, its ranks with
+        this rank's index on every node).
     """
 
     plan: MeshPlan
     dense: DeviceMesh
     experts: DeviceMesh
     expert: DeviceMesh
-    node_group: ProcessGroup | None = None
-    peer_group: ProcessGroup | None = None
+    token_groups: tuple[ProcessGroup, ...]
 
 
 def check_expert_widths(widths: Sequence[int], expert: int) -> None:
@@ -299,14 +298,14 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
             warnings.simplefilter("ignore")
             dense = mesh["replicate", "shard_expert"]
     meshes = [mesh, dense]
-    node_group = peer_group = None
+    token_groups: tuple[ProcessGroup, ...] = (mesh["expert"].get_group(),)
     if plan.all_to_all == HIERARCHICAL:
         split = init_device_mesh(
             device_type,
             (plan.replicate * plan.shard, plan.expert_nodes, plan.expert_ranks_per_node),
             mesh_dim_names=("outside", "expert_node", "expert_local"),
         )
-        node_group, peer_group = split.get_group("expert_local"), split.get_group("expert_node")
+        token_groups = (split.get_group("expert_local"), split.get_group("expert_node"))
         meshes.append(split)
     use_timeout_of_job(*(group for each in meshes for group in each.get_all_groups()))
     return Meshes(
@@ -314,6 +313,5 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
         dense=dense,
         experts=experts,
         expert=mesh["expert"],
-        node_group=node_group,
-        peer_group=peer_group,
+        token_groups=token_groups,
     )

@@ -21,8 +21,7 @@ from foundry_moe.config import MeshConfig, can_cut_rows, refuse_hot_experts_of_s
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.mixed_experts import MixedExperts
-from foundry_moe.parallel.all_to_all import build_all_to_all
-from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.gate_collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import (
@@ -136,7 +135,6 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
 
 def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> None:
     """Gives layers what passes between ranks: sums for losses and gates, and the all-to-all of tokens."""
-    all_to_all = build_all_to_all(meshes) if meshes.plan.expert > 1 else None
     everyone = GateCollectives()
     for layer in layers:
         layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
@@ -144,7 +142,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
         # Not compiled: FSDP2's hooks on experts break a graph, and how many rows experts receive is read on the host.
         # One call, so that a compiled block's graph breaks once.
         layer.compute_experts = torch.compiler.disable(layer.compute_experts)
-        if all_to_all is not None:
+        if meshes.plan.expert > 1:
             group = meshes.expert.get_group()
             layer.context.sum_over_group = GateCollectives(group).sum
             slots = layer.num_experts
@@ -153,7 +151,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
                 layer.hot = HotExperts(copies=mesh_config.hot_experts, **sizes)
                 layer.experts.with_copies = WeightsOfCopies(layer.hot, group)
                 slots = layer.hot.num_slots
-            layer.dispatcher = AllToAllDispatcher(all_to_all, num_experts=slots, buffer=mesh_config.buffer)
+            layer.dispatcher = AllToAllDispatcher(meshes.token_groups, num_experts=slots, buffer=mesh_config.buffer)
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:

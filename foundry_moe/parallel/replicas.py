@@ -44,8 +44,8 @@ class _Fetch(torch.autograd.Function):
         for weight, place in zip(own, slots, strict=True):
             place[: ctx.experts] = weight  # while copies travel
             place[used.stop :] = 0
-        for handle in under_way:
-            handle.wait()
+        for wait in under_way:
+            wait()
         return tuple(slots)
 
     @staticmethod
@@ -55,8 +55,8 @@ class _Fetch(torch.autograd.Function):
         used = slice(ctx.experts, ctx.experts + sum(ctx.traffic.received_P))
         under_way = [all_to_all(gradient[used], ctx.traffic.received_P, sent, ctx.group) for gradient in gradients]
         own = [gradient[: ctx.experts] for gradient in gradients]  # of weights that experts alone read: nobody else's
-        for gradient, handle in zip(own, under_way, strict=True):
-            parts = handle.wait().split(sent)
+        for gradient, wait in zip(own, under_way, strict=True):
+            parts = wait().split(sent)
             for numbers, part in zip(ctx.traffic.sent_P, parts, strict=True):
                 for number, added in zip(numbers, part, strict=True):
                     gradient[number] += added

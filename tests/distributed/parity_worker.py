@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,12 @@ from foundry_moe.commands.parity import whole as full
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.layers.token_dispatcher import LocalDispatcher, TokenDispatcher
-from foundry_moe.parallel.all_to_all import AllToAll, FlatAllToAll, Handle, Splits, build_all_to_all
-from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
+from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange, all_to_all
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
@@ -124,9 +123,8 @@ def time_limits(meshes: list[tuple[int, int, int]]) -> dict[str, float]:
         )
         built = build_meshes(plan, "cpu")
         groups = [group for mesh in (built.dense, built.experts, built.expert) for group in mesh.get_all_groups()]
-        for number, group in enumerate([*groups, built.node_group, built.peer_group]):
-            if group is not None:
-                limits[f"{(replicate, shard, expert)}, {number}"] = group_timeout(group).total_seconds()
+        for number, group in enumerate([*groups, *built.token_groups]):
+            limits[f"{(replicate, shard, expert)}, {number}"] = group_timeout(group).total_seconds()
     return limits
 
 
@@ -158,12 +156,13 @@ def _tokens(rank: int, case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return x_TD, weights_TK, experts_TK
 
 
-def _run(dispatcher: TokenDispatcher, experts: Experts, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-    return dispatcher.combine(experts(dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))))
+def _run(dispatcher: Dispatcher, experts: Experts, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    rows = dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))
+    return dispatcher.combine(experts(rows, dispatcher))
 
 
 def _through(
-    exchange: AllToAll,
+    groups: Sequence[dist.ProcessGroup],
     case: str,
     dtype: torch.dtype,
     device: str = "cpu",
@@ -171,18 +170,18 @@ def _through(
 ) -> dict[str, Tensor]:
     """One layer forward and backward; outputs and every gradient of this rank."""
     whole = _experts(dtype, 16).to(device)
-    local = 16 // exchange.size
+    dispatcher = AllToAllDispatcher(groups, num_experts=16, buffer=buffer)
+    local, rank = dispatcher.local_experts, dispatcher.rank
     mine = _experts(dtype, local).to(device)
     with torch.no_grad():
         for name, parameter in mine.named_parameters():
-            parameter.copy_(whole.get_parameter(name)[exchange.rank * local : (exchange.rank + 1) * local])
-    x_TD, weights_TK, experts_TK = (tensor.to(device) for tensor in _tokens(exchange.rank, case, dtype))
+            parameter.copy_(whole.get_parameter(name)[rank * local : (rank + 1) * local])
+    x_TD, weights_TK, experts_TK = (tensor.to(device) for tensor in _tokens(rank, case, dtype))
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    dispatcher = AllToAllDispatcher(exchange, num_experts=16, buffer=buffer)
     y_TD = _run(dispatcher, mine, x_TD, weights_TK, experts_TK)
     torch.sin(y_TD.double()).sum().backward()
-    assert mine.most_rounds == 1 or buffer < exchange.size
+    assert mine.most_rounds == 1 or buffer < dispatcher.ranks
     assert mine.most_rounds > 1 or buffer > 1 or case != "crowded", "all tokens to one or two ranks"
     gradients = {name: p.grad for name, p in mine.named_parameters()}
     assert all(g is not None for g in gradients.values()), "a rank without rows must still have a gradient"
@@ -219,22 +218,21 @@ def compare_exchanges(ranks_per_node: int, cases: list[str]) -> dict[str, float]
         num_experts=16,
     )
     assert plan.all_to_all == HIERARCHICAL
-    hierarchical = build_all_to_all(build_meshes(plan, "cpu"))
-    flat = FlatAllToAll(dist.group.WORLD)
-    assert hierarchical.rank == flat.rank == rank
+    flat, hierarchical = (dist.group.WORLD,), build_meshes(plan, "cpu").token_groups
+    assert AllToAllDispatcher(hierarchical, num_experts=16).rank == rank
     largest = {}
     for case in cases:
         expected = _alone(rank, case, torch.float64, world_size)
-        for name, exchange, buffer in (
+        for name, groups, buffer in (
             ("flat", flat, math.inf),
             ("hierarchical", hierarchical, math.inf),
             ("rounds", flat, 1.0),
             ("hierarchical rounds", hierarchical, 1.0),
         ):
-            measured = _through(exchange, case, torch.float64, buffer=buffer)
+            measured = _through(groups, case, torch.float64, buffer=buffer)
             gaps = [(measured[k] - expected[k]).abs().max().item() for k in expected if expected[k].numel()]
             largest[f"{name}, {case}"] = max(gaps, default=0.0)
-        one, two = (_through(exchange, case, torch.bfloat16) for exchange in (flat, hierarchical))
+        one, two = (_through(groups, case, torch.bfloat16) for groups in (flat, hierarchical))
         same = all(torch.equal(one[k], two[k]) for k in one)
         largest[f"bits, hierarchical, {case}"] = 0.0 if same else float("inf")
     for key, value in largest.items():
@@ -263,22 +261,22 @@ def note_order() -> dict[str, list[str]]:
     """What happens in one layer: messages that start and are waited for, experts, and the shared expert."""
     events: list[str] = []
 
-    class Noting(FlatAllToAll):
-        def send(self, rows_SD: Tensor, splits: Splits) -> Handle:
-            return self._note(super().send(rows_SD, splits))
-
-        def send_back(self, rows_QD: Tensor, splits: Splits, into: Tensor | None = None) -> Handle:
-            return self._note(super().send_back(rows_QD, splits, into))
-
-        def _note(self, handle: Handle) -> Handle:
+    class Noting(AllToAllDispatcher):
+        def start(self, rows: Tensor, exchange: Exchange, *, back: bool) -> Callable[[], Tensor]:
             events.append("start")
-            return _Watched(handle, events)
+            wait = super().start(rows, exchange, back=back)
+
+            def note_and_wait() -> Tensor:
+                events.append("wait")
+                return wait()
+
+            return note_and_wait
 
     config = MoEConfig(num_experts=4, top_k=2, expert_hidden_size=8, activation="gelu", shared_expert_hidden_size=8)
     layer = MoELayer(8, config, layer_index=0, num_layers=1, context=BatchContext())
     layer.reset_parameters()
     layer.experts = _experts(torch.float32, 2)
-    layer.dispatcher = AllToAllDispatcher(Noting(dist.group.WORLD), num_experts=4)
+    layer.dispatcher = Noting((dist.group.WORLD,), num_experts=4)
     compute = experts_module.expert_mlp
     experts_module.expert_mlp = lambda *operands, **more: _Noted.apply(compute(*operands, **more), events, "experts")
     shared = layer.shared_expert
@@ -291,15 +289,6 @@ def note_order() -> dict[str, list[str]]:
     return {"forward": forward, "backward": events}
 
 
-class _Watched(Handle):
-    def __init__(self, handle: Handle, events: list[str]) -> None:
-        self.handle, self.events = handle, events
-
-    def wait(self) -> Tensor:
-        self.events.append("wait")
-        return self.handle.wait()
-
-
 def find_host_synchronisations(layers: int) -> dict[str, list[str]]:
     """On one GPU in a group of its own: waits for the device in a forward and a backward pass of `layers` calls."""
     import traceback
@@ -307,7 +296,7 @@ def find_host_synchronisations(layers: int) -> dict[str, list[str]]:
 
     os.environ["FOUNDRY_MOE_AUTOTUNE_S"] = "0"  # timing waits too
     torch.cuda.set_device(0)
-    dispatcher = AllToAllDispatcher(FlatAllToAll(dist.group.WORLD), num_experts=16)
+    dispatcher = AllToAllDispatcher((dist.group.WORLD,), num_experts=16)
     experts = Experts(num_experts=16, d_model=64, hidden_size=64, activation="swiglu", num_layers=1)
     experts.reset_parameters(seed=3, layer=0)
     experts = experts.to("cuda", torch.bfloat16)
@@ -348,7 +337,7 @@ def find_host_synchronisations(layers: int) -> dict[str, list[str]]:
 
 def fail(kind: str, rank: int, fault: Path) -> Any:
     """Ranks exchange tokens for ever; one raises, dies, or stops answering, and makes the file `fault` then."""
-    all_to_all = FlatAllToAll(dist.group.WORLD)
+    ranks = dist.get_world_size()
     for step in range(1_000_000):
         if step == 3 and dist.get_rank() == rank:
             fault.touch()
@@ -357,8 +346,7 @@ def fail(kind: str, rank: int, fault: Path) -> Any:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
-        counts = all_to_all.exchange_counts(torch.ones(all_to_all.size, 1, 2, dtype=torch.int64))
-        all_to_all.splits(counts.wait())
+        all_to_all(torch.ones(ranks, 2), [1] * ranks, [1] * ranks, dist.group.WORLD)()
 
 
 def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...]) -> float:

@@ -7,9 +7,9 @@ import torch
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
+from foundry_moe.layers.dispatch import LocalDispatcher
 from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.layers.token_dispatcher import LocalDispatcher
 from foundry_moe.ops.padded import capacity_of, plan_padded
 
 CONFIG = MoEConfig(num_experts=5, top_k=2, expert_hidden_size=7, activation="swiglu", init_std=0.5, loss={})
@@ -26,8 +26,8 @@ def build(config=CONFIG, context=None) -> MoELayer:
 def dropless(layer, x_TD, experts_TK, weights_TK):
     """What the layer's experts make of choices of which none is dropped."""
     dispatcher = LocalDispatcher(layer.num_experts)
-    sent = dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))
-    return dispatcher.combine(layer.experts(sent))
+    rows = dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))
+    return dispatcher.combine(layer.experts(rows, dispatcher))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import torch
 
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates import Choices
-from foundry_moe.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from tests.helpers.live_bytes import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from skewed_rank import MirroredAllToAll, choices_of
+from skewed_rank import MirroredDispatcher, choices_of
 
 RANKS, TOKENS, LOCAL, WIDTH, HIDDEN = 8, 256, 8, 64, 32
 GRADIENTS = 3 * LOCAL * WIDTH * HIDDEN * 4  # bytes of the weights
@@ -29,12 +28,12 @@ def peak_bytes(skew, top_k, buffer, *, crowd_first=False):
     experts_TK = choices_of(TOKENS, RANKS * LOCAL, top_k, RANKS, skew)
     if crowd_first:
         experts_TK = experts_TK[(experts_TK < LOCAL).sum(1).argsort(descending=True)]
-    dispatcher = AllToAllDispatcher(MirroredAllToAll(RANKS), num_experts=RANKS * LOCAL, buffer=buffer)
+    dispatcher = MirroredDispatcher(RANKS, num_experts=RANKS * LOCAL, buffer=buffer)
     x_TD = torch.randn(TOKENS, WIDTH, requires_grad=True)
     weights_TK = torch.rand(TOKENS, top_k, requires_grad=True)
     choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
     with LiveBytes() as live:
-        dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices))).sum().backward()
+        dispatcher.combine(experts(dispatcher.dispatch(x_TD, choices), dispatcher)).sum().backward()
     return live.peak, experts.most_rounds
 
 

@@ -177,10 +177,10 @@ def test_3072_ranks_place_experts_and_the_rest(
     assert dist.get_process_group_ranks(meshes.dense.get_group("shard_expert")) == list(plan.dense_shard_group(rank))
     assert dist.get_process_group_ranks(meshes.dense.get_group("replicate")) == list(plan.replicate_group(rank))
     if expert > 8:
-        assert meshes.node_group is not None and meshes.peer_group is not None
-        node = set(dist.get_process_group_ranks(meshes.node_group))
+        node_group, peer_group = meshes.token_groups
+        node = set(dist.get_process_group_ranks(node_group))
         assert len(node) == 8 and len({r // 8 for r in node}) == 1
-        peers = dist.get_process_group_ranks(meshes.peer_group)
+        peers = dist.get_process_group_ranks(peer_group)
         assert {r % 8 for r in peers} == {rank % 8} and len(peers) == expert // 8
     dense = torch.nn.Linear(2048, 50304, bias=False, device="meta")
     fully_shard(dense, mesh=meshes.dense)

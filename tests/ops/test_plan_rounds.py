@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundry_moe.ops.dispatch_plan import DispatchPlan, plan_plain
-from foundry_moe.parallel.expert_dispatcher import Call, ExpertDispatcher
+from foundry_moe.ops.dispatch_plan import plan_plain, plan_rounds
 
 RANKS, LOCAL, CHOICES = 4, 6, 3
 pytestmark = pytest.mark.quick
@@ -35,32 +34,23 @@ def choices_of_ranks(kind: str, tokens: int = 60) -> list[Tensor]:
     return drawn
 
 
-class _Rank(ExpertDispatcher):
-    """One of several ranks, of which none has more rounds than `most`."""
-
-    most = 1
-
-    def _begin(self, plan: DispatchPlan, x_TD: Tensor, kept: bool) -> Call:
-        raise AssertionError("nothing is sent")
-
-    def _largest(self, number: int, device: torch.device) -> int:
-        return max(number, self.most)
-
-
-def rounds_of_ranks(chosen: list[Tensor], buffer: float) -> list[tuple[slice, ...]]:
-    """The tokens of each rank's rounds."""
-    counts_PPH2 = torch.stack(
-        [plan_plain(experts_TK, torch.zeros(experts_TK.shape), LOCAL, RANKS)[0][:, None] for experts_TK in chosen]
+def rounds_of_ranks(chosen: list[Tensor], buffer: float) -> list[list[slice]]:
+    """The tokens of each rank's rounds, as many on each; none where one message is enough."""
+    choices_PP = torch.stack(
+        [plan_plain(experts_TK, torch.zeros(experts_TK.shape), LOCAL, RANKS)[0][:, 1] for experts_TK in chosen]
     )
-    ranks = [_Rank(ranks=RANKS, rank=rank, nodes=1, num_experts=RANKS * LOCAL, buffer=buffer) for rank in range(RANKS)]
-
-    def cut() -> list[tuple[slice, ...]]:
-        return [rank._rounds(counts_PPH2, experts_TK, buffer) for rank, experts_TK in zip(ranks, chosen, strict=True)]
-
-    most = max(map(len, cut()))
-    for rank in ranks:
-        rank.most = most
-    return cut()
+    rounds = [
+        plan_rounds(choices_PP, experts_TK, rank, local_experts=LOCAL, buffer=buffer)
+        for rank, experts_TK in enumerate(chosen)
+    ]
+    if None in rounds:
+        assert rounds == [None] * RANKS, "ranks agree whether there are rounds"
+        return [[]] * RANKS
+    most = max(len(parts) for parts in rounds)
+    return [
+        [*parts, *[slice(len(experts_TK), len(experts_TK))] * (most - len(parts))]
+        for parts, experts_TK in zip(rounds, chosen, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("buffer", [1.0, 1.25, 2.0])
@@ -93,5 +83,5 @@ def test_all_tokens_to_one_rank_need_no_more_rounds_than_its_limit_fits_in_them(
 
 def test_an_even_load_and_no_tokens_are_one_round() -> None:
     even = choices_of_ranks("random")
-    assert all(len(parts) <= 1 for parts in rounds_of_ranks(even, 1.5))
-    assert all(len(parts) <= 1 for parts in rounds_of_ranks([t[:0] for t in even], 1.0))
+    assert not any(rounds_of_ranks(even, 1.5))
+    assert not any(rounds_of_ranks([t[:0] for t in even], 1.0))
