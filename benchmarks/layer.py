@@ -28,7 +28,6 @@ from layer_sweep import LAYERS, sweep
 from timing import DEVICE, DTYPE, captured, header, in_processes, in_turn_ms, probabilities
 
 from foundry_moe.ops import expert_mlp, plan_permute
-from foundry_moe.ops.mixed_widths import mixed_mlp
 from foundry_moe.ops.softmax_topk import softmax_topk
 
 Shape = tuple[int, int, int, int, int, bool]  # tokens, model width, expert width, experts, top-k, gated
@@ -165,7 +164,7 @@ def mixed_ways(shape: Shape, load: str) -> list[Way]:
 
     def mixed(memory: str) -> Tensor:
         chosen = softmax_topk(logits, k, normalize=True, statistics=False)
-        return mixed_mlp(
+        return expert_mlp(
             x, chosen.weights_TK, plan_permute(chosen.experts_TK, experts), w1, v1, w2, widths=widths,
             activation="silu" if gated else "gelu", backend="blocksparse", memory=memory,
         )  # fmt: skip

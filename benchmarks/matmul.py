@@ -29,8 +29,8 @@ from foundry_moe_kernels.topology import topology_from_offsets
 from timing import DEVICE, DTYPE, geometric_mean, header, in_turn_ms, loads, print_table
 from torch import Tensor
 
-from foundry_moe.ops.expert_steps import takes_hopper
-from foundry_moe.ops.sparse_steps import block_of
+from foundry_moe.ops.backends import takes_hopper
+from foundry_moe.ops.blocksparse import block_of
 
 CASES = {
     "XS": (65536, 512, 2048, 64),

@@ -18,7 +18,7 @@ AUTO: Literal["auto"] = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """An expert's nonlinearity: `pointwise` is a name in `foundry_moe.ops.activations`; `gated` makes it a GLU."""
+    """An expert's nonlinearity: `pointwise` is a name in `foundry_moe.ops.POINTWISE`; `gated` makes it a GLU."""
 
     pointwise: str
     gated: bool

@@ -7,7 +7,7 @@ constant times a tensor stays a constant, which `tl.exp` refuses. The twins are 
 
 import triton
 import triton.language as tl
-from foundry_moe_kernels.interpreter import INTERPRETED
+from foundry_moe_kernels.launch import INTERPRETED
 
 NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 

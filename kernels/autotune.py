@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import triton
-from foundry_moe_kernels import load_class, tuning
+from foundry_moe_kernels import tuning
 from foundry_moe_kernels.tuning import Tile
 
 LIMIT_S = 20.0
@@ -191,6 +191,6 @@ def pick(
     if known is not None:
         return known
     # nothing is timed for a pretended load, nor while a graph is recorded
-    if tuner.left_s <= 0 or load_class.is_pretended() or torch.cuda.is_current_stream_capturing():
+    if tuner.left_s <= 0 or tuning.is_pretended() or torch.cuda.is_current_stream_capturing():
         return tuning.nearest(key)[0]
     return tuner.tile(key, tuning.nearest(key)[:CANDIDATES], run)

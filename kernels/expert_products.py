@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from foundry_moe_kernels import autotune, descriptors, load_class, tuning
-from foundry_moe_kernels.launch import launch
+from foundry_moe_kernels import autotune, descriptors, tuning
+from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
 from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
-from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from foundry_moe_kernels.topology import block_row_table, packed_block_rows, split_block_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
@@ -146,7 +145,7 @@ def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], 
     offsets_E = rows.offsets_E
     return autotune.pick(
         product,
-        rows_per_expert=load_class.per_expert(rows.num_rows, offsets_E.shape[0]),
+        rows_per_expert=tuning.per_expert(rows.num_rows, offsets_E.shape[0]),
         n=n,
         k=k,
         device=offsets_E.device,
@@ -181,6 +180,8 @@ def _rows_product(
 ) -> None:
     """c = A W, summed over planes; given h, c are the two planes of a GLU and h = act(c[0]) c[1]."""
     _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
+    if descriptors.plane_stride(weights) is None:  # too far apart for one tensor map
+        weights = tuple(torch.stack(weights))
     glu = h_RN is not None
     gathered = isinstance(a_PRK, Tokens)
     tokens = a_PRK if isinstance(a_PRK, Tokens) else beside[0] if beside else None
@@ -308,8 +309,7 @@ def rows_product(
 
 def up(
     x_RD: Tensor | Tokens,
-    w1_EFD: Tensor,
-    v1_EFD: Tensor | None,
+    weights: tuple[Tensor, ...],
     rows: RaggedRows,
     activation: str,
     *,
@@ -318,15 +318,15 @@ def up(
     """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
 
     One launch for a GLU; for an MLP without gate the activation is a launch of its own.
+
+    Args:
+        weights: W1 and perhaps V1, [E, F, D].
     """
-    weights = (w1_EFD,) if v1_EFD is None else (w1_EFD, v1_EFD)
-    _, n, k = w1_EFD.shape
-    tile = tile or _pick(
-        "up" + str(len(weights)), rows, n, k, lambda other: up(x_RD, w1_EFD, v1_EFD, rows, activation, tile=other)
-    )
+    _, n, k = weights[0].shape
+    tile = tile or _pick(f"up{len(weights)}", rows, n, k, lambda other: up(x_RD, weights, rows, activation, tile=other))
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
-    if v1_EFD is None:
+    if len(weights) == 1:
         _rows_product(a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
         return z_PRF, activate(z_PRF, rows.offsets_E, activation)
     h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import launch
-from foundry_moe_kernels.sizes import cdiv
+from foundry_moe_kernels.launch import cdiv, launch
 from torch import Tensor
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

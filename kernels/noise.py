@@ -12,7 +12,7 @@ import struct
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.sizes import cdiv
+from foundry_moe_kernels.launch import cdiv
 from torch import Tensor
 
 _COLUMNS = 1024

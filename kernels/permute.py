@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import launch
-from foundry_moe_kernels.sizes import cdiv, next_power_of_2
+from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from torch import Tensor
 
 # From so many choices on most are taken to be absent, the last ones of each token: programs stop at the last one there

@@ -15,17 +15,44 @@ Shapes: R rows, C columns of S, E experts, D model width, F expert width, P plan
 from __future__ import annotations
 
 import torch
-from foundry_moe_kernels import load_class
-from foundry_moe_kernels.launch import launch
-from foundry_moe_kernels.sizes import cdiv
+import triton
+import triton.language as tl
+from foundry_moe_kernels import tuning
+from foundry_moe_kernels.launch import cdiv, launch
 from foundry_moe_kernels.sparse_inner import inner_kernel
 from foundry_moe_kernels.sparse_rows import rows_kernel
 from foundry_moe_kernels.sparse_tiles import SparseTile, choose
 from foundry_moe_kernels.topology import Topology
-from foundry_moe_kernels.transpose import row_major
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TRANSPOSED = 64  # rows and columns of a program: lines of 128 bytes on both sides for 16-bit elements
+
+
+@triton.jit
+def _transpose_kernel(in_ptr, out_ptr, rows, columns, in_stride, TILE: tl.constexpr):
+    """out [rows, columns] from in [columns, rows]."""
+    wide = tl.cdiv(columns, TILE)
+    r = (tl.program_id(0) // wide) * TILE + tl.arange(0, TILE)
+    n = (tl.program_id(0) % wide) * TILE + tl.arange(0, TILE)
+    keep = (n < columns)[:, None] & (r < rows)[None, :]
+    tile = tl.load(in_ptr + n.to(tl.int64)[:, None] * in_stride + r[None, :], mask=keep)
+    keep = (r < rows)[:, None] & (n < columns)[None, :]
+    tl.store(out_ptr + r.to(tl.int64)[:, None] * columns + n[None, :], tl.trans(tile), mask=keep)
+
+
+def row_major(matrix_RN: Tensor) -> Tensor:
+    """The matrix itself, or its copy with contiguous rows where its columns are contiguous and its rows are not."""
+    rows, columns = matrix_RN.shape
+    along, across = matrix_RN.stride()
+    if along != 1 or across == 1 or matrix_RN.numel() == 0:
+        return matrix_RN
+    out_RN = torch.empty(rows, columns, dtype=matrix_RN.dtype, device=matrix_RN.device)
+    launch(
+        _transpose_kernel, (cdiv(rows, _TRANSPOSED) * cdiv(columns, _TRANSPOSED),),
+        matrix_RN, out_RN, rows, columns, across, TILE=_TRANSPOSED, num_warps=4,
+    )  # fmt: skip
+    return out_RN
 
 
 def _check_columns(matrix: Tensor, topology: Topology, name: str) -> None:
@@ -269,7 +296,7 @@ def _inner(
         raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype}")
     if out.numel():
         b_RN = row_major(b_RN)
-        deep = load_class.per_expert(topology.num_rows, len(topology.widths))
+        deep = tuning.per_expert(topology.num_rows, len(topology.widths))
         tile = tile or choose("inner", topology, s.dtype, columns=n, inner=deep, tf32=tf32)
         out_expert, out_column, out_n = _strides(out)
         launch(

@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels import sparse_tiles
-from foundry_moe_kernels.launch import launch
+from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.noise import jitter_column, jitter_row, jittered, step_of
-from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import launch
+from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.noise import column_hash, row_hash, uniform_from
 from foundry_moe_kernels.select_topk import best_keys, expert_of, make_keys, score_of
-from foundry_moe_kernels.sizes import cdiv, next_power_of_2
 from torch import Tensor
 
 _ELEMENTS, _TOKENS = 4096, 64  # logits and tokens that a program holds at most: many, so that few sums are left to add

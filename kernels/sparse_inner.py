@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from foundry_moe_kernels.sparse_rows import load_multiple, swizzle
+from foundry_moe_kernels.sparse_rows import swizzle
+from foundry_moe_kernels.topology import load_multiple
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from foundry_moe_kernels.activations import activate
+from foundry_moe_kernels.topology import load_multiple, multiple
 
 
 @triton.jit
@@ -21,20 +22,6 @@ def swizzle(local, height, wide, GROUP: tl.constexpr):
     rows = tl.minimum(height - first, GROUP)
     local -= group * (GROUP * wide)
     return first + local % rows, local // rows
-
-
-@triton.jit
-def load_multiple(pointer, ALIGNED: tl.constexpr):
-    """A number from the topology that widths add up to: with ALIGNED, which says that 16 divides every width, so does
-    it this number. Told of that, the compiler moves 16 bytes at a time, else element by element."""
-    number = tl.load(pointer)
-    return tl.multiple_of(number, 16) if ALIGNED else number
-
-
-@triton.jit
-def multiple(number, ALIGNED: tl.constexpr):
-    """The same of an argument that kernels are not compiled anew for: the compiler heeds no hint on an argument."""
-    return number // 16 * 16 if ALIGNED else number
 
 
 @triton.jit(do_not_specialize=["block_rows", "plane"])

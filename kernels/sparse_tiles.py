@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-from foundry_moe_kernels.sizes import next_power_of_2
+from foundry_moe_kernels.launch import next_power_of_2
 from foundry_moe_kernels.topology import Topology
 
 # Block rows of a topology that layers use: the paper's 128

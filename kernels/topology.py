@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import launch
-from foundry_moe_kernels.sizes import cdiv, next_power_of_2
+from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from torch import Tensor
 
 _GATHERS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6))
@@ -93,6 +92,20 @@ class Topology:
 def max_block_rows(num_rows: int, num_experts: int, block: int) -> int:
     """Most block rows that any load needs: every expert may end in a partial block."""
     return num_rows // block + min(num_experts, num_rows)
+
+
+@triton.jit
+def load_multiple(pointer, ALIGNED: tl.constexpr):
+    """A sum of widths from the topology. ALIGNED states that 16 divides every width, and so this number: then the
+    compiler moves 16 bytes at a time, else element by element."""
+    number = tl.load(pointer)
+    return tl.multiple_of(number, 16) if ALIGNED else number
+
+
+@triton.jit
+def multiple(number, ALIGNED: tl.constexpr):
+    """The same for an argument that kernels are not specialised on, where the compiler ignores hints."""
+    return number // 16 * 16 if ALIGNED else number
 
 
 @triton.jit
@@ -224,11 +237,18 @@ def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int
     return unpack_topology(pack_topology(offsets_E, num_rows, widths, block), num_rows, widths, block)
 
 
+@functools.lru_cache(maxsize=256)  # asked for by every product
+def _block_columns(widths: tuple[int, ...], block: int) -> tuple[int, int]:
+    """Of the widest expert, and of all."""
+    wide = [cdiv(width, block) for width in widths]
+    return max(wide), sum(wide)
+
+
 def _lengths(num_rows: int, widths: Sequence[int], block: int) -> list[int]:
     """Integers of each table: values_M (two each), five by block row, row offsets, three by block, offsets, order."""
     rows = max(max_block_rows(num_rows, len(widths), block), 1)
-    wide = [cdiv(width, block) for width in widths]
-    return [2 * rows] + [rows] * 5 + [rows + 1] + [rows * max(wide)] * 3 + [sum(wide) + 1, len(widths)]
+    widest, all_columns = _block_columns(tuple(widths), block)
+    return [2 * rows] + [rows] * 5 + [rows + 1] + [rows * widest] * 3 + [all_columns + 1, len(widths)]
 
 
 def packed_topology_size(num_rows: int, widths: Sequence[int], block: int) -> int:

@@ -1,5 +1,7 @@
 """Which tile a product runs with: by shape class from a committed table. Knows shapes alone, never data.
 
+The rows of a shape are those of the operands, or those of a pretended load while kernels are compiled ahead.
+
 Shapes: R rows, E experts, N columns and K inner width of a product.
 """
 
@@ -8,12 +10,16 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 TABLE = Path(__file__).with_name("hopper.json")
+MOST_ROWS = 2**17  # rows of one expert in the loads that are compiled ahead
+_pretended: list[tuple[int, int]] = []  # rows of an expert, rows in all; the last one counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +89,36 @@ def nearest(key: str) -> tuple[Tile, ...]:
     product = key.split()[0]
     keys = sorted((other for other in _table() if other.split()[0] == product), key=lambda other: distance(other, key))
     return tuple(dict.fromkeys(Tile(**_table()[other]) for other in keys)) or (Tile(),)
+
+
+@contextmanager
+def pretend(rows_per_expert: int, experts: int) -> Iterator[None]:
+    """Within, tiles are chosen as if `experts` experts had `rows_per_expert` rows each; nothing is timed.
+
+    Code that compiles kernels for all loads runs few rows and names here the load that they stand for.
+    """
+    _pretended.append((rows_per_expert, rows_per_expert * experts))
+    try:
+        yield
+    finally:
+        _pretended.pop()
+
+
+def is_pretended() -> bool:
+    return bool(_pretended)
+
+
+def per_expert(rows: int, experts: int) -> int:
+    """Rows of an expert on average."""
+    return _pretended[-1][0] if _pretended else rows // max(experts, 1)
+
+
+def all_rows(rows: int) -> int:
+    """Rows of all experts."""
+    return _pretended[-1][1] if _pretended else rows
+
+
+def all_loads() -> list[int]:
+    """Rows an expert that stand for every class of load: half steps of log2, as in `shape_class`."""
+    loads = dict.fromkeys(round(2 ** (half / 2)) for half in range(2 * (MOST_ROWS.bit_length() - 1) + 1))
+    return list(loads)

@@ -25,7 +25,7 @@ from matmul import CASES, PAPER, new
 from timing import DEVICE, header, in_processes, in_turn_ms, print_table, queued_ms
 from torch import Tensor
 
-from foundry_moe.ops.sparse_steps import block_of
+from foundry_moe.ops.blocksparse import block_of
 
 COLUMNS = (
     "case",

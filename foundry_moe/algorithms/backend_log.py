@@ -12,7 +12,7 @@ from composer.utils import dist
 
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.ops.chosen_backend import describe_backend
+from foundry_moe.ops.backends import describe_backend
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from foundry_moe_kernels.compilations import on_compilation, on_graph_compilation
+from foundry_moe.ops.compile_ahead import on_compilation, on_graph_compilation
 
 FREE_BATCHES = 5
 

@@ -9,7 +9,7 @@ import torch
 
 from foundry_moe.commands.chips import CHIPS
 from foundry_moe.commands.model_shape import ModelShape, planned_moe
-from foundry_moe.ops.chosen_backend import describe_backend
+from foundry_moe.ops.backends import describe_backend
 
 
 def planned_backend(run: Mapping[str, Any], shape: ModelShape, chip: str) -> str:

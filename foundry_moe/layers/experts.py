@@ -14,9 +14,7 @@ from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.dispatch import Dispatched, Dispatcher, run_experts
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.ops import PermutePlan, expert_mlp
-from foundry_moe.ops.activations import POINTWISE
-from foundry_moe.ops.biases import Biases
+from foundry_moe.ops import POINTWISE, Biases, PermutePlan, expert_mlp
 
 
 class Experts(nn.Module):

@@ -15,8 +15,7 @@ from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.dispatch import Dispatched, Dispatcher, run_experts
 from foundry_moe.layers.init import normal_matrix, residual_std
-from foundry_moe.ops import PermutePlan
-from foundry_moe.ops.mixed_widths import mixed_mlp
+from foundry_moe.ops import PermutePlan, expert_mlp
 
 
 class MixedExperts(nn.Module):
@@ -110,7 +109,7 @@ class MixedExperts(nn.Module):
         v1_HD: Tensor | None,
         w2_HD: Tensor,
     ) -> Tensor:
-        return mixed_mlp(
+        return expert_mlp(
             x_QD,
             weights_QK,
             plan,

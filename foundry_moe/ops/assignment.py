@@ -21,7 +21,7 @@ from foundry_moe_kernels import assignment as kernels
 from torch import Tensor
 
 from foundry_moe.ops.operators import on_gpu
-from foundry_moe.ops.positions import positions_in_expert
+from foundry_moe.ops.permute import positions_in_expert
 
 _ASCENT_STEPS = 40
 _WARM, _COLD = 1.0, 0.01  # temperatures of the ascent, in deviations of the scores

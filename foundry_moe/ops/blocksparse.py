@@ -1,215 +1,358 @@
-"""The expert MLP as custom operators on the block-sparse kernels, with gradients.
+"""The expert MLP as custom operators on Triton kernels, with gradients.
 
-Two nodes in the graph: the first (up) keeps x, the second (down) the pre-activations
-z, which its backward turns into their own gradient in place and hands on; so z is gone before the first node's
-gradients are allocated. A second backward through the same graph (`retain_graph`) is therefore refused, by autograd's
-version check. With `memory: recompute` there is one node that keeps x alone and computes z again.
+Four operators: up and down, forward and backward. Each calls the products of one of three families:
 
-Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, P planes (gate, up).
+    hopper    ragged grouped kernels, for experts of one width (`foundry_moe_kernels.expert_products`)
+    portable  SDD, DSD and DDS over the hybrid CSR-COO topology, any chip, any widths (`foundry_moe_kernels.products`)
+    padded    batched products over E blocks of C slots, for token dropping (`foundry_moe.ops.padded`)
+
+Two nodes in the graph: the first (up) saves x, the second (down) the pre-activations z. The backward pass of the
+second overwrites z with its gradient and passes that on, so z and its gradient never exist at once. A second backward
+pass through the same graph (`retain_graph`) is therefore refused, by autograd's version check. With `memory: recompute`
+there is one node that saves x alone and computes z again.
+
+Weights of experts of one width are stacks: w1, v1 [E, F, D] and w2 [E, D, F]. Those of experts of different widths lie
+side by side: w1, v1 and w2 [H, D].
+
+Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, H widths of all experts added up,
+P planes (gate and up: 2, else 1), V values of one plane (R * F where experts have one width).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from foundry_moe_kernels.interpreter import INTERPRETED
+from foundry_moe_kernels import expert_products as hopper
+from foundry_moe_kernels import padded as slots
+from foundry_moe_kernels import permute as permute_kernels
+from foundry_moe_kernels import pointwise, products, tuning
+from foundry_moe_kernels.sparse_tiles import BLOCK
+from foundry_moe_kernels.topology import Topology, pack_topology, packed_topology_size, unpack_topology
 from torch import Tensor
 
-from foundry_moe.ops import expert_steps as steps
-from foundry_moe.ops.compile_ahead import compile_ahead
+from foundry_moe.ops import compile_ahead as ahead
+from foundry_moe.ops.backends import takes_hopper
 from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Rows of x copied for the weights' gradient at a time: halves of the columns above this size. The copy is what the peak
+# of the backward pass holds beside the gradients themselves.
+COPY_BYTES = 128 * 2**20
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+class ExpertPlan(NamedTuple):
+    """What the operators of one call share.
+
+    source_R, row_TK, offsets_E: of `PermutePlan`; for padded rows `offsets_E` has one entry, R.
+    table: int32, what all products read: block rows for `hopper`, the topology for `portable`.
+    kernels: hopper | portable | padded.
+    widths: F of each expert.
+    activation: a name in `foundry_moe.ops.POINTWISE`.
+    """
+
+    source_R: Tensor
+    row_TK: Tensor
+    offsets_E: Tensor
+    table: Tensor
+    kernels: str
+    widths: Sequence[int]
+    activation: str
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self[:4]
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return self[4:]
+
+    @property
+    def rows(self) -> int:
+        return self.source_R.shape[0]
+
+    @property
+    def topology(self) -> Topology:
+        return unpack_topology(self.table, self.rows, self.widths, block_of(self.table.device))
+
+    @property
+    def ragged(self) -> hopper.RaggedRows:
+        return hopper.ragged_rows(self.offsets_E, self.rows, self.table)
+
+
+def block_of(device: torch.device) -> int:
+    """Rows of a block of the topology on this device."""
+    return BLOCK if device.type == "cuda" else 16
+
+
+def _tf32() -> bool:
+    """Whether fp32 products may round their operands, as torch's own would."""
+    return torch.backends.cuda.matmul.allow_tf32
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor as kernels read it: contiguous, from an address that 16 bytes divide."""
+    """The tensor as kernels read it: contiguous, at an address that 16 bytes divide."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _aligned_weights(w1_EFD: Tensor, v1_EFD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return _aligned(w1_EFD), None if v1_EFD is None else _aligned(v1_EFD)
+def _planes(w1: Tensor, v1: Tensor | None) -> tuple[Tensor, ...]:
+    return (_aligned(w1),) if v1 is None else (_aligned(w1), _aligned(v1))
 
 
-def _fake_up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, hopper, activation):  # type: ignore[no-untyped-def]
-    planes, rows, hidden = 1 if v1_EFD is None else 2, source_R.shape[0], w1_EFD.shape[1]
-    return x_TD.new_empty(planes, rows, hidden), x_TD.new_empty(rows, hidden)
+def _gather(x_TD: Tensor, plan: ExpertPlan) -> Tensor:
+    """x_RD: the token of each row. Rows past the end are undefined, unused slots zeros."""
+    if plan.kernels == "padded":
+        return slots.gather(x_TD, plan.source_R, plan.row_TK.shape[1])
+    return permute_kernels.permute(x_TD, plan.row_TK, plan.offsets_E, plan.rows, zero_tail=False)
 
 
-@operator(
-    "expert_pack",
-    lambda offsets_E, rows, hidden, hopper: offsets_E.new_empty(steps.packed_size(offsets_E, rows, hidden, hopper)),
-)
-def _pack(offsets_E: Tensor, rows: int, hidden: int, hopper: bool) -> Tensor:
-    """The table that the products of all four steps share: see `expert_steps.pack`."""
-    return steps.pack(offsets_E, rows, hidden, hopper)
+def _tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens | None:
+    """The rows of x for Hopper products that gain by gathering tokens themselves; None for others."""
+    if hopper.gathers(x_TD, plan.widths[0]):
+        return hopper.Tokens(x_TD=x_TD, source_R=plan.source_R, choices=plan.row_TK.shape[1])
+    return None
+
+
+def _fake_table(offsets_E, rows, kernels, widths):  # type: ignore[no-untyped-def]
+    if kernels == "hopper":
+        return offsets_E.new_empty(hopper.packed_size(offsets_E.shape[0], rows))
+    return offsets_E.new_empty(packed_topology_size(rows, widths, block_of(offsets_E.device)))
+
+
+@operator("expert_table", _fake_table)
+def _table(offsets_E: Tensor, rows: int, kernels: str, widths: Sequence[int]) -> Tensor:
+    """`ExpertPlan.table`."""
+    if kernels == "hopper":
+        return hopper.pack_rows(offsets_E, rows)
+    return pack_topology(offsets_E, rows, widths, block_of(offsets_E.device))
+
+
+def _values_shape(w1: Tensor, plan: ExpertPlan) -> tuple[int, ...]:
+    """Of one plane of z: [R, F], or flat for experts of different widths."""
+    one_width = w1.dim() == 3 or len(set(plan.widths)) == 1
+    return (plan.rows, plan.widths[0]) if one_width else (plan.rows * max(plan.widths),)
+
+
+def _fake_up(x_TD, w1, v1, plan):  # type: ignore[no-untyped-def]
+    shape = _values_shape(w1, plan)
+    return x_TD.new_empty(1 if v1 is None else 2, *shape), x_TD.new_empty(shape)
 
 
 @operator("expert_up", _fake_up)
-def _up(
-    x_TD: Tensor,
-    w1_EFD: Tensor,
-    v1_EFD: Tensor | None,
-    source_R: Tensor,
-    row_TK: Tensor,
-    offsets_E: Tensor,
-    packed: Tensor,
-    hopper: bool,
-    activation: str,
+def _up(x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan) -> tuple[Tensor, Tensor]:
+    """z_PV and h_V: pre-activations, and act(z[0]) (times z[1])."""
+    x_TD, weights = _aligned(x_TD), _planes(w1, v1)
+    if plan.rows == 0:
+        shape = _values_shape(w1, plan)
+        return x_TD.new_empty(len(weights), *shape), x_TD.new_empty(shape)
+    if plan.kernels == "hopper":
+        return hopper.up(_tokens(x_TD, plan) or _gather(x_TD, plan), weights, plan.ragged, plan.activation)
+    if plan.kernels == "portable":  # reads the tokens of its rows from x itself
+        choices = plan.row_TK.shape[1]
+        return products.sdd_act(
+            x_TD, weights, plan.topology, plan.activation, source_R=plan.source_R, choices=choices, tf32=_tf32()
+        )
+    x_ECD = _gather(x_TD, plan).view(w1.shape[0], -1, w1.shape[2])
+    z_PRF = x_TD.new_empty(len(weights), *_values_shape(w1, plan))
+    for z_RF, weight in zip(z_PRF, weights, strict=True):
+        torch.bmm(x_ECD, weight.mT, out=z_RF.view(w1.shape[0], -1, w1.shape[1]))
+    return z_PRF, pointwise.activate(z_PRF, plan.offsets_E, plan.activation)
+
+
+def _fake_down(z_PV, h_V, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
+    return h_V.new_empty(plan.row_TK.shape[0], w2.shape[1])
+
+
+@operator("expert_down", _fake_down)
+def _down(z_PV: Tensor, h_V: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan) -> Tensor:
+    """y_TD: the weighted sum of each token's rows of h·W2ᵀ. Takes z for the backward pass: h is a function of it."""
+    _compile_ahead(w2, z_PV.shape[0], weights_TK, plan)
+    w2 = _aligned(w2)
+    if plan.rows == 0:
+        return h_V.new_zeros(plan.row_TK.shape[0], w2.shape[1])
+    if plan.kernels == "hopper":
+        y_RD = hopper.rows_product(h_V[None], (w2,), plan.ragged, transposed=True)
+    elif plan.kernels == "portable":
+        y_RD = products.dsd(h_V, w2, plan.topology, trans_b=w2.dim() == 3, tf32=_tf32(), zero_tail=False)
+    else:
+        y_RD = torch.bmm(h_V.view(w2.shape[0], -1, w2.shape[2]), w2.mT).view(plan.rows, -1)
+    return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK)
+
+
+def _fake_down_backward(dy_TD, z_PV, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
+    dweights = dy_TD.new_empty(0) if weights_TK is None else weights_TK.new_empty(weights_TK.shape)
+    return w2.new_empty(w2.shape), dweights
+
+
+@operator("expert_down_backward_", _fake_down_backward, mutates="z_PV")
+def _down_backward_(
+    dy_TD: Tensor, z_PV: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan
 ) -> tuple[Tensor, Tensor]:
-    """z_PRF, h_RF: see `expert_steps.up`."""
-    operands = (_aligned(x_TD), *_aligned_weights(w1_EFD, v1_EFD))
-    return steps.up(*operands, source_R, row_TK, offsets_E, packed, hopper, activation)
+    """dw2 and dweights_TK (empty without weights). Overwrites z_PV with its gradient."""
+    if plan.rows == 0:
+        return torch.zeros_like(w2), dy_TD.new_empty(0) if weights_TK is None else torch.zeros_like(weights_TK)
+    w2 = _aligned(w2)
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    dy_RD = _gather(_aligned(dy_TD), plan)
+    # In each family dh takes the memory that the weighted h has afterwards. The combine weights enter with the
+    # activation's backward pass, so that no product is computed for their gradient.
+    if plan.kernels == "hopper":
+        ragged = plan.ragged
+        h_V, dots = hopper.down_backward_(dy_RD, w2, z_PV, ragged, plan.activation, weights_TK, plan.source_R)
+        dw2 = hopper.weight_gradient(dy_RD[None], h_V, ragged)[0]
+    elif plan.kernels == "portable":
+        topology, stacked = plan.topology, w2.dim() == 3
+        h_V = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=_tf32(), zero_tail=False)
+        if topology.uniform:
+            dots = pointwise.activation_backward_(
+                h_V, z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R
+            )  # fmt: skip
+        else:
+            dots = pointwise.values_backward_(h_V, z_PV, topology, plan.activation, weights_TK, plan.source_R)
+        if stacked:
+            dw2 = products.dds(dy_RD, h_V, topology, trans_a=True, stacked=True, tf32=_tf32())
+        else:
+            dw2 = products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=_tf32())
+    else:
+        dy_ECD = dy_RD.view(w2.shape[0], -1, w2.shape[1])
+        h_ECF = torch.bmm(dy_ECD, w2)
+        dots = pointwise.activation_backward_(
+            h_ECF.view(plan.rows, -1), z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R
+        )
+        dw2 = torch.bmm(dy_ECD.mT, h_ECF)
+    if weights_TK is None or dots is None:
+        return dw2, dy_TD.new_empty(0)
+    return dw2, permute_kernels.gather_dots(dots, plan.row_TK, weights_TK.dtype)
 
 
-def _fake_up_backward(dz_PRF, x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, hopper, needs_dx):  # type: ignore[no-untyped-def]
+def _fake_up_backward(dz_PV, x_TD, w1, v1, plan, needs_dx):  # type: ignore[no-untyped-def]
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
-    return dx_TD, w1_EFD.new_empty(dz_PRF.shape[0], *w1_EFD.shape)
+    return dx_TD, w1.new_empty(dz_PV.shape[0], *w1.shape)
 
 
 @operator("expert_up_backward", _fake_up_backward)
 def _up_backward(
-    dz_PRF: Tensor,
-    x_TD: Tensor,
-    w1_EFD: Tensor,
-    v1_EFD: Tensor | None,
-    source_R: Tensor,
-    row_TK: Tensor,
-    offsets_E: Tensor,
-    packed: Tensor,
-    hopper: bool,
-    needs_dx: bool,
+    dz_PV: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan, needs_dx: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx_TD (empty unless needed), dw_PEFD: see `expert_steps.up_backward`."""
-    operands = (_aligned(dz_PRF), _aligned(x_TD), *_aligned_weights(w1_EFD, v1_EFD))
-    return steps.up_backward(*operands, source_R, row_TK, offsets_E, packed, hopper, needs_dx)
+    """dx_TD (empty unless `needs_dx`) and, plane by plane, the gradients of w1 and v1."""
+    dz_PV, x_TD, weights = _aligned(dz_PV), _aligned(x_TD), _planes(w1, v1)
+    dx_TD = x_TD.new_empty(0)
+    dw_P = w1.new_empty(len(weights), *w1.shape)
+    if plan.rows == 0:
+        return torch.zeros_like(x_TD) if needs_dx else dx_TD, dw_P.zero_()
+    ragged = plan.ragged if plan.kernels == "hopper" else None
+    topology = plan.topology if plan.kernels == "portable" else None
+    x_RD = None
+    if needs_dx:
+        if ragged is not None:
+            beside = None
+            tokens = _tokens(x_TD, plan)
+            if tokens is not None and hopper.copies(tokens):  # the product copies x's rows for the weights' gradient
+                x_RD = x_TD.new_empty(plan.rows, x_TD.shape[1])
+                beside = (tokens, x_RD)
+            dx_RD = hopper.rows_product(dz_PV, weights, ragged, transposed=False, beside=beside)
+        elif topology is not None:
+            dx_RD = products.dsd(tuple(dz_PV), weights, topology, tf32=_tf32(), zero_tail=False)
+        else:
+            dz_PECF = dz_PV.view(len(weights), w1.shape[0], -1, w1.shape[1])
+            dx_ECD = torch.bmm(dz_PECF[0], weights[0])
+            if v1 is not None:
+                dx_ECD.baddbmm_(dz_PECF[1], weights[1])
+            dx_RD = dx_ECD.view(plan.rows, -1)
+            del dx_ECD
+        dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
+        del dx_RD
+    if x_RD is not None and ragged is not None:
+        hopper.weight_gradient(dz_PV, x_RD, ragged, out=dw_P)
+        return dx_TD, dw_P
+    # Gathered in the products' inner loop the rows took longer than a copy and the product together (H100, OLMoE's
+    # shape: 0.7 beside 0.2 ms)
+    for columns in [slice(None)] if plan.kernels == "padded" else column_parts(plan.rows, x_TD):
+        x_RD = _gather(x_TD[:, columns], plan)
+        if ragged is not None:
+            hopper.weight_gradient(dz_PV, x_RD, ragged, out=dw_P[..., columns])
+        elif topology is not None:
+            stacked = w1.dim() == 3
+            for dz_V, dw in zip(dz_PV, dw_P, strict=True):
+                products.dsd(dz_V, x_RD, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=dw[..., columns])
+        else:
+            for dz_RF, dw in zip(dz_PV, dw_P, strict=True):
+                dz_EFC = dz_RF.view(w1.shape[0], -1, w1.shape[1]).mT
+                torch.bmm(dz_EFC, x_RD.view(w1.shape[0], -1, w1.shape[2]), out=dw)
+        del x_RD  # before the next part is copied
+    return dx_TD, dw_P
 
 
-def _fake_down(z_PRF, h_RF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, hopper, activation):  # type: ignore[no-untyped-def]
-    return h_RF.new_empty(row_TK.shape[0], w2_EDF.shape[1])
+def column_parts(rows: int, x_TD: Tensor) -> list[slice]:
+    """The columns of x whose rows are copied at a time."""
+    width = x_TD.shape[1]
+    parts = 2 if tuning.all_rows(rows) * width * x_TD.element_size() > COPY_BYTES and width % 512 == 0 else 1
+    return [slice(part * width // parts, (part + 1) * width // parts) for part in range(parts)]
 
 
-@operator("expert_down", _fake_down)
-def _down(
-    z_PRF: Tensor,
-    h_RF: Tensor,
-    w2_EDF: Tensor,
-    weights_TK: Tensor | None,
-    source_R: Tensor,
-    row_TK: Tensor,
-    offsets_E: Tensor,
-    packed: Tensor,
-    hopper: bool,
-    activation: str,
-) -> Tensor:
-    """y_TD. Takes z_PRF for the backward pass alone: h_RF is a function of it."""
-    compile_ahead(w2_EDF, z_PRF.shape[0], weights_TK, row_TK, hopper, activation)
-    return steps.down(h_RF, _aligned(w2_EDF), _contiguous(weights_TK), row_TK, offsets_E, packed, hopper)
-
-
-def _fake_down_backward(dy_TD, z_PRF, w2_EDF, weights_TK, *_):  # type: ignore[no-untyped-def]
-    dweights = dy_TD.new_empty(0) if weights_TK is None else weights_TK.new_empty(weights_TK.shape)
-    return w2_EDF.new_empty(w2_EDF.shape), dweights
-
-
-@operator("expert_down_backward_", _fake_down_backward, mutates="z_PRF")
-def _down_backward_(
-    dy_TD: Tensor,
-    z_PRF: Tensor,
-    w2_EDF: Tensor,
-    weights_TK: Tensor | None,
-    source_R: Tensor,
-    row_TK: Tensor,
-    offsets_E: Tensor,
-    packed: Tensor,
-    hopper: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    """dw2_EDF, dweights_TK (empty without weights); z_PRF becomes its gradient: see `expert_steps.down_backward_`."""
-    w2_EDF, weights_TK = _aligned(w2_EDF), _contiguous(weights_TK)
-    return steps.down_backward_(
-        _aligned(dy_TD), z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, hopper, activation
-    )
-
-
-def _fake_mlp(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, hopper, activation):  # type: ignore[no-untyped-def]
-    return x_TD.new_empty(row_TK.shape[0], w2_EDF.shape[1])
+def _fake_mlp(x_TD, w1, v1, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
+    return x_TD.new_empty(plan.row_TK.shape[0], w2.shape[1])
 
 
 @operator("expert_recompute", _fake_mlp)
 def _mlp(
-    x_TD: Tensor,
-    w1_EFD: Tensor,
-    v1_EFD: Tensor | None,
-    w2_EDF: Tensor,
-    weights_TK: Tensor | None,
-    source_R: Tensor,
-    row_TK: Tensor,
-    offsets_E: Tensor,
-    packed: Tensor,
-    hopper: bool,
-    activation: str,
+    x_TD: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan
 ) -> Tensor:
-    """y_TD in one node that keeps no pre-activations."""
-    compile_ahead(w2_EDF, 1 if v1_EFD is None else 2, weights_TK, row_TK, hopper, activation)
-    _, h_RF = _up(x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, hopper, activation)
-    return steps.down(h_RF, _aligned(w2_EDF), _contiguous(weights_TK), row_TK, offsets_E, packed, hopper)
+    """y_TD in one node that saves no pre-activations."""
+    return _down(*_up(x_TD, w1, v1, plan), w2, weights_TK, plan)
 
 
-def _save_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # h's gradient never comes: its use hands it to z
-    ctx.hopper = inputs[7]
-    ctx.save_for_backward(*inputs[:7])
+def _save_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
+    x_TD, w1, v1, plan = inputs
+    ctx.set_materialize_grads(False)  # h has no gradient: `down` gives that of z
+    ctx.settings = plan.settings
+    ctx.save_for_backward(x_TD, w1, v1, *plan.tensors)
 
 
-def _up_gradient(ctx: Any, dz_PRF: Tensor | None, dh_RF: Tensor | None) -> tuple[Tensor | None, ...]:
-    assert dh_RF is None, "h has no gradient of its own"
-    if dz_PRF is None:
-        return (None,) * 9
+def _up_gradient(ctx: Any, dz_PV: Tensor | None, dh_V: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert dh_V is None, "h has no gradient of its own"
+    if dz_PV is None:
+        return (None,) * 4
+    x_TD, w1, v1, *tables = ctx.saved_tensors
     needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw_PEFD = _up_backward(dz_PRF, *ctx.saved_tensors, ctx.hopper, needs_dx)
-    return dx_TD if needs_dx else None, *_by_plane(dw_PEFD), None, None, None, None, None, None
+    dx_TD, dw_P = _up_backward(dz_PV, x_TD, w1, v1, ExpertPlan._make([*tables, *ctx.settings]), needs_dx)
+    return dx_TD if needs_dx else None, *_by_plane(dw_P), None
 
 
-def _by_plane(dw_PEFD: Tensor) -> tuple[Tensor, Tensor | None]:
-    return dw_PEFD[0], dw_PEFD[1] if dw_PEFD.shape[0] == 2 else None
+def _by_plane(dw_P: Tensor) -> tuple[Tensor, Tensor | None]:
+    return dw_P[0], dw_P[1] if dw_P.shape[0] == 2 else None
 
 
-def _save_down(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    z_PRF, _, *rest, ctx.hopper, ctx.activation = inputs
-    ctx.save_for_backward(z_PRF, *rest)
+def _save_down(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    z_PV, _, w2, weights_TK, plan = inputs
+    ctx.settings = plan.settings
+    ctx.save_for_backward(z_PV, w2, weights_TK, *plan.tensors)
 
 
 def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    z_PRF, w2_EDF, weights_TK, *rows = take_saved(ctx)
-    dz_PRF = z_PRF.detach()  # the same memory and version: what autograd kept is now the gradient
-    dw2_EDF, dweights_TK = _down_backward_(dy_TD, dz_PRF, w2_EDF, weights_TK, *rows, ctx.hopper, ctx.activation)
-    return dz_PRF, None, dw2_EDF, None if weights_TK is None else dweights_TK, None, None, None, None, None, None
+    z_PV, w2, weights_TK, *tables = take_saved(ctx)
+    dz_PV = z_PV.detach()  # the same memory and version: what autograd saved becomes the gradient
+    plan = ExpertPlan._make([*tables, *ctx.settings])
+    dw2, dweights_TK = _down_backward_(dy_TD, dz_PV, w2, weights_TK, plan)
+    return dz_PV, None, dw2, None if weights_TK is None else dweights_TK, None
 
 
-def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.hopper, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
+def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    *tensors, plan = inputs
+    ctx.settings = plan.settings
+    ctx.save_for_backward(*tensors, *plan.tensors)
 
 
 def _mlp_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed = ctx.saved_tensors
-    first = (x_TD, w1_EFD, v1_EFD, source_R, row_TK, offsets_E, packed, ctx.hopper)
-    z_PRF = _up(*first, ctx.activation)[0]
-    dw2_EDF, dweights_TK = _down_backward_(
-        dy_TD, z_PRF, w2_EDF, weights_TK, source_R, row_TK, offsets_E, packed, ctx.hopper, ctx.activation
-    )
+    x_TD, w1, v1, w2, weights_TK, *tables = ctx.saved_tensors
+    plan = ExpertPlan._make([*tables, *ctx.settings])
+    z_PV = _up(x_TD, w1, v1, plan)[0]
+    dw2, dweights_TK = _down_backward_(dy_TD, z_PV, w2, weights_TK, plan)
     needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw_PEFD = _up_backward(z_PRF, *first, needs_dx)
-    dweights = None if weights_TK is None else dweights_TK
-    return dx_TD if needs_dx else None, *_by_plane(dw_PEFD), dw2_EDF, dweights, None, None, None, None, None, None
+    dx_TD, dw_P = _up_backward(z_PV, x_TD, w1, v1, plan, needs_dx)
+    return dx_TD if needs_dx else None, *_by_plane(dw_P), dw2, None if weights_TK is None else dweights_TK, None
 
 
 expert_up = differentiable(_up, _save_up, _up_gradient)
@@ -217,39 +360,82 @@ expert_down = differentiable(_down, _save_down, _down_gradient)
 expert_recompute = differentiable(_mlp, _save_mlp, _mlp_gradient)
 
 
-def is_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run here: fp32, fp16 or bf16 on CUDA, or anywhere in Triton's interpreter (no bf16 there)."""
-    if INTERPRETED:
-        return dtype in (torch.float32, torch.float16)
-    return device.type == "cuda" and dtype in _DTYPES
+def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPlan) -> None:
+    """Has the kernels of experts like these compiled for every load, once a process: see `compile_ahead`."""
+    if plan.kernels == "padded":
+        return
+    weights_dtype = None if weights_TK is None else weights_TK.dtype
+    experts, choices = len(plan.widths), plan.row_TK.shape[1]
+    key = (w2.device, w2.dtype, weights_dtype, w2.shape, planes, choices, plan.kernels, tuple(plan.widths))
+    ahead.run_once(
+        (*key, plan.activation), w2.device, experts, choices, lambda: _prepare(w2, planes, weights_TK, plan)
+    )  # fmt: skip
+
+
+def _prepare(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPlan) -> Callable[[], None]:
+    """A function that runs all four operators on a few tokens."""
+    experts, choices, width, stacked = len(plan.widths), plan.row_TK.shape[1], w2.shape[1], w2.dim() == 3
+    if stacked:  # a few experts, whose tables are aligned as those of all are. Tiles of mixed widths depend on all
+        experts = (experts - 1) % 4 + 1
+    widths = plan.widths[:experts]
+    w2 = w2.new_zeros(w2[:experts].shape if stacked else w2.shape)
+    w1_P = w2.new_zeros(planes, *(w2.mT.shape if stacked else w2.shape))
+    w1, v1 = _by_plane(w1_P)
+    # kernels differ by whether the second plane of values begins at a multiple of 16 bytes: if rows do, always
+    runs: list[tuple[Tensor, Tensor | None, ExpertPlan]] = []
+    for tokens in (ahead.TOKENS,) if max(widths) * w2.itemsize % 16 == 0 else (ahead.TOKENS, ahead.TOKENS - 1):
+        rows = ahead.plan_of(tokens, choices, experts, w2.device)
+        table = _table(rows.offsets_E, rows.num_rows, plan.kernels, widths)
+        few = ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, plan.kernels, widths, plan.activation)
+        ones_TK = None if weights_TK is None else weights_TK.new_ones(tokens, choices)
+        runs.append((w2.new_zeros(tokens, width), ones_TK, few))
+
+    def run() -> None:
+        for x_TD, weights, few in runs:
+            z_PV, h_V = _up(x_TD, w1, v1, few)
+            y_TD = _down(z_PV, h_V, w2, weights, few)
+            _down_backward_(y_TD, z_PV, w2, weights, few)
+            _up_backward(z_PV, x_TD, w1, v1, few, True)
+
+    return run
 
 
 def blocksparse_mlp(
     x_TD: Tensor,
     weights_TK: Tensor | None,
     plan: PermutePlan,
-    w1_EFD: Tensor,
-    v1_EFD: Tensor | None,
-    w2_EDF: Tensor,
+    weights: tuple[Tensor, Tensor | None, Tensor],
+    *,
+    widths: Sequence[int] | None,
     activation: str,
     memory: str,
 ) -> Tensor:
-    """y_TD: what `foundry_moe.ops.expert_mlp` says, for operands it has checked.
+    """y_TD as `foundry_moe.ops.expert_mlp` defines it, for operands that it has checked.
 
     Raises:
         ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.
     """
+    w1, v1, w2 = weights
     if memory not in ("save", "recompute"):
         raise ValueError(f"memory ({memory!r}) must be save or recompute")
-    for name, weight in (("w1_EFD", w1_EFD), ("v1_EFD", v1_EFD), ("w2_EDF", w2_EDF)):
+    for name, weight in (("w1", w1), ("v1", v1), ("w2", w2)):
         if weight is not None and (weight.dtype, weight.device) != (x_TD.dtype, x_TD.device):
             raise ValueError(
                 f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
             )
-    hopper = steps.takes_hopper(x_TD.device, x_TD.dtype, *w2_EDF.shape[1:])
-    packed = _pack(plan.offsets_E, plan.num_rows, w2_EDF.shape[2], hopper)
-    rows = (plan.source_R, plan.row_TK, plan.offsets_E, packed, hopper)
+    if plan.capacity is not None:
+        kernels = "padded"
+    elif widths is None and takes_hopper(x_TD.device, x_TD.dtype, *w2.shape[1:]):
+        kernels = "hopper"
+    else:
+        kernels = "portable"
+    widths = (w1.shape[1],) * plan.num_experts if widths is None else tuple(widths)
+    if kernels == "padded":
+        offsets_E = table = torch.full((1,), plan.num_rows, dtype=torch.int32, device=x_TD.device)
+    else:
+        offsets_E, table = plan.offsets_E, _table(plan.offsets_E, plan.num_rows, kernels, widths)
+    expert_plan = ExpertPlan(plan.source_R, plan.row_TK, offsets_E, table, kernels, widths, activation)
     if memory == "recompute":
-        return expert_recompute(x_TD, w1_EFD, v1_EFD, w2_EDF, weights_TK, *rows, activation)
-    z_PRF, h_RF = expert_up(x_TD, w1_EFD, v1_EFD, *rows, activation)
-    return expert_down(z_PRF, h_RF, w2_EDF, weights_TK, *rows, activation)
+        return expert_recompute(x_TD, w1, v1, w2, weights_TK, expert_plan)
+    z_PV, h_V = expert_up(x_TD, w1, v1, expert_plan)
+    return expert_down(z_PV, h_V, w2, weights_TK, expert_plan)

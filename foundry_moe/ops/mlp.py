@@ -1,132 +1,172 @@
 """One function for the experts of a layer, whichever backend computes them.
 
-Shapes: T tokens, K choices, D model width, F expert width, E experts.
+Shapes: T tokens, K choices, D model width, F expert width, E experts, H widths of all experts added up, P columns more.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from foundry_moe.ops import blocksparse, grouped, padded, reference
-from foundry_moe.ops.activations import POINTWISE
-from foundry_moe.ops.biases import Biases, of_choices, with_bias, with_ones, with_rows
+from foundry_moe.ops.backends import FLOATS, choose_backend
+from foundry_moe.ops.blocksparse import blocksparse_mlp
+from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.permute import PermutePlan, permute, unpermute
+from foundry_moe.ops.reference import POINTWISE, batched_mlp, grouped_mlp, reference_mlp
 
-_EXPERT_MLPS = {"grouped": grouped.grouped_mlp, "reference": reference.reference_mlp}
-
-
-def choose_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None = None
-) -> str:
-    """The backend that `auto` stands for here, or `backend` itself once it is known to work.
-
-    Args:
-        capability: of a CUDA device that need not be here; default: the device's own.
-
-    Raises:
-        ValueError: the backend asked for cannot run on this device with this dtype.
-    """
-    if backend == "auto":
-        return "blocksparse" if device.type == "cuda" and blocksparse.is_available(device, dtype) else "reference"
-    if backend == "grouped" and not grouped.is_available(device, dtype, capability):
-        raise ValueError(
-            f"backend grouped needs bf16 on a CUDA device of capability 9.0 and torch 2.8 or later, not {dtype} on "
-            f"{device} with torch {torch.__version__}: use backend: auto or reference"
-        )
-    if backend == "blocksparse" and not blocksparse.is_available(device, dtype):
-        raise ValueError(
-            f"backend blocksparse needs fp32, fp16 or bf16 on a CUDA device (on a CPU, TRITON_INTERPRET=1 for tests), "
-            f"not {dtype} on {device}: use backend: auto or reference"
-        )
-    return backend
+_BIAS_COLUMNS = 8  # 16 bytes of a 16-bit type, which the kernels need of a row
 
 
-def _check(
-    x_TD: Tensor, w1_EFD: Tensor, v1_EFD: Tensor | None, w2_EDF: Tensor, plan: PermutePlan, activation: str
-) -> None:
-    experts, hidden, width = w1_EFD.shape
-    if x_TD.dim() != 2 or x_TD.shape[1] != width:
-        raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [tokens, {width}] to fit w1_EFD {tuple(w1_EFD.shape)}")
-    if w2_EDF.shape != (experts, width, hidden):
-        raise ValueError(f"w2_EDF {tuple(w2_EDF.shape)} must be {(experts, width, hidden)} to fit w1_EFD")
-    if v1_EFD is not None and v1_EFD.shape != w1_EFD.shape:
-        raise ValueError(f"v1_EFD {tuple(v1_EFD.shape)} must have w1_EFD's shape {tuple(w1_EFD.shape)}")
-    if plan.num_experts != experts:
-        raise ValueError(f"the plan is for {plan.num_experts} experts, the weights for {experts}")
-    if activation not in POINTWISE:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(POINTWISE)}")
+class Biases(NamedTuple):
+    """Of w1, of v1 (None for an MLP) and of w2."""
+
+    w1_EF: Tensor
+    v1_EF: Tensor | None
+    w2_ED: Tensor
 
 
 def expert_mlp(
     x_TD: Tensor,
     weights_TK: Tensor | None,
     plan: PermutePlan,
-    w1_EFD: Tensor,
-    v1_EFD: Tensor | None,
-    w2_EDF: Tensor,
+    w1: Tensor,
+    v1: Tensor | None,
+    w2: Tensor,
     *,
     activation: str,
     backend: str = "auto",
     memory: str = "save",
     biases: Biases | None = None,
+    widths: Sequence[int] | None = None,
 ) -> Tensor:
     """y_TD: for each token the weighted sum of its experts' outputs.
 
-    Expert e computes act(x w1_e^T) w2_e^T or, given `v1_EFD`, (act(x w1_e^T) * x v1_e^T) w2_e^T; `biases` are added
-    to each product.
+    Expert e computes act(x w1_e^T) w2_e^T or, given `v1`, (act(x w1_e^T) * x v1_e^T) w2_e^T; `biases` are added to
+    each product.
     Under autocast, `x_TD` and the weights are cast as they are for a linear layer.
 
     Args:
         x_TD: [T, D].
         weights_TK: combine weights [T, K], any float dtype; None = all one.
         plan: from `plan_permute`, or from `plan_padded`: then batched products, whatever the backend.
-        w1_EFD, v1_EFD: [E, F, D]; v1_EFD None = an MLP without gate.
-        w2_EDF: [E, D, F].
-        activation: a name in `foundry_moe.ops.activations.POINTWISE`.
+        w1, v1: [E, F, D]; v1 None = an MLP without gate.
+        w2: [E, D, F].
+        activation: a name in `foundry_moe.ops.POINTWISE`.
         backend: auto | blocksparse | grouped | reference.
         memory: save | recompute the activation in the backward pass (blocksparse only).
+        biases: of experts of one width.
+        widths: of experts of different widths. Then w1, v1 and w2 are [H, D], the rows of expert 0 first, and row j of
+            an expert in `w2` is what hidden unit j adds to the output.
 
     Raises:
         ValueError: shapes that do not fit, an unknown activation, a backend that cannot run here.
     """
-    _check(x_TD, w1_EFD, v1_EFD, w2_EDF, plan, activation)
+    weights = (w1, v1, w2)
+    _check(x_TD, plan, weights, activation, backend, widths)
     if biases is not None:
         y_TP = expert_mlp(
-            with_ones(x_TD),
-            weights_TK,
-            plan,
-            with_bias(w1_EFD, biases.w1_EF),
-            None if v1_EFD is None or biases.v1_EF is None else with_bias(v1_EFD, biases.v1_EF),
-            with_rows(w2_EDF),
-            activation=activation,
-            backend=backend,
-            memory=memory,
-        )
-        return y_TP[:, : x_TD.shape[1]] + of_choices(biases.w2_ED, weights_TK, plan).to(y_TP.dtype)
+            _with_ones(x_TD), weights_TK, plan, *_with_biases(weights, biases),
+            activation=activation, backend=backend, memory=memory,
+        )  # fmt: skip
+        return y_TP[:, : x_TD.shape[1]] + _last_biases(biases.w2_ED, weights_TK, plan).to(y_TP.dtype)
     device_type = x_TD.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        x_TD, w1_EFD, w2_EDF = x_TD.to(dtype), w1_EFD.to(dtype), w2_EDF.to(dtype)
-        v1_EFD = v1_EFD.to(dtype) if v1_EFD is not None else None
+        cast = w1.to(dtype), None if v1 is None else v1.to(dtype), w2.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            return _compute(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
-    return _compute(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation, backend, memory)
+            return expert_mlp(
+                x_TD.to(dtype), weights_TK, plan, *cast,
+                activation=activation, backend=backend, memory=memory, widths=widths,
+            )  # fmt: skip
+    if plan.capacity is not None:
+        # in a compiled graph the plain version, whose activation inductor fuses
+        on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling()
+        backend = "blocksparse" if on_kernels else "batched"
+    else:
+        backend = choose_backend(backend, x_TD.device, x_TD.dtype)
+    if backend == "blocksparse":  # permutes inside, so that the backward pass saves x alone
+        return blocksparse_mlp(x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory)
+    x_RD = permute(x_TD, plan)
+    if backend == "batched":
+        y_RD = batched_mlp(x_RD, weights, activation)
+    elif backend == "grouped":
+        y_RD = grouped_mlp(x_RD, plan, weights, activation)
+    else:
+        y_RD = reference_mlp(x_RD, plan, weights, activation, widths)
+    return unpermute(y_RD, weights_TK, plan)
 
 
-def _compute(
+def _check(
     x_TD: Tensor,
-    weights_TK: Tensor | None,
     plan: PermutePlan,
-    w1_EFD: Tensor,
-    v1_EFD: Tensor | None,
-    w2_EDF: Tensor,
+    weights: tuple[Tensor, Tensor | None, Tensor],
     activation: str,
     backend: str,
-    memory: str,
-) -> Tensor:
-    if plan.capacity is not None:
-        return padded.padded_mlp(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation)
-    chosen = choose_backend(backend, x_TD.device, x_TD.dtype)
-    if chosen == "blocksparse":  # permutes inside, so that the backward pass keeps x alone
-        return blocksparse.blocksparse_mlp(x_TD, weights_TK, plan, w1_EFD, v1_EFD, w2_EDF, activation, memory)
-    y_RD = _EXPERT_MLPS[chosen](permute(x_TD, plan), plan, w1_EFD, v1_EFD, w2_EDF, activation)
-    return unpermute(y_RD, weights_TK, plan)
+    widths: Sequence[int] | None,
+) -> None:
+    w1, v1, w2 = weights
+    experts = w1.shape[0] if widths is None else len(widths)
+    if widths is not None:
+        if w1.shape != (sum(widths), x_TD.shape[-1]):
+            raise ValueError(
+                f"w1 {tuple(w1.shape)} must be {(sum(widths), x_TD.shape[-1])} to fit x_TD {tuple(x_TD.shape)} and "
+                f"experts of widths {list(widths)}"
+            )
+        if backend == "grouped":
+            raise ValueError("backend (grouped) computes experts of one width: use auto, blocksparse or reference")
+        if plan.capacity is not None:
+            raise ValueError(f"capacity ({plan.capacity}) is for experts of one width, not of {list(widths)}")
+        second = tuple(w1.shape)
+    else:
+        second = (experts, w1.shape[2], w1.shape[1])
+        if x_TD.dim() != 2 or x_TD.shape[1] != w1.shape[2]:
+            raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [tokens, {w1.shape[2]}] to fit w1 {tuple(w1.shape)}")
+    if w2.shape != second:
+        raise ValueError(f"w2 {tuple(w2.shape)} must be {second} to fit w1 {tuple(w1.shape)}")
+    if v1 is not None and v1.shape != w1.shape:
+        raise ValueError(f"v1 {tuple(v1.shape)} must have the shape of w1, {tuple(w1.shape)}")
+    if plan.num_experts != experts:
+        raise ValueError(f"the plan is for {plan.num_experts} experts, the weights for {experts}")
+    if activation not in POINTWISE:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(POINTWISE)}")
+
+
+# Biases are added around products that have none: whatever computes x W^T computes x W^T + b. Tokens get a column of
+# ones, and each matrix its bias as the column that meets it. Copying the matrices costs their size once a forward pass
+# and once a backward pass: biases are for models that have them, not for speed.
+
+
+def _with_ones(x_TD: Tensor) -> Tensor:
+    """[T, D + P]: a one, then zeros."""
+    columns = x_TD.new_zeros(x_TD.shape[0], _BIAS_COLUMNS)
+    columns[:, 0] = 1
+    return torch.cat([x_TD, columns], dim=1)
+
+
+def _with_biases(weights: tuple[Tensor, Tensor | None, Tensor], biases: Biases) -> tuple[Tensor, Tensor | None, Tensor]:
+    """w1, v1 [E, F, D + P], whose biases meet the ones, and w2 [E, D + P, F], so that outputs are as wide as inputs."""
+    w1_EFD, v1_EFD, w2_EDF = weights
+
+    def with_column(weight_EFD: Tensor, bias_EF: Tensor) -> Tensor:
+        column = F.pad(bias_EF[..., None].to(weight_EFD.dtype), (0, _BIAS_COLUMNS - 1))
+        return torch.cat([weight_EFD, column], dim=2)
+
+    return (
+        with_column(w1_EFD, biases.w1_EF),
+        None if v1_EFD is None or biases.v1_EF is None else with_column(v1_EFD, biases.v1_EF),
+        F.pad(w2_EDF, (0, 0, 0, _BIAS_COLUMNS)),
+    )
+
+
+def _last_biases(w2_ED: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Tensor:
+    """[T, D]: for each token the weighted sum of its experts' last biases."""
+    chosen_TK = (plan.row_TK >= 0) & (plan.experts_TK >= 0)
+    weights_TK = torch.ones_like(chosen_TK, dtype=w2_ED.dtype) if weights_TK is None else weights_TK
+    weights_TK = weights_TK.masked_fill(~chosen_TK, 0)
+    index_TK = plan.experts_TK.long().clamp(min=0)
+    shares_TE = weights_TK.new_zeros(index_TK.shape[0], w2_ED.shape[0]).scatter_add(1, index_TK, weights_TK)
+    return shares_TE.to(w2_ED.dtype) @ w2_ED

@@ -1,14 +1,18 @@
-"""Custom operators: a Triton kernel and its plain twin under one name, and the choice between them.
+"""Custom operators: Triton kernels that `torch.compile` sees as one node, and the choice of a plain version.
 
-They cost nothing where nothing traces: `torch.compile` sees one node, eager mode a plain call. Under a profiler the
-dispatch of custom operators was the host's largest expense in a layer's step (H200).
+They cost nothing in eager mode, where a call is a plain function call. Under a profiler the dispatch of custom
+operators was the host's largest expense in a layer's step (H200).
+
+An operator may take records (classes made with `NamedTuple`) of tensors and plain values, so that what belongs together
+is one argument. Schemas of torch.library have no such type: there each field is an argument of its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,30 +25,72 @@ def _traced(args: Sequence[Any]) -> bool:
     return torch.compiler.is_compiling() or type(args[0]) not in _PLAIN
 
 
+class _Schema:
+    """Which parameters of a function are records, and the conversion between records and their fields."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        hints = get_type_hints(function)
+        self.types = [hints.get(name) for name in inspect.signature(function).parameters]
+        self.records = [kind if hasattr(kind, "_fields") else None for kind in self.types]
+
+    def flatten(self, args: Iterable[Any]) -> list[Any]:
+        flat: list[Any] = []
+        for arg, record in zip(args, self.records, strict=True):
+            flat.extend(arg if record else (arg,))
+        return flat
+
+    def group(self, flat: Iterable[Any]) -> list[Any]:
+        left = iter(flat)
+        return [record(*islice(left, len(record._fields))) if record else next(left) for record in self.records]
+
+    def flatten_gradients(self, grads: Iterable[Any]) -> tuple[Any, ...]:
+        """A record has no gradient: None for it becomes None for each field."""
+        pairs = zip(grads, self.records, strict=True)
+        return tuple(None if record else grad for grad, record in pairs for _ in (record._fields if record else (0,)))
+
+    def flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of all fields, with the signature that torch.library infers a schema from."""
+        parameters = []
+        signature = inspect.signature(function)
+        for parameter, kind, record in zip(signature.parameters.values(), self.types, self.records, strict=True):
+            for name, hint in get_type_hints(record).items() if record else [(parameter.name, kind)]:
+                parameters.append(inspect.Parameter(name, parameter.kind, annotation=hint))
+        result = get_type_hints(function)["return"]
+
+        def flat(*args: Any) -> Any:
+            return function(*self.group(args))
+
+        flat.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+        return flat
+
+
 def operator(
     name: str, fake: Callable[..., Any], mutates: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function of tensors the operator `foundry_moe::name`; called with plain tensors, it is the function.
 
     Args:
-        fake: gives empty results of the right shapes.
+        fake: of the same arguments, gives empty results of the right shapes.
         mutates: the name of an argument that is written to.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = torch.library.custom_op(f"foundry_moe::{name}", function, mutates_args=[mutates] if mutates else ())
-        compiled.register_fake(fake)
+        schema = _Schema(function)
+        compiled = torch.library.custom_op(
+            f"foundry_moe::{name}", schema.flat_function(function), mutates_args=[mutates] if mutates else ()
+        )
+        compiled.register_fake(lambda *flat: fake(*schema.group(flat)))
         written = list(inspect.signature(function).parameters).index(mutates) if mutates else -1
 
         def call(*args: Any) -> Any:
             if _traced(args):
-                return compiled(*args)
+                return compiled(*schema.flatten(args))
             if written >= 0:
                 torch.autograd.graph.increment_version(args[written])  # as the operator does
             return function(*args)
 
         call.__doc__ = function.__doc__
-        call.operator, call.function = compiled, function  # type: ignore[attr-defined]
+        call.operator, call.function, call.schema = compiled, function, schema  # type: ignore[attr-defined]
         return call
 
     return wrap
@@ -58,10 +104,13 @@ def differentiable(
     Args:
         call: from `operator`.
         save: of (ctx, inputs, output), as `register_autograd` wants it.
-        backward: of (ctx, *gradients of the outputs).
+        backward: of (ctx, *gradients of the outputs); one result for each argument, None for a record.
     """
-    compiled, function = call.operator, call.function  # type: ignore[attr-defined]
-    compiled.register_autograd(backward, setup_context=save)
+    compiled, function, schema = call.operator, call.function, call.schema  # type: ignore[attr-defined]
+    compiled.register_autograd(
+        lambda ctx, *grads: schema.flatten_gradients(backward(ctx, *grads)),
+        setup_context=lambda ctx, inputs, output: save(ctx, schema.group(inputs), output),
+    )
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -73,26 +122,26 @@ def differentiable(
     Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     def apply(*args: Any) -> Any:
-        return compiled(*args) if _traced(args) else Eager.apply(*args)
+        return compiled(*schema.flatten(args)) if _traced(args) else Eager.apply(*args)
 
     apply.__doc__ = call.__doc__
     return apply
 
 
 def take_saved(ctx: Any) -> tuple[Tensor, ...]:
-    """The saved tensors of experts whose backward pass turns some into gradients in place.
+    """The saved tensors of a backward pass that overwrites some of them with gradients.
 
     Raises:
-        RuntimeError: a backward pass has done so before.
+        RuntimeError: an earlier backward pass has overwritten them.
     """
     try:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
-    except RuntimeError as error:  # autograd's check of versions
+    except RuntimeError as error:  # autograd compares the tensors' versions
         if not getattr(ctx, "spent", False):
             raise
         raise RuntimeError(
             "a second backward pass through experts needs `memory: recompute` (or a second forward pass): with "
-            "`memory: save` the first one has turned their pre-activations into gradients in place"
+            "`memory: save` the first one has overwritten their pre-activations with gradients"
         ) from error
     ctx.spent = True
     return saved
@@ -117,7 +166,7 @@ def twins(
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """One function of positional arguments: the operator `foundry_moe::name` where kernels run, else its plain twin.
+    """One function of positional arguments: the operator `foundry_moe::name` where kernels run, else plain torch.
 
     Args:
         triton: on kernels.

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from foundry_moe_kernels.compilations import on_compilation
 from torch._dynamo.callback import callback_handler
 
 from foundry_moe.algorithms.strict_compilation import FREE_BATCHES, StrictCompilation
+from foundry_moe.ops.compile_ahead import on_compilation
 
 pytestmark = pytest.mark.quick
 

@@ -249,7 +249,7 @@ def test_command_prints_the_plan_and_says_by_its_code_whether_it_fits() -> None:
 def test_the_plan_says_which_kernels_the_chip_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foundry_moe.ops.blocksparse.INTERPRETED", False)  # where tests run, kernels take no bf16
+    monkeypatch.setattr("foundry_moe.ops.backends.INTERPRETED", False)  # where tests run, kernels take no bf16
     run = [str(ROOT / "yamls/pretrain/8gpu.yaml"), "--gpus", "8"]
     for chip, expected in (("h100", "experts on h100"), ("a100", "blocksparse, portable kernels")):
         plan_command(parse(["plan", *run, "--chip", chip]))

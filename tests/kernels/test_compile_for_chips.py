@@ -11,8 +11,8 @@ import triton
 from foundry_moe_kernels.descriptors import products_compile
 from foundry_moe_kernels.sparse_tiles import SHARED_BYTES
 
-from tests.kernels.compiling import Compiled, compile_for, misfits
-from tests.kernels.every_kernel import TF32_CHIPS, kernel_names
+from tests.helpers.compiling import Compiled, compile_for, misfits
+from tests.helpers.every_kernel import TF32_CHIPS, kernel_names
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 CHIPS = [chip for chip in sorted(SHARED_BYTES) if products_compile((chip // 10, chip % 10))]
@@ -24,7 +24,7 @@ SPILLED = {("sparse_rows.rows_kernel", True): 512, ("router_logits._logits_kerne
 FEW = 32
 
 # What computes experts of any widths, and moves 16 bytes at a time where 16 divides them
-PRODUCTS = {"sparse_rows.rows_kernel", "sparse_inner.inner_kernel", "mixed_widths._backward_kernel"}
+PRODUCTS = {"sparse_rows.rows_kernel", "sparse_inner.inner_kernel", "pointwise._values_backward_kernel"}
 
 
 def spilled(kernel: Compiled) -> int:
@@ -43,7 +43,7 @@ def compile_all(script: str, chips: list[int]) -> dict[int, list[Compiled]]:
 
 @pytest.mark.timeout(1200)
 def test_every_kernel_compiles_and_fits_every_chip():
-    compiled = compile_all("from tests.kernels import every_kernel; every_kernel.launch_all({chip})", CHIPS)
+    compiled = compile_all("from tests.helpers import every_kernel; every_kernel.launch_all({chip})", CHIPS)
     for chip, kernels in compiled.items():
         assert {kernel.name for kernel in kernels} == kernel_names(chip)
         assert any(kernel.tf32 for kernel in kernels) == (chip in TF32_CHIPS)
@@ -54,20 +54,20 @@ def test_every_kernel_compiles_and_fits_every_chip():
 @pytest.mark.timeout(600)
 def test_transposes_that_no_layer_has_run_the_products_of_a_layer_after_a_copy_at_most():
     """Element by element, as an operand along an expert's rows would be loaded, they reached 6% of cuBLAS (H200)."""
-    script = "import torch\nfrom tests.kernels import every_kernel as k\nk.pretend({chip})\n{launch}(torch.bfloat16)"
+    script = "import torch\nfrom tests.helpers import every_kernel as k\nk.pretend({chip})\n{launch}(torch.bfloat16)"
     chips = [chip for chip in (80, 90) if chip in CHIPS]
     layer, others = (
         compile_all(script.replace("{launch}", f"k.{launch}"), chips)
         for launch in ("launch_products", "launch_other_transposes")
     )
     for chip in chips:
-        assert {kernel.name for kernel in set(others[chip]) - set(layer[chip])} == {"transpose._transpose_kernel"}
+        assert {kernel.name for kernel in set(others[chip]) - set(layer[chip])} == {"products._transpose_kernel"}
 
 
 @pytest.mark.timeout(600)
 def test_widths_that_16_does_not_divide_are_moved_by_single_elements_and_others_are_not():
     """The count that the first test holds to zero, of widths that no tile divides, and where it is not zero."""
-    script = "import torch\nfrom tests.kernels import every_kernel as k\nk.pretend(80)\n"
+    script = "import torch\nfrom tests.helpers import every_kernel as k\nk.pretend(80)\n"
     script += "k.launch_mixed_widths(torch.bfloat16, (k.F, {width}))"
     for width, kernels in {width: compile_for(80, script.format(width=width)) for width in (496, 500)}.items():
         products = [kernel for kernel in kernels if kernel.name in PRODUCTS]

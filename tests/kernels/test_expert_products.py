@@ -7,8 +7,9 @@ on Hopper they run in bf16 with tiles of every kind that training uses.
 import pytest
 import torch
 from foundry_moe_kernels import expert_products as ep
-from foundry_moe_kernels import reference
 from foundry_moe_kernels.tuning import Tile
+
+from tests.helpers import kernel_twins as reference
 
 pytest.importorskip("triton.tools.tensor_descriptor", reason="Triton before 3.4 has no tensor descriptors")
 CUDA = torch.cuda.is_available()
@@ -92,7 +93,7 @@ def test_up_writes_pre_activations_and_gated_product(loads, activation, swap, ti
     if swap:
         w1, v1 = v1, w1
     x = poison(new(ROWS, D), used)
-    z, h = ep.up(x, w1, v1, rows, activation, tile=tile)
+    z, h = ep.up(x, (w1, v1), rows, activation, tile=tile)
     z_true, h_true = reference.up(x.double(), w1.double(), v1.double(), offsets_E, activation)
     close(z, z_true, used, 1)
     close(h, h_true, used)
@@ -102,7 +103,7 @@ def test_up_writes_pre_activations_and_gated_product(loads, activation, swap, ti
 def test_up_without_gate(loads, activation):
     rows, offsets_E, used, (w1, _, _) = setup(loads)
     x = poison(new(ROWS, D), used)
-    z, h = ep.up(x, w1, None, rows, activation)
+    z, h = ep.up(x, (w1,), rows, activation)
     z_true, h_true = reference.up(x.double(), w1.double(), None, offsets_E, activation)
     close(z, z_true, used, 1)
     close(h, h_true, used)
@@ -186,8 +187,8 @@ def test_tokens_give_the_bits_of_copied_rows(loads, stages, split, choices):
 
     def products(a):
         planes = a[None] if a is copied else a
-        yield from (part[..., :used, :] for part in ep.up(a, w1, v1, rows, "silu", tile=tile))
-        yield from (part[..., :used, :] for part in ep.up(a, w1, None, rows, "gelu", tile=tile))
+        yield from (part[..., :used, :] for part in ep.up(a, (w1, v1), rows, "silu", tile=tile))
+        yield from (part[..., :used, :] for part in ep.up(a, (w1,), rows, "gelu", tile=tile))
         yield ep.rows_product(planes, (w1,), rows, transposed=True, tile=tile)[:used]
         yield ep.rows_product(planes, (w2,), rows, transposed=False, tile=tile)[:used]
 

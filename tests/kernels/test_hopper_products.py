@@ -5,7 +5,7 @@ import torch
 import triton
 from foundry_moe_kernels import expert_products as ep
 
-from tests.kernels.compiling import compile_for, misfits
+from tests.helpers.compiling import compile_for, misfits
 
 COMPILE = """
 import torch
@@ -23,8 +23,8 @@ tile = Tile(specialised=1, stages=4)
 tokens = ep.Tokens(x_TD=x, source_R=torch.zeros(256, dtype=torch.int32), choices=8)
 ep.rows_product(x[None], (w,), rows, transposed=True, tile=tile)
 ep.rows_product(tokens, (w,), rows, transposed=True, tile=tile)
-ep.up(x, w, v, rows, "silu", tile=tile)
-ep.up(tokens, w, v, rows, "silu", tile=tile)
+ep.up(x, (w, v), rows, "silu", tile=tile)
+ep.up(tokens, (w, v), rows, "silu", tile=tile)
 ep.rows_product(h[None].repeat(2, 1, 1), (w, v), rows, transposed=False, tile=tile, beside=(tokens, x.clone()))
 ep.weight_gradient(h[None], x, rows, tile=tile)
 for width in (320, 384):  # and a last tile of 64 or 128 columns

@@ -5,7 +5,9 @@ import types
 import pytest
 import torch
 from foundry_moe_kernels import launch as module
-from foundry_moe_kernels import permute, permute_plan, reference
+from foundry_moe_kernels import permute, permute_plan
+
+from tests.helpers import kernel_twins as reference
 
 CUDA = torch.cuda.is_available()
 

@@ -5,8 +5,10 @@ Shapes: T tokens, K choices, R rows, E experts, D width.
 
 import pytest
 import torch
-from foundry_moe_kernels import padded, permute, permute_plan, reference
+from foundry_moe_kernels import padded, permute, permute_plan
 from foundry_moe_kernels.select_topk import spread, topk
+
+from tests.helpers import kernel_twins as reference
 
 pytestmark = pytest.mark.quick
 

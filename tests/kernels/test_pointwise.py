@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from foundry_moe_kernels import activations, pointwise, reference
+from foundry_moe_kernels import activations, pointwise
+
+from tests.helpers import kernel_twins as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

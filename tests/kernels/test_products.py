@@ -7,8 +7,10 @@ import itertools
 
 import pytest
 import torch
-from foundry_moe_kernels import products, reference, transpose
+from foundry_moe_kernels import products
 from foundry_moe_kernels.topology import build_topology
+
+from tests.helpers import kernel_twins as reference
 
 pytestmark = pytest.mark.quick
 
@@ -136,11 +138,11 @@ def test_one_matrix_over_all_columns_gives_the_bits_of_a_stack():
 @pytest.mark.parametrize("shape", [(1, 5), (64, 64), (65, 130), (7, 200)])
 def test_row_major_copies_what_lies_along_its_rows_and_nothing_else(shape, dtype):
     inside = new(shape[1], shape[0] + 3, dtype=dtype)[:, 1:-2]  # rows of a larger matrix
-    out = transpose.row_major(inside.mT)
+    out = products.row_major(inside.mT)
     assert out.is_contiguous()
     assert torch.equal(out, inside.mT)
     rows = new(*shape, dtype=dtype)
-    assert transpose.row_major(rows) is rows
+    assert products.row_major(rows) is rows
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])

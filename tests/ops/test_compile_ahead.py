@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from foundry_moe_kernels import autotune, load_class, tuning
-from foundry_moe_kernels.compilations import on_compilation
+from foundry_moe_kernels import autotune, products, tuning
 
 from foundry_moe.ops import compile_ahead as ahead
-from foundry_moe.ops import expert_mlp, expert_steps, mixed_widths, plan_permute
+from foundry_moe.ops import expert_mlp, plan_permute
+from foundry_moe.ops.compile_ahead import on_compilation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,7 +16,7 @@ def test_loads_stand_for_every_class_of_rows():
     def of(rows):
         return tuning.shape_class("up2", rows_per_expert=rows, n=1024, k=2048)
 
-    known = {of(rows) for rows in load_class.all_loads()}
+    known = {of(rows) for rows in tuning.all_loads()}
     assert {of(rows) for rows in range(1, 3000)} | {of(int(1.09**i)) for i in range(1, 130)} <= known
 
 
@@ -24,10 +24,10 @@ def test_loads_stand_for_every_class_of_rows():
 def test_a_pretended_load_decides_the_tile_and_times_nothing(monkeypatch):
     seen = []
     monkeypatch.setattr(autotune, "_class", lambda product, rows, n, k: seen.append(rows) or f"{product} 9 9 9")
-    with load_class.pretend(4096, 8):
-        assert load_class.is_pretended() and load_class.rows(48) == 8 * 4096
-        assert load_class.per_expert(48, 4) == 4096
-    assert not load_class.is_pretended() and load_class.rows(48) == 48 and load_class.per_expert(48, 4) == 12
+    with tuning.pretend(4096, 8):
+        assert tuning.is_pretended() and tuning.all_rows(48) == 8 * 4096
+        assert tuning.per_expert(48, 4) == 4096
+    assert not tuning.is_pretended() and tuning.all_rows(48) == 48 and tuning.per_expert(48, 4) == 12
 
 
 @pytest.mark.quick
@@ -40,35 +40,33 @@ def test_what_one_load_found_serves_the_others_of_its_matrix(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels would be compiled")
-def test_all_loads_run_on_operands_that_are_made_once(monkeypatch):
-    """Forward and backward with the tiles of each class of load."""
-    monkeypatch.setattr(load_class, "all_loads", lambda: [1, 4096])
-    kind = ahead._Kind(torch.device("cpu"), torch.float32, torch.float32, 5, 2, 16, 24, 2, False, "silu")
-    plans = count_calls(monkeypatch, ahead.permute_plan, "plan_permute")
-    backward = count_calls(monkeypatch, expert_steps, "up_backward")
-    ahead.run_all_loads(kind.experts, ahead._prepare(kind))
-    assert len(backward) == 2 and len(plans) == 1
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="kernels would be compiled")
-@pytest.mark.parametrize(("widths", "kinds_of_values"), [([8, 24, 16], 1), ([8, 25, 16], 2)], ids=["aligned", "odd"])
-def test_all_loads_of_different_widths_run_for_every_alignment_of_their_values(widths, kinds_of_values, monkeypatch):
-    monkeypatch.setattr(load_class, "all_loads", lambda: [4096])
+@pytest.mark.parametrize(
+    ("widths", "kinds_of_values"),
+    [(None, 1), ([8, 24, 16], 1), ([8, 25, 16], 2)],
+    ids=["one width", "aligned", "odd"],
+)
+def test_all_loads_run_on_operands_that_are_made_once(widths, kinds_of_values, monkeypatch):
+    """Forward and backward with the tiles of each class of load, and for every alignment of the values."""
+    monkeypatch.setattr(tuning, "all_loads", lambda: [1, 4096])
+    kinds = []
     monkeypatch.setattr(
         ahead, "run_once", lambda kind, device, experts, choices, prepare: kinds.append((kind, prepare))
     )
-    kinds = []
-    w1_HD, v1_HD, w2_HD = torch.randn(3, sum(widths), 16)
+    if widths is None:
+        w1, v1, w2 = torch.randn(3, 24, 16), torch.randn(3, 24, 16), torch.randn(3, 16, 24)
+    else:
+        w1, v1, w2 = torch.randn(3, sum(widths), 16)
     plan = plan_permute(torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), 3)
     x_TD, weights_TK = torch.randn(2, 16), torch.rand(2, 2)
     call = dict(widths=widths, activation="silu", backend="blocksparse")
-    y_TD = mixed_widths.mixed_mlp(x_TD, weights_TK, plan, w1_HD, v1_HD, w2_HD, **call)
+    y_TD = expert_mlp(x_TD, weights_TK, plan, w1, v1, w2, **call)
     ((kind, prepare),) = kinds
-    assert tuple(widths) in kind
-    seen = count_calls(monkeypatch, mixed_widths, "_backward_")
+    assert tuple(widths or [24] * 3) in kind
+    plans = count_calls(monkeypatch, ahead, "plan_of")
+    first_products = count_calls(monkeypatch, products, "sdd_act")
     ahead.run_all_loads(3, prepare())
-    assert len(seen) == kinds_of_values
-    torch.testing.assert_close(mixed_widths.mixed_mlp(x_TD, weights_TK, plan, w1_HD, v1_HD, w2_HD, **call), y_TD)
+    assert len(first_products) == 2 * kinds_of_values and len(plans) == kinds_of_values
+    torch.testing.assert_close(expert_mlp(x_TD, weights_TK, plan, w1, v1, w2, **call), y_TD)
 
 
 def count_calls(monkeypatch, module, name):
@@ -93,7 +91,7 @@ def test_other_loads_of_different_widths_compile_nothing(gated, monkeypatch):
         if favourite is not None:
             experts_TK.fill_(favourite)
         weights = torch.rand(tokens, choices, device=DEVICE, requires_grad=True)
-        y = mixed_widths.mixed_mlp(
+        y = expert_mlp(
             x, weights, plan_permute(experts_TK, len(widths)), w1, v1 if gated else None, w2, widths=widths,
             activation="silu", backend="blocksparse",
         )  # fmt: skip

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from foundry_moe.ops.mixed_widths import mixed_mlp
 from foundry_moe.ops.mlp import expert_mlp
 from foundry_moe.ops.permute import plan_permute
 from tests.helpers.live_bytes import LiveBytes
@@ -61,7 +60,7 @@ def compare(backend, dtype, tolerance, memory="save", activation="silu", gated=T
     tensors = (x, w1, v1, w2, weights)
     expected = gradients(truth(*tensors, experts, widths, activation), tensors)
     cast = [None if t is None else t.detach().to(dtype).requires_grad_() for t in tensors]
-    y = mixed_mlp(
+    y = expert_mlp(
         cast[0], cast[4], plan_permute(experts, len(widths)), cast[1], cast[2], cast[3],
         widths=widths, activation=activation, backend=backend, memory=memory,
     )  # fmt: skip
@@ -114,7 +113,7 @@ def test_a_step_never_holds_pre_activations_twice(memory):
     x, w1, v1, w2, weights = (t.detach().float().requires_grad_() for t in (x, w1, v1, w2, weights))
     plan = plan_permute(experts, len(widths))
     with LiveBytes() as live:
-        mixed_mlp(
+        expert_mlp(
             x, weights, plan, w1, v1, w2, widths=widths, activation="silu", backend="blocksparse", memory=memory
         ).sum().backward()
     pre_activations = 2 * tokens * choices * max(widths) * x.itemsize
@@ -126,11 +125,11 @@ def test_second_backward_through_one_graph_is_refused_or_right():
     x, w1, v1, w2, weights = (t.detach().float().requires_grad_() for t in (x, w1, v1, w2, weights))
     call = {"widths": WIDTHS, "activation": "silu", "backend": "blocksparse"}
     tensors = (x, weights, plan_permute(experts, len(WIDTHS)), w1, v1, w2)
-    y = mixed_mlp(*tensors, **call)
+    y = expert_mlp(*tensors, **call)
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"second backward pass through experts needs `memory: recompute`"):
         y.sum().backward()
-    y = mixed_mlp(*tensors, **call, memory="recompute")
+    y = expert_mlp(*tensors, **call, memory="recompute")
     first, second = (torch.autograd.grad(y.sum(), w2, retain_graph=True) for _ in range(2))
     assert torch.equal(first[0], second[0])
 
@@ -140,7 +139,7 @@ def test_no_tokens_give_zeros():
     x, w1, v1, w2, weights = (t.detach().float().requires_grad_() for t in (x, w1, v1, w2, weights))
     for none in (torch.full_like(experts, -1), experts[:0]):
         plan = plan_permute(none, len(WIDTHS))
-        y = mixed_mlp(x[: len(none)], weights[: len(none)], plan, w1, v1, w2, widths=WIDTHS, activation="silu")
+        y = expert_mlp(x[: len(none)], weights[: len(none)], plan, w1, v1, w2, widths=WIDTHS, activation="silu")
         y.sum().backward()
         assert not y.any() and w1.grad is not None and not w1.grad.any() and not w2.grad.any()
 
@@ -152,7 +151,7 @@ def test_equal_widths_give_what_experts_of_one_width_do(backend):
     x, w1, v1, w2, weights = (t.to(dtype) for t in (x, w1, v1, w2, weights))
     plan = plan_permute(experts, 6)
     keys = {"activation": "silu", "backend": backend}
-    ours = mixed_mlp(x, weights, plan, w1, v1, w2, widths=(16,) * 6, **keys)
+    ours = expert_mlp(x, weights, plan, w1, v1, w2, widths=(16,) * 6, **keys)
     stacked = [w.view(6, 16, -1) for w in (w1, v1, w2)]
     one = expert_mlp(x, weights, plan, stacked[0], stacked[1], stacked[2].mT, **keys)
     torch.testing.assert_close(ours, one, rtol=1e-5, atol=1e-5)
@@ -162,10 +161,10 @@ def test_equal_widths_give_what_experts_of_one_width_do(backend):
 def test_what_does_not_fit_is_refused():
     x, w1, v1, w2, weights, experts = operands()
     plan = plan_permute(experts, len(WIDTHS))
-    with pytest.raises(ValueError, match=r"must be \[160, 20\] for experts of widths"):
-        mixed_mlp(x, weights, plan, w1[1:], v1, w2, widths=WIDTHS, activation="silu")
+    with pytest.raises(ValueError, match=r"w1 \(159, 20\) must be \(160, 20\) to fit x_TD .* experts of widths"):
+        expert_mlp(x, weights, plan, w1[1:], v1, w2, widths=WIDTHS, activation="silu")
     with pytest.raises(ValueError, match="experts of one width"):
-        mixed_mlp(x, weights, plan, w1, v1, w2, widths=WIDTHS, activation="silu", backend="grouped")
+        expert_mlp(x, weights, plan, w1, v1, w2, widths=WIDTHS, activation="silu", backend="grouped")
 
 
 @pytest.mark.parametrize("memory", ["save", "recompute"])
@@ -176,7 +175,7 @@ def test_a_compiled_model_computes_the_same(memory):
 
     def model(x, w1, v1, w2, weights):
         call = {"widths": WIDTHS, "activation": "silu", "backend": "blocksparse", "memory": memory}
-        return torch.tanh(mixed_mlp(2 * x, weights, plan, w1, v1, w2, **call))
+        return torch.tanh(expert_mlp(2 * x, weights, plan, w1, v1, w2, **call))
 
     results = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):

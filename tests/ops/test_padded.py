@@ -7,7 +7,8 @@ import pytest
 import torch
 from foundry_moe_kernels import padded as kernels
 
-from foundry_moe.ops import padded
+from foundry_moe.ops import expert_mlp, padded
+from foundry_moe.ops.blocksparse import blocksparse_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["random", "ragged", "all to one", "none chosen"]
@@ -31,8 +32,8 @@ def test_kernels_plan_what_torch_plans(kind, capacity, weighted):
     experts_TK = choices(kind)
     # few different weights, so that many choices are equal
     weight_A = torch.randint(4, (experts_TK.numel(),), device=DEVICE).float() if weighted else None
-    ours = padded._plan_triton(experts_TK, 5, capacity, 3, weight_A)
-    truth = padded._plan_plain(experts_TK, 5, capacity, 3, weight_A)
+    ours = padded.plan_triton(experts_TK, 5, capacity, 3, weight_A)
+    truth = padded.plan_plain(experts_TK, 5, capacity, 3, weight_A)
     assert ours.capacity == truth.capacity
     for name in ("experts_TK", "tokens_per_expert_E", "offsets_E", "source_R", "row_TK"):
         assert torch.equal(getattr(ours, name), getattr(truth, name)), name
@@ -62,8 +63,10 @@ def test_gather_writes_every_place(rows, width, k):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(capacity, kind, activation, gated, weighted):
+@pytest.mark.parametrize(("weighted", "memory"), [(False, "save"), (True, "save"), (True, "recompute")])
+def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(
+    capacity, kind, activation, gated, weighted, memory
+):
     experts_TK = choices(kind)
     plan = padded.plan_padded(experts_TK, 5, top_k=3, capacity=capacity)
     shapes = {"x": (23, 6), "w1": (5, 7, 6), "v1": (5, 7, 6), "w2": (5, 6, 7), "weights": (23, 3)}
@@ -79,11 +82,10 @@ def test_kernels_compute_what_torch_computes_in_outputs_and_every_gradient(capac
         return [y_TD, *torch.autograd.grad(y_TD, used, direction_TD.to(dtype))]
 
     def on_kernels(x, weights, w1, v1, w2):
-        return padded._PaddedMlp.apply(x, weights, w1, v1, w2, plan.source_R, plan.row_TK, activation)
+        return blocksparse_mlp(x, weights, plan, (w1, v1, w2), widths=None, activation=activation, memory=memory)
 
-    def in_torch(x, weights, w1, v1, w2):
-        y_RD = padded._batched_mlp(padded.permute(x, plan), plan, w1, v1, w2, activation)
-        return padded.unpermute(y_RD, weights, plan)
+    def in_torch(x, weights, w1, v1, w2):  # fp64, which no kernel takes
+        return expert_mlp(x, weights, plan, w1, v1, w2, activation=activation)
 
     for ours, truth in zip(run(torch.float32, on_kernels), run(torch.float64, in_torch), strict=True):
         # fp32 beside fp64; tf32 is off by default
@@ -95,9 +97,9 @@ def test_a_second_backward_is_refused():
     plan = padded.plan_padded(choices("random"), 5, top_k=3, capacity=1.0)
     x = torch.randn(23, 6, device=DEVICE, requires_grad=True)
     w1, w2 = torch.randn(5, 7, 6, device=DEVICE), torch.randn(5, 6, 7, device=DEVICE)
-    y = padded._PaddedMlp.apply(x, None, w1, None, w2, plan.source_R, plan.row_TK, "gelu").sum()
+    y = blocksparse_mlp(x, None, plan, (w1, None, w2), widths=None, activation="gelu", memory="save").sum()
     y.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="second backward pass through experts needs"):
         y.backward()
 
 
@@ -118,7 +120,7 @@ def test_kernels_in_half_precision_at_real_widths(dtype):
         for to in (lambda t: t.to("cuda", dtype), lambda t: t.to("cuda", dtype).double()):
             x, w1, w2 = (to(t).requires_grad_() for t in given if t is not None)
             weights = weights_TK.to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
-            y = padded.padded_mlp(x, weights, plan, w1, None, w2, "gelu")
+            y = expert_mlp(x, weights, plan, w1, None, w2, activation="gelu")
             results.append([y, *torch.autograd.grad(y, (x, weights, w1, w2), to(direction_TD))])
         for ours, truth in zip(*results, strict=True):
             error = (ours.double() - truth).norm() / truth.norm()

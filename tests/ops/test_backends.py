@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops.chosen_backend import describe_backend
-from foundry_moe.ops.expert_steps import _why_portable, why_portable
+from foundry_moe.ops.backends import _why_portable, describe_backend, why_portable
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +15,7 @@ PORTABLE = "blocksparse, portable kernels (SDD, DSD, DDS): "
 @pytest.fixture(autouse=True)
 def on_a_gpu_host(monkeypatch):
     """The interpreter takes no bf16, and tests run in it; Triton as CI's modern stack has it."""
-    monkeypatch.setattr("foundry_moe.ops.blocksparse.INTERPRETED", False)
+    monkeypatch.setattr("foundry_moe.ops.backends.INTERPRETED", False)
     monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 6))
     monkeypatch.delenv("FOUNDRY_MOE_KERNELS", raising=False)
     _why_portable.cache_clear()
@@ -36,7 +35,7 @@ def test_hopper_takes_its_own_kernels():
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
 def test_other_chips_take_the_portable_kernels_and_the_line_names_the_chip(capability):
     text = describe(capability)
-    assert text.startswith(f"{PORTABLE}the Hopper kernels want sm_90 with Triton 3.4 or later, and this is sm_")
+    assert text.startswith(f"{PORTABLE}the Hopper kernels need sm_90 with Triton 3.4 or later, and this is sm_")
     assert f"sm_{capability[0]}{capability[1]} with Triton " in text
 
 
@@ -54,8 +53,8 @@ def test_a_triton_that_compiles_nothing_for_the_chip_is_refused_with_the_stack_t
 
 
 def test_dtypes_widths_and_the_switch_are_reasons(monkeypatch):
-    assert "want bf16 or fp16, and this is float32" in describe((9, 0), torch.float32)
-    assert "want widths that 8 divides, and these are d_model 2048, experts of 1020" in describe((9, 0), hidden=1020)
+    assert "need bf16 or fp16, and this is float32" in describe((9, 0), torch.float32)
+    assert "need widths that 8 divides, and these are d_model 2048, experts of 1020" in describe((9, 0), hidden=1020)
     monkeypatch.setenv("FOUNDRY_MOE_KERNELS", "portable")
     assert describe((9, 0)) == f"{PORTABLE}FOUNDRY_MOE_KERNELS=portable is set"
 
@@ -72,7 +71,7 @@ def test_reference_is_said_with_its_reason():
 
 
 def test_what_a_user_asked_for_is_said_as_that():
-    assert describe((8, 0), backend="reference") == "reference, as backend (reference) asks"
+    assert describe((8, 0), backend="reference") == "reference, as backend (reference) requires"
     assert "capacity (1.25)" in describe((9, 0), capacity=1.25)
 
 

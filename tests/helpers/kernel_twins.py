@@ -1,4 +1,4 @@
-"""Plain torch twins of the kernels: the truth that tests hold them to, on any device and in any dtype.
+"""Plain torch versions of the kernels, with which tests compare them, on any device and in any dtype.
 
 They read loads on the host and loop over experts. Rows past the last expert's end are zeros in every result.
 
@@ -178,7 +178,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 
 def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, Tensor]:
-    """Twin of `topk.topk`."""
+    """Twin of `select_topk.topk`."""
     scores_TE = scores_TE.double() if scores_TE.dtype is torch.float64 else scores_TE.float()
     values_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
     values_TK, experts_TK = values_TE[:, :k], experts_TE[:, :k]

@@ -14,7 +14,6 @@ from foundry_moe_kernels import (
     dispatch_plan,
     expert_products,
     finite,
-    mixed_widths,
     noise,
     padded,
     permute,
@@ -95,7 +94,7 @@ def launch_mixed_widths(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
     z, h = products.sdd_act(x, (w1, v1), t, "silu", source_R=source_R, choices=K)
     products.dsd(h, w2, t)
     products.sdd(dy, w2, t, trans_b=True)
-    mixed_widths.activation_backward_(h, z, t, "silu", torch.zeros(T, K), source_R)
+    pointwise.values_backward_(h, z, t, "silu", torch.zeros(T, K), source_R)
     products.dsd(h, dy, t, trans_s=True)
     products.dsd(tuple(z), (w1, v1), t)
 
@@ -161,7 +160,7 @@ def launch_tensor_maps(dtype: torch.dtype) -> None:
     rows = expert_products.ragged_rows(offsets_E, R)
     x, z, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in ((R, D), (2, R, F), (2, E, F, D), (E, D, F)))
     for tile in (Tile(split=4), Tile(bn=128, split=2, stages=4)):
-        expert_products.up(x, w1[0], w1[1], rows, "silu", tile=tile)
+        expert_products.up(x, tuple(w1), rows, "silu", tile=tile)
         expert_products.down_backward_(x, w2, z, rows, "silu", None, source_R, tile=tile)
         expert_products.rows_product(z, (w1[0], w1[1]), rows, transposed=False, tile=tile)
         expert_products.weight_gradient(z, x, rows, tile=tile)

@@ -1,0 +1,150 @@
+"""Which backend computes a layer's experts, which family of kernels it uses, and why, in one line for people."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+from foundry_moe_kernels.descriptors import capability_supported, products_compile
+from foundry_moe_kernels.launch import INTERPRETED
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_HOPPER = "blocksparse, Hopper kernels"
+_PORTABLE = "blocksparse, portable kernels (SDD, DSD, DDS)"
+
+
+def blocksparse_available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run here: fp32, fp16 or bf16 on CUDA, or anywhere in Triton's interpreter (no bf16 there)."""
+    if INTERPRETED:
+        return dtype in (torch.float32, torch.float16)
+    return device.type == "cuda" and dtype in FLOATS
+
+
+def _grouped_available(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    """Whether `torch._grouped_mm` computes this dtype on this device (bf16 on CUDA of capability 9.0, torch 2.8 up)."""
+    return (
+        hasattr(torch, "_grouped_mm")
+        and dtype is torch.bfloat16
+        and device.type == "cuda"
+        and (capability or torch.cuda.get_device_capability(device)) >= (9, 0)
+    )
+
+
+def choose_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None = None
+) -> str:
+    """The backend that `auto` selects here, or `backend` itself if it can run here.
+
+    Args:
+        capability: of a CUDA device that need not be present; default: the device's own.
+
+    Raises:
+        ValueError: the requested backend cannot run on this device with this dtype.
+    """
+    if backend == "auto":
+        return "blocksparse" if device.type == "cuda" and blocksparse_available(device, dtype) else "reference"
+    if backend == "grouped" and not _grouped_available(device, dtype, capability):
+        raise ValueError(
+            f"backend grouped needs bf16 on a CUDA device of capability 9.0 and torch 2.8 or later, not {dtype} on "
+            f"{device} with torch {torch.__version__}: use backend: auto or reference"
+        )
+    if backend == "blocksparse" and not blocksparse_available(device, dtype):
+        raise ValueError(
+            f"backend blocksparse needs fp32, fp16 or bf16 on a CUDA device (on a CPU, TRITON_INTERPRET=1 for tests), "
+            f"not {dtype} on {device}: use backend: auto or reference"
+        )
+    return backend
+
+
+def takes_hopper(device: torch.device, dtype: torch.dtype, width: int, hidden: int) -> bool:
+    """Whether the Hopper kernels compute experts of these sizes: see `why_portable`."""
+    return why_portable(device, dtype, width, hidden) is None
+
+
+def why_portable(
+    device: torch.device, dtype: torch.dtype, width: int, hidden: int, capability: tuple[int, int] | None = None
+) -> str | None:
+    """The reason why the portable kernels compute experts of these sizes; None where the Hopper kernels do.
+
+    FOUNDRY_MOE_KERNELS=portable in the environment selects the portable kernels.
+
+    Args:
+        width, hidden: D and F.
+        capability: of a CUDA device that need not be present; default: the device's own.
+    """
+    return _why_portable(device, dtype, width, hidden, capability, os.environ.get("FOUNDRY_MOE_KERNELS"))
+
+
+@functools.lru_cache(maxsize=256)  # asked for in every call of a layer
+def _why_portable(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    hidden: int,
+    capability: tuple[int, int] | None,
+    kernels: str | None,
+) -> str | None:
+    if kernels == "portable":
+        return "FOUNDRY_MOE_KERNELS=portable is set"
+    if device.type != "cuda":
+        return "there is no GPU"
+    major, minor = capability or torch.cuda.get_device_capability(device)
+    if not capability_supported((major, minor)):
+        return (
+            "the Hopper kernels need sm_90 with Triton 3.4 or later, and this is "
+            f"sm_{major}{minor} with Triton {triton.__version__}"
+        )
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the Hopper kernels need bf16 or fp16, and this is {str(dtype).removeprefix('torch.')}"
+    if width * dtype.itemsize % 16 or hidden * dtype.itemsize % 16:
+        return f"the Hopper kernels need widths that 8 divides, and these are d_model {width}, experts of {hidden}"
+    return None
+
+
+def describe_backend(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    width: int,
+    hidden: int | tuple[int, ...],
+    capacity: float | str | None = None,
+    capability: tuple[int, int] | None = None,
+) -> str:
+    """What computes experts with these settings, and why.
+
+    Args:
+        backend, capacity: as in `MoEConfig`.
+        dtype: of matrix products.
+        width, hidden: D and F; several F for experts of different widths.
+        capability: of a CUDA device that need not be present; default: the device's own.
+
+    Raises:
+        ValueError: the requested backend cannot run there, or Triton compiles no matrix product for the device, which
+            gates need too.
+    """
+    if device.type == "cuda":
+        major, minor = capability or torch.cuda.get_device_capability(device)
+        if not products_compile((major, minor)):
+            raise ValueError(
+                f"Triton {triton.__version__} compiles no matrix products for this GPU (sm_{major}{minor}): use the "
+                "modern stack (uv pip install --override requirements/modern.txt .)"
+            )
+    if capacity is not None:
+        return f"batched products over slots, as capacity ({capacity}) requires; backend is for dropless layers"
+    chosen = choose_backend(backend, device, dtype, capability)
+    name = str(dtype).removeprefix("torch.")
+    if chosen == "blocksparse":
+        if isinstance(hidden, tuple):
+            return f"{_PORTABLE}: the Hopper kernels need experts of one width"
+        reason = why_portable(device, dtype, width, hidden, capability)
+        if reason is None:
+            return f"{_HOPPER}: sm_90, Triton {triton.__version__}, {name}"
+        return f"{_PORTABLE}: {reason}"
+    if backend != "auto":
+        return f"{chosen}, as backend ({backend}) requires"
+    if device.type != "cuda":
+        return "reference, plain torch, one expert after another: there is no GPU"
+    return f"reference, plain torch, one expert after another: kernels compute fp32, fp16 and bf16, and this is {name}"
