@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.data_sheets import SHEETS
+from foundry_moe.commands.plan.data_sheets import SHEETS
 from foundry_moe.parallel.mesh import divisors
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from omegaconf import DictConfig, OmegaConf
 
-from foundry_moe.commands.model_shape import read_shape
+from foundry_moe.commands.plan.shape import read_shape
 from foundry_moe.ops.compile_ahead import on_compilation, on_graph_compilation
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from NVIDIA's data sheets

@@ -19,9 +19,9 @@ from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.exporting import INDEX, sources_of, write_targets
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.commands.certificate import AS_TRAINED, Certificate, Exported, certify
-from foundry_moe.commands.certificate import FILE as CERTIFICATE
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
+from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
+from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
 from foundry_moe.commands.model_card import write_model_card
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import Architecture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry_moe import __version__
-from foundry_moe.commands.certificate import FILE, Certificate, Exported
+from foundry_moe.commands.export_certificate import FILE, Certificate, Exported
 
 
 def write_model_card(exported: Exported, certificate: Certificate, folder: Path, *, has_tokenizer: bool) -> None:

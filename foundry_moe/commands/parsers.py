@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry_moe.commands.argument_types import add_overrides, local_path, positive, positive_int
-from foundry_moe.commands.chips import CHIPS
+from foundry_moe.commands.plan.chips import CHIPS
 
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -45,12 +45,12 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.yaml is not None:
-            from foundry_moe.commands.verify_run import verify_run_command
+            from foundry_moe.commands.verify.runs import verify_run_command
 
             return verify_run_command(arguments)
         if arguments.json:
             raise ValueError("--json: verify without a run prints a table; give it a run's YAML")
-        from foundry_moe.commands.verify import verify_command
+        from foundry_moe.commands.verify.meshes import verify_command
 
         return verify_command(arguments)
 
@@ -103,7 +103,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         if arguments.calibrate:
             if arguments.yaml is not None or arguments.search or arguments.restart or arguments.json:
                 parser.error("--calibrate measures this machine, and nothing else: leave out the run and its options")
-            from foundry_moe.commands.calibrate import calibrate_command
+            from foundry_moe.commands.plan.calibrate import calibrate_command
 
             return calibrate_command(arguments)
         for option, partner in _PARTNERS.items():
@@ -111,7 +111,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
                 parser.error(f"--{option.replace('_', '-')} is of --{partner}: give that too")
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
-        from foundry_moe.commands.plan_command import plan_command
+        from foundry_moe.commands.plan.command import plan_command
 
         return plan_command(arguments)
 

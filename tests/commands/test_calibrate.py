@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from foundry_moe.commands import calibrate as module
-from foundry_moe.commands import measured_products
-from foundry_moe.commands.calibrate import calibrate, chip_of, format_constants
-from foundry_moe.commands.chips import CHIPS
-from foundry_moe.commands.constants import Constants, at_width, read_constants, write_constants
-from foundry_moe.commands.known_constants import constants_of
-from foundry_moe.commands.measured_links import fit_link
+from foundry_moe.commands.plan import calibrate as module
+from foundry_moe.commands.plan import measured_products
+from foundry_moe.commands.plan.calibrate import calibrate, chip_of, format_constants
+from foundry_moe.commands.plan.chips import CHIPS
+from foundry_moe.commands.plan.constants import Constants, at_width, read_constants, write_constants
+from foundry_moe.commands.plan.known_constants import constants_of
+from foundry_moe.commands.plan.measured_links import fit_link
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,7 +136,7 @@ def test_one_process_takes_its_links_from_what_is_shipped(monkeypatch: pytest.Mo
 
 def test_it_needs_no_trainer() -> None:
     code = (
-        "import sys, foundry_moe.commands.calibrate, foundry_moe.ops\n"
+        "import sys, foundry_moe.commands.plan.calibrate, foundry_moe.ops\n"
         "print({'omegaconf', 'composer', 'llmfoundry', 'transformers', 'yaml'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.commands import certificate
+from foundry_moe.commands import export_certificate as certificate
 from foundry_moe.commands.architecture_of_run import architecture_of_run
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.state_dict import native_of

@@ -14,12 +14,12 @@ import torch
 from omegaconf import OmegaConf
 
 from foundry_moe.cli import parse
-from foundry_moe.commands.model_shape import read_shape
-from foundry_moe.commands.plan import Machine, RunPlan, format_plan, plan_run
-from foundry_moe.commands.plan_command import plan_command
-from foundry_moe.commands.planned_backend import planned_backend
-from foundry_moe.commands.planned_memory import GIB
-from foundry_moe.commands.planned_step import ranks_per_token
+from foundry_moe.commands.plan.backend import planned_backend
+from foundry_moe.commands.plan.command import plan_command
+from foundry_moe.commands.plan.memory import GIB
+from foundry_moe.commands.plan.planner import Machine, RunPlan, format_plan, plan_run
+from foundry_moe.commands.plan.shape import read_shape
+from foundry_moe.commands.plan.step import ranks_per_token
 
 pytestmark = pytest.mark.quick
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.commands.hugging_face_shape import count_shape
-from foundry_moe.commands.plan import Machine, plan_run
-from foundry_moe.commands.plan_search import search_meshes
+from foundry_moe.commands.plan.hugging_face import count_shape
+from foundry_moe.commands.plan.planner import Machine, plan_run
+from foundry_moe.commands.plan.search import search_meshes
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.conversion import apply_dmoe

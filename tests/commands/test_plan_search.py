@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from foundry_moe.cli import parse
-from foundry_moe.commands import plan_command as module
-from foundry_moe.commands.plan import Machine, plan_run
-from foundry_moe.commands.plan_search import format_search, search_meshes, steps_of
-from foundry_moe.commands.planned_memory import GIB
+from foundry_moe.commands.plan import command as module
+from foundry_moe.commands.plan.memory import GIB
+from foundry_moe.commands.plan.planner import Machine, plan_run
+from foundry_moe.commands.plan.search import format_search, search_meshes, steps_of
 from tests.commands.test_plan import ROOT, load
 
 pytestmark = pytest.mark.quick
@@ -168,7 +168,7 @@ def test_a_run_is_read_and_planned_once_with_restart(
 
 
 def test_constants_of_a_file_make_the_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    values = json.loads((ROOT / "foundry_moe/commands/constants_h200.json").read_text())
+    values = json.loads((ROOT / "foundry_moe/commands/plan/constants_h200.json").read_text())
     values["expert_flops_per_s"] = {"1024": 5.68e13}
     (tmp_path / "slow.json").write_text(json.dumps(values))
     as_shipped, slow = (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from foundry_moe.commands.plan import Machine, plan_run, shape_of
-from foundry_moe.commands.plan_search import search_meshes
-from foundry_moe.commands.planned_memory import GIB
+from foundry_moe.commands.plan.memory import GIB
+from foundry_moe.commands.plan.planner import Machine, plan_run, shape_of
+from foundry_moe.commands.plan.search import search_meshes
 from tests.commands.test_plan import ROOT, RUNS, load
 
 pytestmark = pytest.mark.quick

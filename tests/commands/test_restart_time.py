@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from foundry_moe.cli import parse
-from foundry_moe.commands.plan import Machine, plan_run
-from foundry_moe.commands.planned_memory import GIB
-from foundry_moe.commands.restart_time import Rates, RestartTime, format_restart, restart_time
+from foundry_moe.commands.plan.memory import GIB
+from foundry_moe.commands.plan.planner import Machine, plan_run
+from foundry_moe.commands.plan.restart_time import Rates, RestartTime, format_restart, restart_time
 from tests.commands.test_plan import ROOT, load
 
 pytestmark = pytest.mark.quick

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from foundry_moe.cli import main
-from foundry_moe.commands.differences import difference
-from foundry_moe.commands.moe_formula import why_not
-from foundry_moe.commands.run_rows import Row, compare_trials, step_zero_row
-from foundry_moe.commands.shrink import shrink
+from foundry_moe.commands.verify.differences import difference
+from foundry_moe.commands.verify.formula import why_not
+from foundry_moe.commands.verify.rows import Row, compare_trials, step_zero_row
+from foundry_moe.commands.verify.shrink import shrink
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain, read_moe
 
 ROOT = Path(__file__).parents[2]

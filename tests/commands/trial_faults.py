@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from foundry_moe.commands.trial import Trial, train_trials
-from foundry_moe.commands.verify_run import certify_run
+from foundry_moe.commands.verify.runs import certify_run
+from foundry_moe.commands.verify.trial import Trial, train_trials
 
 YAML = Path(__file__).parents[1] / "distributed" / "tiny.yaml"
 Found = dict[str, dict[str, Any]]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.commands.parity import Case, build_model, run_case
+from foundry_moe.commands.verify.parity import Case, build_model, run_case
 from foundry_moe.config import MeshConfig
 from foundry_moe.layers.gates import Gate
 from foundry_moe.layers.lookup import batch_context, moe_layers

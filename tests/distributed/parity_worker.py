@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foundry_moe.commands import parity
-from foundry_moe.commands.parity import CASES, Case, run_case
-from foundry_moe.commands.parity import whole as full
+from foundry_moe.commands.verify import parity
+from foundry_moe.commands.verify.parity import CASES, Case, run_case
+from foundry_moe.commands.verify.parity import whole as full
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext

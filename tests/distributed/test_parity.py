@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_moe.commands.parity import CASES, run_case
-from foundry_moe.commands.verify import (
+from foundry_moe.commands.verify.meshes import (
     TOLERANCE,
     certify,
     compare,
@@ -17,6 +16,7 @@ from foundry_moe.commands.verify import (
     run_alone,
     worst,
 )
+from foundry_moe.commands.verify.parity import CASES, run_case
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
 from tests.helpers.launching import PRELOAD

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_moe.commands.parity import CASES, run_case
-from foundry_moe.commands.verify import TOLERANCE, compare
+from foundry_moe.commands.verify.meshes import TOLERANCE, compare
+from foundry_moe.commands.verify.parity import CASES, run_case
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker, trainer_worker
 from tests.distributed.test_parity_trainer import YAML, largest_difference, mesh

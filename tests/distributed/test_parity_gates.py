@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_moe.commands.parity import run_case
-from foundry_moe.commands.verify import TOLERANCE, compare
+from foundry_moe.commands.verify.meshes import TOLERANCE, compare
+from foundry_moe.commands.verify.parity import run_case
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import gates_worker
 from tests.helpers.launching import PRELOAD

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foundry_moe.commands.parity import CASES
-from foundry_moe.commands.verify import TOLERANCE, compare
+from foundry_moe.commands.verify.meshes import TOLERANCE, compare
+from foundry_moe.commands.verify.parity import CASES
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_moe.commands.parity import take_share
-from foundry_moe.commands.verify import compare, difference
+from foundry_moe.commands.verify.meshes import compare, difference
+from foundry_moe.commands.verify.parity import take_share
 from foundry_moe.parallel.all_to_all import _transpose_blocks
 
 pytestmark = pytest.mark.quick

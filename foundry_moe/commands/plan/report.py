@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from foundry_moe.commands.plan import RunPlan
-from foundry_moe.commands.plan_search import Found
-from foundry_moe.commands.planned_messages import Message
-from foundry_moe.commands.restart_time import RestartTime
-from foundry_moe.commands.step_time import message_s
+from foundry_moe.commands.plan.messages import Message
+from foundry_moe.commands.plan.planner import RunPlan
+from foundry_moe.commands.plan.restart_time import RestartTime
+from foundry_moe.commands.plan.search import Found
+from foundry_moe.commands.plan.step_time import message_s
 from foundry_moe.parallel.mesh import MeshPlan
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_moe.commands.moe_formula import Formula, Routed, auxiliary_losses, experts_output, route, why_not
+from foundry_moe.commands.verify.formula import Formula, Routed, auxiliary_losses, experts_output, route, why_not
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.moe import MoELayer

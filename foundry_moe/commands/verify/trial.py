@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.shrink import LOADER
+from foundry_moe.commands.verify.shrink import LOADER
 
 # what the fork server imports, so that children need not
 PRELOAD = (
-    "foundry_moe.commands.trial_imports",
+    "foundry_moe.commands.verify.trial_imports",
     "foundry_moe.registry",
-    "foundry_moe.commands.trial",
-    "foundry_moe.commands.trial_recorder",
+    "foundry_moe.commands.verify.trial",
+    "foundry_moe.commands.verify.recorder",
 )
 RECORDER = "trial_recorder"
 
@@ -71,8 +71,8 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     from llmfoundry.command_utils import train
     from omegaconf import OmegaConf
 
-    from foundry_moe.commands.trial_data import build_loader
-    from foundry_moe.commands.trial_recorder import Recorder
+    from foundry_moe.commands.verify.recorder import Recorder
+    from foundry_moe.commands.verify.trial_data import build_loader
 
     if LOADER not in registry.dataloaders.get_all():
         registry.dataloaders.register(LOADER, func=build_loader)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foundry_moe.commands.model_shape import Counted, ModelShape
+from foundry_moe.commands.plan.shape import Counted, ModelShape
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.models.conversion import apply_dmoe

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foundry_moe.commands.measured_products import clock
+from foundry_moe.commands.plan.measured_products import clock
 
 ROUNDS, WARM_UP = 10, 3
 GPU_BYTES, CPU_BYTES = (2**20, 2**24, 2**27), (2**12, 2**17, 2**21)  # of one GPU's buffer

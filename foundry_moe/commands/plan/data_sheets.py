@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foundry_moe.commands.constants import Constants, Link
+from foundry_moe.commands.plan.constants import Constants, Link
 
 # dense bf16 TFLOP/s, memory TB/s, GB/s one way between two GPUs of a host; from NVIDIA's data sheets
 SHEETS = {

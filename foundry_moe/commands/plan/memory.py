@@ -5,8 +5,8 @@ Letters: D, F, E, K, V as in model_shape.py; T tokens of a GPU's microbatch.
 
 from __future__ import annotations
 
-from foundry_moe.commands.model_shape import ModelShape
-from foundry_moe.commands.planned_step import Step, ranks_per_token
+from foundry_moe.commands.plan.shape import ModelShape
+from foundry_moe.commands.plan.step import Step, ranks_per_token
 from foundry_moe.parallel.mesh import MeshPlan
 
 GIB = 2**30

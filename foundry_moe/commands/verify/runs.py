@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.commands.run_rows import Row, compare_trials, formula_rows, resume_rows, step_zero_row
-from foundry_moe.commands.shrink import BATCHES, Shrunk, moe_keys, set_mesh, shrink
-from foundry_moe.commands.trial import PRELOAD, Trial, train_trials
+from foundry_moe.commands.verify.rows import Row, compare_trials, formula_rows, resume_rows, step_zero_row
+from foundry_moe.commands.verify.shrink import BATCHES, Shrunk, moe_keys, set_mesh, shrink
+from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials
 from foundry_moe.config import MoEConfig
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
@@ -151,7 +151,7 @@ def _with_small_model(
     """The run with a small Hugging Face model in place of its own; where that lies, if its weights are loaded."""
     if (run.get("model") or {}).get("name") != "hf_causal_lm":
         return run, "", ()
-    from foundry_moe.commands.shrink_hugging_face import write_small_model
+    from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
 
     return write_small_model(run, config, folder / "model")
 

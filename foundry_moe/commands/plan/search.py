@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foundry_moe.commands.model_shape import ModelShape, planned_moe
-from foundry_moe.commands.plan import Machine, RunPlan, plan_on, shape_of
-from foundry_moe.commands.planned_memory import GIB
+from foundry_moe.commands.plan.memory import GIB
+from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_on, shape_of
+from foundry_moe.commands.plan.shape import ModelShape, planned_moe
 from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.parallel.mesh import Mesh, divisors
 from foundry_moe.schema import from_mapping

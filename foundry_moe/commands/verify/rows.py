@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.commands.differences import RATIO_TOLERANCE, difference, distance, ratio
+from foundry_moe.commands.verify.differences import RATIO_TOLERANCE, difference, distance, ratio
 
 SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
 # fp32: sums in another order, over three steps of AdamW; measured some 1e-6. bf16 rounds to 2**-9.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.chips import CHIPS
-from foundry_moe.commands.model_shape import ModelShape, planned_moe
+from foundry_moe.commands.plan.chips import CHIPS
+from foundry_moe.commands.plan.shape import ModelShape, planned_moe
 from foundry_moe.ops.backends import describe_backend
 
 

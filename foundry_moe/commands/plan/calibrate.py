@@ -1,7 +1,7 @@
 """`foundry-moe plan --calibrate`: measures this machine's constants in about a minute and writes them to a file.
 
 Needs torch and our kernels alone, so that a machine without a trainer can be measured:
-`python -m foundry_moe.commands.calibrate --out h200.json`.
+`python -m foundry_moe.commands.plan.calibrate --out h200.json`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from foundry_moe.commands.argument_types import local_path
-from foundry_moe.commands.chips import CHIPS
-from foundry_moe.commands.constants import FORMAT, Constants, Link, write_constants
-from foundry_moe.commands.known_constants import default_path, shipped_constants
-from foundry_moe.commands.measured_links import measure_links
-from foundry_moe.commands.measured_products import Measured
+from foundry_moe.commands.plan.chips import CHIPS
+from foundry_moe.commands.plan.constants import FORMAT, Constants, Link, write_constants
+from foundry_moe.commands.plan.known_constants import default_path, shipped_constants
+from foundry_moe.commands.plan.measured_links import measure_links
+from foundry_moe.commands.plan.measured_products import Measured
 from foundry_moe.launch.processes import run_processes
 
 LINKS_TIMEOUT_S = 180.0
@@ -69,7 +69,7 @@ def calibrate(device: str, gpus: int | None = None) -> Constants:
             world_size=gpus,
             backend="nccl" if device == "cuda" else "gloo",
             timeout_s=LINKS_TIMEOUT_S,
-            preload=("foundry_moe.commands.measured_links",),
+            preload=("foundry_moe.commands.plan.measured_links",),
         )
         values["contention"] = found.pop("contention")
         values |= {name: Link(**link) for name, link in found.items()}
@@ -145,7 +145,7 @@ def _check_writable(path: Path) -> None:
 
 
 def main() -> None:
-    """`python -m foundry_moe.commands.calibrate`, where the command `foundry-moe` is not installed."""
+    """`python -m foundry_moe.commands.plan.calibrate`, where the command `foundry-moe` is not installed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, help="that exchange messages (default: all of this host)")
     parser.add_argument("--out", type=local_path, help="default: beside the tuned tiles, where plan --chip finds it")

@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from foundry_moe.commands.constants import Constants
-from foundry_moe.commands.model_shape import ModelShape
-from foundry_moe.commands.planned_messages import ALL_REDUCE, COUNTS, GATHER, REDUCE, TOKENS, Message
-from foundry_moe.commands.planned_step import Step
+from foundry_moe.commands.plan.constants import Constants
+from foundry_moe.commands.plan.messages import ALL_REDUCE, COUNTS, GATHER, REDUCE, TOKENS, Message
+from foundry_moe.commands.plan.shape import ModelShape
+from foundry_moe.commands.plan.step import Step
 from foundry_moe.parallel.mesh import MeshPlan
 
 # Times that the residual, queries and keys of a block are read or written between products, forward and backward.

@@ -6,14 +6,14 @@ import argparse
 import json
 from typing import Any
 
-from foundry_moe.commands.chips import MEMORY_GIB
-from foundry_moe.commands.known_constants import constants_of
-from foundry_moe.commands.plan import Machine, format_plan, plan_run
-from foundry_moe.commands.plan_json import plan_object, restart_object, search_object
-from foundry_moe.commands.plan_search import format_search, search_meshes
-from foundry_moe.commands.planned_backend import planned_backend
-from foundry_moe.commands.planned_memory import GIB
-from foundry_moe.commands.restart_time import Rates, format_restart, restart_time
+from foundry_moe.commands.plan.backend import planned_backend
+from foundry_moe.commands.plan.chips import MEMORY_GIB
+from foundry_moe.commands.plan.known_constants import constants_of
+from foundry_moe.commands.plan.memory import GIB
+from foundry_moe.commands.plan.planner import Machine, format_plan, plan_run
+from foundry_moe.commands.plan.report import plan_object, restart_object, search_object
+from foundry_moe.commands.plan.restart_time import Rates, format_restart, restart_time
+from foundry_moe.commands.plan.search import format_search, search_meshes
 from foundry_moe.launch.run_config import check_run, load_run, plain
 
 

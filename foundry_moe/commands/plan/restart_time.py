@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foundry_moe.commands.plan import Machine, RunPlan, plan_run
+from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
 from foundry_moe.launch.lost_nodes import BEAT_S, LAST_CALL_S, silent_s
 
 PROMISE_S = 300.0

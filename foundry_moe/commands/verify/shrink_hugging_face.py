@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.hugging_face_shape import read_config
-from foundry_moe.commands.shrink import HEAD, LAYERS, VOCABULARY, WIDTH_STEP, moe_keys, shrink_heads, shrink_layers
+from foundry_moe.commands.plan.hugging_face import read_config
+from foundry_moe.commands.verify.shrink import (
+    HEAD,
+    LAYERS,
+    VOCABULARY,
+    WIDTH_STEP,
+    moe_keys,
+    shrink_heads,
+    shrink_layers,
+)
 from foundry_moe.config import AUTO, MoEConfig
 from foundry_moe.models.families import FAMILIES
 from foundry_moe.schema import section

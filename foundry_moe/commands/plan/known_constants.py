@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from foundry_moe.commands.constants import Constants, read_constants
-from foundry_moe.commands.data_sheets import SHEETS, scaled
+from foundry_moe.commands.plan.constants import Constants, read_constants
+from foundry_moe.commands.plan.data_sheets import SHEETS, scaled
 
 SHIPPED = Path(__file__).parent
 

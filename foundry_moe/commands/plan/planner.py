@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foundry_moe.commands.constants import Constants
-from foundry_moe.commands.known_constants import shipped_constants
-from foundry_moe.commands.model_shape import HUGGING_FACE, ModelShape, planned_moe, read_shape
-from foundry_moe.commands.planned_memory import GIB, memory_of
-from foundry_moe.commands.planned_messages import Message, messages_of
-from foundry_moe.commands.planned_step import Step, read_step
-from foundry_moe.commands.step_time import StepTime, message_s, step_time
+from foundry_moe.commands.plan.constants import Constants
+from foundry_moe.commands.plan.known_constants import shipped_constants
+from foundry_moe.commands.plan.memory import GIB, memory_of
+from foundry_moe.commands.plan.messages import Message, messages_of
+from foundry_moe.commands.plan.shape import HUGGING_FACE, ModelShape, planned_moe, read_shape
+from foundry_moe.commands.plan.step import Step, read_step
+from foundry_moe.commands.plan.step_time import StepTime, message_s, step_time
 from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import MeshPlan, check_expert_widths, plan_mesh
@@ -88,7 +88,7 @@ def shape_of(run: Mapping[str, Any]) -> ModelShape:
     """
     moe, _ = planned_moe(run)
     if section(run, "model").get("name") == HUGGING_FACE:
-        from foundry_moe.commands.hugging_face_shape import count_shape  # imports transformers
+        from foundry_moe.commands.plan.hugging_face import count_shape  # imports transformers
 
         return count_shape(run, moe)
     return read_shape(run)

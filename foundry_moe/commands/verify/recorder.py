@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.commands.parity import whole
-from foundry_moe.commands.trial_formula import Capture
+from foundry_moe.commands.verify.parity import whole
+from foundry_moe.commands.verify.trial_formula import Capture
 from foundry_moe.layers.lookup import named_moe_layers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foundry_moe.commands.model_shape import ModelShape
-from foundry_moe.commands.planned_step import Step, ranks_per_token
+from foundry_moe.commands.plan.shape import ModelShape
+from foundry_moe.commands.plan.step import Step, ranks_per_token
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan
 
 GATHER, REDUCE, ALL_REDUCE, TOKENS, COUNTS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "counts"

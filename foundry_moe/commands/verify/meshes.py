@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.commands.differences import RATIO_TOLERANCE, difference, distance, ratio
-from foundry_moe.commands.parity import CASES, HIDDEN, WIDTH, Case, run_case
+from foundry_moe.commands.verify.differences import RATIO_TOLERANCE, difference, distance, ratio
+from foundry_moe.commands.verify.parity import CASES, HIDDEN, WIDTH, Case, run_case
 from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import Mesh, can_replicate, check_replicas, divisors, listed, plan_mesh
@@ -103,7 +103,7 @@ def certify(
     all_to_all: str = "auto",
     backend: str = "auto",
     timeout_s: float = 600.0,
-    preload: Sequence[str] = ("foundry_moe.commands.verify",),
+    preload: Sequence[str] = ("foundry_moe.commands.verify.meshes",),
 ) -> dict[Mesh, dict[str, dict[str, float]]]:
     """{mesh: {case: {row: largest relative difference from one process}}}; one launch for each number of processes.
 

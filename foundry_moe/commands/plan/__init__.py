@@ -1,0 +1,1 @@
+"""`foundry-moe plan`: mesh, memory, messages and time of a run, before it starts."""
