@@ -79,7 +79,7 @@ setup(
     package_dir={"foundry_moe_kernels": "kernels"},
     package_data={
         "foundry_moe_kernels": ["*.json"],
-        "foundry_moe": ["py.typed", "launch/*.json", "commands/plan/*.json", "loads/page.*"],
+        "foundry_moe": ["py.typed", "launch/*.json", "commands/plan/*.json"],
     },
     install_requires=REQUIRES,
     extras_require=EXTRAS,

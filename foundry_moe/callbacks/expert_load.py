@@ -16,11 +16,12 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from foundry_moe.callbacks.heatmap import BalanceHistory, draw_heatmap
 from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY, MoELayer
+from foundry_moe.loads.draw import draw_loads, save_png
+from foundry_moe.loads.history import over_mean
 from foundry_moe.loads.page import write_page
 from foundry_moe.schema import refuse_unknown
 
@@ -66,7 +67,7 @@ class ExpertLoad(Callback):
     For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`, and:
 
     - `router_entropy`: mean entropy of a token's probabilities, over log E; 1 = the router has no preference.
-    - `dead_for`: batches that the expert which has waited longest has had no token, since this process began.
+    - `dead_for`: for how many batches the expert that has waited longest has had no token, since this process began.
     - `dropped`: with `capacity`, the share of choices dropped.
     - `rank_max_over_mean`: where experts are divided over ranks, the rows (choices) that come to the fullest rank over
       the mean of the ranks that share the layer's experts, in the worst of these groups.
@@ -74,8 +75,8 @@ class ExpertLoad(Callback):
 
     Over the layers the worst `dmoe/max_over_mean`, `dmoe/rank_max_over_mean` and `dmoe/rounds`, the sum `dmoe/dead`,
     the means `dmoe/router_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
-    A layer whose loads stay on few experts is told in a warning (see `load_health`).
-    It reads the device once each time it logs.
+    A warning names a layer whose loads stay on few experts (see `load_health`).
+    Each log reads the device once.
 
     YAML::
 
@@ -83,7 +84,7 @@ class ExpertLoad(Callback):
           expert_load:
             interval: 10ba       # how often to log
             shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
-            heatmap: runs/x/expert_load.png   # loads, and balance by batch; drawn when training ends; null for none
+            heatmap: runs/x/expert_load.png   # loads over the run, a PNG drawn when training ends; null for none
             file: runs/x/expert_load.jsonl    # all loads and figures, a JSON object each time; null for none
             html: runs/x/expert_load.html     # a page of `file`, written when training ends; null for none
 
@@ -118,7 +119,6 @@ class ExpertLoad(Callback):
         self.watch: CollapseWatch | None = None
         self.total_LE: Tensor | None = None
         self.latest_LE: Tensor | None = None
-        self.history: BalanceHistory | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         for layer in moe_layers(state.model):
@@ -144,9 +144,6 @@ class ExpertLoad(Callback):
         self.latest_LE = counts_LE
         self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
         batch = state.timestamp.batch.value
-        if self.heatmap:
-            self.history = self.history or BalanceHistory(len(layers))
-            self.history.add(batch, counts_LE)
         names = [layer.layer_index for layer in layers]
         per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
         self.watch = self.watch or CollapseWatch(counts_LE.shape[0], counts_LE.shape[1], batch)
@@ -194,32 +191,23 @@ class ExpertLoad(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.heatmap and self.total_LE is not None and dist.get_global_rank() == 0:
             names = [f"layer {layer.layer_index}" for layer in moe_layers(state.model)]
-            draw_heatmap(self.total_LE, names, Path(self.heatmap), self.history)
+            title = "load of each expert, over its layer's mean"
+            save_png(draw_loads({title: over_mean(self.total_LE.double().numpy())}, names), Path(self.heatmap))
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
             try:
                 write_page(self.file.path, Path(self.html))
-            except ValueError as error:  # lines of an older run, say: no reason to end this one
+            except ValueError as error:  # of an older run in the same file, for example: no reason to end this one
                 log.warning("callbacks.expert_load.html: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.history is None:
-            return {"total_LE": self.total_LE}
-        return {
-            "total_LE": self.total_LE,
-            "history_batches_N": self.history.batches_N,
-            "history_worst_NL": self.history.worst_NL,
-        }
+        return {"total_LE": self.total_LE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.total_LE = state["total_LE"]
-        if "history_worst_NL" in state:  # written by runs that draw a picture
-            self.history = BalanceHistory(state["history_worst_NL"].shape[1])
-            self.history.batches_N = state["history_batches_N"]
-            self.history.worst_NL = state["history_worst_NL"]
 
 
 def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, list[float]]]:
-    """Counts [L, E] over microbatches and ranks, and of each thing measured a value a layer; one read of the device."""
+    """Counts [L, E] over microbatches and ranks, and a value a layer of each figure; reads the device once."""
     statistics = [layer.statistics for layer in layers]
     experts = max(s.counts_E.shape[0] for s in statistics)
     rows = [torch.nn.functional.pad(s.counts_E, (0, experts - s.counts_E.shape[0])) for s in statistics]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E: below, sqrt(E) experts do the work of all
+from foundry_moe.loads.lines import EVEN_ENOUGH
+
 PATIENCE = 2  # looks in a row
 
 

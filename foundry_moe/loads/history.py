@@ -1,92 +1,89 @@
-"""Loads over a run of any length in a bounded number of points.
+"""The loads of a run of any length as a bounded number of points.
 
 Shapes: N points in time, L layers, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foundry_moe.loads.lines import LoadLine
+from foundry_moe.loads.lines import LoadLine, count_lines, read_lines
 
-POINTS = 120  # columns that a page shows
-_MOST_CELLS = 4 * 2**20  # numbers in a page: of many layers and experts there are fewer points
+POINTS = 120  # columns of a heat map over time
+_MOST_CELLS = 4 * 2**20  # counts in memory: with many layers and experts there are fewer points
 
 
+@dataclass(frozen=True, kw_only=True)
 class LoadHistory:
-    """Lines, merged two by two whenever there are too many: of a long run each point stands for several.
+    """Each point stands for `lines_a_point` lines in a row; the last for as many as are left.
 
+    layers: the layers' indices.
+    lines: how many were read.
     ends: the last batch of each point.
-    loads: [L, E] of each point, summed over its lines.
-    metrics: the means over its lines.
+    loads_NLE: choices per expert, summed over the lines of a point.
+    metrics: of each point, the mean over those of its lines that have the metric.
     """
 
-    def __init__(self) -> None:
-        self.layers: tuple[int, ...] = ()
-        self.ends: list[int] = []
-        self.loads: list[NDArray[np.float64]] = []
-        self.metrics: list[dict[str, float]] = []
-        self.lines = 0
-        self.lines_a_point = 1
-        self._open = 0  # lines in the last point
-        self._seen: dict[str, int] = {}  # of those, lines that have a metric
-
-    @classmethod
-    def of(cls, lines: Iterable[LoadLine]) -> LoadHistory:
-        """The history of these lines."""
-        history = cls()
-        for line in lines:
-            history.add(line)
-        return history
-
-    def add(self, line: LoadLine) -> None:
-        """Takes the next line."""
-        self.layers = line.layers
-        self.lines += 1
-        if self._open in (0, self.lines_a_point):
-            if len(self.ends) >= self._most(line.loads_LE.size):
-                self._halve()
-            self.ends.append(line.batch)
-            self.loads.append(line.loads_LE.copy())
-            self.metrics.append(dict(line.metrics))
-            self._open, self._seen = 1, dict.fromkeys(line.metrics, 1)
-            return
-        self.ends[-1] = line.batch
-        self.loads[-1] += line.loads_LE
-        means = self.metrics[-1]
-        for name, value in line.metrics.items():
-            seen = self._seen[name] = self._seen.get(name, 0) + 1
-            means[name] = means.get(name, 0.0) + (value - means.get(name, 0.0)) / seen
-        self._open += 1
-
-    def _most(self, cells: int) -> int:
-        return max(8, min(POINTS, _MOST_CELLS // cells)) // 2 * 2
-
-    def _halve(self) -> None:
-        pairs = range(0, len(self.ends), 2)
-        self.ends = self.ends[1::2]
-        self.loads = [self.loads[i] + self.loads[i + 1] for i in pairs]
-        self.metrics = [_mean(self.metrics[i], self.metrics[i + 1]) for i in pairs]
-        self.lines_a_point *= 2
+    layers: tuple[int, ...]
+    lines: int
+    lines_a_point: int
+    ends: list[int]
+    loads_NLE: NDArray[np.float64]
+    metrics: list[dict[str, float]]
 
     def relative(self) -> NDArray[np.float64]:
         """[N, L, E]: loads over their layer's mean at that point; 1 = even, and 0 where a layer had no token."""
-        loads_NLE = np.stack(self.loads)
-        return loads_NLE / np.maximum(loads_NLE.mean(-1, keepdims=True), 1e-9)
+        return over_mean(self.loads_NLE)
 
     def total(self) -> NDArray[np.float64]:
         """[L, E]: as `relative`, over the whole run."""
-        loads_LE = np.sum(self.loads, axis=0)
-        return loads_LE / np.maximum(loads_LE.mean(-1, keepdims=True), 1e-9)
+        return over_mean(self.loads_NLE.sum(0))
 
-    def series(self, name: str) -> list[float | None]:
-        """A metric at each point; None where it was not logged."""
-        return [metrics.get(name) for metrics in self.metrics]
+    def series(self, name: str) -> NDArray[np.float64]:
+        """[N]: a metric at each point; NaN where it was not logged."""
+        return np.array([metrics.get(name, np.nan) for metrics in self.metrics])
 
 
-def _mean(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    both = {name: (value + other[name]) / 2 if name in other else value for name, value in one.items()}
-    return {**other, **both}
+def over_mean(loads: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Loads [..., E] over their mean."""
+    return loads / np.maximum(loads.mean(-1, keepdims=True), 1e-9)
+
+
+def read_history(path: Path) -> LoadHistory:
+    """The history of a file of loads.
+
+    Raises:
+        ValueError: see `read_lines`; or the file has no line.
+    """
+    number = max(1, count_lines(path))
+    lines = read_lines(path)
+    first = next(lines, None)
+    if first is None:
+        raise ValueError(f"{path} has no line yet: the run writes one each callbacks.expert_load.interval")
+    lines_a_point = -(-number // max(8, min(POINTS, _MOST_CELLS // first.loads_LE.size)))
+    ends, loads, metrics, read = [], [], [], 0
+    point = [first, *islice(lines, lines_a_point - 1)]
+    while point:
+        read += len(point)
+        ends.append(point[-1].batch)
+        loads.append(np.sum([line.loads_LE for line in point], axis=0))
+        metrics.append(_means(point))
+        point = list(islice(lines, lines_a_point))
+    return LoadHistory(
+        layers=first.layers,
+        lines=read,
+        lines_a_point=lines_a_point,
+        ends=ends,
+        loads_NLE=np.stack(loads),
+        metrics=metrics,
+    )
+
+
+def _means(lines: list[LoadLine]) -> dict[str, float]:
+    names = dict.fromkeys(name for line in lines for name in line.metrics)
+    return {name: float(np.mean([line.metrics[name] for line in lines if name in line.metrics])) for name in names}

@@ -1,4 +1,4 @@
-"""Reads the JSON lines of `callbacks.expert_load.file`, which may be anybody's: every value is checked.
+"""Reads the JSON lines of `callbacks.expert_load.file`. The file is not trusted: every value is checked.
 
 Shapes: L layers, E experts.
 """
@@ -21,6 +21,7 @@ MOST_COUNT = 2**50  # sums of a thousand of them are exact in fp64
 MOST_METRICS = 100_000
 MOST_METRIC = 1e30
 _NAME_LENGTH = 200
+EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E: below, sqrt(E) experts do the work of all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,28 @@ class LoadLine:
     metrics: dict[str, float]
 
 
-def read_lines(path: Path) -> Iterator[LoadLine]:
-    """The lines of a file, in order. A last line without an end is left out: its run is writing it, or was killed.
+def count_lines(path: Path) -> int:
+    """How many whole lines the file has.
 
     Raises:
-        ValueError: a line that is none of these, in one sentence with its number; or the file cannot be read.
+        ValueError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{path} cannot be read: {error.strerror}; name the file of callbacks.expert_load.file")
+
+
+def read_lines(path: Path) -> Iterator[LoadLine]:
+    """The lines of a file, in order. An incomplete last line is left out: the run is writing it, or was killed.
+
+    Raises:
+        ValueError: a bad line, in one sentence with its number; or the file cannot be read.
     """
     before: LoadLine | None = None
     try:
@@ -62,9 +80,7 @@ def read_lines(path: Path) -> Iterator[LoadLine]:
                 yield line
                 before = line
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read: {error.strerror}; name the file of callbacks.expert_load.file"
-        ) from error
+        raise _unreadable(path, error) from error
 
 
 class _BadLineError(Exception):

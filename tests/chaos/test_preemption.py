@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +13,11 @@ import pytest
 
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
-from tests.chaos import entrypoint
 from tests.chaos.run_kills import ROOT, read_log
+from tests.helpers import entrypoint
+from tests.helpers.entrypoint import START_S, STOP_S, kill_group, wait_for
 
 LONG = 100_000  # batches: no run here comes so far
-START_S, STOP_S = 900, 120  # four processes import Composer first, and may share two cores
 
 
 def words(tiny_arguments: Callable[[Path], list[str]], folder: Path, log: Path, batches: int) -> list[str]:
@@ -108,19 +106,3 @@ def test_a_signal_loses_no_batch(tiny_arguments, tmp_path, way, whom, code) -> N
     after = read_log(log)[len(trained) :]
     assert [line["batch"] for line in after] == [last + 1]
     assert not seen & set(after[0]["samples"]), "a batch was trained twice"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.2)
-
-
-def kill_group(launcher: subprocess.Popen) -> None:
-    """Ends what is left of a launch, in its session and below it."""
-    if launcher.poll() is None:
-        for child in psutil.Process(launcher.pid).children(recursive=True):
-            child.kill()
-        os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from foundry_moe.launch.lost_nodes import SILENT_S, NodeWatch, silent_s
 from tests.helpers.launching import free_port
-from tests.launch.test_stopping import ROOT, WORKER
+from tests.helpers.stop_worker import ROOT, WORKER
 
 
 def watch(store: HashStore, node: int, nodes: int = 2, silent_s: float = 0.4) -> NodeWatch:

@@ -1,4 +1,4 @@
-"""Files of loads: what is read, and the one sentence that a bad line gets."""
+"""Files of loads are read strictly: a bad line is one sentence, and a long run few points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foundry_moe.cli import main
-from foundry_moe.loads.history import POINTS, LoadHistory
+from foundry_moe.loads.history import POINTS, read_history
 from foundry_moe.loads.lines import read_lines
 
 pytestmark = pytest.mark.quick
@@ -94,7 +94,7 @@ def test_a_file_without_loads_is_one_sentence(content, sentence, tmp_path, capsy
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err
 
 
-def test_the_page_does_not_replace_what_it_is_made_from(tmp_path, capsys):
+def test_the_page_does_not_replace_its_source(tmp_path, capsys):
     path = written(tmp_path, line(1))
     with pytest.raises(SystemExit):
         main(["loads", str(path), "--html", str(path)])
@@ -104,9 +104,9 @@ def test_the_page_does_not_replace_what_it_is_made_from(tmp_path, capsys):
 @pytest.mark.parametrize("lines", [1, POINTS, POINTS + 1, 5 * POINTS + 3])
 def test_a_long_run_has_few_points_and_loses_no_load(lines, tmp_path):
     path = written(tmp_path, *(line(n, metrics={"m": n} if n % 2 else {}) for n in range(1, lines + 1)))
-    history = LoadHistory.of(read_lines(path))
+    history = read_history(path)
     assert len(history.ends) <= POINTS and history.ends[-1] == lines == history.lines
-    assert sum(loads.sum() for loads in history.loads) == lines * 8
+    assert history.loads_NLE.sum() == lines * 8
     np.testing.assert_allclose(history.total(), [[1.5, 0.5], [1, 1]])
     assert history.relative().shape == (len(history.ends), 2, 2)
     assert history.ends == sorted(set(history.ends))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from tests.chaos.run_kills import ROOT, command
 
 SCRIPT = f"{ROOT}/docker/entrypoint.sh"
+START_S, STOP_S = 900, 120  # four processes import Composer first, and may share two cores
 
 
 def arguments(data: Path, folder: Path, log: Path, batches: int) -> list[str]:
@@ -19,7 +26,7 @@ def arguments(data: Path, folder: Path, log: Path, batches: int) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, with what the image has and with `more`, and without a fault to strike."""
+    """This process's environment with the image's variables and `more`, and without an injected fault."""
     inherited = {name: value for name, value in os.environ.items() if name != "FOUNDRY_MOE_FAULT"}
     image = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # where python is
@@ -29,3 +36,19 @@ def environment(**more: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
     }
     return inherited | image | more
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not hold in time"
+        time.sleep(0.2)
+
+
+def kill_group(launcher: subprocess.Popen) -> None:
+    """Ends what is left of a launch, in its session and below it."""
+    if launcher.poll() is None:
+        for child in psutil.Process(launcher.pid).children(recursive=True):
+            child.kill()
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
