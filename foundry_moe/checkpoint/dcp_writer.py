@@ -133,7 +133,7 @@ class Writer(StorageWriter):
             self._committer = committer
         else:
             self._committer.tidy(None)  # of a save that failed on another rank
-        where = _next(self._committer.ledger.newest_first(), self._asked)
+        where = _next(self._committer.ledger, self._asked)
         attempt = self._committer.begin(where.step)
         info = {"world_size": len(plans), "torch": torch.__version__, **self.info}
         self._request = CommitRequest(
@@ -208,13 +208,18 @@ def step_of(checkpoint_id: Any) -> int:
     return int(str(checkpoint_id))
 
 
-def _next(keys: list[CommitKey], step: int | None) -> CommitKey:
+def _next(ledger: Ledger, step: int | None) -> CommitKey:
     """Where the next commit goes: newer than all, also if a run has gone back to an earlier step."""
-    if not keys:
-        return CommitKey(generation=0, step=step or 0)
-    newest = keys[0]
-    step = newest.step + 1 if step is None else step
-    return CommitKey(generation=newest.generation + (step <= newest.step), step=step)
+    keys = set(ledger.newest_first())
+    newest = ledger.newest(sorted(keys, reverse=True))
+    generation = 0
+    if newest is not None:
+        step = newest.step + 1 if step is None else step
+        generation = newest.where.generation + (step <= newest.step)
+    where = CommitKey(generation=generation, step=step or 0)
+    while where in keys:  # an object that is no valid record has this name
+        where = CommitKey(generation=where.generation + 1, step=where.step)
+    return where
 
 
 def _digest(plans: list[SavePlan]) -> str:

@@ -17,11 +17,19 @@ def without_password(text: str) -> str:
     return _USERINFO.sub(r"\1***@", text)
 
 
+def printable(text: str) -> str:
+    """A text with each character that a terminal may obey, or that cannot be seen, written as Python escapes it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class CheckpointError(RuntimeError):
-    """A save, a load or a tool could not do its work. No message shows a password that is part of an address."""
+    """A save, a load or a tool could not do its work.
+
+    No message shows a password that is part of an address, or holds control characters that a store has sent.
+    """
 
     def __init__(self, message: str = "", *rest: object) -> None:
-        super().__init__(without_password(str(message)), *rest)
+        super().__init__(printable(without_password(str(message))), *rest)
 
 
 class StoreError(CheckpointError):

@@ -57,6 +57,16 @@ def is_finite(commit: Commit) -> bool:
     return commit.summary.get("finite") is not False
 
 
+def _next_generation(keys: Iterable[CommitKey], newest: CommitKey, found: CommitKey) -> int:
+    """The generation of a run that goes on from `found`: a new one where history forks, and one in which no object
+    stands, whatever it holds, so that no name that the run will want is taken."""
+    taken = {key.generation for key in keys if key > found}
+    generation = newest.generation + (newest != found)
+    while generation in taken:
+        generation += 1
+    return CommitKey(generation=generation, step=found.step).generation  # raises where numbers end
+
+
 def listed_steps(keys: Iterable[CommitKey]) -> str:
     """The steps of some commits for a sentence, each once; empty for none."""
     return ", ".join(str(step) for step in sorted({key.step for key in keys}))
@@ -73,13 +83,18 @@ class Ledger:
         parsed = (CommitKey.parse(entry.key) for entry in self.store.scan("commits/"))
         return sorted((key for key in parsed if key is not None), reverse=True)
 
+    def newest(self, keys: Iterable[CommitKey]) -> Commit | None:
+        """The first of some commits whose record can be read. A name without a valid record counts for nothing: else
+        one object with a large number in its name would make all later commits older than itself."""
+        for key in keys:
+            with contextlib.suppress(DamagedError):
+                return self.read(key)
+        return None
+
     def read(self, key: CommitKey) -> Commit:
         """A commit record. Raises DamagedError if it is gone or torn."""
         try:
-            size = self.store.size_bytes(key.key)  # before it is held in memory
-            if size is not None and size > RECORD_BYTES:
-                raise DamagedError(f"{key.key}: the commit record has {size} bytes, more than {RECORD_BYTES}")
-            return Commit.from_bytes(self.store.get(key.key), key.key)
+            return Commit.from_bytes(self.store.get(key.key, RECORD_BYTES), key.key)
         except NotAnObjectError as error:
             raise DamagedError(f"{key.key}: {error}") from error
         except NotFoundError as error:
@@ -99,12 +114,9 @@ class Ledger:
     def _open(self, key: CommitKey, commit: Commit) -> Found:
         name = f"{commit.attempt}/MANIFEST"
         raw = b""
-        size = self.store.size_bytes(name)  # before it is held in memory
-        if size not in (None, commit.manifest_bytes):
-            raise DamagedError(f"{key.key}: {name} has {size} bytes, not {commit.manifest_bytes}")
         for _ in range(3):  # a byte may have been turned on its way
             try:
-                raw = self.store.get(name)
+                raw = self.store.get(name, commit.manifest_bytes)
             except NotFoundError as error:
                 if isinstance(error, NotAnObjectError):
                     raise
@@ -190,7 +202,7 @@ class Ledger:
             ResumeError: the step asked for is not there, or `never` meets commits.
         """
         skip, keys = set(skip), self.newest_first()
-        newest = keys[0].generation if keys else 0
+        newest = self.newest(keys)
         if resume == "never":
             if keys:
                 raise ResumeError(
@@ -202,8 +214,8 @@ class Ledger:
         if isinstance(resume, int):
             forked_from = resume
             candidates = [key for key in keys if key.step == resume]
-            if keys and keys[0] not in candidates and self._forked_from(keys[0]) == resume:
-                candidates = [key for key in keys if key.generation == newest] + candidates
+            if newest is not None and newest.where not in candidates and newest.forked_from == resume:
+                candidates = [key for key in keys if key.generation == newest.where.generation] + candidates
             if not candidates:
                 have = f"it holds: {listed_steps(keys) or 'none'}"
                 raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; {have}")
@@ -216,10 +228,11 @@ class Ledger:
                 raise
             raise DamagedError(f"{error}. It holds other steps: {others}") from error
         if found is None:
-            return Choice(found=None, generation=newest, forked_from=None)
+            return Choice(found=None, generation=0, forked_from=None)
+        assert newest is not None  # the record of `found` can be read
         return Choice(
             found=found,
-            generation=newest + 1 if found.commit.where != keys[0] else newest,
+            generation=_next_generation(keys, newest.where, found.commit.where),
             forked_from=found.commit.forked_from if forked_from is None else forked_from,
             rejected=rejected,
         )
@@ -256,12 +269,6 @@ class Ledger:
                 "mend or remove them, or give the run another folder"
             )
         return None, rejected
-
-    def _forked_from(self, key: CommitKey) -> int | None:
-        try:
-            return self.read(key).forked_from
-        except DamagedError:
-            return None
 
     @contextlib.contextmanager
     def hold(self, commit: Commit) -> Iterator[None]:

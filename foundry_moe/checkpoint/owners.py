@@ -25,7 +25,14 @@ from typing import Any
 
 import xxhash
 
-from foundry_moe.checkpoint.errors import DamagedError, NotFoundError, OwnedError, StoreError, TakenOverError
+from foundry_moe.checkpoint.errors import (
+    DamagedError,
+    NotAnObjectError,
+    NotFoundError,
+    OwnedError,
+    StoreError,
+    TakenOverError,
+)
 from foundry_moe.checkpoint.store import Entry, Store
 
 log = logging.getLogger(__name__)
@@ -35,7 +42,17 @@ LIVE_S = 4 * BEAT_S  # an owner that was not heard of for so long is taken for d
 KEPT = 5  # claims of the past that stay, for a person to look at
 CLAIM_BYTES = 2**16  # no claim is larger
 NAME_CHARS = 1000  # of a run's name that are kept
-_KEY = re.compile(r"owners/([0-9]{6,9})\.json")
+LAST_NUMBER = 10**9 - 1  # the largest that a claim's name has digits for
+_KEY = re.compile(r"owners/([0-9]{6,9})\.(json|beat|left)")
+
+
+def number_of(key: str, kind: str = "") -> int | None:
+    """The number in the name of a claim (`json`), a heartbeat (`beat`) or a release (`left`), of `kind` if that is
+    given; None for a name that no claim writes."""
+    match = _KEY.fullmatch(key)
+    if match is None or (kind and match[2] != kind) or key != f"owners/{int(match[1]):06d}.{match[2]}":
+        return None
+    return int(match[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +147,7 @@ class Owners:
         return self._newest(list(self.store.scan("owners/")), above)
 
     def _newest(self, entries: list[Entry], above: int = -1) -> Claim | None:
-        numbers = {int(match[1]): entry.key for entry in entries if (match := _KEY.fullmatch(entry.key))}
+        numbers = {number: entry.key for entry in entries if (number := number_of(entry.key, "json")) is not None}
         for number in sorted((number for number in numbers if number > above), reverse=True):
             claim = self._read(numbers[number])
             if claim is not None:
@@ -139,9 +156,9 @@ class Owners:
 
     def _read(self, key: str) -> Claim | None:
         try:
-            return Claim.from_bytes(self.store.get(key), key)
+            return Claim.from_bytes(self.store.get(key, CLAIM_BYTES), key)
         except (DamagedError, NotFoundError) as error:  # gone: an old one, removed by a newer owner
-            if key not in self._told and isinstance(error, DamagedError):
+            if key not in self._told and isinstance(error, DamagedError | NotAnObjectError):
                 self._told.add(key)
                 log.warning("Passed over %s in %s: %s", key, self.store.url, error)
             return None
@@ -186,7 +203,7 @@ class Owners:
                 if problem and (silent_s <= LIVE_S or has_commits()):
                     raise self._refuse(before, identity, silent_s, problem)
                 same = problem is None
-            taken = max(taken, before.number if before else 0) + 1  # past what cannot be read, too
+            taken = self._above(max(taken, before.number if before else 0))  # past what cannot be read, too
             mine = Claim(
                 number=taken,
                 run=before.run if before is not None and same else secrets.token_hex(8),
@@ -205,8 +222,17 @@ class Owners:
                 self._forget(mine)
                 return mine
 
+    def _above(self, number: int) -> int:
+        """The next number. Raises OwnedError where there is none: its name would not be found again."""
+        if number >= LAST_NUMBER:
+            raise OwnedError(
+                f"{self.store.url}/owners/{LAST_NUMBER}.json has the largest number that a claim can have, and nobody "
+                "can own the folder after it: remove that object if no run of yours wrote it, or use another folder"
+            )
+        return number + 1
+
     def _claim_of(self, life: str) -> Claim | None:
-        keys = (entry.key for entry in self.store.scan("owners/") if _KEY.fullmatch(entry.key))
+        keys = (entry.key for entry in self.store.scan("owners/") if number_of(entry.key, "json") is not None)
         claims = (self._read(key) for key in keys)
         return next((claim for claim in claims if claim is not None and claim.nonce == life), None)
 
@@ -245,7 +271,7 @@ class Owners:
             before = self.newest()
             if before is None or before.released:
                 return None
-            free = Claim(**{**asdict(before), "number": before.number + 1, "released": True})
+            free = Claim(**{**asdict(before), "number": self._above(before.number), "released": True})
             if self.store.put_new(free.key, free.to_bytes()):
                 return before
 
@@ -253,8 +279,8 @@ class Owners:
         """Removes all but the last few claims below `mine`."""
         old = []
         for entry in self.store.scan("owners/"):
-            number = entry.key.removeprefix("owners/").partition(".")[0]
-            if number.isascii() and number.isdigit() and int(number) < mine.number - KEPT:
+            number = number_of(entry.key)
+            if number is not None and number < mine.number - KEPT:
                 old.append(entry.key)
         with contextlib.suppress(StoreError):
             if old:

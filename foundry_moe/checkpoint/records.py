@@ -15,12 +15,14 @@ from typing import Any
 import xxhash
 
 from foundry_moe.checkpoint import strict
-from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 
 FORMAT = 1
 RECORD_BYTES = 2**20  # the most that a commit record may have
 MANIFEST_BYTES = 2**29  # and a manifest, compressed
 RANKS = 2**20  # the most processes that a checkpoint may say have written it
+
+LAST_GENERATION, LAST_STEP = 10**9 - 1, 10**15 - 1  # the largest that names of commits have digits for
 
 ATTEMPT = re.compile(r"steps/([0-9]{12,15})/[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")  # the only form of an attempt's name
 _COMMIT = re.compile(r"commits/([0-9]{6,9})-([0-9]{12,15})\.json")
@@ -81,6 +83,15 @@ class CommitKey:
 
     generation: int
     step: int
+
+    def __post_init__(self) -> None:
+        # a name with more digits would be written, and no listing would find it again
+        if not (0 <= self.generation <= LAST_GENERATION and 0 <= self.step <= LAST_STEP):
+            raise CheckpointError(
+                f"no commit can have generation {self.generation} and step {self.step}: the largest are "
+                f"{LAST_GENERATION} and {LAST_STEP}. Use another folder, or remove the record below commits/ that has "
+                "such a number"
+            )
 
     @property
     def key(self) -> str:

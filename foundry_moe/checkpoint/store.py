@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from foundry_moe.checkpoint.errors import NotAnObjectError, StoreError
+from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, StoreError
 
 T = TypeVar("T")
 
 PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 wants 5 MiB at least
+SMALL_BYTES = 2**20  # the most that `get` holds in memory unless it is told otherwise
 PROBE = "probe"  # an empty object, written and deleted to see whether that can be done
+PROBE_TRIES = 3  # another run's check may delete the object between two writes of ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,8 @@ class Store(abc.ABC):
         """Writes an object of any size straight from memory, in parts; `on_part` is called after each."""
 
     @abc.abstractmethod
-    def get(self, key: str) -> bytes:
-        """A small object's bytes."""
+    def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
+        """A small object's bytes. A larger one is a NotAnObjectError; no more than the limit is held in memory."""
 
     @abc.abstractmethod
     def read_into(self, key: str, start: int, out: memoryview) -> None:
@@ -123,9 +125,19 @@ class Store(abc.ABC):
         """
         for _ in self.scan("commits/"):
             break
-        self.put_new(PROBE, b"")  # as a commit is written, which not every file system can
+        if not any(self._second_writer_loses() for _ in range(PROBE_TRIES)):
+            raise DeniedError(
+                f"{self.url} overwrites an object that was to be written only if there is none (on S3 with "
+                "If-None-Match: *): two runs could commit the same step. Use a store that supports conditional writes"
+            )
+
+    def _second_writer_loses(self) -> bool:
+        """Writes an object twice as a commit is written: of two such writes a store may accept one."""
+        self.put_new(PROBE, b"")
+        second_won = self.put_new(PROBE, b"")
         with contextlib.suppress(StoreError):
             self.delete([PROBE])
+        return not second_won
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -137,7 +149,7 @@ def checked_key(key: str) -> str:
     Raises:
         NotAnObjectError: it is empty, or has a part that is empty, `.` or `..`, or a character that no key has.
     """
-    if any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key or "\\" in key:
+    if any(part in ("", ".", "..") for part in key.split("/")) or "\\" in key or not key.isprintable():
         raise NotAnObjectError(f"{key!r} cannot be the name of an object in a folder of checkpoints")
     return key
 
@@ -149,12 +161,14 @@ def folder_problem(folder: str) -> str | None:
     """
     scheme, separator, rest = folder.partition("://")
     if separator and scheme not in ("s3", "file"):
-        return f"{scheme}:// is not supported; use s3://bucket/run or a path"
+        return _unknown_scheme(scheme, rest)
     if scheme == "s3" and separator:
         return None if rest.partition("/")[0] else "it names no bucket: write s3://bucket/run"
     if not separator and (slip := re.match(r"(?i)(s3|file):/*", folder)):
         right = f"s3://{folder[slip.end() :]}" if slip[1].lower() == "s3" else f"file:///{folder[slip.end() :]}"
         return f"an address begins with {slip[1].lower()}://; write {right}"
+    if not separator and (other := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", folder)):
+        return _unknown_scheme(other[1], folder[other.end() :])
     path = Path(rest if separator else folder).expanduser().absolute()
     for place in (path, *path.parents):
         if not os.path.lexists(place):
@@ -170,6 +184,17 @@ def folder_problem(folder: str) -> str | None:
             return f"{place} is {kind}, not a folder; name another path"
         return None
     return None
+
+
+def _unknown_scheme(scheme: str, rest: str) -> str:
+    """What to write instead of an address of another kind."""
+    if scheme.lower() == "dbfs":
+        volume = "/" + rest.lstrip("/")
+        instead = volume if volume.startswith("/Volumes/") else "/Volumes/CATALOG/SCHEMA/VOLUME/run"
+        return f"dbfs: is not supported; a Unity Catalog volume is a path: write {instead}"
+    if scheme.lower() == "oci":
+        return "oci: is not supported; write s3://bucket/run, with the bucket's S3 Compatibility API as endpoint_url"
+    return f"{scheme}: is not supported; use s3://bucket/run or a path (./{scheme}:... for a local folder of that name)"
 
 
 def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:

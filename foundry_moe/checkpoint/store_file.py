@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from foundry_moe.checkpoint.errors import DeniedError, FullError, NotAnObjectError, NotFoundError, StoreError
-from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key, folder_problem
+from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key, folder_problem
 
 log = logging.getLogger(__name__)
 
@@ -158,12 +158,15 @@ class FileStore(Store):
         finally:
             os.close(handle)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
         try:
             with self._file(key) as handle, open(handle, "rb", closefd=False) as file:
-                return file.read()
+                data = file.read(most_bytes + 1)
         except OSError as error:
             raise self._translate(error, f"read {key}", key) from error
+        if len(data) > most_bytes:
+            raise NotAnObjectError(f"{self.url}/{key} has more than {most_bytes} bytes, the most that it may have")
+        return data
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         self.read_seen(key, start, out, lambda piece: None)
@@ -217,7 +220,7 @@ class FileStore(Store):
                         if unfinished or f"{key}/".startswith(prefix):
                             visit(folder, item.name, key)
                     elif item.name.startswith(UNFINISHED) is unfinished and (unfinished or key.startswith(prefix)):
-                        if not item.is_file(follow_symlinks=False):
+                        if not item.is_file(follow_symlinks=False) or not key.isprintable():
                             self._tell_strange(key)
                             continue
                         try:
@@ -251,7 +254,7 @@ class FileStore(Store):
     def _tell_strange(self, key: str) -> None:
         if key not in self._told:
             self._told.add(key)
-            log.warning("Passed over %r in %s: it is a link or no file, which no checkpoint has.", key, self.url)
+            log.warning("Passed over %r in %s: a checkpoint has no links, pipes or names like this.", key, self.url)
 
     def delete(self, keys: Iterable[str]) -> None:
         folders: dict[str, list[str]] = {}

@@ -7,9 +7,10 @@ What boto3 retries (503, resets) it retries; what it does not (a body cut short,
 from __future__ import annotations
 
 import contextlib
+import datetime
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -29,7 +30,7 @@ from foundry_moe.checkpoint.errors import (
     NotFoundError,
     StoreError,
 )
-from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key, with_retries
+from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key, with_retries
 
 SEND_BYTES = 2**20
 PIECE_BYTES = 2**18  # the most that is taken from a connection at once
@@ -40,16 +41,32 @@ MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
 DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
 WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
-ALWAYS = {  # what every answer of S3's has
-    "list_objects_v2": ("Name",),
-    "list_multipart_uploads": ("Bucket",),
-    "put_object": ("ETag",),
-    "upload_part": ("ETag",),
-    "create_multipart_upload": ("UploadId",),
-    "complete_multipart_upload": ("ETag",),
-    "get_object": ("ETag", "ContentLength"),
-    "head_object": ("ETag", "ContentLength"),
+ALWAYS: dict[str, dict[str, type]] = {  # fields of every answer of S3's; a proxy's or an attacker's may lack them
+    "list_objects_v2": {"Name": str},
+    "list_multipart_uploads": {"Bucket": str},
+    "put_object": {"ETag": str},
+    "upload_part": {"ETag": str},
+    "create_multipart_upload": {"UploadId": str},
+    "complete_multipart_upload": {"ETag": str},
+    "get_object": {"ETag": str, "ContentLength": int},
+    "head_object": {"ETag": str, "ContentLength": int},
 }
+# a listing's items and what leads to its next page, by operation
+LISTED: dict[str, tuple[str, dict[str, type], dict[str, str]]] = {
+    "list_objects_v2": (
+        "Contents",
+        {"Key": str, "Size": int, "LastModified": datetime.datetime},
+        {"ContinuationToken": "NextContinuationToken"},
+    ),
+    "list_multipart_uploads": (
+        "Uploads",
+        {"Key": str, "UploadId": str, "Initiated": datetime.datetime},
+        {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+    ),
+}
+MAX_PAGES = 20_000  # of a listing, of 1,000 objects each: no folder of checkpoints has so many
+ANSWER_BYTES = 2**26  # the most that an answer other than an object's bytes may have; a full page has 4 MB
+UNREADABLE = (ResponseParserError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"}
 
 
@@ -103,7 +120,7 @@ class _Limited:
 
         def work() -> None:
             try:
-                box.append(self._session.send(request))
+                box.append(self._receive(request))
             except BaseException as error:
                 box.append(error)
 
@@ -115,6 +132,23 @@ class _Limited:
         if isinstance(box[0], BaseException):
             raise box[0]
         return box[0]
+
+    def _receive(self, request: Any) -> Any:
+        """Sends a request, and reads its answer here unless that is an object's bytes: botocore would read all."""
+        is_object, request.stream_output = request.stream_output, True
+        response = self._session.send(request)
+        if not is_object or response.status_code >= 300:
+            body = bytearray()
+            try:
+                while len(body) <= ANSWER_BYTES and (piece := response.raw.read1(PIECE_BYTES)):
+                    body += piece
+            except (HTTPError, OSError) as error:  # as the session raises it, so that botocore tries again
+                raise bce.ConnectionClosedError(endpoint_url=request.url, error=error) from error
+            if len(body) > ANSWER_BYTES:
+                response.raw.close()
+                raise bce.ResponseStreamingError(error=f"an answer has more than {ANSWER_BYTES} bytes")
+            response._content = bytes(body)
+        return response
 
 
 def _length(request: Any) -> int:
@@ -170,9 +204,10 @@ class S3Store(Store):
         return next(self.scan(), None) is not None
 
     def _call(self, action: str, operation: str, **arguments: Any) -> Any:
+        client = self._client  # outside of the `try`: what is wrong with the user's address is no answer
         try:
-            answer = getattr(self._client, operation)(Bucket=self.bucket, **arguments)
-        except (bce.BotoCoreError, bce.ClientError, ResponseParserError, OSError) as error:
+            answer = getattr(client, operation)(Bucket=self.bucket, **arguments)
+        except (bce.BotoCoreError, bce.ClientError, OSError, *UNREADABLE) as error:
             raise self._translate(error, action) from error
         return self._checked(answer, action, operation)
 
@@ -183,15 +218,42 @@ class S3Store(Store):
         Raises:
             StoreError: it is not.
         """
-        lacks = [name for name in ALWAYS.get(operation, ()) if name not in answer]
-        if operation == "get_object" and answer.get("ContentType", "").startswith("text/html"):
-            lacks.append("object")
-        if lacks:
-            raise StoreError(
-                f"could not {action} in {self.url}: what answers is not S3, for it sent a page or nothing where S3 "
-                f"gives {lacks[0]}; check `endpoint_url`, and the proxies in between"
-            )
+        if operation == "get_object" and str(answer.get("ContentType", "")).startswith("text/html"):
+            raise self._not_s3(action, "it sent a page in place of the object")
+        return self._with_fields(answer, ALWAYS.get(operation, {}), action)
+
+    def _with_fields(self, answer: Any, fields: Mapping[str, type], action: str) -> Any:
+        """An answer, or an item of a listing, that has these fields; raises StoreError for another."""
+        for name, kind in fields.items():
+            value = answer.get(name) if isinstance(answer, Mapping) else None
+            if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
+                raise self._not_s3(action, f"{name} is missing, or not what S3 gives")
         return answer
+
+    def _not_s3(self, action: str, reason: str) -> StoreError:
+        return StoreError(
+            f"could not {action} in {self.url}: the endpoint did not answer as S3 ({reason}); check `endpoint_url`, "
+            "and the proxies in between"
+        )
+
+    def _list(self, operation: str, action: str, prefix: str) -> Iterator[Any]:
+        """The items of all pages of a listing."""
+        name, fields, following = LISTED[operation]
+        arguments: dict[str, Any] = {"Prefix": self.prefix + prefix}
+        for _ in range(MAX_PAGES):
+            page = self._call(action, operation, **arguments)
+            items = page.get(name, [])
+            if not isinstance(items, list):
+                raise self._not_s3(action, f"{name} is not a list")
+            yield from (self._with_fields(item, fields, action) for item in items)
+            if not page.get("IsTruncated"):
+                return
+            self._with_fields(page, dict.fromkeys(following.values(), str), action)
+            after = {argument: page[field] for argument, field in following.items()}
+            if after.items() <= arguments.items():
+                raise self._not_s3(action, "a page of the listing is followed by itself")
+            arguments |= after
+        raise self._not_s3(action, f"its listing has more than {MAX_PAGES} pages")
 
     def put(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", "put_object", Key=self._key(key), Body=data)
@@ -257,9 +319,15 @@ class S3Store(Store):
             if self.size_bytes(key) != size_bytes:  # else an earlier try won and its answer was lost
                 raise
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
         def attempt() -> bytes:
             answer = self._call(f"read {key}", "get_object", Key=self._key(key))
+            if answer["ContentLength"] > most_bytes:
+                answer["Body"].close()
+                raise NotAnObjectError(
+                    f"{self.url}/{key} has {answer['ContentLength']} bytes, more than {most_bytes}, the most that it "
+                    "may have"
+                )
             pieces: list[bytes] = []
             self._receive(key, answer, answer["ContentLength"], pieces.append)
             return b"".join(pieces)
@@ -320,19 +388,14 @@ class S3Store(Store):
             return None
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        arguments: dict[str, Any] = {"Prefix": self.prefix + prefix}
-        while True:
-            page = self._call(f"list {prefix}".rstrip(), "list_objects_v2", **arguments)
-            for item in page.get("Contents", ()):
-                key = item["Key"].removeprefix(self.prefix)
-                try:
-                    checked_key(key)
-                except NotAnObjectError:
-                    continue  # `steps/` as the S3 console makes it, or a name by which somebody wants to lead us out
-                yield Entry(key=key, size_bytes=item["Size"], modified_s=item["LastModified"].timestamp())
-            if not page.get("IsTruncated"):
-                return
-            arguments["ContinuationToken"] = page["NextContinuationToken"]
+        action = f"list {prefix}".rstrip()
+        for item in self._list("list_objects_v2", action, prefix):
+            key = item["Key"].removeprefix(self.prefix)
+            try:
+                checked_key(key)
+            except NotAnObjectError:
+                continue  # `steps/` as the S3 console makes it, or a name by which somebody wants to lead us out
+            yield Entry(key=key, size_bytes=item["Size"], modified_s=self._seconds(item["LastModified"], action))
 
     def delete(self, keys: Iterable[str]) -> None:
         todo = [{"Key": self._key(key)} for key in keys]
@@ -348,24 +411,23 @@ class S3Store(Store):
 
     def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
         limit_s = self.now_s() - older_than_s
-        stale = [upload for upload in self._unfinished(prefix) if upload["Initiated"].timestamp() <= limit_s]
+        action = "list unfinished uploads"
+        uploads = self._list("list_multipart_uploads", action, prefix)
+        stale = [upload for upload in uploads if self._seconds(upload["Initiated"], action) <= limit_s]
         for upload in stale:
             self._call("abort", "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
         return len(stale)
 
-    def _unfinished(self, prefix: str) -> Iterator[dict[str, Any]]:
-        arguments: dict[str, Any] = {"Prefix": self.prefix + prefix}
-        while True:
-            page = self._call("list unfinished uploads", "list_multipart_uploads", **arguments)
-            yield from page.get("Uploads", ())
-            if not page.get("IsTruncated"):
-                return
-            arguments["KeyMarker"] = page["NextKeyMarker"]
-            arguments["UploadIdMarker"] = page["NextUploadIdMarker"]
-
     def now_s(self) -> float:
         page = self._call("list", "list_objects_v2", Prefix=self.prefix, MaxKeys=1)
-        return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+        return self._seconds(page["ResponseMetadata"]["HTTPHeaders"].get("date"), "read the clock")
+
+    def _seconds(self, moment: Any, action: str) -> float:
+        """Seconds since 1970 of a time in an answer, or in its header."""
+        try:
+            return (parsedate_to_datetime(moment) if isinstance(moment, str) else moment).timestamp()
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise self._not_s3(action, "it gives no date") from error
 
     def _translate(self, error: Exception, action: str) -> StoreError:
         where = f"could not {action} in {self.url}"
@@ -378,8 +440,10 @@ class S3Store(Store):
             return DeniedError(f"{where}: {error}; correct `profile` or AWS_PROFILE")
         if isinstance(error, bce.EndpointConnectionError):
             return StoreError(f"{where}: no answer from {error.kwargs.get('endpoint_url')}; check `endpoint_url`")
-        if isinstance(error, ResponseParserError):
-            return StoreError(f"{where}: what answers is not S3, for its answer cannot be read; check `endpoint_url`")
+        if isinstance(error, RecursionError):
+            return self._not_s3(action, "it redirects without end")
+        if isinstance(error, UNREADABLE):
+            return self._not_s3(action, "its answer cannot be read")
         if not isinstance(error, bce.ClientError):
             return StoreError(f"{where}: {error}")
         code, message = _code(error), error.response.get("Error", {}).get("Message", "")

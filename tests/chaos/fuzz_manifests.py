@@ -24,11 +24,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.errors import DamagedError, MismatchError, NotFoundError, StoreError
+from foundry_moe.checkpoint.errors import DamagedError, MismatchError, NotAnObjectError, NotFoundError, StoreError
 from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold, verify
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.records import ATTEMPT, CommitKey
-from foundry_moe.checkpoint.store import Entry, Store, StoreOptions, checked_key
+from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key
 from tests.helpers.forging import key_of, manifest_of, packed, put_manifest, put_record, record_of
 
 ODD = [
@@ -87,10 +87,12 @@ class MemoryStore(Store):
     def put_large(self, key: str, data: memoryview, *, on_part=lambda: None) -> None:
         self.put(key, bytes(data))
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
         self.asked.add(checked_key(key))
         if key not in self.objects:
             raise NotFoundError(f"no {key}")
+        if len(self.objects[key]) > most_bytes:
+            raise NotAnObjectError(f"{key} is too large")
         return self.objects[key]
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:

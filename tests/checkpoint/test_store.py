@@ -8,9 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,8 +24,9 @@ from foundry_moe.checkpoint.errors import (
     StoreError,
 )
 from foundry_moe.checkpoint.settings import checkpoint_config
-from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
+from tests.helpers.s3_servers import served
 
 LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one short
 
@@ -202,19 +202,6 @@ class Page(BaseHTTPRequestHandler):
         pass
 
 
-@contextlib.contextmanager
-def served(handler: type[BaseHTTPRequestHandler], **options) -> Iterator[Store]:
-    """A store on S3 where this handler answers."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        yield open_store("s3://bucket/run", StoreOptions(endpoint_url=url, **options))
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.mark.parametrize("body", [Page.body, b"<!doctype html><p>no <b>XML", b"", b'{"error": "proxy"}'])
 def test_what_is_not_s3_is_no_empty_folder(moto, body) -> None:
     with served(type("Handler", (Page,), {"body": body}), attempts=1) as store:
@@ -229,7 +216,7 @@ def test_what_is_not_s3_is_no_empty_folder(moto, body) -> None:
             lambda: store.read_into("x", 0, memoryview(bytearray(5))),
             lambda: store.size_bytes("x"),
         ):
-            with pytest.raises(StoreError, match=r"what answers is not S3|500 Internal Server Error"):
+            with pytest.raises(StoreError, match=r"did not answer as S3|500 Internal Server Error"):
                 action()
 
 
@@ -368,10 +355,21 @@ def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch, number
 
 
 def test_addresses_of_other_kinds_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gs:// is not supported; use s3://bucket/run or a path"):
-        open_store("gs://bucket/run")
-    with pytest.raises(ValueError, match="names no bucket"):
-        open_store("s3:///run")
+    for address, words in {
+        "hdfs://host/run": r"hdfs: is not supported; use s3://bucket/run or a path",
+        "oci://bucket/run": "S3 Compatibility API as endpoint_url",
+        "dbfs:/Volumes/main/x/y/run": r"a path: write /Volumes/main/x/y/run$",
+        "dbfs:/mnt/run": r"write /Volumes/CATALOG/SCHEMA/VOLUME/run$",
+        "dbfs://Volumes/a/b/c": r"write /Volumes/a/b/c$",
+        "hdfs:/host/run": r"hdfs: is not supported.*\./hdfs:\.\.\. for a local folder",
+        "run:1/x": r"run: is not supported",
+        "s3:///run": "names no bucket",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            open_store(address)
+        with pytest.raises(ValueError, match=words):
+            checkpoint_config({"folder": address})
+    assert open_store("./run:1").url.endswith("/run:1")
 
 
 def test_a_path_that_can_be_no_folder_is_refused_at_once(tmp_path) -> None:
