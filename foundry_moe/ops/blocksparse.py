@@ -239,9 +239,8 @@ def _up_backward(
     """dx_TD (empty unless `needs_dx`) and, plane by plane, the gradients of w1 and v1."""
     dz_PV, x_TD, weights = _aligned(dz_PV), _aligned(x_TD), _planes(w1, v1)
     dx_TD = x_TD.new_empty(0)
-    dw_P = w1.new_empty(len(weights), *w1.shape)
     if plan.rows == 0:
-        return torch.zeros_like(x_TD) if needs_dx else dx_TD, dw_P.zero_()
+        return torch.zeros_like(x_TD) if needs_dx else dx_TD, w1.new_zeros(len(weights), *w1.shape)
     ragged = plan.ragged if plan.kernels == "hopper" else None
     topology = plan.topology if plan.kernels == "portable" else None
     x_RD = None
@@ -264,6 +263,7 @@ def _up_backward(
             del dx_ECD
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
         del dx_RD
+    dw_P = w1.new_empty(len(weights), *w1.shape)  # only now: the rows of dx and this never exist at once
     if x_RD is not None and ragged is not None:
         hopper.weight_gradient(dz_PV, x_RD, ragged, out=dw_P)
         return dx_TD, dw_P
