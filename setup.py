@@ -39,7 +39,7 @@ EXTRAS = {
 }  # fmt: skip
 
 # LLM Foundry reads the groups `llmfoundry_*`. Gates of other packages are entry points of `foundry_moe_gates`; our own
-# are listed in foundry_moe/layers/gates/factory.py.
+# are listed in foundry_moe/layers/gates/registry.py.
 ENTRY_POINTS = {
     "console_scripts": ["foundry-moe = foundry_moe.cli:main"],
     "llmfoundry_algorithms": [

@@ -31,7 +31,7 @@ from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.ops.select_topk import count_choices
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
-from foundry_moe.parallel.replicas import WeightsOfCopies
+from foundry_moe.parallel.hot_experts import WeightsOfCopies
 
 REPEATS, WARM_UP = 9, 3
 

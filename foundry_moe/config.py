@@ -1,4 +1,4 @@
-"""The configuration a user writes, and every check on it that needs no model and no process group.
+"""The user's configuration, and all checks on it that need no model and no process group.
 
 One class, `MoEConfig`, serves both ways of using the package: `algorithms.dmoe` and `model.moe`.
 This module imports neither torch nor Composer.
@@ -122,8 +122,8 @@ class MeshConfig:
     all_to_all: flat | hierarchical | auto (hierarchical where `expert` spans nodes).
     buffer: how many times an even share of rows a GPU receives and computes at once; a more skewed batch goes in
         rounds, sent and computed again in the backward pass but for the first: memory does not follow the router.
-    hot_experts: so many of a layer's fullest experts, by the loads of the last steps, have copies on the GPUs of their
-        group with the fewest rows, which take a part of their tokens; 0 = none.
+    hot_experts: the number of a layer's most loaded experts, by the loads of the last steps, that have copies on the
+        GPUs of their group with the fewest rows; copies compute a part of their tokens. 0 = none.
     reduce: when gradients are summed over `shard`: after each microbatch, or once a batch, which holds them unsharded
         until then. Over `replicate` they are summed once a batch.
     compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU) |

@@ -38,7 +38,7 @@ def section(run: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     """A mapping inside a run's YAML, such as `model` or `model.attn_config`; empty where it is not there, or null.
 
     Raises:
-        ValueError: something else stands in its place.
+        ValueError: the value is no mapping.
     """
     inner: Any = run
     for depth, key in enumerate(path, 1):
@@ -57,7 +57,7 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str], where: str) -> 
 
 
 def form(text: str) -> dict[str, str]:
-    """Metadata of a dataclass field: how a user is told what its value looks like, where its type says too little."""
+    """Metadata of a dataclass field: describes its valid values in errors, where the type is not enough."""
     return {"form": text}
 
 
@@ -84,7 +84,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def _plain(annotation: Any) -> str:
-    """An annotation as a user reads it."""
+    """An annotation in plain words."""
     names = {
         "int": "a whole number",
         "float": "a number",

@@ -1,7 +1,7 @@
-"""Plans which ranks tokens are sent to: each rank of a token once, rows sorted by rank, then by token; without sorting.
+"""Plans which ranks tokens are sent to: each rank of a token once, rows ordered by rank, then by token; no sort.
 
-Two launches. The first counts, so that ranks can tell each other how much they send; the second finds each row and
-packs what is sent beside the tokens. Counts are sums of integers, so atomics change no bits.
+Two launches. The first counts rows, so that ranks exchange counts meanwhile; the second assigns rows and packs combine
+weights and expert numbers. Counts are integer sums, so atomics are deterministic.
 
 Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, N blocks of tokens, S rows.
 """
@@ -81,7 +81,7 @@ def _row_kernel(
 
 
 def count_rows(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1) -> tuple[Tensor, Tensor]:
-    """How much goes to each rank.
+    """Counts the rows for each rank.
 
     Args:
         experts_TK: contiguous integers; -1 is no choice. Rank e // local_experts has expert e.
@@ -109,7 +109,7 @@ def count_rows(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 
 def assign_rows(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, counts_P2: Tensor, counts_PN: Tensor, nodes: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The row of each token for each of its ranks, and what travels beside the token.
+    """The row of each token for each of its ranks, and the packed rows that are sent beside tokens.
 
     Args:
         weights_TK: contiguous.

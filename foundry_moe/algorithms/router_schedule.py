@@ -20,13 +20,12 @@ from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rule
 from foundry_moe.algorithms.strict_compilation import StrictCompilation
 from foundry_moe.algorithms.weights_from_files import read_by_rank
 from foundry_moe.layers.context import BatchContext, stay, unchanged
-from foundry_moe.layers.gate_updates import note_loads, step_gates
-from foundry_moe.layers.lookup import batch_context, moe_layers
+from foundry_moe.layers.lookup import batch_context, moe_layers, note_loads, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
 from foundry_moe.models.same_run import check_model, describe_model
-from foundry_moe.parallel.gate_collectives import GateCollectives
+from foundry_moe.parallel.collectives import GateCollectives
 
 _EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 

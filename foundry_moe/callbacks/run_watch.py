@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foundry_moe.callbacks.nonfinite import NO_NEWS, FiniteWatch, NonfiniteCount, name_ranks
 from foundry_moe.callbacks.preemption import StopSignals, shield_workers
-from foundry_moe.parallel.timeout import group_timeout
+from foundry_moe.parallel.collectives import group_timeout
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
 SHOWN = 4  # numbers of microbatches in the error about them: a job of hundreds of ranks may have as many

@@ -29,7 +29,7 @@ from foundry_moe.config import (
 from foundry_moe.launch.foundry_keys import check_keys
 from foundry_moe.launch.run_values import check_fit, check_values
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
-from foundry_moe.layers.gates.rules import check_freeze, check_gate
+from foundry_moe.layers.gates.registry import check_freeze, check_gate
 from foundry_moe.parallel.mesh import divisors, listed
 from foundry_moe.schema import from_mapping, section
 

@@ -31,7 +31,7 @@ class LoadStatistics:
         self.microbatches_1 = torch.zeros(1, dtype=torch.int64)
 
     def move_to(self, device: torch.device) -> None:
-        """Follows the layer to its device; nothing to do after the first call there."""
+        """Moves the sums to the layer's device, once."""
         if self.counts_E.device != device:
             self.counts_E = self.counts_E.to(device)
             self.losses_L = self.losses_L.to(device)
@@ -46,7 +46,7 @@ class LoadStatistics:
 @torch.library.custom_op("foundry_moe::note_load", mutates_args=("sum_E", "sum_L", "sum_1"))
 def _note_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
     """Adds one microbatch to the sums. An operator, so that a compiled backward pass may have this side effect."""
-    # `.data`: the sums are saved for this very backward pass, and its check of versions must not see them change
+    # `.data`: the sums are saved for this backward pass, whose version check must not see the change
     sum_E.data.add_(counts_E)
     sum_L.data.add_(losses_L)
     sum_1.data.add_(1)
@@ -59,8 +59,8 @@ def _(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: T
 
 @torch.library.custom_op("foundry_moe::read_scale", mutates_args=())
 def _read_scale(scale: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
-    """The scale now, in `like`'s dtype. Takes a gradient that it has no use for: a compiled graph is free to compute in
-    its forward pass what does not depend on one, and there the scale is that of the microbatch before.
+    """The current scale, in `like`'s dtype. The gradient is not used, but makes this depend on the backward pass: a
+    compiled graph may move other operations to its forward pass, where the scale is that of the previous microbatch.
     """
     return scale.to(like.dtype, copy=True)
 
@@ -85,7 +85,7 @@ class _AttachLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(losses_L, counts_E, loss.detach())
         ctx.scale, ctx.sums = scale, (sum_E, sum_L, sum_1)
-        # A compiled graph that returns an alias of its input rebuilds it outside, and this backward pass would be lost
+        # torch.compile rebuilds an output that aliases an input outside the graph, which would drop this backward pass
         return y_TD.clone() if torch.compiler.is_compiling() else y_TD.view_as(y_TD)
 
     @staticmethod
@@ -98,13 +98,13 @@ class _AttachLoss(torch.autograd.Function):
 def attach(
     y_TD: Tensor, loss: Tensor, losses_L: Tensor, counts_E: Tensor, scale: Tensor, statistics: LoadStatistics
 ) -> Tensor:
-    """`y_TD` unchanged; its backward pass gives `loss` the gradient `scale` and adds to the statistics.
+    """`y_TD` unchanged; its backward pass sets the gradient of `loss` to `scale` and adds to the statistics.
 
     Args:
         loss: weighted sum of auxiliary losses, a scalar.
         losses_L: their unweighted values, detached, fp32.
         counts_E: choices per expert, int64.
-        scale: what the trainer makes of the main loss (`BatchContext.loss_scale`), read in the backward pass.
+        scale: the trainer's factor of the main loss (`BatchContext.loss_scale`), read in the backward pass.
     """
     statistics.move_to(y_TD.device)
     return _AttachLoss.apply(

@@ -1,7 +1,7 @@
-"""What a layer must know of the batch beyond its input: token ids, padding, progress, and how the loss is scaled.
+"""The batch as a layer sees it beyond its input: token ids, padding, progress, and the scale of the loss.
 
-One `BatchContext` is shared by the layers of a model. It is filled from outside by hooks, so that the model's
-code stays as it is. Knows nothing of ranks or trainers.
+The layers of a model share one `BatchContext`. Hooks fill it, so that the model's code stays unchanged. Knows neither
+ranks nor trainers.
 
 Shapes: B sequences, S positions, T tokens, E experts.
 """
@@ -22,46 +22,46 @@ from foundry_moe.ops import noise
 
 
 def unchanged(tensor: Tensor) -> Tensor:
-    """The tensor itself: one process has the whole batch, or all experts."""
+    """The tensor itself: the reduction of a single process."""
     return tensor
 
 
-# from rows and a stream to shuffled rows, and the function that undoes the shuffle
+# (rows, stream) -> shuffled rows, and a function that undoes the shuffle
 Shuffle = Callable[[Tensor, int], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def stay(rows_TX: Tensor, stream: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The `Shuffle` of one process: the rows as they are.
+    """The `Shuffle` of a single process: unchanged rows.
 
     A `Shuffle` over processes sends rows to random processes; equal streams give equal shuffles.
     """
     return rows_TX, unchanged
 
 
-class Sequences(NamedTuple):
-    """Which sequence each token is in.
+class TokenSequences(NamedTuple):
+    """The sequence of each token.
 
-    index_T: int64, below `number`.
-    number: of sequences at most; some may have no tokens.
+    index_T: int64, below `num_sequences`.
+    num_sequences: at most; some may have no tokens.
     """
 
     index_T: Tensor
-    number: int
+    num_sequences: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateContext:
-    """What a gate may ask about its tokens. T tokens.
+    """Properties of a gate's tokens. T tokens.
 
     token_ids_BS: the ids of the batch [sequences, positions], or None where the model was not given any.
     mask_T: True for real tokens, False for padding; None = all are real.
-    progress: how far training is; None where nothing sets it.
+    progress: of the training; None where nothing sets it.
     losses: names of the auxiliary losses that are wanted; none in evaluation.
     seed, layer: of the layer, for random numbers.
-    sum_counts: from the counts of these tokens to those of all tokens that a balance loss is taken over; call it
-        once in a forward pass at most, with a tensor that has no gradient.
-    sequences: given where a balance loss is taken over each sequence by itself, instead of over `sum_counts`.
-    largest: from a scalar to the largest of all processes that share a batch.
+    sum_counts: sums counts over all tokens of the balance loss. Call it at most once in a forward pass, with a tensor
+        without gradient.
+    sequences: given where the balance loss is per sequence, instead of over `sum_counts`.
+    largest: the maximum of a scalar over all processes that share a batch.
     shuffle: moves rows at random between the processes that share a batch, see `stay`.
     keys: gives `token_keys` of the ids; None where there are none.
     """
@@ -73,33 +73,32 @@ class GateContext:
     seed: int = 0
     layer: int = 0
     sum_counts: Callable[[Tensor], Tensor] = unchanged
-    sequences: Sequences | None = None
+    sequences: TokenSequences | None = None
     largest: Callable[[Tensor], Tensor] = unchanged
     shuffle: Shuffle = stay
     keys: Callable[[], Tensor] | None = None
 
     def token_keys(self, num_tokens: int, device: torch.device) -> Tensor:
-        """int32 [T]: what a token's random numbers depend on; from its sequence, else its position in the input."""
+        """int32 [T]: seeds of the tokens' random numbers; from the sequence, else from the position in the input."""
         if self.keys is not None:
             return self.keys()
         return noise.mix(torch.arange(num_tokens, dtype=torch.int32, device=device))
 
     def stream(self, purpose: int) -> int:
-        """For `foundry_moe.ops.noise`: numbers of its own for each layer, batch and purpose."""
+        """For `foundry_moe.ops.noise`: distinct for each layer, batch and purpose."""
         return noise.stream_of(self.seed, self.layer, self.progress.ba if self.progress else 0, purpose)
 
 
 class BatchContext:
-    """Shared by the layers of one model; hooks and whoever drives the training fill it.
+    """Shared by the layers of one model; filled by hooks and by the training loop.
 
-    progress: how far training is, set before each batch.
-    sum_over_ranks, sum_over_group: sum a tensor without gradient over the processes that share the batch, and over
-        those that share experts.
+    progress: of the training, set before each batch.
+    sum_over_ranks, sum_over_group: sum a tensor without gradient over the processes that share the batch, or experts.
     max_over_ranks, shuffle: `largest` and `shuffle` of `GateContext`.
-    batch_counts: by layer, choices per expert of the whole batch, where these were counted before its first
-        microbatch; see `count_ahead`.
+    batch_counts: by layer, choices per expert of the whole batch, if counted before its first microbatch; see
+        `count_ahead`.
 
-    Not a module: DDP would broadcast its tensors, and `Module.to` would move what the layers hold on to.
+    Not a module: DDP would broadcast its tensors, and `Module.to` would replace tensors that layers refer to.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class BatchContext:
     def loss_scale(self, device: torch.device) -> Tensor:
         """d(what is differentiated) / d(loss), fp64 scalar: a trainer weighs microbatches, and scales fp16 losses.
 
-        One where no loss was anchored. Its value is right in the backward pass only.
+        1 where no loss was anchored. Valid in the backward pass only.
         """
         if self._loss_scale.device != device:
             self._loss_scale = torch.ones((), dtype=torch.float64, device=device)
@@ -138,14 +137,14 @@ class BatchContext:
         rows: int | None = None,
         device: torch.device | None = None,
     ) -> GateContext:
-        """The part that fits a layer's input. Ids and mask of another length (cached decoding) are left out.
+        """The context of a layer's input. Ids and mask of another length (cached decoding) are ignored.
 
         Args:
-            rows: of the layer's input, one a sequence; None = its tokens come without their rows.
+            rows: sequences of the layer's input; None = tokens without sequences.
             device: of the input; None = that of the ids.
 
         Raises:
-            ValueError: a balance loss over sequences is wanted, and nothing says which tokens are one.
+            ValueError: a balance loss over sequences, where the tokens of a sequence are unknown.
         """
         ids, mask = self.token_ids_BS, self.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
@@ -173,13 +172,13 @@ class BatchContext:
             self._keys_T = noise.token_keys(self.token_ids_BS)
         return self._keys_T
 
-    def _sequences(self, num_tokens: int, rows: int | None, device: torch.device | None) -> Sequences:
+    def _sequences(self, num_tokens: int, rows: int | None, device: torch.device | None) -> TokenSequences:
         packed_BS, ids = self.sequence_id_BS, self.token_ids_BS
         if packed_BS is not None and packed_BS.numel() == num_tokens:
             # a row of S tokens has S documents at most; -1 is padding
             rows, length = packed_BS.shape
             first_B1 = torch.arange(rows, device=packed_BS.device)[:, None] * length
-            return Sequences((first_B1 + packed_BS.long().clamp(0, max(length - 1, 0))).flatten(), num_tokens)
+            return TokenSequences((first_B1 + packed_BS.long().clamp(0, max(length - 1, 0))).flatten(), num_tokens)
         if ids is not None and ids.numel() == num_tokens:
             rows = ids.shape[0]
         if rows is None or (rows == 0) != (num_tokens == 0) or (rows and num_tokens % rows):
@@ -189,7 +188,7 @@ class BatchContext:
             )
         device = ids.device if device is None and ids is not None else device
         length = num_tokens // rows if rows else 0
-        return Sequences(torch.arange(rows, device=device).repeat_interleave(length, output_size=num_tokens), rows)
+        return TokenSequences(torch.arange(rows, device=device).repeat_interleave(length, output_size=num_tokens), rows)
 
     def _sum_for(self, balance_over: str, layer: int) -> Callable[[Tensor], Tensor]:
         if balance_over in ("rank", "sequence"):
@@ -205,10 +204,10 @@ class BatchContext:
         return self.batch_counts[layer] if layer in self.batch_counts else self.sum_over_ranks(counts)
 
     def count_ahead(self, run_forward: Callable[[], None]) -> None:
-        """Notes the choices of a whole batch before its first microbatch is trained on.
+        """Counts the choices of a whole batch before its first microbatch is trained on.
 
-        Shares of the whole batch stand in the gradient of every microbatch, so they must be known before the first
-        backward pass: with several microbatches a step that takes one more forward pass, without gradients.
+        The gradient of every microbatch depends on the loads of the whole batch, so these must be known before the
+        first backward pass: with several microbatches, a step takes one more forward pass, without gradients.
 
         Args:
             run_forward: runs the model on all microbatches of this process.
@@ -225,7 +224,7 @@ class BatchContext:
     def observe(self, model: nn.Module) -> None:
         """Hooks the first module of `model` whose forward takes `input_ids`, to note ids and padding of each batch.
 
-        A trainer's model around it that takes a `batch` is hooked too: it drops what the inner one does not take.
+        An outer module whose forward takes `batch` is hooked too: it drops keys that the inner one does not take.
         """
         for module in model.modules():
             names = signature(module.forward).parameters
@@ -244,7 +243,7 @@ class BatchContext:
         bound = signature(module.forward).bind_partial(*args, **kwargs).arguments
         found = (bound.get(name) for name in ("input_ids", "attention_mask", "sequence_id"))
         ids, mask, packed = (value if isinstance(value, Tensor) else None for value in found)
-        around, self._packed_BS = self._packed_BS, None  # of this call alone
+        around, self._packed_BS = self._packed_BS, None  # valid for this call only
         if packed is None and around is not None and ids is not None and around.shape == ids.shape:
             packed = around
         self.note(ids, mask, packed)
@@ -252,21 +251,21 @@ class BatchContext:
     def note(
         self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None, sequence_id_BS: Tensor | None = None
     ) -> None:
-        """Takes what belongs to the tokens that come next.
+        """Notes ids and padding of the next forward pass.
 
         Args:
             mask_BS: 1 or True = real, 0 = padding.
-            sequence_id_BS: which of its row's packed documents a token is in, from 0 up; -1 = padding.
+            sequence_id_BS: index of a token's packed document in its row, from 0 up; -1 = padding.
         """
         self.token_ids_BS = token_ids_BS
         self.mask_BS = mask_BS.bool() if mask_BS is not None and mask_BS.dim() == 2 else None
         self.sequence_id_BS = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None
         self._keys_T = None
         if token_ids_BS is not None:
-            self.loss_scale(token_ids_BS.device)  # before any layer: one made in a compiled graph is a constant
+            self.loss_scale(token_ids_BS.device)  # before any layer runs: a compiled graph would make it a constant
 
     def anchor(self, loss: Any) -> Any:
-        """The loss itself; in the backward pass it tells the layers how much the trainer makes of it.
+        """The loss unchanged; its backward pass records the factor by which the trainer scales it.
 
         A mapping of losses is anchored at `total`, other containers at each tensor.
         """
@@ -281,7 +280,7 @@ class BatchContext:
 
 
 class _AnchorLoss(torch.autograd.Function):
-    """Identity; its backward runs before that of any layer and records the gradient it is given."""
+    """Identity; its backward pass, the first of all, records the gradient it receives."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
@@ -291,6 +290,6 @@ class _AnchorLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # `.data`: a compiled layer has saved the buffer, and is meant to see what is written here
+        # `.data`: a compiled layer has saved the buffer and must see the new value
         ctx.scale.data.copy_(grads[0].detach().sum())
         return grads[0], None

@@ -1,10 +1,10 @@
-"""Copies of a layer's fullest experts on other ranks: which, where, and which tokens go to them. Sends nothing.
+"""Plans copies of a layer's most loaded experts on other ranks, and which tokens use them. Sends nothing.
 
-Every rank has a slot for each of its own experts and a few more for copies; to a dispatcher each slot is an expert. The
-plan comes from the loads of the last steps, the same on every rank, and changes between steps only.
+Every rank has a slot for each of its own experts and N more for copies; the dispatcher treats each slot as an expert.
+The plan follows from the loads of the last steps, which are equal on all ranks, and changes only between steps.
 
 Shapes: T tokens, K choices, E experts, P ranks of an expert group, e = E / P local experts, N slots for copies on each
-rank, S = P (e + N) slots, B buckets that tokens are divided into.
+rank, S = P (e + N) slots, B buckets of tokens.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops.select_topk import count_choices
 
 BUCKETS = 64
-_STRIDE = 39  # no divisor of 64 but 1, and close to its golden section: neighbouring rows go to different copies
-_LEAST = 0.02  # of an even share of rows: what moves fewer is not worth an expert's weights; a guess, not measured
-_KEPT = 0.5  # of the loads of earlier steps in the next plan, so that one odd batch does not decide
+_STRIDE = 39  # coprime to 64 and near its golden section, so that neighbouring rows use different copies
+_LEAST = 0.02  # of an even share of rows: below it a copy is not worth sending its weights; not measured
+_KEPT = 0.5  # weight of earlier steps' loads in the next plan, so that one unusual batch does not decide it
 
 
 def plan_copies(loads: Sequence[float], ranks: int, most: int) -> dict[int, list[float]]:
-    """The share of each copied expert's tokens that each rank takes; others stay where they are. By expert.
+    """By copied expert, the share of its tokens that each rank computes.
 
-    Again and again the fullest rank gives away of its fullest expert what it has above the mean, to the emptiest rank
-    first, which takes no more than it lacks.
+    Repeats: the rank with the most rows moves those above the mean, of its most loaded expert, to the ranks with the
+    fewest rows, each of which receives at most what it lacks to the mean.
 
     Args:
         loads: choices of each expert; rank e // (E / P) has expert e.
-        most: experts to copy at most.
+        most: the largest number of experts to copy.
     """
     local = len(loads) // ranks
     rows = [float(sum(loads[rank * local : (rank + 1) * local])) for rank in range(ranks)]
@@ -63,7 +63,7 @@ def plan_copies(loads: Sequence[float], ranks: int, most: int) -> dict[int, list
 
 
 def shares_of_sender(share: Sequence[float], sender: int) -> list[float]:
-    """Where the tokens of one rank go, if all ranks have as many: what its own copy can take stays there."""
+    """How one rank's tokens are divided over the copies, its own copy first; all ranks have equally many tokens."""
     part = 1.0 / len(share)
     here = [min(taken, part) for taken in share]
     room = [taken - own for taken, own in zip(share, here, strict=True)]
@@ -75,10 +75,10 @@ def shares_of_sender(share: Sequence[float], sender: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightTraffic:
-    """Whose weights a rank sends to and gets from each other rank, so that copies have them.
+    """The weights that a rank exchanges with each other rank for copies.
 
-    sent_P: local numbers of own experts, by the rank that they go to. received_P: how many copies come from each rank;
-    they lie in the slots for copies in this order.
+    sent_P: local numbers of own experts, by receiving rank.
+    received_P: number of copies from each rank, which fill the slots for copies in this order.
     """
 
     sent_P: list[list[int]]
@@ -93,7 +93,7 @@ class HotExperts:
         copies: N.
 
     num_slots: S, for the dispatcher.
-    traffic: None while nothing is copied.
+    traffic: None while there are no copies.
     counts_S: int64, choices of this rank's tokens by slot, in passes with gradient since `reset`.
     """
 
@@ -112,7 +112,7 @@ class HotExperts:
         self.counts_S.zero_()
 
     def after_step(self, counts: Sequence[int]) -> None:
-        """Plans the next step. Every rank must give the same numbers.
+        """Plans the next step. All ranks must pass the same numbers.
 
         Args:
             counts: choices of each expert in the last step, of all ranks.
@@ -122,7 +122,7 @@ class HotExperts:
         self.use(plan_copies(self.loads, self.ranks, self.copies))
 
     def use(self, shares: dict[int, list[float]]) -> None:
-        """Takes a plan, as `plan_copies` makes it."""
+        """Applies a plan of `plan_copies`."""
         sent_P: list[list[int]] = [[] for _ in range(self.ranks)]
         received_P, used_P = [0] * self.ranks, [0] * self.ranks
         slot_EB = self._own_E[:, None].repeat(1, BUCKETS)
@@ -147,7 +147,7 @@ class HotExperts:
         self._slot_EB = slot_EB.to(self._slot_EB.device)
 
     def renumber(self, choices: Choices) -> Choices:
-        """The choices by slot. A token's row number decides which copy it goes to. Without a host wait."""
+        """The choices by slot. A token's row number selects the copy. No host synchronization."""
         experts_TK = choices.experts_TK
         if self._slot_EB.device != experts_TK.device:
             self._slot_EB, self.counts_S = self._slot_EB.to(experts_TK.device), self.counts_S.to(experts_TK.device)

@@ -1,11 +1,20 @@
-"""Finds the MoE layers of a model, and the context that they share."""
+"""All MoE layers of a model: how to find them and the context they share, and the step of their gates.
+
+Knows no trainer and no rank: sums over ranks come from the context.
+
+Shapes: E experts.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
 
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.layers.schedule import Progress
 
 
 def named_moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -22,3 +31,26 @@ def batch_context(model: nn.Module) -> BatchContext | None:
     """The context that the model's MoE layers share; None where it has no such layer."""
     layers = moe_layers(model)
     return layers[0].context if layers else None
+
+
+def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:
+    """The loads counted so far, for `step_gates`; call it before the first microbatch of a step."""
+    return [layer.statistics.counts_E.clone() for layer in layers if layer.learns_from_loads]
+
+
+def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: Progress) -> None:
+    """Calls `after_step` with the loads of the step, over all microbatches and ranks. One reduction for all layers.
+
+    Args:
+        before: from `note_loads`.
+    """
+    layers = [layer for layer in layers if layer.learns_from_loads]
+    if not layers:
+        return
+    counts = [
+        layer.statistics.counts_E - earlier_E.to(layer.statistics.counts_E.device)
+        for layer, earlier_E in zip(layers, before, strict=True)
+    ]
+    summed = layers[0].context.sum_over_ranks(torch.cat(counts))
+    for layer, counts_E in zip(layers, summed.split([len(c) for c in counts]), strict=True):
+        layer.after_step(counts_E, progress)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.context import Sequences
+from foundry_moe.layers.context import TokenSequences
 from foundry_moe.ops.masked import masked_mean, masked_sum
 from foundry_moe.ops.softmax_topk import balance, z_loss
 
@@ -39,20 +39,20 @@ def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = Non
 
 
 def count_by_sequence(
-    experts_TK: Tensor, num_experts: int, sequences: Sequences, mask_T: Tensor | None = None
+    experts_TK: Tensor, num_experts: int, sequences: TokenSequences, mask_T: Tensor | None = None
 ) -> Tensor:
     """counts_NE, int64: choices per expert of the real tokens of each of N sequences; -1 is no choice."""
     if mask_T is not None:
         experts_TK = experts_TK.masked_fill(~mask_T[:, None], -1)
-    entries = sequences.number * num_experts
+    entries = sequences.num_sequences * num_experts
     at_TK = torch.where(experts_TK >= 0, sequences.index_T[:, None] * num_experts + experts_TK, entries)
     counts = torch.zeros(entries + 1, dtype=torch.int64, device=experts_TK.device)
     counts.scatter_add_(0, at_TK.flatten(), torch.ones_like(at_TK).flatten())
-    return counts[:-1].view(sequences.number, num_experts)
+    return counts[:-1].view(sequences.num_sequences, num_experts)
 
 
 def sequence_balance_loss(
-    probs_TE: Tensor, counts_NE: Tensor, sequences: Sequences, mask_T: Tensor | None = None
+    probs_TE: Tensor, counts_NE: Tensor, sequences: TokenSequences, mask_T: Tensor | None = None
 ) -> Tensor:
     """The mean, over real tokens, of the balance loss of the sequence that a token is in.
 

@@ -1,4 +1,4 @@
-"""The MoE layer: gate, dispatch, experts, combine. It never asks for a rank or a world size: a dispatcher does.
+"""The MoE layer: choose, dispatch, experts, combine. It knows no rank and no world size: its dispatcher does.
 
 Shapes: T tokens, D model width, E experts (of the whole layer), K choices a token.
 """
@@ -16,9 +16,8 @@ from foundry_moe.layers.aux_loss import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
 from foundry_moe.layers.experts import Experts, SharedExpert
-from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Choices
-from foundry_moe.layers.gates.rules import no_router, resolve_losses
+from foundry_moe.layers.gates.registry import build_gate, no_router, resolve_losses
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.losses import router_entropy
 from foundry_moe.layers.mixed_experts import MixedExperts
@@ -26,7 +25,7 @@ from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.select_topk import count_choices
 
-# what `LoadStatistics` holds beside the losses: the share of choices that were dropped, and see `measure_router`
+# values in `LoadStatistics` beside the losses: the share of dropped choices, and that of `measure_router`
 DROPPED, ROUTER_ENTROPY = "dropped", "router_entropy"
 
 
@@ -38,14 +37,14 @@ class MoELayer(nn.Module):
         config: with `expert_hidden_size` and `activation` resolved (no `auto`).
         layer_index: among the model's layers; seeds the weights.
         num_layers: layers of the model, for the scale of the output projections.
-        context: shared by the layers of a model, which draws their weights; None for a layer on its own, which draws
-            them here.
+        context: shared by the layers of a model, which then draws their weights; None for a layer on its own, which
+            draws its weights here.
         router_output: return (output, router logits) or (output, probabilities), as Hugging Face's MoE blocks do.
 
-    router_groups: experts stand in groups of so many whose rows of the router begin equal (see `models/upcycling.py`).
-    adds_nothing: the shared expert begins with an output of zero.
-    hot: copies of its fullest experts on other ranks; None = there are none, or what placement on a mesh sets here.
-    sources: where the layer's weights come from, for whoever has drawn them on the meta device and fills them.
+    router_groups: size of the groups of experts whose gate rows start equal (see `models/upcycling.py`).
+    adds_nothing: the shared expert's output starts as zero.
+    hot: copies of hot experts on other ranks, set by placement on a mesh; None = no copies.
+    sources: files of the layer's weights, for a layer on the meta device that is filled from a checkpoint.
 
     Raises:
         ValueError: `auto` for the experts' width or activation; an unknown gate or key, a loss that the gate does
@@ -121,7 +120,7 @@ class MoELayer(nn.Module):
 
     @property
     def chooses_by_tokens_alone(self) -> bool:
-        """Whether `choose` needs neither the layer's index nor the time nor random numbers nor another process."""
+        """Whether `choose` depends on its tokens only: not on the layer, time, random numbers or other processes."""
         return self.gate.chooses_by_tokens_alone and self.config.balance_over in ("rank", "sequence")
 
     @property
@@ -141,7 +140,7 @@ class MoELayer(nn.Module):
             self.hot.after_step(counts_E.tolist())
 
     def measure_router(self) -> None:
-        """Notes `router_entropy` in the statistics from the next microbatch on; NaN for a gate without logits."""
+        """Adds `router_entropy` to the statistics, from the next microbatch on; NaN for a gate without logits."""
         if ROUTER_ENTROPY not in self.statistics.names:
             self.statistics = LoadStatistics(self.num_experts, [*self.statistics.names, ROUTER_ENTROPY])
 
@@ -185,7 +184,7 @@ class MoELayer(nn.Module):
         return y, logits_TE
 
     def choose(self, x: Tensor) -> tuple[Choices, Tensor | None]:
-        """The tokens' choices, and which tokens are real: True; None = all are."""
+        """The gate's choices, and mask_T: True for real tokens; None = all are real."""
         x_TD = x.reshape(-1, self.d_model)
         context = self.context.for_tokens(
             x_TD.shape[0],
@@ -214,17 +213,17 @@ class MoELayer(nn.Module):
         """The choices by slot of an expert or of a copy.
 
         Raises:
-            ValueError: in training, where nothing would ever plan copies.
+            ValueError: in training without `dmoe_steps`, since no copies would ever be planned.
         """
         if self.training and self.context.progress is None:
             raise ValueError(
-                f"mesh.hot_experts ({hot.copies}) follows the loads of each step, which nothing tells: add "
+                f"mesh.hot_experts ({hot.copies}) follows the loads of each step, which are not passed to it: add "
                 "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or use hot_experts: 0"
             )
         return hot.renumber(choices)
 
     def _drop(self, choices: Choices, mask_T: Tensor | None) -> tuple[Choices, Tensor]:
-        """The choices that fit the experts' capacity, and the share that does not. Padding is given no slot."""
+        """The choices that fit the experts' capacity, and the share that is dropped. Padding has no slot."""
         assert self.config.capacity is not None
         wanted_TK = choices.experts_TK
         if mask_T is not None:

@@ -1,11 +1,12 @@
-"""A layer in rounds: its tokens are sent, computed and sent back part by part, one part after the other.
+"""Autograd of rounds: parts of a layer's tokens are dispatched, computed and combined one after the other.
 
-The first round keeps what its backward pass needs; later ones keep nothing and are sent and computed again there. So
-the most memory that a layer takes does not follow the router. Must not know how tokens travel nor what experts compute.
+The first round saves what its backward pass needs. Later rounds save nothing: the backward pass dispatches and computes
+them again. So a layer's peak memory does not depend on the router. Must not know dispatchers or experts.
 
-All rounds share one tensor of outputs and one of each gradient. In the graph the first round stands between two nodes:
-`_LaterRounds` computes the others, hands the first its inputs and gets their gradients back, to which it adds;
-`_FirstRound` puts the first one's outputs beside the others'. So every rank has its messages in the same order.
+All rounds write to one tensor of outputs and add to one tensor of each gradient. In the graph the first round lies
+between two nodes: `_LaterRounds` computes the others, passes the first one's inputs on, and receives their gradients,
+to which it adds; `_FirstRound` writes the first one's outputs beside the others'. So all ranks send messages in the
+same order.
 
 Shapes: T tokens, K choices, D model width.
 """
@@ -24,7 +25,7 @@ _BEFORE_INPUTS = 2  # arguments of `_LaterRounds` before tensors that may have g
 _BY_TOKEN = 2  # of those the first ones, x and weights, are cut into rounds
 
 
-@torch.compiler.disable  # how many rounds there are comes from the data: not for a compiled graph
+@torch.compiler.disable  # the number of rounds depends on the data
 def compute_in_rounds(
     compute: Round,
     rounds: Sequence[slice],
@@ -35,9 +36,9 @@ def compute_in_rounds(
     """y_TD.
 
     Args:
-        compute: a round: its tokens, as a part of all, x_TD and weights_TK of these, and parameters.
-        rounds: two or more, one after the other: all tokens, in order. One may have none.
-        parameters: of the experts: gradients reach those tensors alone that are given here.
+        compute: computes one round from its tokens (a slice), x_TD and weights_TK of these, and the parameters.
+        rounds: two or more consecutive slices that cover all tokens; a slice may be empty.
+        parameters: of the experts. Only tensors passed here receive gradients.
     """
     y_TD, x_first, weights_first, *parameters_again = _LaterRounds.apply(compute, rounds, x_TD, weights_TK, *parameters)
     return _FirstRound.apply(y_TD, compute(rounds[0], x_first, weights_first, *parameters_again))
@@ -60,9 +61,9 @@ class _PassThrough(torch.autograd.Function):
 
 
 class _LaterRounds(torch.autograd.Function):
-    """Results of all rounds but the first, whose rows are left undefined, and the inputs of the first.
+    """Results of all rounds but the first, whose rows stay undefined, and the inputs of the first.
 
-    Keeps nothing but its inputs. Backward: adds each round's gradients of parameters to the first one's, in place.
+    Saves its inputs only. Backward: adds each round's gradients of parameters to those of the first, in place.
     """
 
     @staticmethod
@@ -79,7 +80,7 @@ class _LaterRounds(torch.autograd.Function):
             if y_TD is None:
                 y_TD = y.new_empty(x_TD.shape[0], y.shape[1])
             y_TD[tokens] = y
-            del y  # before the next round
+            del y  # free it before the next round
         handed = [None if tensor is None else tensor.detach() for tensor in _cut(rounds[0], inputs)]
         needed = ctx.needs_input_grad[_BEFORE_INPUTS:]
         ctx.mark_non_differentiable(*(t for t, n in zip(handed, needed, strict=True) if t is not None and not n))
@@ -112,7 +113,7 @@ class _LaterRounds(torch.autograd.Function):
             for leaf, place in zip(leaves[:_BY_TOKEN], places, strict=False):
                 if leaf is not None and place is not None:
                     place[tokens] = 0 if leaf.grad is None else leaf.grad
-            del end, leaves  # before the next round
+            del end, leaves  # free them before the next round
         return (None,) * _BEFORE_INPUTS + tuple(places)
 
 
@@ -122,14 +123,14 @@ def _cut(tokens: slice, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _begin_gradient(tensor: Tensor, of_first: Tensor | None, first: slice) -> Tensor:
-    """Where the gradient of all tokens is put together, with that of the first round in it."""
+    """The tensor for the gradient of all tokens, filled for the first round."""
     place = torch.empty_like(tensor)
     place[first] = 0 if of_first is None else of_first
     return place
 
 
 def _add_gradient(leaf: Tensor, place: Tensor) -> None:
-    """Adds the leaf's gradient to `place` as soon as it is there, and frees it."""
+    """Adds the leaf's gradient to `place` when it is accumulated, and frees it."""
 
     def add(leaf: Tensor) -> None:
         assert leaf.grad is not None
@@ -140,7 +141,7 @@ def _add_gradient(leaf: Tensor, place: Tensor) -> None:
 
 
 class _End(torch.autograd.Function):
-    """A scalar from which a backward pass begins with given gradients of results, which need not be kept themselves."""
+    """A scalar whose backward pass starts with the given gradient of results, so that results need not be kept."""
 
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, dy_TD: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ class _End(torch.autograd.Function):
 
 
 class _FirstRound(torch.autograd.Function):
-    """Puts the first round's results beside the others', in place. Backward: copies nothing."""
+    """Writes the first round's results beside the others', in place. Backward: no copy."""
 
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, y_first: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How far training is, and numbers that follow it. Knows no trainer: whoever drives the training sets `Progress`."""
+"""Progress of the training, and schedules over it. Knows no trainer: the training loop sets `Progress`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DURATION = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kMG
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What has been trained on, in the units of Composer's time strings.
+    """Progress of the training, in the units of Composer's time strings.
 
     ba, ep, sp, tok: batches, epochs, samples and tokens of the whole job; epochs may be fractions.
     dur: share of the training's length, or None where that is not known.
@@ -39,7 +39,7 @@ class Duration:
     unit: str
 
     def share_of(self, progress: Progress) -> float:
-        """How much of this duration is behind: 1 from its end on. A duration of nothing is over at once."""
+        """The share of this duration that has passed, 1 from its end on; 1 for a duration of zero."""
         done = getattr(progress, self.unit)
         if done is None:
             raise ValueError(f"a time in {self.unit} needs a training whose length is known: use ba, ep, sp or tok")
@@ -74,7 +74,7 @@ class _Ramp:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A number that goes from `start` to `end` between two points of training, and stays there.
+    """A number that changes from `start` to `end` between two points of training, then stays at `end`.
 
     after, until: in one unit; before `after` the number is `start`.
     shape: linear | exponential | cosine.
@@ -87,10 +87,10 @@ class Schedule:
     shape: str = "linear"
 
     def at(self, progress: Progress) -> float:
-        """Its value now: a function of the time alone, so a resumed run has what an unbroken one has."""
+        """The current value: a function of the progress only, so a resumed run continues the schedule."""
         if self.is_constant:
             return self.start
-        # `share_of` checks the unit; beyond 1 there is nothing to see
+        # `share_of` checks the unit
         done = self.until.share_of(progress) * self.until.value
         share = min(max((done - self.after.value) / (self.until.value - self.after.value), 0.0), 1.0)
         if self.shape == "exponential":

@@ -1,4 +1,4 @@
-"""Which rows are sent to which rank: planned on Triton kernels where these run, else in plain torch. Sends nothing.
+"""Plans which rows are sent to which rank, on Triton kernels where they run, else in plain torch. Sends nothing.
 
 Shapes: T tokens, K choices, P ranks, C = min(P, K) ranks a token goes to at most, S rows, D model width,
 N blocks of tokens.
@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.permute import sum_choices
 
-# gives row_TC (int32, -1 = none), and by row [S or more, 2 K] weights and experts as that rank numbers its own
+# () -> row_TC (int32, -1 = none), and by row [S or more, 2 K] combine weights and local expert numbers
 AssignRows = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -49,7 +49,7 @@ def _plan_triton(
 def plan_plain(
     experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int = 1
 ) -> tuple[Tensor, AssignRows]:
-    """The plain twin of both kernels: counts_P2, and what gives row_TC and the packed rows (those in use alone)."""
+    """The plain twin of both kernels; its packed rows are only those in use."""
     experts_TK = experts_TK.long()
     tokens, choices = experts_TK.shape
     rank_TK = torch.where(experts_TK >= 0, experts_TK // local_experts, -1)

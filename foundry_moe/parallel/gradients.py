@@ -21,7 +21,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        # torch.compile rebuilds an output that aliases an input outside its graph, and this backward pass would be lost
+        # torch.compile rebuilds an output that aliases an input outside the graph, which would drop this backward pass
         return tensor.clone() if torch.compiler.is_compiling() else tensor.view_as(tensor)
 
     @staticmethod
@@ -30,7 +30,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class _TakeGradient(torch.autograd.Function):
-    """This rank's part of a weight, whose gradient goes to `take` and no further: no copy of autograd or FSDP2."""
+    """This rank's part of a weight, whose gradient is passed to `take` only: neither autograd nor FSDP2 copies it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor], None]) -> Tensor:
@@ -47,7 +47,7 @@ class _TakeGradient(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_gradient(stored: nn.Parameter, scale: float, grad: Tensor) -> None:
-    """Adds this rank's gradient times `scale` to that of the parameter that the optimizer has, in its dtype."""
+    """Adds this rank's gradient times `scale` to the gradient of the optimizer's parameter, in its dtype."""
     if stored.grad is not None:
         assert isinstance(stored.grad, DTensor)
         stored.grad.to_local().add_(grad, alpha=scale)
@@ -61,7 +61,7 @@ def _add_gradient(stored: nn.Parameter, scale: float, grad: Tensor) -> None:
 
 
 class LocalWeight:
-    """From an expert weight as it is stored, a DTensor over the expert group, to this rank's part, to compute with.
+    """Turns an expert weight, a DTensor over the expert group, into this rank's part, and scales its gradient.
 
     An expert sees the tokens of all `expert` ranks of its group, while FSDP averages its gradient over the other
     ranks only: the sum over those tokens has to be divided by `expert` once more to be the mean over ranks that
@@ -70,30 +70,30 @@ class LocalWeight:
 
     Args:
         expert: ranks of the expert group.
-        unshared: a module that FSDP2 has wrapped and no other rank has a part of, whose weights alone are asked for.
-            There is nothing to reduce: a gradient is scaled, cast and added to the stored weight's in one pass, and
-            FSDP2, which would copy it two or three times, sees none.
+        unsharded: a module wrapped by FSDP2 whose weights no other rank shares. There is nothing to reduce: its
+            gradients are scaled, cast and added to those of the stored weights in one pass, and bypass FSDP2, which
+            would copy them two or three times.
     """
 
-    def __init__(self, expert: int, unshared: nn.Module | None = None) -> None:
+    def __init__(self, expert: int, unsharded: nn.Module | None = None) -> None:
         self.scale = 1.0 / expert
-        self.unshared = unshared
+        self.unsharded = unsharded
         self.stored: dict[str, nn.Parameter] = {}
-        if unshared is not None:
-            self.stored = dict(unshared.named_parameters())
-            unshared.register_forward_pre_hook(self._find_stored, prepend=True)  # FSDP2's would come first
+        if unsharded is not None:
+            self.stored = dict(unsharded.named_parameters())
+            unsharded.register_forward_pre_hook(self._find_stored, prepend=True)  # else after FSDP2's hook
 
     def _find_stored(self, module: nn.Module, *_: Any) -> None:
-        """Notes parameters that have taken the place of others, as loading may do; those of a pass lie on less mesh."""
+        """Notes replaced parameters, as loading may leave; those that FSDP2 installs for a pass have a smaller mesh."""
         for name, parameter in module.named_parameters():
             old = self.stored[name]
             if isinstance(parameter, DTensor) and isinstance(old, DTensor) and parameter.device_mesh == old.device_mesh:
                 self.stored[name] = parameter
 
     def __call__(self, weight: Tensor) -> Tensor:
-        if self.unshared is not None:
-            # during a pass FSDP2 puts others in their places
-            name = next(name for name, parameter in self.unshared.named_parameters() if parameter is weight)
+        if self.unsharded is not None:
+            # during a pass FSDP2 replaces the parameters
+            name = next(name for name, parameter in self.unsharded.named_parameters() if parameter is weight)
             return _TakeGradient.apply(weight, partial(_add_gradient, self.stored[name], self.scale))
         if isinstance(weight, DTensor):
             weight = weight.to_local()
@@ -152,7 +152,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
 
 
 def _default_device() -> torch.device:
-    """Where the job's process group works, for a rank that has no gradient at all."""
+    """The device of the job's process group, for a rank without gradients."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

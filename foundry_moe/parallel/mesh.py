@@ -129,8 +129,8 @@ class MeshPlan:
 def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_experts: int | None = None) -> MeshPlan:
     """Fills in `auto` and checks a mesh against the machine and the experts.
 
-    `expert: auto` is the widest that fits in a node and divides `num_experts`; then `shard: auto` takes all
-    ranks that are left, and only where `shard` is a number does `replicate: auto` take more than one.
+    `expert: auto` is the largest width that fits in a node and divides `num_experts`; then `shard: auto` takes all
+    remaining ranks. `replicate: auto` is above 1 only if `shard` is a number.
 
     Args:
         config: the user's `mesh`.
@@ -139,7 +139,7 @@ def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_e
         num_experts: experts in each layer; None skips its checks and makes `expert: auto` 1.
 
     Raises:
-        ValueError: no such mesh exists; the sentence holds the arithmetic and the values that would do.
+        ValueError: no such mesh exists; the message has the arithmetic and valid values.
     """
     if world_size < 1 or ranks_per_node < 1:
         raise ValueError(f"a mesh needs at least one GPU and one GPU a node, not {world_size} and {ranks_per_node}")
@@ -235,7 +235,7 @@ def check_expert_widths(widths: Sequence[int], expert: int) -> None:
 def can_replicate(device_type: str) -> bool:
     """Whether the installed torch trains replicas on such devices.
 
-    On CPU processes torch 2.7 does not: its FSDP2 ends their first backward pass in an AssertionError
+    torch 2.7 does not on CPU processes: its FSDP2 raises an AssertionError in the first backward pass
     (`all_reduce_event is not None`), and its gloo has no average.
     """
     import torch
@@ -244,7 +244,7 @@ def can_replicate(device_type: str) -> bool:
 
 
 def check_replicas(replicate: int, device_type: str) -> None:
-    """Raises ValueError for replicas that the installed torch cannot train: see `can_replicate`."""
+    """Raises ValueError for replicas that the installed torch cannot train (see `can_replicate`)."""
     if replicate > 1 and not can_replicate(device_type):
         raise ValueError(
             f"mesh.replicate ({replicate}): torch 2.7 cannot train replicas on CPU processes; use replicate: 1, or the "
@@ -253,10 +253,11 @@ def check_replicas(replicate: int, device_type: str) -> None:
 
 
 def average_on_gloo() -> None:
-    """Has FSDP2 of torch 2.7 divide gradients itself on CPU processes; elsewhere nothing.
+    """Makes FSDP2 of torch 2.7 divide gradients itself on CPU processes. No effect on other versions.
 
-    It asks for their average in fp32 and bf16, and that version's gloo sums without a word: gradients came out as many
-    times too large as ranks share them. The gloo of torch 2.11 and of 2.15 averages.
+    FSDP2 asks gloo for the average in fp32 and bf16; gloo of torch 2.7 sums instead, without an error, and gradients
+    are too large by the number of ranks. gloo of torch 2.11 and 2.15 averages. This replaces a private function of
+    torch 2.7, `_get_gradient_divide_factors`.
     """
     if can_replicate("cpu"):
         return
@@ -267,7 +268,7 @@ def average_on_gloo() -> None:
         return
 
     def divided(scatter_group, all_reduce_group, dtype, device_type=""):  # type: ignore[no-untyped-def]
-        # a device without an average of its own takes the way that this one needs
+        # for a device type without an average FSDP2 divides before the reduction
         return divide_factors(scatter_group, all_reduce_group, dtype, "mtia" if device_type == "cpu" else device_type)
 
     divided.divides_on_cpu = True  # type: ignore[attr-defined]
@@ -275,18 +276,18 @@ def average_on_gloo() -> None:
 
 
 def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
-    """Builds process groups for a plan; every rank of the job calls this once, with the same plan.
+    """Builds the process groups of a plan; every rank of the job calls this once, with the same plan.
 
-    Their time limit is the job's: `dist_timeout` of a run.
+    Their time limit is that of the job: `dist_timeout` of a run.
 
-    A dimension of width one is left out of the meshes that reduce gradients: NCCL's average over a group of
-    one rank is not reliable (a warning in torch's FSDP2 says so), and costs a launch.
+    Meshes that reduce gradients have no dimension of width one: NCCL's average over one rank is not reliable (see the
+    warning in torch's FSDP2), and costs a launch.
     """
     import warnings
 
     from torch.distributed.device_mesh import init_device_mesh
 
-    from foundry_moe.parallel.timeout import use_timeout_of_job
+    from foundry_moe.parallel.collectives import use_job_timeout
 
     shape = (plan.replicate, plan.shard, plan.expert)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
@@ -294,7 +295,7 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
     experts = mesh["shard"]
     if plan.replicate > 1:
         experts = mesh["replicate", "shard"]
-        with warnings.catch_warnings():  # torch 2.11 means to replace this slice; 2.7 has no other way
+        with warnings.catch_warnings():  # deprecated in torch 2.11; 2.7 has no other way
             warnings.simplefilter("ignore")
             dense = mesh["replicate", "shard_expert"]
     meshes = [mesh, dense]
@@ -307,7 +308,7 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
         )
         token_groups = (split.get_group("expert_local"), split.get_group("expert_node"))
         meshes.append(split)
-    use_timeout_of_job(*(group for each in meshes for group in each.get_all_groups()))
+    use_job_timeout(*(group for each in meshes for group in each.get_all_groups()))
     return Meshes(
         plan=plan,
         dense=dense,

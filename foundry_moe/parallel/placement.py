@@ -1,4 +1,4 @@
-"""Places a model's experts on a mesh and tells FSDP2 where the rest goes.
+"""Places a model's experts on a mesh, and sets the mesh on which FSDP2 shards the rest.
 
 Knows MoE layers: `experts` (a module whose parameters have the experts first), `gate`, `shared_expert`, `dispatcher`,
 `num_experts`, `context`, and how they draw weights. Must not know kernels or Composer.
@@ -22,8 +22,9 @@ from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
-from foundry_moe.parallel.gate_collectives import GateCollectives
+from foundry_moe.parallel.collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
+from foundry_moe.parallel.hot_experts import WeightsOfCopies
 from foundry_moe.parallel.mesh import (
     Meshes,
     MeshPlan,
@@ -35,8 +36,7 @@ from foundry_moe.parallel.mesh import (
     listed,
     plan_mesh,
 )
-from foundry_moe.parallel.replicas import WeightsOfCopies
-from foundry_moe.parallel.unshared import cast_directly
+from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ def parallelize(
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
 ) -> Placement:
-    """Divides the experts of every MoE layer over the mesh, and points `fsdp_config` at the mesh for the rest.
+    """Divides the experts of every MoE layer over the mesh, and sets `fsdp_config.device_mesh` for the rest.
 
-    Call it on every rank, before FSDP2 wraps the model. Experts on the meta device are drawn here, each rank its
-    own part alone; real ones are sliced. Parameters keep their names.
+    Call it on every rank, before FSDP2 wraps the model. Experts on the meta device are drawn here, by each rank only
+    its own part; real ones are sliced. Parameters keep their names.
 
     Args:
         fsdp_config: an object whose `device_mesh` is set and whose `reshard_after_forward` is read, as
@@ -134,13 +134,13 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
 
 
 def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> None:
-    """Gives layers what passes between ranks: sums for losses and gates, and the all-to-all of tokens."""
+    """Gives layers their collectives: sums for losses and gates, and the dispatcher."""
     everyone = GateCollectives()
     for layer in layers:
         layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
         layer.context.shuffle = everyone.shuffle
-        # Not compiled: FSDP2's hooks on experts break a graph, and how many rows experts receive is read on the host.
-        # One call, so that a compiled block's graph breaks once.
+        # Not compiled: FSDP2's hooks on experts break the graph, and numbers of rows are read on the host. As one
+        # call, a compiled block's graph breaks once.
         layer.compute_experts = torch.compiler.disable(layer.compute_experts)
         if meshes.plan.expert > 1:
             group = meshes.expert.get_group()
@@ -157,8 +157,8 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
     """The dimension of an expert weight that `shard` cuts.
 
-    With expert parallelism 1, the rows of each matrix, which must divide. Without, 0, the experts, which spares
-    FSDP2 two copies in each gather and reduction; but 1 where rows divide and experts do not, which it would pad.
+    With expert parallelism: 1, the rows of each matrix, which `shard` must divide. Without: 0, the experts, which saves
+    FSDP2 two copies in each gather and reduction; or 1, if rows divide and experts do not, since FSDP2 would pad these.
 
     Raises:
         ValueError: `shard` does not divide the rows.
@@ -179,7 +179,7 @@ def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
 
 
 def draw_replicated(layer: Any, device: torch.device) -> None:
-    """Draws what a layer on the meta device has beside experts: small, and FSDP2 cuts it later."""
+    """Draws the gate and shared expert of a layer on the meta device; FSDP2 shards them later."""
     for part, reset in ((layer.gate, layer.reset_gate), (layer.shared_expert, layer.reset_shared_expert)):
         if part is not None and any(parameter.is_meta for parameter in part.parameters()):
             part.to_empty(device=device)
@@ -198,11 +198,11 @@ def place_experts(
 ) -> None:
     """Makes a layer's expert weights DTensors: dimension 0 over `expert`, `dimension` over `shard`.
 
-    Two shardings of one dimension would make rows interleave; on different dimensions a checkpoint can be cut
-    to any mesh. Experts on the meta device are drawn here, but for what `layer.sources` will fill.
+    Two shardings of one dimension would interleave rows; on different dimensions a checkpoint can be resharded to any
+    mesh. Experts on the meta device are drawn here, except those that `layer.sources` will fill.
 
-    FSDP2 holds them whatever `shard` is, and where it is 1 copies less: see `cast_directly` and `LocalWeight`. With
-    `once_a_batch` gradients wait in FSDP2, in its dtype.
+    FSDP2 wraps them even if `shard` is 1, with fewer copies: see `cast_in_one_pass` and `LocalWeight`. With
+    `once_a_batch` FSDP2 holds gradients, in its dtype, until the batch ends.
     """
     experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
@@ -233,16 +233,16 @@ def place_experts(
         experts.to_empty(device=device)
         draw_experts(layer, meshes.plan, dimension)
     if meshes.plan.shard == 1:
-        cast_directly(experts)
+        cast_in_one_pass(experts)
     if meshes.plan.expert > 1:
-        unshared = meshes.plan.shard == meshes.plan.replicate == 1 and not once_a_batch
-        experts.local = LocalWeight(meshes.plan.expert, experts if unshared else None)
+        unsharded = meshes.plan.shard == meshes.plan.replicate == 1 and not once_a_batch
+        experts.local = LocalWeight(meshes.plan.expert, experts if unsharded else None)
         experts.held = owned
 
 
 @torch.no_grad()
 def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
-    """Fills a layer's placed experts with their initial weights: the same numbers as without a mesh."""
+    """Fills a layer's placed experts with their initial weights, which do not depend on the mesh."""
     _, shard, _ = plan.coordinates(dist.get_rank())
     owned = plan.experts_of(dist.get_rank(), layer.num_experts)
     if isinstance(layer.experts, MixedExperts):
@@ -250,7 +250,7 @@ def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
         return
     filled = {part.ours.removeprefix("experts.") for part in layer.sources}
     if dimension == 0:
-        width = -(-layer.num_experts // plan.shard)  # FSDP2's chunks: the last ones may be short, or empty
+        width = -(-layer.num_experts // plan.shard)  # as FSDP2 divides: the last parts may be short or empty
         owned = owned[shard * width : (shard + 1) * width]
     experts: Any = layer.experts
     for name, parameter in experts.named_parameters():
@@ -266,7 +266,7 @@ def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
 
 
 def draw_mixed(layer: Any, owned: range, shard: int, shards: int, dimension: int) -> None:
-    """`draw_experts` for experts of different widths, of which `shard` cuts rows or columns wherever it falls."""
+    """`draw_experts` for experts of different widths, whose rows or columns `shard` cuts at any position."""
     experts: MixedExperts = layer.experts
     whole = experts.rows_of(owned)
     for name, parameter in experts.named_parameters():
@@ -274,7 +274,7 @@ def draw_mixed(layer: Any, owned: range, shard: int, shards: int, dimension: int
         height, wide = local.shape
         rows, columns = whole, range(wide)
         if dimension == 0:
-            start = min(shard * -(-len(whole) // shards), len(whole))  # FSDP2's chunks: the last may be short or empty
+            start = min(shard * -(-len(whole) // shards), len(whole))  # as FSDP2 divides
             rows = whole[start : start + height]
         else:
             columns = range(shard * wide, (shard + 1) * wide)
@@ -285,7 +285,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, new: dict[nn.Parameter,
     """Replaces the old parameters by the placed ones, group by group.
 
     Raises:
-        ValueError: the optimizer has stepped; its state would be of other shapes.
+        ValueError: the optimizer has stepped, so its state has other shapes.
     """
     if optimizer.state:
         raise ValueError("experts must be placed on a mesh before the optimizer's first step, but it has state")

@@ -1,4 +1,4 @@
-"""A model's blocks: their order, in which parameters are gathered before they are needed, and their compilation.
+"""A model's transformer blocks: the order in which FSDP2 prefetches them, and their compilation.
 
 Knows FSDP2 and MoE layers; must not know meshes or Composer.
 """
@@ -18,7 +18,7 @@ from foundry_moe.ops.rotary import rotary_tables
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The lists whose members are the model's blocks: those with MoE layers below them, outermost ones alone."""
+    """The outermost module lists that contain MoE layers: their members are the model's blocks."""
     layers = set(moe_layers(model))
     found: list[nn.ModuleList] = []
     inside: set[nn.Module] = set()
@@ -30,12 +30,11 @@ def block_lists(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def prefetch_in_order(model: nn.Module) -> None:
-    """Gathers weights one block ahead, forward and backward; call it when FSDP2 has wrapped everything.
+    """Makes FSDP2 gather weights one block ahead, forward and backward. Call it once FSDP2 has wrapped the model.
 
-    By itself FSDP2 gathers, in the backward pass, what stood before in the forward pass. The experts of a block stand
-    inside it and come first in its backward pass: so they would be asked for when they are needed. Here a block's
-    experts ask for all of the block before. Forward, a block asks for its own experts at once, for the host waits in
-    a dispatch before it comes to them.
+    By default FSDP2 prefetches, backward, the unit that came before in the forward pass. The experts of a block come
+    first in its backward pass, so they would be gathered only when they are needed. Here a block's experts prefetch the
+    whole previous block. Forward, a block prefetches its own experts, since the host waits in dispatch before them.
     """
     for blocks in block_lists(model):
         units = [unit for unit in map(_wrapped, blocks) if unit]
@@ -50,19 +49,19 @@ def prefetch_in_order(model: nn.Module) -> None:
 
 
 def _wrapped(module: nn.Module) -> list[FSDPModule]:
-    """What FSDP2 has wrapped of a module, outermost first."""
+    """The modules that FSDP2 has wrapped, outermost first."""
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
-# kinds of rotary embeddings of transformers whose frequencies stay as they are, however long a sequence is
+# rotary embeddings of transformers whose frequencies do not depend on the sequence length
 _FIXED_FREQUENCIES = ("default", "linear", "llama3", "yarn")
 
 
 def hide_rotary_tables(model: nn.Module) -> int:
-    """Has rotary embeddings of transformers compute their tables in one operator, whose values are the same.
+    """Makes rotary embeddings of transformers compute their tables in one operator, with the same values.
 
     Returns:
-        How many there are.
+        The number of embeddings changed.
     """
     found = 0
     for module in model.modules():
@@ -78,19 +77,19 @@ def _tables(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tenso
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> int:
-    """Compiles each block's forward pass in place, so that names, hooks and what FSDP2 does around it stay.
+    """Compiles each block's forward pass in place, so that names, hooks and FSDP2's wrapping stay.
 
-    Where experts are divided over processes a block's graph breaks at the dispatch.
+    With expert parallelism a block's graph breaks at the dispatch.
 
     Args:
         options: of `torch.compile`.
 
     Returns:
-        How many blocks there are.
+        The number of blocks.
     """
     hide_rotary_tables(model)
     members = [block for blocks in block_lists(model) for block in blocks]
-    # blocks share their code, and limits count what is compiled of it for all of them
+    # blocks share code objects, and dynamo counts compilations of one code object for all of them
     needed = 4 * len(members)
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, needed)
@@ -98,8 +97,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     for block in members:
         block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
     for layer in moe_layers(model):
-        if not layer.chooses_by_tokens_alone:  # numbers that change with the layer or the batch would be constants
+        if not layer.chooses_by_tokens_alone:  # else values of one layer or batch become constants
             layer.choose = torch.compiler.disable(layer.choose)  # type: ignore[method-assign]
-        if layer.shared_expert is not None:  # where experts are divided it is called from what is not compiled
+        if layer.shared_expert is not None:  # with expert parallelism its caller is not compiled
             layer.shared_expert.forward = torch.compile(layer.shared_expert.forward, **options)  # type: ignore[method-assign]
     return len(members)

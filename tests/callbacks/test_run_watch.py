@@ -8,7 +8,7 @@ import torch.distributed as dist
 from foundry_moe.callbacks.nonfinite import FINITE, NONFINITE, name_ranks
 from foundry_moe.callbacks.run_watch import RankStatus, check_microbatches, exchange
 from foundry_moe.launch.processes import run_processes
-from foundry_moe.parallel.timeout import group_timeout
+from foundry_moe.parallel.collectives import group_timeout
 from tests.helpers.launching import PRELOAD
 
 

@@ -14,7 +14,7 @@ from foundry_moe.config import MeshConfig
 from foundry_moe.layers.gates import Gate
 from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.ops.assignment import assign
-from foundry_moe.parallel.gate_collectives import GateCollectives
+from foundry_moe.parallel.collectives import GateCollectives
 from foundry_moe.parallel.placement import parallelize
 
 LOSS = {"balance": 0.1, "z": 0.01}

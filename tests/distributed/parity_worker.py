@@ -30,10 +30,10 @@ from foundry_moe.layers.gates import Choices
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange, all_to_all
+from foundry_moe.parallel.collectives import group_timeout
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
-from foundry_moe.parallel.timeout import group_timeout
 from foundry_moe.parallel.transformer_blocks import compile_blocks
 
 

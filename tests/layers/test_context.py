@@ -55,11 +55,11 @@ def test_sequences_are_rows_or_the_documents_packed_into_them():
     assert sequences_of(context, 6).sequences.index_T.tolist() == [0, 0, 0, 1, 1, 1]
     context.note(torch.zeros(2, 3, dtype=torch.long), None, torch.tensor([[0, 0, 1], [0, 1, -1]]))
     noted = sequences_of(context, 6).sequences
-    assert noted.index_T.tolist() == [0, 0, 1, 3, 4, 3] and noted.number == 6
+    assert noted.index_T.tolist() == [0, 0, 1, 3, 4, 3] and noted.num_sequences == 6
     assert context.for_tokens(6, balance_over="sequence", losses=frozenset({"z"}), training=True).sequences is None
     without = BatchContext()
     assert sequences_of(without, 6, rows=3).sequences.index_T.tolist() == [0, 0, 1, 1, 2, 2]
-    assert sequences_of(without, 0, rows=0).sequences.number == 0
+    assert sequences_of(without, 0, rows=0).sequences.num_sequences == 0
     with pytest.raises(ValueError, match=r"balance_over \(sequence\): a layer got 5 tokens without their sequences"):
         sequences_of(without, 5)
 

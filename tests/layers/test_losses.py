@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.distributions import Normal
 
 from foundry_moe.layers import losses
-from foundry_moe.layers.context import Sequences
+from foundry_moe.layers.context import TokenSequences
 from tests.layers.gates.common import batch, build, context_of
 
 pytestmark = pytest.mark.quick
@@ -47,7 +47,7 @@ def test_balance(logits_TE, mask_T):
 @MASKS
 def test_balance_of_sequences_is_the_mean_of_theirs_by_length(logits_TE, mask_T):
     index_T = torch.tensor([0, 0, 0, 4, 4, 4, 4, 4, 2, 2, 2, 2])  # lengths 3, 5, 4; sequences 1 and 3 are empty
-    sequences = Sequences(index_T, 5)
+    sequences = TokenSequences(index_T, 5)
     experts_TK = logits_TE.detach().topk(K).indices
     experts_TK[5, 1] = -1  # a token with one choice only
 

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from foundry_moe.config import MeshConfig, MoEConfig
-from foundry_moe.layers.gate_updates import note_loads, step_gates
-from foundry_moe.layers.lookup import batch_context, moe_layers
+from foundry_moe.layers.lookup import batch_context, moe_layers, note_loads, step_gates
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.parallel.gradients import clip_norm

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.gate import Choices, LinearGate, pack_choices
 from foundry_moe.layers.gates.keys import DenseToSparseKeys
-from foundry_moe.layers.gates.ragged import pack_choices
 from foundry_moe.layers.schedule import parse_duration, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.masked import masked_sum

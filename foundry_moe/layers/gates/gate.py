@@ -18,7 +18,9 @@ from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import balance_loss, count_by_sequence, sequence_balance_loss, z_loss
 from foundry_moe.layers.schedule import Progress, Schedule
 from foundry_moe.ops import PermutePlan
+from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.router_logits import Jitter, router_logits
+from foundry_moe.ops.select_topk import pack
 from foundry_moe.ops.softmax_topk import Selection, balance
 
 
@@ -245,3 +247,29 @@ class LinearGate(Gate):
         assert context.sequences is not None
         counts_NE = count_by_sequence(experts_TK, probs_TE.shape[1], context.sequences, context.mask_T)
         return sequence_balance_loss(probs_TE, counts_NE, context.sequences, context.mask_T)
+
+
+def pack_choices(
+    ranked_TE: Tensor, probs_TE: Tensor, context: GateContext, rows: int | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """Each token's experts, by falling weight, with -1 where it has fewer than others.
+
+    K is the largest over all processes that share the batch: they exchange these columns. One host synchronisation to
+    learn K and how many choices there are; none on a GPU where `rows` is given and nothing is exchanged: K is E then.
+
+    Args:
+        ranked_TE: without gradient; below zero where an expert is not chosen, `probs_TE` where it is.
+        probs_TE: combine weights; keeps its gradient.
+        rows: choices in all, or a few more, where the host knows.
+
+    Returns:
+        experts_TK int64, weights_TK, and how many choices there are in all.
+    """
+    if rows is not None and on_gpu()(ranked_TE) and context.largest is unchanged:
+        columns = ranked_TE.shape[1]
+    else:
+        number_T = (ranked_TE >= 0).sum(-1)
+        most = number_T.max() if number_T.shape[0] else number_T.new_zeros(())
+        columns, rows = torch.stack([context.largest(most), number_T.sum()]).tolist()
+    weights_TK, experts_TK = pack(probs_TE, ranked_TE, max(columns, 1))
+    return experts_TK, weights_TK, rows

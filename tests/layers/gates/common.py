@@ -3,8 +3,8 @@
 import torch
 
 from foundry_moe.layers.context import BatchContext, GateContext
-from foundry_moe.layers.gates.factory import build_gate
 from foundry_moe.layers.gates.gate import Gate
+from foundry_moe.layers.gates.registry import build_gate
 from foundry_moe.layers.schedule import Progress
 
 WIDTH = 6

@@ -123,7 +123,7 @@ def test_a_cast_leaves_state_in_its_dtype(settings, top_k):
 @every_gate
 def test_a_gate_built_on_meta_has_its_state_once_drawn(settings, top_k):
     """As FSDP does it: `to_empty`, then `reset_parameters`."""
-    from foundry_moe.layers.gates.factory import build_gate
+    from foundry_moe.layers.gates.registry import build_gate
 
     gate = build_gate(settings, d_model=6, num_experts=8, top_k=top_k, dtype=torch.float64, device="meta")
     gate.to_empty(device="cpu")

@@ -1,12 +1,12 @@
-"""The collectives of gates: sums of counts, the largest of sizes, and the shuffle of BASE layers.
+"""Collectives of gates, and the time limit of process groups. Must not know gates, layers or Composer.
 
-Must not know gates, layers or Composer.
-
-Shapes: T tokens of this rank, S tokens that come to it, X numbers a row, P ranks.
+Shapes: T tokens of this rank, S tokens received, X numbers a row, P ranks.
 """
 
 from __future__ import annotations
 
+import datetime
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -38,31 +38,61 @@ class GateCollectives:
         return most
 
     def shuffle(self, rows_TX: Tensor, stream: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Sends each rank an equal share of this rank's rows, drawn at random, and returns what came.
+        """Sends each rank a random, equal share of this rank's rows, and returns the rows received.
 
         Args:
             stream: seeds the draw, together with the rank.
 
         Returns:
-            rows_SX, and the function that sends rows of S back to the positions in T that they came from.
+            rows_SX, and a function that returns rows of S to the positions in T that they came from.
         """
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         tokens, device = rows_TX.shape[0], rows_TX.device
         generator = torch.Generator().manual_seed((stream & 0xFFFFFFFF) * 65_537 + rank)
         order_T = torch.randperm(tokens, generator=generator).to(device)
-        # the ranks that get a row more differ from rank to rank, so that what comes is even too
+        # which ranks get one row more depends on the sender, so that received rows are even as well
         sent_P = torch.tensor([tokens // ranks + ((p - rank) % ranks < tokens % ranks) for p in range(ranks)])
         received_P = torch.empty_like(sent_P).to(device)
         dist.all_to_all_single(received_P, sent_P.to(device), group=self.group)
         sent, received = sent_P.tolist(), received_P.tolist()
 
-        def all_to_all(rows: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
+        def exchange(rows: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
             out = rows.new_empty(sum(incoming), *rows.shape[1:])
             dist.all_to_all_single(out, rows.contiguous(), incoming, outgoing, group=self.group)
             return out
 
-        def give_back(rows_S: Tensor) -> Tensor:
-            rows_T = all_to_all(rows_S, received, sent)
+        def restore(rows_S: Tensor) -> Tensor:
+            rows_T = exchange(rows_S, received, sent)
             return torch.empty_like(rows_T).index_copy(0, order_T, rows_T)
 
-        return all_to_all(rows_TX[order_T], sent, received), give_back
+        return exchange(rows_TX[order_T], sent, received), restore
+
+
+def group_timeout(
+    group: dist.ProcessGroup | None = None, *, fallback: datetime.timedelta = dist.default_pg_timeout
+) -> datetime.timedelta:
+    """The time limit of a group's collectives: `dist_timeout` of a run.
+
+    Read from private attributes: torch 2.7 to 2.15 have no public getter.
+
+    Args:
+        group: None = all ranks.
+        fallback: for backends without a time limit.
+    """
+    try:
+        group = group or dist.distributed_c10d._get_default_group()
+        return group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return fallback
+
+
+def use_job_timeout(*groups: dist.ProcessGroup) -> None:
+    """Sets the groups' time limit to that of the group of all ranks.
+
+    `init_device_mesh` takes no timeout (torch 2.7 to 2.11), so its groups have torch's 10 (NCCL) or 30 minutes (gloo).
+    """
+    timeout = group_timeout()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # backends without a time limit warn
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from foundry_moe.config import MeshConfig
 from foundry_moe.layers.experts import Experts
-from foundry_moe.parallel import placement, unshared
+from foundry_moe.parallel import one_pass_cast, placement
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import build_meshes, plan_mesh
 
 pytestmark = pytest.mark.quick
 NAMES = ("w1_EFD", "v1_EFD", "w2_EDF")
-CAN_CAST = unshared.can_cast_directly()
+CAN_CAST = one_pass_cast.can_cast_in_one_pass()
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_gradients_are_those_that_fsdp2_reduces(
         return [*_gradients(experts), *(p.to_local() for p in experts.parameters())]
 
     ours = train()
-    monkeypatch.setattr(unshared, "can_cast_directly", lambda: False)
+    monkeypatch.setattr(one_pass_cast, "can_cast_in_one_pass", lambda: False)
     monkeypatch.setattr(placement, "LocalWeight", lambda expert, _: LocalWeight(expert))
     for seen, expected in zip(ours, train(), strict=True):
         # exact, for a factor of 1/4 rounds nothing
@@ -175,7 +175,7 @@ def _train_twice(change: Callable[[Any], object]) -> list[Tensor | None]:
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_conversion_of_the_module_reaches_the_next_pass(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`to`, `half` and such leave plain tensors, and FSDP2 filled those that it had made of others no more."""
-    monkeypatch.setattr(unshared, "can_cast_directly", lambda: marked and CAN_CAST)
+    monkeypatch.setattr(one_pass_cast, "can_cast_in_one_pass", lambda: marked and CAN_CAST)
 
     def halve_in_place(experts: Any) -> None:
         with torch.no_grad():

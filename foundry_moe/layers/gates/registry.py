@@ -1,27 +1,82 @@
-"""Checks a user's `gate` and `loss` without building anything; without torch where the gate is one of ours."""
+"""Gates by name: finds and builds them, and checks a user's `gate` and `loss` before anything is built.
+
+Imports no torch: `foundry-moe check` answers at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foundry_moe.layers.gates.keys import KEYS, LinearKeys
 from foundry_moe.schema import from_mapping, nearest
 
-# of entry points, for gates of other packages; one of the name of a gate of ours wins
+if TYPE_CHECKING:
+    import torch
+
+    from foundry_moe.layers.gates.gate import Gate
+
+# entry points for gates of other packages
 GROUP = "foundry_moe_gates"
+
+_BUILT_IN = {
+    "base": "foundry_moe.layers.gates.base:BaseGate",
+    "dense_to_sparse": "foundry_moe.layers.gates.dense_to_sparse:DenseToSparseGate",
+    "expert_choice": "foundry_moe.layers.gates.expert_choice:ExpertChoiceGate",
+    "gshard": "foundry_moe.layers.gates.gshard:GShardGate",
+    "hash": "foundry_moe.layers.gates.hash:HashGate",
+    "hierarchical": "foundry_moe.layers.gates.hierarchical:HierarchicalGate",
+    "ktop1": "foundry_moe.layers.gates.ktop1:KTop1Gate",
+    "switch": "foundry_moe.layers.gates.switch:SwitchGate",
+    "topk": "foundry_moe.layers.gates.topk:TopKGate",
+}
 
 
 def gates_of_others() -> dict[str, EntryPoint]:
-    """Gates that other packages bring, by name."""
-    # up to version 0.1 this package listed its own gates there too: an old installation must not shadow these
+    """Gates of other packages, by name."""
+    # up to version 0.1 this package registered its own gates in this group; an old installation must not shadow them
     return {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
 
 
 def no_such_gate(name: str) -> ValueError:
-    """The error for a gate that nobody knows; names the nearest."""
+    """The error for an unknown gate; names the nearest."""
     return ValueError(f"gate.name: there is no gate {name!r}; {nearest(name, {*gates_of_others(), *KEYS})}")
+
+
+def find_gate(name: str) -> type[Gate]:
+    """The gate class of this name.
+
+    Raises:
+        ValueError: no such gate; the nearest name is given.
+    """
+    installed = gates_of_others()
+    if name in installed:
+        return installed[name].load()
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        return getattr(import_module(module), attribute)
+    raise no_such_gate(name)
+
+
+def build_gate(
+    settings: Mapping[str, Any],
+    *,
+    d_model: int,
+    num_experts: int,
+    top_k: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Gate:
+    """A gate from the user's `gate` mapping, weights not yet drawn.
+
+    Raises:
+        ValueError: unknown gate, unknown key, or a value that the gate refuses.
+    """
+    cls = find_gate(settings["name"])
+    config = from_mapping(cls.Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
+    return cls(config, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
 
 
 def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:

@@ -1,6 +1,6 @@
-"""The weights of copied experts: from the ranks that own them to those that compute with a copy, and gradients back.
+"""Sends weights of copied experts to the ranks that compute with a copy, and gradients of copies back.
 
-Must not know tokens, nor which experts are copied and why (`layers/hot_experts.py`).
+Must not know tokens, nor how copies are planned (`layers/hot_experts.py`).
 
 Shapes: e own experts of this rank, N slots for copies, R of them in use.
 """
@@ -21,10 +21,10 @@ from foundry_moe.parallel.all_to_all import all_to_all
 
 
 class _Fetch(torch.autograd.Function):
-    """Own weights [e, ...] and copies of other ranks' behind them: [e + N, ...].
+    """Own weights [e, ...] followed by copies of other ranks' weights: [e + N, ...].
 
-    Zeros where no copy is: the sum of biases is a product with all slots. Backward: gradients of copies go to the
-    owners, which add them to their own one after the other: the same bits each time.
+    Unused slots are zero, since the sum of biases is a product over all slots. Backward: gradients of copies are sent
+    to the owners, which add them to their own one by one, so that results are deterministic.
     """
 
     @staticmethod
@@ -35,7 +35,7 @@ class _Fetch(torch.autograd.Function):
         sent = [len(numbers) for numbers in traffic.sent_P]
         used = slice(ctx.experts, ctx.experts + sum(traffic.received_P))
         slots = [weight.new_empty(ctx.experts + copies, *weight.shape[1:]) for weight in own]
-        # slices: indices made on the host would have to come to the device first
+        # slices: an index tensor made on the host would have to be copied to the device first
         leaving = [torch.cat([weight[:0], *(weight[n : n + 1] for n in chain(*traffic.sent_P))]) for weight in own]
         under_way = [
             all_to_all(rows, sent, traffic.received_P, group, place[used])
@@ -54,7 +54,7 @@ class _Fetch(torch.autograd.Function):
         sent = [len(numbers) for numbers in ctx.traffic.sent_P]
         used = slice(ctx.experts, ctx.experts + sum(ctx.traffic.received_P))
         under_way = [all_to_all(gradient[used], ctx.traffic.received_P, sent, ctx.group) for gradient in gradients]
-        own = [gradient[: ctx.experts] for gradient in gradients]  # of weights that experts alone read: nobody else's
+        own = [gradient[: ctx.experts] for gradient in gradients]  # may be changed: only the experts read these weights
         for gradient, wait in zip(own, under_way, strict=True):
             parts = wait().split(sent)
             for numbers, part in zip(ctx.traffic.sent_P, parts, strict=True):
@@ -64,20 +64,19 @@ class _Fetch(torch.autograd.Function):
 
 
 class WeightsOfCopies:
-    """What `Experts.with_copies` is on a mesh with `hot_experts`.
+    """`Experts.with_copies` on a mesh with `hot_experts`.
 
-    It is called when tokens are under way. FSDP2 has gathered the weights only then: before the experts' forward pass
-    begins they are not whole.
+    Called inside the experts' forward pass, while tokens travel: FSDP2 gathers the weights just before it.
 
-    Costs a copy of a rank's own experts, since kernels read one tensor, and holds it, as the weights of copies, for the
-    backward pass: with activation checkpointing of one block at a time.
+    Costs a copy of a rank's own experts, since kernels read one tensor. The copy and the weights of copies are held for
+    the backward pass; with activation checkpointing, those of one block at a time.
     """
 
     def __init__(self, hot: HotExperts, group: dist.ProcessGroup) -> None:
         self.hot, self.group = hot, group
 
     def __call__(self, weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Each weight [e, ...] with slots for copies behind it: [e + N, ...]. All ranks of the group call it."""
+        """Each weight [e, ...] with slots for copies behind it: [e + N, ...]. A collective of the group."""
         present = [weight for weight in weights if weight is not None]
         if self.hot.traffic is None:
             slots = iter([pad(weight, [0, 0] * (weight.dim() - 1) + [0, self.hot.copies]) for weight in present])
