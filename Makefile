@@ -1,35 +1,35 @@
-# Two commands for a newcomer: `make demo` and `make test`. Each does all its own set-up, and nothing twice.
+# Start with `make demo` and `make test`. Each target creates what it needs, once.
 #
-#   make env [STACK=modern|stock|newest]   the environment alone: .venv, .venv-stock or .venv-newest
+#   make env [STACK=modern|stock|newest]   the environment: .venv, .venv-stock or .venv-newest
 #   make demo [DEMO=...]            trains a small dMoE on real text, 2 processes on the CPU
-#   make test                       tests marked quick: something of every part, in minutes
-#   make test-all [TESTS=...]       the whole suite, or the part of it that TESTS names
-#   make test-rest                  what `make test` leaves out
-#                                   (WORKERS=4: tests of four files at once; many start processes of their own)
+#   make test                       tests marked quick: some of every part, in minutes
+#   make test-all [TESTS=...]       the whole suite, or the part in TESTS
+#   make test-rest                  the tests that `make test` does not run
+#                                   (WORKERS=4: four files at once; many tests start processes)
 #   make lint                       ruff and mypy
 #   make docs                       the documentation site, in build/site; a broken link is an error
 #   make chaos                      1,000 kills of the checkpoint engine, and 24 of the demo's run: an hour
-#   make chaos-ceph                 the same on Ceph RGW, started here (Debian: scripts/ceph_rgw.sh says what it needs), or
-#                                   on any S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
-#   make check-exports  exported models, read by the newest transformers in an environment of its own (FOLDERS=... too)
-#   make papers                     lists the papers' claims that can be rerun, one command each
-#   make verify                     trains on meshes of 1 to 8 processes, and compares with one
+#   make chaos-ceph                 the same on a local Ceph RGW (Debian packages: see scripts/ceph_rgw.sh) or on any
+#                                   S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
+#   make check-exports [FOLDERS=...]   loads exported models with the newest transformers in a separate environment
+#   make papers                     lists the claims of papers that can be measured again, with their commands
+#   make verify                     compares training on meshes of 1 to 8 processes with one process
 STACK ?= modern
 VENV := $(if $(filter modern,$(STACK)),.venv,.venv-$(STACK))
 BIN := $(VENV)/bin
-# xdist would begin with the files of many tests, and end with one long test on one core
+# without this xdist starts with the files of many tests and ends with one long test on one core
 XDIST = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 DEMO ?=
 WORKERS ?= 2
 export FOLDER ?= s3://chaos/run
 
-# One thread a process and no hub: what a small CPU run wants, and what makes it repeatable.
+# One thread a process and no hub, so that CPU runs are fast and repeatable.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
-# Where it is set (in images of Python, often), every process compiles all that LLM Foundry imports: 25 s in place of 8.
+# If set (often in Python images), every process compiles the modules that LLM Foundry imports: 25 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: env demo test test-all test-rest lint docs check-exports papers verify chaos chaos-ceph clean
