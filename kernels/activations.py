@@ -1,8 +1,7 @@
 """Pointwise activations and their derivatives as Triton functions, for the epilogues of the expert products.
 
-All arithmetic in fp32. Knows nothing of shapes. Constants stand right of tensors: in the interpreter of Triton 3.9 a
-constant times a tensor stays a constant, which `tl.exp` refuses. The twins are `reference.activate` and
-`reference.activation_grad`.
+All arithmetic in fp32. Constants are the right operand: in the interpreter of Triton 3.9 a constant times a tensor
+stays a constant, which `tl.exp` refuses.
 """
 
 import triton

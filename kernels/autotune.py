@@ -1,9 +1,9 @@
 """Tiles for shape classes that the committed table lacks: the nearest ones are timed once and the best kept on disk.
 
 The first call of a matrix tries at most `CANDIDATES` tiles of the table, nearest class first, on its own operands. All
-classes of a process share one time limit, compilation included, so that the first step never spends minutes; what it
-leaves untried is served by the nearest class's tile, and tried by the next process. Other loads of that matrix take
-what the first one found: nothing is timed in a later step. Environment:
+classes of a process share one time limit, compilation included, so that the first step never takes minutes; a class
+that was not timed uses the nearest class's tile, and the next process times it. Other loads of that matrix use the
+tile found first: nothing is timed in a later step. Environment:
 
     FOUNDRY_MOE_AUTOTUNE_S   the limit in seconds; 0 = never tune
     FOUNDRY_MOE_TUNING_CACHE the file; default ~/.cache/foundry_moe/tiles-<gpu>-<triton>.json
@@ -70,7 +70,7 @@ class Tuner:
         self.tiles = self._read()
 
     def known(self, key: str) -> Tile | None:
-        """What was found for this class, or for the nearest load of the same matrix: a matrix is timed once."""
+        """The tile found for this class, or for the nearest load of the same matrix: a matrix is timed once."""
         if key in self.tiles:
             return self.tiles[key]
         near = [other for other in self.tiles if tuning.same_matrix(other, key)]
@@ -93,7 +93,7 @@ class Tuner:
         """The winner, and whether all were tried."""
         best, best_ms, longest_s = candidates[0], float("inf"), 0.0
         for tile in candidates:
-            # no candidate is begun that would take longer than what is left, were it like the slowest so far
+            # a candidate starts only if the time left suffices for one as slow as the slowest so far
             if self.left_s <= longest_s or len(candidates) == 1:
                 return best, len(candidates) == 1
             began = self.clock()
@@ -119,7 +119,7 @@ class Tuner:
             return {}
 
     def _keep(self, key: str) -> None:
-        """Adds one entry to what the file holds by now: under a lock, and in one rename."""
+        """Adds one entry to the file's current content, under a lock and in one rename."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path.with_suffix(".lock"), "w") as lock:

@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WRAP = (
-    2**28
-)  # in elements, _WRAP * _WRAP_STRIDE = 2^64; both strides stay under 2^40 bytes, the coordinates under 2^31
+# In elements: _WRAP * _WRAP_STRIDE = 2^64. Strides stay under 2^40 bytes, coordinates under 2^31
+_WRAP = 2**28
 _WRAP_STRIDE = 2**36
 _UNBOUNDED = 2**31 - 2**16
 WRAP_COORDINATE = tl.constexpr(_WRAP)
@@ -127,12 +126,12 @@ def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 @functools.cache
 def device_supported(device: torch.device) -> bool:
-    """Hopper with a Triton that has host tensor descriptors."""
+    """Whether this is Hopper with a Triton that has host tensor descriptors."""
     return device.type == "cuda" and capability_supported(torch.cuda.get_device_capability(device))
 
 
 def capability_supported(capability: tuple[int, int]) -> bool:
-    """The same of a GPU that need not be here."""
+    """The same for a GPU that need not be present."""
     return capability[0] == 9 and _triton_version() >= (3, 4)
 
 
@@ -152,20 +151,3 @@ def specialised_supported(device: torch.device) -> bool:
 
 def _triton_version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
-
-
-__all__ = [
-    "WRAP_COORDINATE",
-    "boxes",
-    "device_supported",
-    "halves",
-    "plane_stride",
-    "planes_swapped",
-    "products_compile",
-    "ragged_index",
-    "ragged_rows",
-    "rows",
-    "specialised_supported",
-    "supported",
-    "weight_planes",
-]

@@ -1,6 +1,6 @@
-"""The six products of a dMoE layer on Hopper, with their epilogues: one launch each. See `reference` for the twins.
+"""The six products of a dMoE layer on Hopper, with their epilogues: one launch each. No autograd.
 
-They take what `supported` accepts (in Triton's interpreter any dtype). Knows nothing of autograd.
+They take operands that `supported` accepts (in Triton's interpreter any dtype).
 
 Shapes: R rows sorted by expert, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
 """
@@ -46,7 +46,7 @@ class RaggedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Rows [R, D] that nobody has copied: row r is token source_R[r] // choices.
+    """Rows [R, D] that are not copied: row r is token source_R[r] // choices.
 
     source_R: int32; -1 for rows past the experts' end.
     """
@@ -69,7 +69,7 @@ class Tokens:
 
 
 def gathers(x_TD: Tensor, hidden: int) -> bool:
-    """Whether products of experts `hidden` wide take these tokens uncopied, and gain by it."""
+    """Whether products of experts of this width can gather these tokens themselves, and gain by it."""
     return (
         hidden <= GATHER_UP_TO
         and x_TD.shape[1] in _GATHER_WIDTHS
@@ -79,7 +79,7 @@ def gathers(x_TD: Tensor, hidden: int) -> bool:
 
 
 def copies(tokens: Tokens) -> bool:
-    """Whether a product can copy these tokens beside: Triton wants boxes, here a whole row, of powers of two."""
+    """Whether a product can copy these tokens meanwhile: Triton needs boxes, here a whole row, of powers of two."""
     return next_power_of_2(tokens.shape[1]) == tokens.shape[1]
 
 
@@ -195,7 +195,7 @@ def _rows_product(
     columns = tile.bn // side_by_side
     column_tiles = cdiv(n, columns)
     box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
-    # of tokens the map tells but how a stage lies
+    # for tokens, the map only defines the layout of a stage
     a = a_PRK.x_TD[None] if isinstance(a_PRK, Tokens) else a_PRK
     a_desc = descriptors.rows(a, tile.bm, tile.bk, specialised=special)
     b_desc = descriptors.weight_planes(weights, box, specialised=special)
@@ -215,69 +215,27 @@ def _rows_product(
         from foundry_moe_kernels import hopper_products
 
         launch(
-            hopper_products.rows_kernel,
-            (programs,),
-            a_desc,
-            b_desc,
-            out(c_PRN),
-            out(h_RN),
-            hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
-            hopper_products.row_descriptor(beside[1]) if beside else None,
-            rows.entries_M4,
-            rows.count,
-            tokens.x_TD if tokens else None,
-            tokens.source_R if tokens else None,
-            rows.offsets_E[-1:] if beside else None,
-            tokens.x_TD.stride(0) if tokens else 0,
-            rows.num_rows,
-            column_tiles,
-            k_tiles,
-            swapped,
-            tile.group,
-            CHOICES=tokens.choices if tokens else 0,
-            GATHERED=gathered,
-            SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0,
-            PLANES=a.shape[0],
-            GATED=glu,
-            ACT=activation,
-            TRANS_B=transposed,
-            BM=tile.bm,
-            BN=tile.bn,
-            BK=tile.bk,
-            STAGES=tile.stages,
-            SPLIT=tile.split,
-            BUFFERS=1 if beside else hopper_products.buffers(tile, split),
-            LAST=tile.bn if glu else hopper_products.last_columns(n, tile.bn),
-            num_warps=hopper_products.WARPS,
+            hopper_products.rows_kernel, (programs,),
+            a_desc, b_desc, out(c_PRN), out(h_RN), hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
+            hopper_products.row_descriptor(beside[1]) if beside else None, rows.entries_M4, rows.count,
+            tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
+            rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, rows.num_rows,
+            column_tiles, k_tiles, swapped, tile.group,
+            CHOICES=tokens.choices if tokens else 0, GATHERED=gathered,
+            SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0, PLANES=a.shape[0], GATED=glu,
+            ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages,
+            SPLIT=tile.split, BUFFERS=1 if beside else hopper_products.buffers(tile, split),
+            LAST=tile.bn if glu else hopper_products.last_columns(n, tile.bn), num_warps=hopper_products.WARPS,
             maxnreg=hopper_products.REGISTERS,
-        )
+        )  # fmt: skip
         return
     launch(
-        ragged_rows_kernel,
-        (programs,),
-        a_desc,
-        b_desc,
-        out(c_PRN),
-        out(h_RN),
-        rows.entries_M4,
-        rows.count,
-        column_tiles,
-        k_tiles,
-        swapped,
-        PLANES=a.shape[0],
-        GLU=glu,
-        ACT=activation,
-        TRANS_B=transposed,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        SPLIT=tile.split,
-        GROUP=tile.group,
-        PROGRAMS=programs,
-        FLATTEN=tile.flatten,
-        num_warps=tile.warps,
+        ragged_rows_kernel, (programs,),
+        a_desc, b_desc, out(c_PRN), out(h_RN), rows.entries_M4, rows.count, column_tiles, k_tiles, swapped,
+        PLANES=a.shape[0], GLU=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn, BK=tile.bk,
+        SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs, FLATTEN=tile.flatten, num_warps=tile.warps,
         num_stages=tile.stages,
-    )
+    )  # fmt: skip
 
 
 def rows_product(
@@ -395,50 +353,19 @@ def weight_gradient(
         from foundry_moe_kernels import hopper_inner, hopper_products
 
         launch(
-            hopper_inner.inner_kernel,
-            (programs,),
-            a_desc,
-            b_desc,
-            descriptors.boxes(out[None], [1, 1, 1, tile.bm // 2, part], specialised=True),
-            rows.offsets_E,
-            rows.order_E,
-            experts,
-            planes,
-            m_tiles,
-            n_tiles,
-            tile.group,
-            m,
-            BM=tile.bm,
-            BN=tile.bn,
-            BK=tile.bk,
-            STAGES=tile.stages,
-            SPLIT=tile.split,
-            BUFFERS=hopper_products.buffers(tile, tile.split),
-            LAST=hopper_products.last_columns(n, tile.bn),
-            num_warps=hopper_products.WARPS,
-            maxnreg=hopper_products.REGISTERS,
-        )
+            hopper_inner.inner_kernel, (programs,),
+            a_desc, b_desc, descriptors.boxes(out[None], [1, 1, 1, tile.bm // 2, part], specialised=True),
+            rows.offsets_E, rows.order_E, experts, planes, m_tiles, n_tiles, tile.group, m,
+            BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, SPLIT=tile.split,
+            BUFFERS=hopper_products.buffers(tile, tile.split), LAST=hopper_products.last_columns(n, tile.bn),
+            num_warps=hopper_products.WARPS, maxnreg=hopper_products.REGISTERS,
+        )  # fmt: skip
         return out
     launch(
-        ragged_inner_kernel,
-        (programs,),
-        a_desc,
-        b_desc,
-        descriptors.boxes(out, [1, 1, tile.bm, part]),
-        rows.offsets_E,
-        rows.order_E,
-        experts,
-        planes,
-        m_tiles,
-        n_tiles,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        SPLIT=tile.split,
-        GROUP=tile.group,
-        PROGRAMS=programs,
-        FLATTEN=tile.flatten,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        ragged_inner_kernel, (programs,),
+        a_desc, b_desc, descriptors.boxes(out, [1, 1, tile.bm, part]), rows.offsets_E, rows.order_E, experts, planes,
+        m_tiles, n_tiles,
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs,
+        FLATTEN=tile.flatten, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return out

@@ -225,14 +225,8 @@ def gather_dots(dots: Tensor, row_TK: Tensor, dtype: torch.dtype) -> Tensor:
     if out.numel():
         block = 256
         launch(
-            _gather_dots_kernel,
-            (cdiv(out.numel(), block),),
-            dots,
-            row_TK,
-            out,
-            dots.shape[0],
-            dots.shape[1],
-            out.numel(),
+            _gather_dots_kernel, (cdiv(out.numel(), block),),
+            dots, row_TK, out, dots.shape[0], dots.shape[1], out.numel(),
             BLOCK=block,
-        )
+        )  # fmt: skip
     return out

@@ -2,7 +2,7 @@
 
 Four of the six products of a dMoE layer: the two of the forward pass and the two that carry gradients to activations.
 A GLU's activation is the first one's epilogue. Operands travel by tensor maps; a tile's place comes from the block rows
-of a topology. Knows nothing of autograd.
+of a topology.
 
 Shapes: R rows, E experts, D, F widths, P planes (gate, up), M block rows, BM x BN x BK the tile.
 """

@@ -8,7 +8,7 @@ Shapes: T tokens, E experts (1024 at most), K choices, P programs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,19 +24,40 @@ _EXTRA = 4  # numbers of a program's sums beside two for each expert: two, and t
 _SUMMED_AT_ONCE = 65536  # sums, up to which one program adds them all up
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How choices become weights.
+class Rule(NamedTuple):
+    """How many choices a token has, how they become weights, and which statistics are wanted.
 
     normalize: divide by their sum over a token's choices; then times `scale`.
     stream: None, or: keep a token's second choice with probability 2 * its weight (GShard), drawn with this stream.
     counted: choices of a token, the first ones, that count in the loads.
+    with_balance: needs `statistics`.
     """
 
+    k: int
     normalize: bool = False
     scale: float = 1.0
     stream: int | None = None
     counted: int = 1
+    statistics: bool = True
+    with_balance: bool = False
+
+
+class Chosen(NamedTuple):
+    """Results of `softmax_topk` that its backward pass reads."""
+
+    experts_TK: Tensor
+    wanted_TK: Tensor
+    counts_E: Tensor
+    number: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of the weights, the mean softmax, the z-loss and the balance loss; None where there is none."""
+
+    weights_TK: Tensor
+    mean_E: Tensor | None
+    z: Tensor | None
+    balance: Tensor | None
 
 
 @triton.jit
@@ -216,13 +237,7 @@ def _blocks(experts: int, k: int, elements: int, tokens: int) -> tuple[int, int,
 
 
 def softmax_topk(
-    logits_TE: Tensor,
-    k: int,
-    rule: Rule,
-    mask_T: Tensor | None,
-    keys_T: Tensor | None,
-    statistics: bool,
-    with_balance: bool,
+    logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights of the k most probable experts, ties towards the lower expert, and sums over the real tokens.
 
@@ -233,13 +248,14 @@ def softmax_topk(
 
     Returns:
         weights_TK fp32; experts_TK int64, -1 where a choice was dropped; wanted_TK int32, the same without dropping
-        (empty unless `rule.stream`); and, empty unless `statistics`: mean_E, the mean softmax; counts_E int64; z, the
-        mean of logsumexp squared; number, of real tokens, 1 at least; and `balance` of mean_E and counts_E, empty
-        unless `with_balance`, which needs `statistics`. Counts and `number` are summed in fp32, which is exact while
+        (empty unless `rule.stream`); and, empty unless `rule.statistics`: mean_E, the mean softmax; counts_E int64; z,
+        the mean of logsumexp squared; number, of real tokens, 1 at least; and `balance` of mean_E and counts_E, empty
+        unless `rule.with_balance`. Counts and `number` are summed in fp32, which is exact while
         an expert has fewer than 2^24 choices, and there are fewer than 2^24 tokens.
     """
     tokens, experts = logits_TE.shape
     device = logits_TE.device
+    k, statistics, with_balance = rule.k, rule.statistics, rule.with_balance
     random = rule.stream is not None
     block, wide, columns = _blocks(experts, k, _ELEMENTS, _TOKENS)
     programs = cdiv(tokens, block)
@@ -282,31 +298,21 @@ def softmax_topk(
 
 
 def softmax_topk_backward(
-    logits_TE: Tensor,
-    rule: Rule,
-    mask_T: Tensor | None,
-    experts_TK: Tensor,
-    wanted_TK: Tensor,
-    counts_E: Tensor,
-    number: Tensor,
-    dweights_TK: Tensor,
-    dmean_E: Tensor | None,
-    dz: Tensor | None,
-    dloss: Tensor | None,
+    logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, chosen: Chosen, grads: Gradients
 ) -> Tensor:
-    """dlogits_TE from the gradients of weights, mean softmax, z-loss and balance loss, the last three perhaps None."""
+    """dlogits_TE."""
     tokens, experts = logits_TE.shape
-    k = experts_TK.shape[1]
+    k = rule.k
     out_TE = torch.empty_like(logits_TE)
     if tokens:
         block, wide, columns = _blocks(experts, k, _BACKWARD_ELEMENTS, _BACKWARD_TOKENS)
         mask = None if mask_T is None else mask_T.contiguous().view(torch.uint8)
         launch(
             _softmax_topk_backward_kernel, (cdiv(tokens, block),),
-            logits_TE, mask, experts_TK, wanted_TK, counts_E, dweights_TK.contiguous(), dmean_E, dz, dloss, number,
-            out_TE, tokens, experts, rule.scale,
+            logits_TE, mask, chosen.experts_TK, chosen.wanted_TK, chosen.counts_E, grads.weights_TK.contiguous(),
+            grads.mean_E, grads.z, grads.balance, chosen.number, out_TE, tokens, experts, rule.scale,
             K=k, KP=columns, NORMALIZE=rule.normalize, RANDOM=rule.stream is not None, MASKED=mask is not None,
-            MEAN=dmean_E is not None, Z=dz is not None, BALANCE=dloss is not None,
+            MEAN=grads.mean_E is not None, Z=grads.z is not None, BALANCE=grads.balance is not None,
             TOKENS=block, EXPERTS=wide, num_warps=4,
         )  # fmt: skip
     return out_TE

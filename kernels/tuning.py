@@ -66,7 +66,7 @@ def _half(value: int) -> float:
 def is_committed(key: str) -> bool:
     """Whether the committed table has this matrix, with whatever rows an expert.
 
-    Another load, which a router may bring in any step, is no reason to time anything.
+    The gate may cause another load in any step, and a step must not time anything.
     """
     return any(same_matrix(other, key) for other in _table())
 

@@ -3,7 +3,7 @@
 Three steps, all on the scores' device: smoothed dual ascent finds prices of experts at which loads are nearly
 even; auction rounds (Bertsekas 1988; Bertsekas and Castanon 1989 for experts with many equal slots) raise prices
 until tokens that compete for a slot agree; what is left after the allowed rounds goes, by largest regret first,
-to experts with room. Knows nothing of gates or ranks.
+to experts with room.
 
 If the auction ends by itself, the sum is within T * epsilon of the optimum: each token is within epsilon of its
 best offer at the final prices. The tail of an auction is a few tokens outbidding each other for hundreds of rounds;
@@ -29,7 +29,7 @@ _TEMPERATURES = [_WARM * (_COLD / _WARM) ** (step / (_ASCENT_STEPS - 1)) for ste
 _CHECK_EVERY = 8  # rounds between two looks at whether the auction is over: each look waits for the device
 
 
-@torch.library.custom_op("foundry_moe::assign", mutates_args=())  # it reads the device: no graph could hold its loops
+@torch.library.custom_op("foundry_moe::assign", mutates_args=())  # its loops read the device, which no graph can hold
 def assign(
     scores_TE: Tensor, mask_T: Tensor | None = None, *, epsilon: float = 0.01, rounds: int | None = 16
 ) -> Tensor:

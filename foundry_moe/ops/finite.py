@@ -15,7 +15,7 @@ _Entry = tuple[int, int, int, int]
 
 
 class NonfiniteSearch:
-    """A search among tensors that keep their number, shapes and dtypes; their addresses may change.
+    """A search among tensors whose number, shapes and dtypes stay the same; their addresses may change.
 
     Args:
         lines: of each matrix only the first column and the first row are read. In a product's result that is enough:

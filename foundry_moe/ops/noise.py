@@ -1,7 +1,7 @@
 """Random numbers that are a function of (key of the token, column, stream) and of nothing else.
 
 No generator is advanced: the numbers are the same when a layer is recomputed, on every mesh and in every
-microbatch that holds the token. Knows nothing of gates.
+microbatch that holds the token.
 
 Shapes: T tokens, N numbers a token, B sequences, S positions.
 """

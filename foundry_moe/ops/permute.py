@@ -1,7 +1,6 @@
 """Permute and unpermute: tokens to rows sorted by expert, and back.
 
-Every shape is known on the host, so planning needs no synchronisation with the device. Knows nothing of
-experts' weights, gates or ranks.
+Every shape is known on the host, so planning needs no synchronisation with the device.
 
 Shapes: T tokens, K choices a token at most, A = T * K assignments, R = A rows at most, E experts, D model width.
 """
@@ -30,7 +29,7 @@ class PermutePlan:
     offsets_E: int32, the row after the last one of each expert (inclusive cumulative sum).
     source_R: int32, the assignment t * K + k of each row; -1 past the end.
     row_TK: int32, the row of each assignment; -1 where there is none.
-    capacity: None, or C: rows stand in E blocks of C slots, of which the first ones are used (see `ops/padded.py`).
+    capacity: None, or C: rows are E blocks of C slots, of which the first ones are used (see `ops/padded.py`).
     """
 
     experts_TK: Tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from foundry_moe_kernels import softmax_topk as kernels
+from foundry_moe_kernels.softmax_topk import Chosen, Gradients, Rule
 from torch import Tensor
 
 from foundry_moe.ops import noise
@@ -30,7 +31,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What `softmax_topk` gives.
+    """The results of `softmax_topk`.
 
     experts_TK: int64, -1 where a choice was dropped.
     weights_TK: combine weights.
@@ -74,9 +75,8 @@ def softmax_topk(
         with_balance: whether `balance` is, over these tokens' own choices; needs `statistics`.
     """
     keys_T, stream = (second_by_chance.keys_T, second_by_chance.stream) if second_by_chance else (None, None)
-    weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = _softmax_topk(
-        logits_TE, k, normalize, scale, stream, counted or k, mask_T, keys_T, statistics, with_balance
-    )
+    rule = Rule(k, normalize, scale, stream, counted or k, statistics, with_balance)
+    weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = _softmax_topk(logits_TE, rule, mask_T, keys_T)
     return Selection(
         experts_TK=experts_TK,
         weights_TK=weights_TK,
@@ -103,33 +103,24 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def _plain(
-    logits_TE: Tensor,
-    k: int,
-    normalize: bool,
-    scale: float,
-    stream: int | None,
-    counted: int,
-    mask_T: Tensor | None,
-    keys_T: Tensor | None,
-    statistics: bool,
-    with_balance: bool,
+    logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None
 ) -> tuple[Tensor, Tensor, None, Tensor, Tensor, Tensor, None, Tensor | None]:
     """The plain twin of `_triton`, without the results that its gradient needs."""
     probs_TE = logits_TE.softmax(-1)
-    weights_TK, experts_TK = topk(probs_TE, k)
-    if normalize:
+    weights_TK, experts_TK = topk(probs_TE, rule.k)
+    if rule.normalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    weights_TK = weights_TK * scale
-    counts_E = count_choices(experts_TK[:, :counted], logits_TE.shape[1], mask_T)
-    if stream is not None and keys_T is not None:
-        drawn_T1 = noise.uniform(keys_T, 1, stream)
+    weights_TK = weights_TK * rule.scale
+    counts_E = count_choices(experts_TK[:, : rule.counted], logits_TE.shape[1], mask_T)
+    if rule.stream is not None and keys_T is not None:
+        drawn_T1 = noise.uniform(keys_T, 1, rule.stream)
         dropped_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
         dropped_TK[:, 1:] = 2 * weights_TK[:, 1:].detach() <= drawn_T1
         experts_TK = experts_TK.masked_fill(dropped_TK, -1)
         weights_TK = weights_TK.masked_fill(dropped_TK, 0)
     mean_E = masked_mean(probs_TE, mask_T)
     z = z_loss(logits_TE, mask_T)
-    loss = balance(mean_E, counts_E) if with_balance else None
+    loss = balance(mean_E, counts_E) if rule.with_balance else None
     return weights_TK, experts_TK, None, mean_E, counts_E, z, None, loss
 
 
@@ -138,85 +129,56 @@ def _balance_plain(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, None]:
     return mean_E.shape[0] * (share_E * mean_E).sum(), None
 
 
-def _fake(  # type: ignore[no-untyped-def]
-    logits_TE, k, normalize, scale, stream, counted, mask_T, keys_T, statistics, with_balance
-):
+def _fake(logits_TE, rule, mask_T, keys_T):  # type: ignore[no-untyped-def]
     tokens, experts = logits_TE.shape
-    size = experts if statistics else 0
+    size = experts if rule.statistics else 0
     return (
-        logits_TE.new_empty(tokens, k),
-        logits_TE.new_empty(tokens, k, dtype=torch.int64),
-        logits_TE.new_empty(0 if stream is None else tokens, k, dtype=torch.int32),
+        logits_TE.new_empty(tokens, rule.k),
+        logits_TE.new_empty(tokens, rule.k, dtype=torch.int64),
+        logits_TE.new_empty(0 if rule.stream is None else tokens, rule.k, dtype=torch.int32),
         logits_TE.new_empty(size),
         logits_TE.new_empty(size, dtype=torch.int64),
-        logits_TE.new_empty(() if statistics else 0),
-        logits_TE.new_empty(int(statistics)),
-        logits_TE.new_empty(() if with_balance else 0),
+        logits_TE.new_empty(() if rule.statistics else 0),
+        logits_TE.new_empty(int(rule.statistics)),
+        logits_TE.new_empty(() if rule.with_balance else 0),
     )
 
 
 def _triton(
-    logits_TE: Tensor,
-    k: int,
-    normalize: bool,
-    scale: float,
-    stream: int | None,
-    counted: int,
-    mask_T: Tensor | None,
-    keys_T: Tensor | None,
-    statistics: bool,
-    with_balance: bool,
+    logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `foundry_moe_kernels.softmax_topk.softmax_topk`."""
-    rule = kernels.Rule(normalize=normalize, scale=scale, stream=stream, counted=counted)
-    return kernels.softmax_topk(logits_TE.contiguous(), k, rule, mask_T, keys_T, statistics, with_balance)
+    return kernels.softmax_topk(logits_TE.contiguous(), rule, mask_T, keys_T)
 
 
 @operator(
     "softmax_topk_backward",
     lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format),
 )
-def _triton_backward(
-    logits_TE: Tensor,
-    normalize: bool,
-    scale: float,
-    random: bool,
-    mask_T: Tensor | None,
-    experts_TK: Tensor,
-    wanted_TK: Tensor,
-    counts_E: Tensor,
-    number: Tensor,
-    dweights_TK: Tensor,
-    dmean_E: Tensor | None,
-    dz: Tensor | None,
-    dloss: Tensor | None,
-) -> Tensor:
-    rule = kernels.Rule(normalize=normalize, scale=scale, stream=0 if random else None)
-    return kernels.softmax_topk_backward(
-        logits_TE.contiguous(), rule, mask_T, experts_TK, wanted_TK, counts_E, number, dweights_TK, dmean_E, dz, dloss
-    )  # fmt: skip
+def _triton_backward(logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, chosen: Chosen, grads: Gradients) -> Tensor:
+    return kernels.softmax_topk_backward(logits_TE.contiguous(), rule, mask_T, chosen, grads)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits_TE, _, normalize, scale, stream, _, mask_T, *_ = inputs
+    logits_TE, ctx.rule, mask_T, _ = inputs
     _, experts_TK, wanted_TK, _, counts_E, _, number, _ = output
-    ctx.rule = (normalize, scale, stream is not None)
     ctx.set_materialize_grads(False)  # zeros for each unused output would be a launch each
     ctx.mark_non_differentiable(experts_TK, wanted_TK, counts_E, number)
     ctx.save_for_backward(logits_TE, mask_T, experts_TK, wanted_TK, counts_E, number)
 
 
 def _gradient(ctx: Any, dweights_TK: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    logits_TE, mask_T, *chosen = ctx.saved_tensors
+    logits_TE, mask_T, *saved = ctx.saved_tensors
+    chosen = Chosen(*saved)
     if dweights_TK is None:
-        dweights_TK = torch.zeros_like(chosen[0], dtype=logits_TE.dtype)
+        dweights_TK = torch.zeros_like(chosen.experts_TK, dtype=logits_TE.dtype)
     _, _, dmean_E, _, dz, _, dloss = grads
-    dlogits_TE = _triton_backward(logits_TE, *ctx.rule, mask_T, *chosen, dweights_TK, dmean_E, dz, dloss)
-    return dlogits_TE, *[None] * 9
+    dlogits_TE = _triton_backward(logits_TE, ctx.rule, mask_T, chosen, Gradients(dweights_TK, dmean_E, dz, dloss))
+    return dlogits_TE, None, None, None
 
 
-def _takes(logits_TE: Tensor, k: int, *_: Any) -> bool:
-    return on_gpu(torch.float32)(logits_TE) and k <= MAX_CHOICES and logits_TE.shape[1] <= MAX_EXPERTS
+def _takes(logits_TE: Tensor, rule: Rule, *_: Any) -> bool:
+    return on_gpu(torch.float32)(logits_TE) and rule.k <= MAX_CHOICES and logits_TE.shape[1] <= MAX_EXPERTS
 
 
 _softmax_topk = twins(

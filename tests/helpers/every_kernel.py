@@ -128,15 +128,22 @@ def launch_routing(experts: int = 128) -> None:
         router_logits.weight_gradient(logits_TE, x_TD, jitter, weight.dtype)
     noise.uniform(keys_T, experts, 1)
     noise.jitter(x_TD, keys_T, 0.01, 1)
-    for rule in (softmax_topk.Rule(normalize=True), softmax_topk.Rule(stream=1)):
+    for rule in (
+        softmax_topk.Rule(K, normalize=True, with_balance=True),
+        softmax_topk.Rule(K, stream=1, with_balance=True),
+    ):
         weights_TK, experts_TK, wanted_TK, mean_E, counts_E, z, number, loss = softmax_topk.softmax_topk(
-            logits_TE, K, rule, mask_T, keys_T, statistics=True, with_balance=True
+            logits_TE, rule, mask_T, keys_T
         )
         softmax_topk.softmax_topk_backward(
-            logits_TE, rule, mask_T, experts_TK, wanted_TK, counts_E, number, weights_TK, mean_E, z, loss
+            logits_TE,
+            rule,
+            mask_T,
+            softmax_topk.Chosen(experts_TK, wanted_TK, counts_E, number),
+            softmax_topk.Gradients(weights_TK, mean_E, z, loss),
         )
     many_TE = torch.zeros(65536, experts)  # summed in a launch of its own
-    softmax_topk.softmax_topk(many_TE, K, softmax_topk.Rule(), None, None, statistics=True, with_balance=True)
+    softmax_topk.softmax_topk(many_TE, softmax_topk.Rule(K, with_balance=True), None, None)
     values_TK, experts_TK = select_topk.topk(logits_TE, K, softmax="chosen")
     select_topk.ranked(logits_TE[:, :16].contiguous(), 16, absent_below_zero=True)
     select_topk.spread(values_TK, experts_TK, experts)

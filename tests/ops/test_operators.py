@@ -2,11 +2,15 @@
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
+from foundry_moe_kernels.softmax_topk import Rule
 
 from foundry_moe import ops
+from foundry_moe.ops.operators import differentiable, operator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, EXPERTS, WIDTH, K = 37, 5, 24, 3
@@ -47,7 +51,7 @@ def operands():
         "select_topk._keep_largest": ((ranked_TE.t(), number_1, 0), None),
         "select_topk._count_choices": ((experts_TK, EXPERTS, mask_T), None),
         "softmax_topk._softmax_topk": (
-            (scores_TE, 2, True, 2.5, -77, 1, mask_T, keys_T, True, True),
+            (scores_TE, Rule(2, True, 2.5, stream=-77, counted=1, with_balance=True), mask_T, keys_T),
             (0, 1, 3, 4, 5, 7),
         ),
         "softmax_topk._balance": ((scores_TE.softmax(-1).mean(0), counts_E), (0,)),
@@ -78,3 +82,43 @@ def test_operands_on_a_cpu_take_the_plain_twin(monkeypatch):
     scores_TE = torch.randn(4, 5)
     monkeypatch.setattr(ops.select_topk.kernels, "topk", lambda *_: pytest.fail("a kernel was asked for"))
     assert ops.select_topk.topk(scores_TE, 2)[1].shape == (4, 2)
+
+
+class Scaling(NamedTuple):
+    """A record as an operator takes it: a tensor, and plain values."""
+
+    factor: torch.Tensor
+    times: int
+    shifts: Sequence[int]
+
+
+@operator("test_scaled", lambda x, scaling, more: torch.empty_like(x))
+def _scaled(x: torch.Tensor, scaling: Scaling, more: torch.Tensor | None) -> torch.Tensor:
+    y = x * scaling.factor * scaling.times + sum(scaling.shifts)
+    return y if more is None else y + more
+
+
+def _save_scaled(ctx, inputs, output):
+    _, scaling, more = inputs
+    ctx.times, ctx.has_more = scaling.times, more is not None
+    ctx.save_for_backward(scaling.factor)
+
+
+scaled = differentiable(
+    _scaled, _save_scaled, lambda ctx, dy: (dy * ctx.saved_tensors[0] * ctx.times, None, dy if ctx.has_more else None)
+)
+
+
+def test_an_operator_with_a_record_is_one_node_of_a_graph_with_the_same_gradients():
+    x, more, factor = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(3)
+
+    def model(x, more):
+        return scaled(2 * x, Scaling(factor, 3, (1, 2)), None) + scaled(x, Scaling(factor, 2, ()), more)
+
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        y = call(x, more)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, more))])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled)
+    torch.testing.assert_close(results[0][0], 8 * x * factor + 3 + more)

@@ -25,7 +25,8 @@ def poisoned_memory(monkeypatch):
 
 def by_kernel(logits_TE, k, normalize, scale, second, counted, mask_T):
     keys_T, stream = (second.keys_T, second.stream) if second else (None, None)
-    out = ops._softmax_topk.triton(logits_TE, k, normalize, scale, stream, counted or k, mask_T, keys_T, True, True)
+    rule = kernels.Rule(k, normalize, scale, stream, counted or k, statistics=True, with_balance=True)
+    out = ops._softmax_topk.triton(logits_TE, rule, mask_T, keys_T)
     return ops.Selection(experts_TK=out[1], weights_TK=out[0], mean_E=out[3], counts_E=out[4], z=out[5], balance=out[7])
 
 
