@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import launch
-from foundry_moe_kernels.sizes import cdiv, next_power_of_2
+from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from torch import Tensor
 
 BLOCK = 64
