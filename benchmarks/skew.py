@@ -141,7 +141,7 @@ def main() -> None:
     if arguments.ranks is None or arguments.ranks < 2:
         parser.error("one GPU stands for one of several ranks: --ranks 8")
     if arguments.gpus == 1 and (arguments.zipf or any(arguments.hot_experts)):
-        parser.error("--zipf and --hot-experts are for several GPUs")
+        parser.error("--zipf and --hot-experts need several GPUs; for one, see benchmarks/hot_experts.py")
     ranks = float(arguments.ranks)
     skews = sorted({1.0, (1.0 + ranks) / 2 if ranks < 4 else 2.0, min(4.0, ranks), ranks})
     if arguments.zipf:
