@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.distributed.test_elastic_trainer import launch, run
 from tests.helpers.commands import tool
+from tests.helpers.tiny_runs import launch, model_of, run
 
 ONE = (1, 1, 1)
 
@@ -69,14 +68,6 @@ def test_autoresume_and_commits_are_an_error(runs) -> None:
 
 def test_one_place_for_both_is_an_error_on_s3_too(runs) -> None:
     assert "save_folder and callbacks.elastic_checkpoint.folder are both s3://b/run" in runs["one place on S3"]["error"]
-
-
-def model_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """The model of a commit, as one process holds it."""
-    out = folder.with_name(f"{folder.name}-exported-{step}")
-    if not out.exists():
-        assert tool("export", folder, out, "--step", step) == 0
-    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def check_imported(source: Path, root: Path, ours: Path, step: int) -> Path:

@@ -10,8 +10,7 @@ import pytest
 import xxhash
 
 from foundry_moe.checkpoint.codec import tensor_bytes
-from tests.distributed.test_elastic_beside_composer import model_of
-from tests.distributed.test_elastic_trainer import launch, run
+from tests.helpers.tiny_runs import launch, model_of, run
 
 FALLING = {"start": 2.0, "end": 0.5, "until": "4ba", "shape": "linear"}
 SHRINKING = {"start": 0.03, "end": 0.01, "until": "4ba", "shape": "linear"}  # equal steps may add up to nothing

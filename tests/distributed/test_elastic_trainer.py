@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import can_replicate
-from tests.distributed import elastic_worker
-from tests.helpers.launching import PRELOAD
 from tests.helpers.stacks import needs_replicas
+from tests.helpers.tiny_runs import BATCHES, launch, run
 
-YAML = str(Path(__file__).with_name("tiny.yaml"))
-BATCHES, BREAK = 6, 4
+BREAK = 4
 FIRST = (2, 1, 2) if can_replicate("cpu") else (1, 2, 2)  # mesh of four; another goes on
 OTHER = (1, 2, 2) if can_replicate("cpu") else (1, 1, 4)
-
-
-def run(folder: Path, mesh: tuple[int, int, int], *, keys: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Overrides for one run. The balance loss is taken over a microbatch, so its size in the whole job stays 4."""
-    replicate, shard, expert = mesh
-    overrides: dict[str, Any] = {
-        "callbacks.elastic_checkpoint": {"folder": str(folder), "interval": "2ba", "async": False, **(keys or {})},
-        "device_train_microbatch_size": 4 // (replicate * shard * expert),
-        "max_duration": f"{BATCHES}ba",
-        "scheduler.t_warmup": "3ba",
-        **more,
-    }
-    if replicate * shard * expert > 1:
-        names = ("replicate", "shard", "expert")
-        overrides |= {f"algorithms.dmoe.mesh.{name}": n for name, n in zip(names, mesh, strict=True)}
-    return overrides
-
-
-def launch(world: int, *runs: dict[str, Any], yaml: str = YAML) -> list[dict[str, Any]]:
-    return run_processes(elastic_worker.run_all, yaml, list(runs), world_size=world, preload=PRELOAD)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import poisoned_worker
-from tests.distributed.test_elastic_trainer import YAML, run
 from tests.helpers.launching import PRELOAD
+from tests.helpers.tiny_runs import YAML, run
 
 NAMES = ("weights", "gradients", "rewound", "ignored", "data", "hopeless")
 

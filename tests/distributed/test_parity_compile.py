@@ -8,8 +8,8 @@ from foundry_moe.commands.verify.meshes import TOLERANCE, compare
 from foundry_moe.commands.verify.parity import CASES, run_case
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker, trainer_worker
-from tests.distributed.test_parity_trainer import YAML, largest_difference, mesh
 from tests.helpers.launching import PRELOAD
+from tests.helpers.tiny_runs import YAML, largest_difference, mesh
 
 BLOCKS = {"algorithms.dmoe.mesh.compile": "blocks"}
 

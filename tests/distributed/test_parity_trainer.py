@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,34 +11,16 @@ from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import can_replicate
 from tests.distributed import trainer_worker
 from tests.helpers.launching import PRELOAD
+from tests.helpers.tiny_runs import YAML, largest_difference, mesh
 
-YAML = str(Path(__file__).with_name("tiny.yaml"))
 # fp32, three steps of AdamW with eps 1e-3: sums in another order measure some 2e-7
 TOLERANCE = 1e-5
-
-
-def mesh(replicate: int, shard: int, expert: int, **more: Any) -> dict[str, Any]:
-    return {
-        "algorithms.dmoe.mesh.replicate": replicate,
-        "algorithms.dmoe.mesh.shard": shard,
-        "algorithms.dmoe.mesh.expert": expert,
-        **more,
-    }
 
 
 def alone(microbatch: int, **more: Any) -> dict[str, Any]:
     """One process, with the microbatch of the whole job: the balance loss is taken over a microbatch."""
     run = {"device_train_microbatch_size": microbatch, **more}
     return run_processes(trainer_worker.train_runs, YAML, [run], world_size=1, preload=PRELOAD)[0]
-
-
-def largest_difference(run: dict[str, Any], expected: dict[str, Any]) -> float:
-    assert run["weights"].keys() == expected["weights"].keys()
-    gaps = [
-        ((run["weights"][name] - weight).abs().max() / weight.abs().max()).item()
-        for name, weight in expected["weights"].items()
-    ]
-    return max(gaps)
 
 
 def test_two_processes_equal_one() -> None:

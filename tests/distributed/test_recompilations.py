@@ -6,8 +6,8 @@ from typing import Any
 
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import compile_worker
-from tests.distributed.test_parity_trainer import YAML, mesh
 from tests.helpers.launching import PRELOAD
+from tests.helpers.tiny_runs import YAML, mesh
 
 ROPE = {
     "model.attn_config": {"attn_impl": "torch", "rope": True, "rope_impl": "hf"},

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import yaml
 
-from tests.end_to_end.test_yaml import BIN, DEMO, run
+from tests.helpers.demo import BIN, DEMO, run
 
 GATE = '''
 from dataclasses import dataclass

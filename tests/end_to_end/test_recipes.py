@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
-from tests.end_to_end.test_yaml import BIN, ROOT
+from tests.helpers.demo import BIN, ROOT
 
 FINETUNE = ROOT / "yamls" / "finetune" / "instructions.yaml"
 EVAL = ROOT / "yamls" / "eval" / "exported.yaml"

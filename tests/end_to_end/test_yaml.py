@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foundry_moe.cli import main
-
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "yamls" / "demo" / "cpu.yaml"
-BIN = Path(sys.executable).parent
-
-
-def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+from tests.helpers.demo import BIN, DEMO, run
 
 
 @pytest.mark.quick
