@@ -172,3 +172,8 @@ def key_help(cls: type) -> str:
 def with_keys(text: str | None, cls: type) -> str:
     """A docstring with the keys of `cls` under it, for `llmfoundry registry find`."""
     return f"{inspect.cleandoc(text or '')}\n\nKeys, with their defaults:\n\n{key_help(cls)}"
+
+
+def yaml_value(value: Any) -> str:
+    """A value as YAML writes it, for messages."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

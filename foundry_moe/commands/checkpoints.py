@@ -273,7 +273,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 def run_import(arguments: argparse.Namespace) -> int:
     from foundry_moe.checkpoint.importing import import_weights
-    from foundry_moe.models.renaming import renaming_of
+    from foundry_moe.models.pretrained import renaming_of
 
     store, _ = open_folder(arguments.folder, arguments, new=True)
     try:

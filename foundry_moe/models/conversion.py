@@ -14,9 +14,8 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.models.filling import by_tensor, fill
-from foundry_moe.models.found_blocks import Found, find_blocks
-from foundry_moe.models.loaded_weights import Origin
+from foundry_moe.models.block_plans import FFNBlock, WeightOrigin, find_blocks
+from foundry_moe.models.pretrained import by_tensor, fill
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ def apply_dmoe(
 
     Dense blocks become new experts (`init: random`), or copies or shards of themselves (`init: upcycle`). A Hugging
     Face MoE block keeps its weights and its meaning, and dense blocks beside it stay dense; which families can be
-    taken over is in docs/hugging_face.md. Layers on the meta device note where their weights come from, in
+    taken over is in docs/hugging_face.md. Layers on the meta device record where their weights come from in
     `MoELayer.sources`. A loss must go through `batch_context(model).anchor(loss)` if something scales it before its
     backward pass; `DMoE` does this.
 
@@ -70,7 +69,7 @@ def apply_dmoe(
     if not chosen:
         warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(found)}", stacklevel=2)
         return []
-    origin = Origin(model, config, loaded)
+    origin = WeightOrigin(model, config, loaded)
     if not chosen[0].sparse:
         origin.warn()
     context = BatchContext()
@@ -88,15 +87,17 @@ def apply_dmoe(
 
 
 def _let_save(model: nn.Module) -> None:
-    """Makes `save_pretrained` write what `from_pretrained` reads; nothing to do for a model that has none."""
+    """Makes `save_pretrained`, if the model has it, write a format that `from_pretrained` reads."""
     if any(callable(getattr(module, "save_pretrained", None)) for module in model.modules()):
-        from foundry_moe.models.native.saving import let_save  # brings transformers
+        from foundry_moe.models.native.saving import (
+            let_save,  # imports transformers, which a plain torch model does not need
+        )
 
         let_save(model)
 
 
-def _without_dense(chosen: list[Found], found: Sequence[Found], config: MoEConfig) -> list[Found]:
-    """A model with MoE blocks is dense elsewhere on purpose (Qwen3-MoE's `mlp_only_layers`): those blocks stay."""
+def _without_dense(chosen: list[FFNBlock], found: Sequence[FFNBlock], config: MoEConfig) -> list[FFNBlock]:
+    """Leaves out dense blocks of an MoE model: they are dense by design (Qwen3-MoE's `mlp_only_layers`)."""
     if not any(block.sparse for block in found):
         return chosen
     dense = [block.layer for block in chosen if not block.sparse]
@@ -110,7 +111,9 @@ def _without_dense(chosen: list[Found], found: Sequence[Found], config: MoEConfi
     return [block for block in chosen if block.sparse]
 
 
-def _build_layer(block: Found, config: MoEConfig, origin: Origin, num_layers: int, context: BatchContext) -> MoELayer:
+def _build_layer(
+    block: FFNBlock, config: MoEConfig, origin: WeightOrigin, num_layers: int, context: BatchContext
+) -> MoELayer:
     plan = block.plan(config, origin)
     weight = next(block.module.parameters())
     layer = MoELayer(
@@ -146,7 +149,7 @@ def _replace_parameters(
     new: Iterable[nn.Parameter],
     optimizers: Optimizer | Sequence[Optimizer] | None,
 ) -> None:
-    """In the first group that held old parameters the new ones take their place; state of the old ones goes."""
+    """Puts new parameters into the first group that held old ones, and drops the old parameters' state."""
     gone, new = {id(parameter): parameter for parameter in old}, list(new)
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or []:
         arriving = new

@@ -1,12 +1,14 @@
-"""Reads a folder of safetensors into a model that is sharded already: each rank its own slices, a tensor at a time.
+"""Fills dMoE layers with Hugging Face tensors: a module's, or those of a folder of safetensors.
 
-Nobody holds the model: a rank reads what its shares of tensors are made of, and closes the file before the next tensor.
+A sharded model is filled one tensor at a time: each rank reads the slices of its own shard and closes the file before
+the next tensor, so no rank holds the whole model.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,48 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from foundry_moe.checkpoint.safetensors_files import safetensors_in
 from foundry_moe.layers.lookup import named_moe_layers
-from foundry_moe.models.families import Part
+from foundry_moe.models.families import FAMILIES, Part
 from foundry_moe.models.families.family import whole
-from foundry_moe.models.filling import by_tensor, fill
 
+_ROOT = "model."  # where LLM Foundry's wrapper holds the Hugging Face model
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
-# buffers that old versions saved
+# buffers that old versions of transformers saved
 _IGNORED = (r"rotary_emb\.inv_freq$", r"masked_bias$", r"attn\.bias$", r"attention\.bias$")
+
+
+@torch.no_grad()
+def fill(local: Tensor, begin: tuple[int, ...], parts: Iterable[Part], theirs: Callable[[str], Any]) -> None:
+    """Fills a tensor of ours from parts of theirs, and reads only the slices that it needs.
+
+    Args:
+        local: a whole tensor or a box of it, without autograd.
+        begin: index of the box in the whole tensor.
+        parts: the parts of this tensor, in any order.
+        theirs: from a name in a `Part` to a tensor, or to a slice of a safetensors file.
+    """
+    for part in parts:
+        target, offset = local, begin
+        if part.expert is not None:
+            if not begin[0] <= part.expert < begin[0] + local.shape[0]:
+                continue
+            target, offset = local[part.expert - begin[0]], begin[1:]
+        if target.numel() == 0:
+            continue
+        sizes = tuple(target.shape)
+        found = theirs(part.theirs)[part.box(offset, sizes)]
+        found = found.reshape(sizes[::-1]).t() if part.transposed else found.reshape(sizes)
+        target.copy_(found)
+        if part.scale != 1:
+            target.mul_(part.scale)
+
+
+def by_tensor(parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """Groups parts by the name of our tensor."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.ours, []).append(part)
+    return found
 
 
 class SafetensorsFolder:
@@ -62,15 +98,15 @@ class SafetensorsFolder:
         return self._open[1]
 
     def close(self) -> None:
-        """Lets go of the open file and of its pages in memory."""
+        """Closes the open file and releases its pages."""
         self._open = None
 
     def part(self, name: str) -> Any:
-        """A tensor whose slices are read as they are asked for."""
+        """A safetensors slice: indexing it reads from the file."""
         return self._opened(self.files[name]).get_slice(name)
 
     def check(self, name: str, shape: Iterable[int]) -> None:
-        """Raises ValueError where a tensor is not there, has another shape, or is not of floats that we read."""
+        """Raises ValueError if a tensor is missing or has another shape or a dtype that is not read."""
         if name not in self.files:
             raise ValueError(f"{self.folder} has no tensor {name}: it is not a checkpoint of this model")
         part = self.part(name)
@@ -81,7 +117,7 @@ class SafetensorsFolder:
 
 
 def local_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's share of a tensor, and where it begins; of an ordinary tensor all of it."""
+    """This rank's shard of a tensor and the index where it begins; the whole of a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.dim()
     _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -90,14 +126,14 @@ def local_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @torch.no_grad()
 def read_pretrained(model: nn.Module, folder: SafetensorsFolder, *, root: str = "") -> None:
-    """Fills all parameters and saved buffers of a converted model, those of this rank.
+    """Fills this rank's parameters and saved buffers of a converted model.
 
     Args:
-        model: with MoE layers from `apply_dmoe`, on real memory, sharded or not.
-        root: name of the Hugging Face model in it.
+        model: has MoE layers from `apply_dmoe` and real memory, sharded or not.
+        root: name of the Hugging Face model inside `model`.
 
     Raises:
-        ValueError: a tensor is missing, of another shape or dtype, or one too many.
+        ValueError: a tensor is missing, unexpected, or has another shape or dtype.
     """
     wanted = dict(_wanted(model, root))
     for _, sources in wanted.values():
@@ -111,7 +147,7 @@ def read_pretrained(model: nn.Module, folder: SafetensorsFolder, *, root: str = 
 
 
 def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, list[Part]]]]:
-    """Tensors of the model, and the parts of the folder that they are made of, names of theirs in full."""
+    """Each tensor of the model with its parts in the folder, under full names."""
     prefix = f"{root}." if root else ""
     layers = named_moe_layers(model)
     saved = model.state_dict().keys()
@@ -144,8 +180,58 @@ def _refuse_extra(model: nn.Module, folder: SafetensorsFolder, wanted: set[str],
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Gives memory to everything that is on the meta device, without values; parameters that are shared stay shared."""
+    """Allocates uninitialized memory for all tensors on the meta device; tied parameters stay tied."""
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in tensors):
             module.to_empty(device=device, recurse=False)
+
+
+def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+    """A function that gives the tensors of a Hugging Face folder the names and layouts of a run of `hf_causal_lm`.
+
+    None if the folder holds no model of a family of ours.
+
+    Raises:
+        ValueError: the configuration asks for something that our layers do not compute.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        model_type = json.loads(path.read_bytes()).get("model_type")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if model_type not in FAMILIES:
+        return None
+    from transformers import AutoConfig
+
+    family = FAMILIES[model_type]
+    blocks = family.read(AutoConfig.from_pretrained(folder))
+
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Removes tensors from its argument layer by layer, so that only one layer is in memory twice."""
+        renamed = {}
+        for layer in blocks.layers:
+            prefix = family.block_name(layer) + "."
+            for ours, parts in by_tensor(family.parts(blocks)).items():
+                for part in parts:
+                    found = tensors.get(prefix + part.theirs)
+                    if found is None or tuple(found.shape) != part.their_shape:
+                        has = "no tensor" if found is None else f"shape {list(found.shape)} for"
+                        raise ValueError(
+                            f"{folder} has {has} {prefix}{part.theirs}, where its configuration says "
+                            f"{list(part.their_shape)}"
+                        )
+                first = parts[0]
+                shape = first.shape if first.expert is None else (blocks.num_experts, *first.shape)
+                dtype = torch.float32 if first.fp32 else tensors[prefix + first.theirs].dtype
+                filled = torch.empty(shape, dtype=dtype)
+                below = {part.theirs: tensors[prefix + part.theirs] for part in parts}
+                fill(filled, (0,) * len(shape), parts, below.__getitem__)
+                renamed[f"{_ROOT}{prefix}{ours}"] = filled
+            for part in family.parts(blocks):
+                tensors.pop(prefix + part.theirs, None)
+        return renamed | {_ROOT + name: tensor for name, tensor in tensors.items()}
+
+    return rename

@@ -16,6 +16,8 @@ from composer.core import State
 from composer.utils import dist
 from transformers import PretrainedConfig
 
+from foundry_moe.schema import yaml_value
+
 # of what every Hugging Face configuration has, only this says what the model computes; the rest is of generation
 _COMPUTES = ("tie_word_embeddings",)
 # of a model's own keys: how weights are first drawn, and which of several implementations of one formula runs
@@ -68,8 +70,9 @@ def check_model(here: Mapping[str, Any], there: object) -> None:
     for key in here:
         if key in there and here[key] != there[key]:
             raise ValueError(
-                f"model.{key} ({_shown(here[key])}): the checkpoint was trained with {_shown(there[key])}, and its "
-                f"weights would compute something else; use {_shown(there[key])}, or give this run another folder"
+                f"model.{key} ({yaml_value(here[key])}): the checkpoint was trained with {yaml_value(there[key])}, and "
+                f"its weights would compute something else; use {yaml_value(there[key])}, "
+                f"or give this run another folder"
             )
 
 
@@ -84,8 +87,8 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
         return []
     holds = asked if holds is None else holds
     return [
-        f"{key}: this run says {_shown(asked[key])}, the checkpoint was trained with {_shown(there[key])}, and "
-        f"{_shown(holds.get(key))} holds"
+        f"{key}: this run says {yaml_value(asked[key])}, the checkpoint was trained with {yaml_value(there[key])}, and "
+        f"{yaml_value(holds.get(key))} holds"
         for key in asked
         if key in there and asked[key] != there[key]
     ]
@@ -123,7 +126,3 @@ def _trains(key: str) -> bool:
 
 def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -86,7 +86,7 @@ def test_every_moe_family_is_planned_from_its_configuration_alone(kind: str, tmp
     model = small(kind)
     model.config.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if "generation" not in path.name] == ["config.json"]
-    blocks = family_of(model.config).read(model.config)
+    blocks = family_of(model.config.model_type).read(model.config)
     run = run_of(tmp_path, {"num_experts": blocks.num_experts, "top_k": blocks.top_k})
     run["algorithms"]["dmoe"]["mesh"] = {"expert": 1}
     plan = plan_run(run, Machine(gpus=2, gpus_per_node=2, gpu_bytes=80e9))

@@ -141,7 +141,7 @@ def of_hugging_face(kind: str) -> nn.Module:
         for name, buffer in native.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-3.0, -1.0)
-    blocks = family_of(native.config).read(native.config)
+    blocks = family_of(native.config.model_type).read(native.config)
     apply_dmoe(native, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
     return native
 

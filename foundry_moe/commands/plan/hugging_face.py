@@ -15,8 +15,8 @@ from torch import nn
 from foundry_moe.commands.plan.shape import Counted, ModelShape
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.lookup import named_moe_layers
+from foundry_moe.models.block_plans import find_blocks
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.models.found_blocks import find_blocks
 from foundry_moe.schema import section
 
 

@@ -1,8 +1,6 @@
-"""Families of Hugging Face MoE models that can be taken over, and leave again: one file each."""
+"""Families of Hugging Face MoE models that can be loaded and exported: one file each."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from foundry_moe.models.families.dbrx import DBRX
 from foundry_moe.models.families.deepseek_v3 import DeepSeekV3
@@ -20,7 +18,7 @@ FAMILIES: dict[str, Family] = {
     for family in (Mixtral(), OLMoE(), Qwen3MoE(), Qwen2MoE(), DeepSeekV3(), DBRX(), GraniteMoE())
 }
 
-# model_type of others, and what stands in the way
+# model_type of other MoE models -> why they are not supported
 _OTHERS = {
     "granitemoeshared": "its shared expert stands beside the block, which has not been tried",
     "jamba": "its MoE layers stand between Mamba layers, which has not been tried",
@@ -33,13 +31,12 @@ _OTHERS = {
 }
 
 
-def family_of(config: Any) -> Family:
-    """The family of a `PretrainedConfig`.
+def family_of(model_type: str) -> Family:
+    """The family of a Hugging Face `model_type`.
 
     Raises:
-        ValueError: none of these; says what stands in the way.
+        ValueError: it is none of these; says why if that is known.
     """
-    model_type = getattr(config, "model_type", None)
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(family.name for family in FAMILIES.values())

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from foundry_moe.config import ACTIVATIONS, MoEConfig
+from foundry_moe.schema import yaml_value
 
 # names in transformers' ACT2FN, for GLUs; the first of those with one meaning is what we write
 _GATED = {
@@ -164,8 +165,8 @@ class Family:
         raise NotImplementedError
 
     def parts(self, blocks: Blocks) -> list[Part]:
-        """All tensors of one sparse block, each element of ours and of theirs in one part."""
-        raise NotImplementedError
+        """All tensors of one sparse block, each element of ours and of theirs in exactly one part."""
+        return [whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model), *each_expert(blocks)]
 
     def read_blocks(self, config: Any, gate: Mapping[str, Any], **more: Any) -> Blocks:
         """Blocks whose sizes are keys of the configuration, those of `sizes`.
@@ -223,7 +224,7 @@ class Family:
             key = key.replace("gate_", "gate.", 1) if key.startswith("gate_") else key
             if found[key] != value:
                 raise ValueError(
-                    f"{key} ({_shown(found[key])}): {self.name} has no such blocks; {_shown(value)} would do"
+                    f"{key} ({yaml_value(found[key])}): {self.name} has no such blocks; {yaml_value(value)} would do"
                 )
 
 
@@ -242,10 +243,6 @@ def gate_keys(blocks: Blocks) -> dict[str, Any]:
     found: dict[str, Any] = {"name": "topk", **keys, **{key: blocks.gate[key] for key in keys if key in blocks.gate}}
     limited = 0 < found["group_limit"] < found["groups"]
     return found if limited else {**found, "groups": 1, "group_limit": 0}
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def whole(ours: str, theirs: str, *shape: int, fp32: bool = False) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, each_expert, gate_keys, whole
+from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, gate_keys
 
 
 class OLMoE(Family):
@@ -19,9 +19,3 @@ class OLMoE(Family):
         self.refuse_others(blocks, **SOFTMAX, shared_expert_hidden_size=0)
         self.refuse_dense(blocks)
         return {**self.write_blocks(blocks), "norm_topk_prob": gate_keys(blocks)["normalize"]}
-
-    def parts(self, blocks: Blocks) -> list[Part]:
-        return [
-            whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model),
-            *each_expert(blocks),
-        ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, each_expert, gate_keys, whole
+from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, gate_keys
 
 
 class Qwen3MoE(Family):
@@ -35,9 +35,3 @@ class Qwen3MoE(Family):
     def _write_shared(self, blocks: Blocks) -> dict[str, Any]:
         self.refuse_others(blocks, shared_expert_hidden_size=0)
         return {}
-
-    def parts(self, blocks: Blocks) -> list[Part]:
-        return [
-            whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model),
-            *each_expert(blocks),
-        ]

@@ -17,6 +17,7 @@ from typing import Any
 from foundry_moe.checkpoint.targets import Target, copied, rows_of
 from foundry_moe.models.families import FAMILIES, Blocks, Family
 from foundry_moe.models.families.family import gate_keys
+from foundry_moe.schema import yaml_value
 
 _RMS_NORMS = ("rmsnorm", "low_precision_rmsnorm", "triton_rmsnorm")
 _OLMOE_EPS = 1e-5
@@ -77,7 +78,8 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
         value = _value(config, key, values[0])
         if value not in values:
             raise ValueError(
-                f"model.{key} ({_shown(value)}): no Hugging Face MoE family computes this; {_hint(config, key, values)}"
+                f"model.{key} ({yaml_value(value)}): no Hugging Face MoE family computes this; "
+                f"{_hint(config, key, values)}"
             )
     _check_heads(config)
     family = FAMILIES[_family_type(attention, blocks)]
@@ -150,7 +152,7 @@ def _check_heads(config: Mapping[str, Any]) -> None:
     if not math.isclose(usual**-0.5 if scale is None else scale, head**-0.5, rel_tol=1e-6):
         would_do = "null" if head == usual else f"{head**-0.5}, one over the root of model.head_dim ({head}),"
         raise ValueError(
-            f"model.attn_config.softmax_scale ({_shown(scale)}): no Hugging Face MoE family computes this; "
+            f"model.attn_config.softmax_scale ({yaml_value(scale)}): no Hugging Face MoE family computes this; "
             f"{would_do} would do"
         )
     if head != usual and attention.get("rope_impl") != "hf":
@@ -232,8 +234,4 @@ def _hint(config: Mapping[str, Any], key: str, values: tuple[Any, ...]) -> str:
     if key == "attn_config.rope":
         what = "alibi" if _value(config, "attn_config.alibi", False) else "learned positions"
         return f"{what} have no counterpart; attn_config: {{rope: true, rope_impl: hf}} would do"
-    return f"{_shown(values[0])} would do"
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{yaml_value(values[0])} would do"

@@ -1,7 +1,7 @@
-"""Which tensors of which Hugging Face family a model with dMoE layers becomes. Plain data: nothing is read or written.
+"""Maps the tensors of a model with dMoE layers to those of a Hugging Face family. Nothing is read or written here.
 
-Families whose models came in leave as they came. A dense model that was upcycled, and an MPT, leave as the family
-that computes the same; where none does, the sentence names the key in the way.
+A model of an MoE family is exported as that family. An upcycled dense model or an MPT is exported as the family that
+computes the same function; if there is none, the error names the key that prevents it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,28 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from foundry_moe.checkpoint.targets import Part, Target, check_targets, copied
-from foundry_moe.models.families import Blocks, Family, blocks_of, family_of
+from foundry_moe.models.families import FAMILIES, Blocks, Family, blocks_of, family_of
 from foundry_moe.models.native.architecture import Architecture
-from foundry_moe.models.native.from_dense import config_of_dense, is_dense
 from foundry_moe.models.native.from_mpt import config_of_mpt, rename_mpt
+from foundry_moe.schema import yaml_value
 
 Shapes = Mapping[str, tuple[int, ...]]
 _BLOCK = re.compile(r"(.*?\.(\d+)\..*)\.experts\.w1_EFD")
 _TRAINING_ONLY = "gate.weight_noise_ED"
+_OF_THE_FILE = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
+# A dense model_type -> the family with its attention, norms and rope, and values that its keys must have if present.
+_DENSE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("mixtral", {"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "hidden_act": "silu"}),
+    "mistral": ("mixtral", {"rope_scaling": None}),
+    "qwen2": ("qwen2_moe", {}),
+    "qwen3": ("qwen3_moe", {"attention_bias": False}),
+}
+_CARRIED_OVER = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "rope_theta", "rope_scaling", "sliding_window"),
+    *("use_sliding_window", "max_window_layers", "attention_dropout"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,24 +134,37 @@ def native_of(architecture: Architecture) -> Native:
     if model_type == "mpt":
         family, keys = config_of_mpt(config, blocks)
         rename = rename_mpt(config)
-    elif is_dense(model_type):
-        family, keys = config_of_dense(config, blocks)
+    elif model_type in _DENSE:
+        family, keys = _config_of_dense(config, blocks)
         rename = _same
     else:
-        family, rename = family_of(_Typed(model_type)), _same
+        family, rename = family_of(model_type), _same
         came = {key: value for key, value in config.items() if key not in _OF_THE_FILE}
-        keys = {**family.write(blocks), **came}  # the configuration that came in, and what servers want beside it
+        keys = {**family.write(blocks), **came}  # the original configuration, and keys that servers read
     made = AutoConfig.for_model(family.model_type, **keys)
     made.architectures = [family.architecture]
     return Native(family=family, config=made, blocks=blocks, rename=rename)
 
 
-_OF_THE_FILE = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
+def _config_of_dense(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, dict[str, Any]]:
+    """The family that an upcycled dense model is exported as, and the keys of its configuration.
 
-
-@dataclass(frozen=True)
-class _Typed:
-    model_type: str
+    Raises:
+        ValueError: the family does not compute the same; names the key and the value that would do.
+    """
+    model_type = str(config["model_type"])
+    family_type, wanted = _DENSE[model_type]
+    family = FAMILIES[family_type]
+    for key, value in wanted.items():
+        if key in config and config[key] != value:
+            raise ValueError(
+                f"{key} ({config[key]}) of this {model_type} model is not one that {family.name} has; "
+                f"{yaml_value(value)} would do"
+            )
+    carried = {key: config[key] for key in _CARRIED_OVER if key in config}
+    if model_type != "llama" and "intermediate_size" in config:
+        carried["intermediate_size"] = config["intermediate_size"]  # of the layers that stay dense
+    return family, {**carried, **family.write(blocks)}
 
 
 def _same(name: str, shape: tuple[int, ...]) -> list[Target]:

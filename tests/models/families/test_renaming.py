@@ -12,7 +12,7 @@ from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.models.families import family_of
-from foundry_moe.models.renaming import renaming_of
+from foundry_moe.models.pretrained import renaming_of
 from tests.helpers.commands import tool
 from tests.helpers.families import MODEL_TYPES, small
 
@@ -24,7 +24,7 @@ def test_an_imported_folder_has_the_tensors_of_a_run(model_type: str, tmp_path: 
     rename = renaming_of(tmp_path)
     assert rename is not None
     found = rename(load_file(tmp_path / "model.safetensors"))
-    blocks = family_of(model.config).read(model.config)
+    blocks = family_of(model.config.model_type).read(model.config)
     apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
     truth = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     assert found.keys() == truth.keys()

@@ -128,7 +128,7 @@ def test_every_family_has_a_loader_and_the_page_names_its_file() -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_servers_loader_finds_each_experts_matrices(model_type: str, tmp_path: Path) -> None:
     model, loader = small(model_type), LOADERS[model_type]
-    blocks = family_of(model.config).read(model.config)
+    blocks = family_of(model.config.model_type).read(model.config)
     layers = apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

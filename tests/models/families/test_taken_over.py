@@ -16,14 +16,14 @@ IDS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_se
 
 
 def config_of(model: Any, **keys: Any) -> MoEConfig:
-    blocks = family_of(model.config).read(model.config)
+    blocks = family_of(model.config.model_type).read(model.config)
     return MoEConfig(**{"num_experts": blocks.num_experts, "top_k": blocks.top_k, "loss": {}, **keys})
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_logits_and_gradients_are_those_of_the_model_that_was(model_type: str) -> None:
     theirs, ours = small(model_type).double(), small(model_type).double()
-    family = family_of(theirs.config)
+    family = family_of(theirs.config.model_type)
     blocks = family.read(theirs.config)
     layers = apply_dmoe(ours, config_of(ours))
     assert tuple(layer.layer_index for layer in layers) == blocks.layers

@@ -1,0 +1,262 @@
+"""Finds a model's feed-forward blocks and plans the MoE layer that replaces each: its configuration and weights."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
+from foundry_moe.layers.gates.keys import TopKKeys
+from foundry_moe.layers.gates.topk import TopKGate
+from foundry_moe.models.families import FAMILIES, Blocks, Family, Part, family_of
+from foundry_moe.models.ffn import DenseFFN, describe, find_ffns
+from foundry_moe.models.upcycling import check_upcycle, upcycled_parts
+from foundry_moe.schema import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """The MoE layer that replaces a block.
+
+    parts: where the layer's tensors come from, with their names below the block; other tensors are random.
+    router_groups: see `MoELayer`.
+    fresh_shared_expert: the experts keep weights but the shared expert is new, so its output starts at zero.
+    """
+
+    d_model: int
+    config: MoEConfig
+    parts: list[Part] = field(default_factory=list)
+    router_groups: int = 1
+    router_output: Literal["none", "logits", "probabilities"] = "none"
+    fresh_shared_expert: bool = False
+
+
+def _source_of(model: nn.Module) -> str:
+    """The name or path that a Hugging Face model was read from, as its configuration records it; empty for none."""
+    for module in model.modules():
+        if not callable(getattr(module, "save_pretrained", None)):
+            continue  # a part of one: MPT's rotary embedding has a configuration that raises for what it lacks
+        name = getattr(getattr(module, "config", None), "_name_or_path", "")
+        if isinstance(name, str) and name:
+            return name
+    return ""
+
+
+class WeightOrigin:
+    """Whether a dense model's weights were loaded, which decides how its experts are initialized.
+
+    Loaded weights are never replaced by random ones without a warning or an error.
+
+    Args:
+        loaded: whether weights were loaded; None: they were if the configuration names a source.
+
+    init: random | upcycle.
+    from_files: weights on the meta device are read from files later.
+    """
+
+    def __init__(self, model: nn.Module, config: MoEConfig, loaded: bool | None) -> None:
+        self.source = _source_of(model) or ("the model" if loaded else "")
+        self.from_files = bool(loaded)
+        self.asked = config.init
+        was_loaded = bool(self.source) and loaded is not False
+        self.init = config.init
+        if config.init == AUTO:
+            self.init = "upcycle" if was_loaded else "random"
+        self._warn = was_loaded and config.init == "random"
+
+    def warn(self) -> None:
+        """Warns that loaded weights are not used, if the user asked for `init: random`."""
+        if self._warn:
+            warnings.warn(
+                f"init (random): experts are drawn anew, and the feed-forward weights of {self.source} are not used",
+                stacklevel=3,
+            )
+
+    def explain(self, reason: str) -> str:
+        """The error for a dense block that cannot be upcycled."""
+        if self.asked != AUTO:
+            return reason
+        return (
+            f"init (auto): the feed-forward weights of {self.source} would be thrown away, as they cannot be copied: "
+            f"{reason}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFNBlock:
+    """The feed-forward block of one layer: dense, or MoE of a Hugging Face family."""
+
+    name: str
+    module: nn.Module
+    layer: int
+    dense: DenseFFN | None = None
+    family: Family | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def sparse(self) -> bool:
+        return self.family is not None
+
+    def plan(self, config: MoEConfig, origin: WeightOrigin) -> LayerPlan:
+        """The layer that replaces this block; ValueError if the configuration does not fit the block."""
+        if self.family is not None and self.blocks is not None:
+            return _plan_sparse(self.name, self.family, self.blocks, config)
+        assert self.dense is not None
+        return _plan_dense(self.name, self.dense, config, origin)
+
+
+def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] | None) -> list[FFNBlock]:
+    """The model's blocks in the order of layers, or only those of `named`.
+
+    Raises:
+        ValueError: an MoE model of an unknown family, or a name that the model does not have.
+    """
+    if named is not None:
+        return _find_named(model, named)
+    sparse = _find_sparse(model)
+    if sparse:
+        return sparse
+    return [
+        FFNBlock(name=name, module=block.module, layer=layer, dense=block)
+        for layer, (name, block) in enumerate(_known_dense(model))
+    ]
+
+
+def _known_dense(model: nn.Module) -> list[tuple[str, DenseFFN]]:
+    try:
+        return list(find_ffns(model))
+    except ValueError:
+        for module in model.modules():
+            if _model_type(module):
+                family_of(_model_type(module))  # its error is specific to this model type
+        raise
+
+
+def _find_sparse(model: nn.Module) -> list[FFNBlock]:
+    """All blocks, dense ones included, of a model of a known MoE family; empty for other models."""
+    for prefix, module in model.named_modules():
+        family = FAMILIES.get(_model_type(module))
+        if family is None:
+            continue
+        blocks = family.read(module.config)
+        place = family.block if _has(module, family.block_name(0)) else family.block.partition(".")[2]
+        if not _has(module, place.format(layer=0)):
+            continue
+        found = []
+        for layer in range(blocks.num_layers):
+            name = f"{prefix}.{place}".strip(".").format(layer=layer)
+            sparse = {"family": family, "blocks": blocks} if layer in blocks.layers else {}
+            found.append(FFNBlock(name=name, module=model.get_submodule(name), layer=layer, **sparse))  # type: ignore[arg-type]
+        return found
+    return []
+
+
+def _model_type(module: nn.Module) -> str:
+    """`model_type` of a Hugging Face model's configuration; empty for other modules."""
+    try:
+        found = getattr(getattr(module, "config", None), "model_type", "")
+    except KeyError:  # MPT's blocks hold a configuration that raises errors of its own
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    try:
+        return module.get_submodule(name) is not None
+    except AttributeError:
+        return False
+
+
+def _find_named(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None]) -> list[FFNBlock]:
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: dict[str, Mapping[str, Any] | None] = {}
+    for pattern, parts in named.items():
+        matching = [name for name in names if _matches(name, pattern)]
+        if not matching:
+            raise ValueError(f"blocks: {pattern} names no module of {type(model).__name__}; {nearest(pattern, names)}")
+        chosen |= dict.fromkeys(matching, parts)
+    ordered = [name for name in names if name in chosen]
+    return [
+        FFNBlock(name=name, module=module, layer=layer, dense=describe(name, module, chosen[name]))
+        for layer, name in enumerate(ordered)
+        for module in [model.get_submodule(name)]
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOrigin) -> LayerPlan:
+    activation = block.activation if config.activation == AUTO else config.activation
+    if activation is None:
+        raise ValueError(
+            f"activation (auto): that of {name} is not one of {', '.join(ACTIVATIONS)}; name one of these, "
+            "with init: random"
+        )
+    hidden = block.hidden_size if config.expert_hidden_size == AUTO else config.expert_hidden_size
+    config = replace(config, activation=activation, expert_hidden_size=hidden)
+    if block.dropout:
+        warnings.warn(f"{name} drops {block.dropout} of its output in training, which experts do not", stacklevel=4)
+    if origin.init == "random":
+        return LayerPlan(d_model=block.d_model, config=replace(config, bias=config.bias is True))
+    try:
+        shards = check_upcycle(name, block, config)
+    except ValueError as error:
+        raise ValueError(origin.explain(str(error))) from None
+    if block.weight("w1").is_meta and not origin.from_files:
+        raise ValueError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
+    config = replace(config, bias=bool(block.biases) or config.bias is True)
+    return LayerPlan(
+        d_model=block.d_model,
+        config=config,
+        parts=upcycled_parts(block, config, shards),
+        router_groups=shards,
+        fresh_shared_expert=bool(config.shared_expert_hidden_size),
+    )
+
+
+def _plan_sparse(name: str, family: Family, blocks: Blocks, config: MoEConfig) -> LayerPlan:
+    """Fills in what the block's weights fix, and checks the user's keys against it."""
+    settings = blocks.settings()
+    gate = _gate_of(name, blocks, config)
+    fresh = bool(config.shared_expert_hidden_size) and not blocks.shared_expert_hidden_size
+    for key in ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_expert_hidden_size"):
+        ours, theirs = getattr(config, key), settings[key]
+        if ours != theirs and ours != AUTO and not (key == "shared_expert_hidden_size" and (fresh or ours == 0)):
+            raise ValueError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}; its weights keep that")
+    if config.bias is True:
+        raise ValueError(f"bias (true): {name} is an MoE block already, without biases")
+    if fresh:
+        shared = {"shared_expert_hidden_size": config.shared_expert_hidden_size}
+        settings |= {**shared, "shared_expert_gate": config.shared_expert_gate}
+    return LayerPlan(
+        d_model=blocks.d_model,
+        config=replace(config, **{**settings, "gate": gate, "bias": False}),
+        parts=family.parts(blocks),
+        router_output=blocks.router_output,
+        fresh_shared_expert=fresh,
+    )
+
+
+def _gate_of(name: str, blocks: Blocks, config: MoEConfig) -> dict[str, Any]:
+    """The block's gate, with the user's keys that affect training only."""
+    if config.gate.get("name") != "topk":
+        raise ValueError(f"gate.name ({config.gate.get('name')}): {name} is an MoE block already, with gate topk")
+    keys = {key: value for key, value in blocks.gate.items() if key != "name"}
+    trained = TopKKeys(**keys)
+    for key, value in config.gate.items():
+        if key == "name" or key in TopKGate.MAY_CHANGE or not hasattr(trained, key):
+            continue  # the gate itself reports an unknown key
+        if value != getattr(trained, key):
+            raise ValueError(
+                f"gate.{key} ({value}): {name} is an MoE block already, trained with {getattr(trained, key)}; "
+                "leave it out"
+            )
+    return {**blocks.gate, **config.gate}
