@@ -1,4 +1,4 @@
-"""What LLM Foundry's entry points name; registration is their work, nothing happens at import."""
+"""The objects that LLM Foundry's entry points name. Importing this module registers nothing."""
 
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.dmoe_mesh import MoEMesh, add_mesh_algorithm

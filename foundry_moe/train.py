@@ -1,8 +1,8 @@
 """The training command: `composer -n 8 foundry_moe/train.py run.yaml key=value ...`.
 
-A thin door to LLM Foundry's trainer, which does the work. It adds three things: it checks our keys before anything
-slow is imported, reads `fsdp_config` as FSDP2, and ends a run that was complete already without an error. Ranks that
-the mesh has no place for wait (`mesh.spares`).
+Calls LLM Foundry's trainer. Before that it checks the run without slow imports, and sets FSDP_VERSION=2, so that
+`fsdp_config` means FSDP2. A run that was complete already ends without an error. Ranks that do not fit the mesh wait
+(`mesh.spares`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
 from foundry_moe.launch.user_errors import run_cleanly
 
-# said by Composer and torch of their own code, every few batches
+# warnings of Composer and torch about their own code, every few batches
 _NOISE = ("To copy construct from a tensor", "'pin_memory' argument is set as true but no accelerator is found")
 
 USAGE = "usage: composer -n PROCESSES foundry_moe/train.py RUN.yaml [key=value ...]"

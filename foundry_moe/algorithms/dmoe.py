@@ -82,7 +82,7 @@ class DMoE(Algorithm):
             state.loss = context.anchor(state.loss)
 
     def _put_experts(self, state: State) -> list[MoELayer]:
-        """A run that asked for experts and got none would train a dense model for days: here it is an error."""
+        """Converts the model. No layer with experts is an error: the run would train a dense model for days."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)
@@ -97,7 +97,7 @@ DMoE.__doc__ = with_keys(DMoE.__doc__, MoEConfig)
 
 
 def check_parallelism(state: State) -> None:
-    """Refuses what dMoE layers do not go with.
+    """Refuses parallelism that dMoE layers do not support.
 
     Raises:
         ValueError: tensor parallelism, or FSDP1.

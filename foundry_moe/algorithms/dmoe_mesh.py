@@ -1,4 +1,4 @@
-"""Composer's side of a mesh: places a model at `Event.INIT`, and takes over reduction and clipping of gradients."""
+"""The Composer algorithm `dmoe_mesh`: places a model on its mesh, and reduces and clips its gradients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
 
 
 def _leave_unwrapped(model: nn.Module) -> None:
-    """Takes back LLM Foundry's mark for FSDP2 on modules without parameters.
+    """Removes LLM Foundry's FSDP2 mark from modules without parameters.
 
     Every block of an MPT calls the rotary embedding, and FSDP2's hooks there break a compiled block's graph.
     """

@@ -1,7 +1,7 @@
-"""`optimizer.disable_grad` and `optimizer.param_groups` for a model whose experts are put in afterwards.
+"""`optimizer.disable_grad` and `optimizer.param_groups` for a model whose experts are added later.
 
-LLM Foundry applies both when it builds the optimizer, before `algorithms.dmoe` runs: rules for experts found nothing.
-Here they are applied again, by LLM Foundry's meaning, to the model that is trained.
+LLM Foundry applies both when it builds the optimizer, before `algorithms.dmoe` runs, so that rules for experts match
+nothing. Here they are applied again, with LLM Foundry's semantics, to the model that is trained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RULES, LOADED = "parameter_rules", "weights_loaded"
 
 
 def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: the algorithm that has the experts hears of the optimizer's rules."""
+    """Part of a config transform: passes the optimizer's rules to the algorithm that adds the experts."""
     optimizer = config.get("optimizer") or {}
     rules = {key: optimizer[key] for key in KEYS if optimizer.get(key)}
     algorithms = config.get("algorithms") or {}
@@ -38,7 +38,7 @@ def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
 def say_fresh(config: dict[str, Any]) -> dict[str, Any]:
     """Part of a config transform: with `model.pretrained: false` nothing is loaded.
 
-    The model itself does not tell: its configuration names a source either way.
+    The model does not show it: its configuration names a source either way.
     """
     algorithms, model = config.get("algorithms") or {}, config.get("model") or {}
     if isinstance(algorithms.get("dmoe"), Mapping) and model.get("pretrained") is False:
@@ -58,10 +58,10 @@ def check_rules(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> None:
 
 
 def apply_rules(model: nn.Module, optimizers: Iterable[Optimizer], rules: Mapping[str, Sequence[str]]) -> None:
-    """Freezes what `disable_grad` matches, and puts parameters into the groups that `param_groups` made.
+    """Freezes the parameters that `disable_grad` matches, and moves parameters into the groups of `param_groups`.
 
-    The first group of an optimizer takes what no rule matches, as LLM Foundry builds it; a parameter goes to the first
-    rule that matches its name.
+    The first group of an optimizer takes the parameters that no rule matches, as LLM Foundry builds it; the first
+    rule that matches a parameter's name decides.
 
     Raises:
         ValueError: a rule matches nothing.

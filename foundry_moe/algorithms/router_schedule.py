@@ -1,8 +1,10 @@
-"""Composer's side of gates: tells them the time, what ranks share, and the loads of each step; knows them again."""
+"""The Composer algorithm `dmoe_steps`: gives gates the progress of the run, collectives and the loads of each step."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +16,6 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from foundry_moe.algorithms.backend_log import log_backends
 from foundry_moe.algorithms.dmoe_mesh import count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules, say_fresh
 from foundry_moe.algorithms.strict_compilation import StrictCompilation
@@ -25,13 +26,16 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
 from foundry_moe.models.same_run import check_model, describe_model
+from foundry_moe.ops.backends import describe_backend
 from foundry_moe.parallel.collectives import GateCollectives
+
+log = logging.getLogger(__name__)
 
 _EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 
 
 def progress_of(state: State) -> Progress:
-    """How far the run is; after a resumption, what an unbroken run would say."""
+    """How far the run is; the same in a resumed run as in an uninterrupted one."""
     now = state.timestamp
     epochs = float(now.epoch.value)
     if state.dataloader_len is not None and state.dataloader_len.value:
@@ -51,7 +55,7 @@ _MEANING = ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_
 
 
 def meaning_of(layers: list[MoELayer]) -> dict[str, Any]:
-    """What saved weights mean beyond their shapes, of a model's layers: equal configurations save for their index."""
+    """The keys that decide what saved weights compute, beyond their shapes. Layers differ in their index only."""
     first = layers[0]
     gate = {key: value for key, value in asdict(first.gate.config).items() if key not in first.gate.MAY_CHANGE}
     return {
@@ -66,14 +70,14 @@ def _as_data(value: Any) -> Any:
 
 
 class RouterSteps(Algorithm):
-    """Gates that follow the time or learn from loads need this: schedules, DeepSeek's bias, `balance_over: batch`.
+    """Steps gates that follow a schedule or learn from loads: schedules, DeepSeek's bias, `balance_over: batch`.
 
     `algorithms.dmoe` adds it by itself, and LLM Foundry's trainer does for `model.name: dmoe_causal_lm`. With
     Composer's Trainer and that model, put it among the algorithms.
 
-    As an algorithm it runs before all callbacks: what these save at the end of a batch is after the gates' step.
-    When training begins it logs which backend computes the experts, and why (`log_backends`).
-    It also refuses to go on from a checkpoint whose experts mean something else than the model's, though they fit.
+    As an algorithm it runs before all callbacks: a checkpoint at the end of a batch is taken after the gates' step.
+    When training begins it logs which backend computes the experts, and why. It refuses to resume from a checkpoint
+    whose experts have the model's shapes and compute something else.
 
     YAML::
 
@@ -107,7 +111,9 @@ class RouterSteps(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            check_rules(state.model, self._rules)  # LLM Foundry has applied them: the experts were there
+            check_rules(
+                state.model, self._rules
+            )  # LLM Foundry has applied them, because the experts were built with the model
             return
         context = batch_context(state.model)
         if context is None:
@@ -122,7 +128,7 @@ class RouterSteps(Algorithm):
             context.progress = progress_of(state)
             self._strict.batch_began()
         elif event == Event.BEFORE_TRAIN_BATCH:
-            # runs again where automatic microbatching starts a batch anew: loads of a failed attempt are left out
+            # automatic microbatching repeats a batch that ran out of memory: loads of the failed attempt are discarded
             _count_ahead(state, context)
             self._before = note_loads(moe_layers(state.model))
         else:
@@ -143,15 +149,15 @@ class RouterSteps(Algorithm):
                 theirs = {name: value for name, value in theirs.items() if name not in free}
             if theirs != ours:
                 raise ValueError(
-                    f"experts' {key} ({ours}): the checkpoint was trained with {theirs}; use that, or start anew"
+                    f"experts' {key} ({ours}): the checkpoint was trained with {theirs}; use that, or start a new run"
                 )
 
 
 def check_hf_checkpointer(state: State) -> None:
-    """Refuses LLM Foundry's callback `hf_checkpointer` where it could not save: it would end the run at its first save.
+    """Refuses LLM Foundry's callback `hf_checkpointer` where it could not save and would fail at its first save.
 
     Raises:
-        ValueError: no Hugging Face family computes what this model does; names the key in the way.
+        ValueError: no Hugging Face family computes the same as this model; names the key that differs.
     """
     for callback in state.callbacks:
         if any(cls.__name__ == "HuggingFaceCheckpointer" for cls in type(callback).__mro__):
@@ -164,8 +170,42 @@ def check_hf_checkpointer(state: State) -> None:
                 ) from error
 
 
+def log_backends(state: State) -> None:
+    """Logs once on rank 0 which backend computes the experts, and why; several lines where layers differ.
+
+    Raises:
+        ValueError: the backend asked for cannot run on this device with this precision.
+    """
+    with get_precision_context(state.precision, state.precision_config):
+        lines = backends_of(moe_layers(state.model))
+    if dist.get_global_rank() == 0:
+        for line in lines:
+            log.warning("dMoE experts: %s", line)
+
+
+def backends_of(layers: Iterable[MoELayer]) -> list[str]:
+    """`describe_backend` of each layer under the current autocast, each sentence once."""
+    found = []
+    for layer in layers:
+        weight = next(layer.experts.parameters())
+        kind = weight.device.type
+        config = layer.config
+        assert config.expert_hidden_size != "auto"
+        found.append(
+            describe_backend(
+                config.backend,
+                weight.device,
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
+                width=layer.d_model,
+                hidden=config.expert_hidden_size,
+                capacity=config.capacity,
+            )
+        )
+    return list(dict.fromkeys(found))
+
+
 def _share(context: BatchContext) -> None:
-    """Gives gates all ranks, where nobody has given them any."""
+    """Gives gates the collectives over all ranks, unless they have others."""
     if dist.get_world_size() == 1:
         return
     ranks = GateCollectives()
@@ -192,7 +232,7 @@ def _count_ahead(state: State, context: BatchContext) -> None:
             with get_precision_context(state.precision, state.precision_config):
                 state.model(state.device.batch_to_device(microbatch))
 
-    # dropout draws the same numbers now as it will when these microbatches are trained on
+    # dropout draws the same numbers here as when these microbatches are trained
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         context.count_ahead(run_forward)

@@ -1,4 +1,4 @@
-"""FOUNDRY_MOE_STRICT=1: a kernel or graph compiled after the first batches ends the run. For tests of stalls."""
+"""FOUNDRY_MOE_STRICT=1 ends a run that compiles a kernel or graph after its first batches. For tests of stalls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FREE_BATCHES = 5
 
 
 class StrictCompilation:
-    """Counts batches; after the fifth, if the environment asks for it, forbids compilation.
+    """Forbids compilation after FREE_BATCHES batches, if FOUNDRY_MOE_STRICT is 1.
 
-    Graphs between batches stay allowed: an evaluation compiles its own when it first runs.
+    Graphs between batches stay allowed: the first evaluation compiles its own.
     """
 
     def __init__(self) -> None:

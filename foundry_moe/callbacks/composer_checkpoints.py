@@ -50,7 +50,7 @@ def check_folders(folders: Sequence[str], config: CheckpointConfig) -> None:
 
 
 class LoadPathSkip:
-    """Keeps Composer from loading `load_path`, from `start` to `end`: see `launch/patches.py`.
+    """Keeps Composer from loading `load_path`, from `start` to `end`: see `foundry_moe.launch`.
 
     `load_path` names the starting point of a run. A run that resumes from a commit does not need it, and it may have
     been deleted by then.

@@ -1,1 +1,32 @@
-"""What happens before training: a run's configuration, spare ranks, the launcher, and how a mistake is told."""
+"""Before training: a run's configuration and its checks, spare ranks, launchers, and the report of a user's mistake.
+
+Private functions of torch and Composer that this package replaces while it runs. Each was read on the versions given;
+"public way" is what was looked for instead. Left to torchrun: `--signals-to-handle` (where torch has it),
+`--max-restarts`, `--monitor-interval`, `--rdzv-conf`, and `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`.
+
+torch 2.7.0 and 2.11.0, `launch/torchrun.py`. torchrun creates its agent itself (`launcher/api.py`):
+
+- `LocalElasticAgent._monitor_workers`: no restart after exit codes 2, 3 and 4, and the end of processes that wait for a
+  lost node. Public way: none; every exit code but 0 counts as a failure that `--max-restarts` repeats.
+- `LocalElasticAgent._start_workers`, `_stop_workers`: begin and end of the heartbeats of one start. Public way: none;
+  `keep_alive_interval` of `--rdzv-conf` removes a silent node from the rendezvous and leaves its peers in a collective.
+- `LocalElasticAgent._shutdown`: a second signal does not end the wait for the save. Public way: none.
+- `SubprocessContext.close`: waits for `elastic_checkpoint.grace`, not 30 s, and kills the peers of a failed process at
+  once. Public way: none; 30 s is a default argument that no flag sets.
+- `RendezvousTimeout._last_call`: a restart waits 10 s for more nodes, the first start as long as `--rdzv-conf
+  last_call_timeout` says. Public way: that key, which sets both.
+
+torch 2.7.0, CPU processes only:
+
+- `_fsdp_collectives._get_gradient_divide_factors` (`parallel/mesh.py`): gloo of that version sums where FSDP2 asks for
+  an average. Public way: none found; torch 2.11 needs none.
+
+Composer 0.32.1:
+
+- `cli.launcher._monitor_processes`, `_print_process_exit_status`, `CLEANUP_TIMEOUT` (`launch/composer.py`): a signal is
+  passed on and the save waited for. Public way: none; the launcher has no option for either.
+- `trainer.checkpoint.load_checkpoint` (`callbacks/composer_checkpoints.py`): skips `load_path` in a run that resumes.
+  Public way: none; callbacks do not see the path. Composer documents a replacement of this function.
+- `prepare_distributed.meta_init` (`algorithms/weights_from_files.py`): gives parameters memory without drawing values.
+  Public way: none found; Composer calls it for every model on the meta device.
+"""

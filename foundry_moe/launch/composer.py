@@ -1,10 +1,11 @@
-"""`composer`, but a signal that asks it to stop reaches the processes, and their last save is waited for.
+"""`composer` that passes a stop signal on to its processes and waits for their last save.
 
 Usage: `python -m foundry_moe.launch.composer -n 8 SCRIPT ...`
 
-Composer's own launcher takes a SIGTERM for an error of its own: it prints a stack of frames and all ranks' output, and
-waits 30 s at most. This one passes the signal on, waits for `elastic_checkpoint.grace`, and exits with 75. A process
-that fails ends the others at once: with a peer gone, they could not save what they are asked to.
+Composer's own launcher treats SIGTERM as an error: it prints a traceback and the output of all ranks, and waits 30 s
+at most. This one passes the signal on, waits for `elastic_checkpoint.grace`, and exits with 75. When a process fails,
+the others are killed at once, because they cannot complete a save without it. Composer's private functions that are
+replaced here are listed in `foundry_moe.launch`.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any
 
 from foundry_moe.checkpoint.settings import RESTART
 from foundry_moe.launch.stop_settings import SLACK_S, stop_settings
-from foundry_moe.launch.user_errors import NO_OTHER_LIFE, USER_ERROR
+from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 
 POLL_S = 0.1
 
 
 class _Monitor:
-    """Stands in for Composer's `_monitor_processes`.
+    """Replaces Composer's `_monitor_processes`.
 
     signal: the first that arrived.
-    failure: the first exit code that is neither 0 nor 75; those of processes that are ended for it say nothing.
+    failure: the first exit code that is neither 0 nor 75; later ones are of processes that were killed because of it.
     """
 
     def __init__(self, launcher: Any, names: tuple[str, ...], wait_s: float) -> None:
@@ -42,7 +43,7 @@ class _Monitor:
         self.signal = self.signal or number
 
     def __call__(self, processes: dict[int, subprocess.Popen[str]]) -> None:
-        """Returns when all processes have ended, or those that have not are to be ended."""
+        """Returns when all processes have ended, or when Composer is to kill those that have not."""
         passed_on, deadline = False, None
         while True:
             codes = [process.poll() for process in processes.values()]
@@ -77,14 +78,14 @@ def launch(arguments: list[str]) -> int:
     config = stop_settings(arguments[script + 1 :])
     monitor = _Monitor(launcher, config.signals, config.grace_s + SLACK_S)
     launcher._monitor_processes = monitor
-    tell = launcher._print_process_exit_status
+    print_status = launcher._print_process_exit_status
     launcher._print_process_exit_status = lambda rank, process: (
-        None if process.returncode == RESTART else tell(rank, process)
+        None if process.returncode == RESTART else print_status(rank, process)
     )
     sys.argv = ["composer", *arguments]
     code = int(launcher.main())
     code = code if monitor.failure is None else monitor.failure
-    if monitor.signal is not None and code not in (0, USER_ERROR, *NO_OTHER_LIFE):
+    if monitor.signal is not None and code not in (0, USER_ERROR, *NO_RESTART):
         return RESTART
     return code
 

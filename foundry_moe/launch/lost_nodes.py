@@ -1,11 +1,11 @@
-"""Agents of a job on several nodes tell each other that they are alive, and that a life of the job is over.
+"""Heartbeats between the agents of a job on several nodes, through the store of their rendezvous.
 
-torchrun alone learns of a lost node from its own processes, when a collective fails. The system of a process that was
-killed closes its connections, and that is quick; a node without power closes nothing, and all others wait for it until
-`dist_timeout` (600 s in LLM Foundry). Nor does a node whose processes failed tell the others: they ask healthy
-processes, which wait for the failed ones, for a save, and wait for that until `elastic_checkpoint.grace`.
+Without them torchrun notices a lost node when a collective of its own processes fails. The operating system of a killed
+process closes its connections at once; a node without power closes nothing, and all others wait for `dist_timeout`
+(600 s in LLM Foundry). A node whose processes failed does not notify the others either: they would request a save from
+healthy processes that wait for the failed ones, and wait for `elastic_checkpoint.grace`.
 
-Knows the store of a rendezvous, which is another in each life, and no processes.
+Each restart has a store of its own. This module must not know processes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import time
 from typing import Protocol
 
 BEAT_S = 5.0
-LAST_CALL_S = 10.0  # of restarts: how long the nodes that are there wait for others
-SILENT_S = 30.0  # six beats; the environment's NODE_SILENCE_S instead
+LAST_CALL_S = 10.0  # of restarts: how long the nodes that have joined wait for others
+SILENT_S = 30.0  # six heartbeats; overridden by the environment variable NODE_SILENCE_S
 
 
 class _Store(Protocol):
-    """What is used of torch's `Store`."""
+    """The part of torch's `Store` that is used."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -31,7 +31,7 @@ class _Store(Protocol):
 
 
 def silent_s() -> float:
-    """The environment's NODE_SILENCE_S, or the default where it is no number above two beats."""
+    """NODE_SILENCE_S of the environment, at least two heartbeats; the default where it is not a number."""
     try:
         return max(float(os.environ.get("NODE_SILENCE_S", SILENT_S)), 2 * BEAT_S)
     except ValueError:
@@ -39,14 +39,16 @@ def silent_s() -> float:
 
 
 class NodeWatch:
-    """One agent's view of the nodes of one life. A thread of its own beats and looks, whatever the agent waits for.
+    """One agent's heartbeats, and its view of the other nodes, until the next restart.
 
-    Only this node's monotonic clock counts. Silence is counted while the store answers: if this node could not look for
-    a while, all others have their time anew.
+    A thread sends and reads them, whatever the agent waits for. Only this node's monotonic clock is used. Silence
+    counts while the store answers: if this node could not read it for a while, the time of all others starts again.
+
+    over: why the processes of all nodes are to restart, as a sentence; None while none is lost.
     """
 
     def __init__(self, store: _Store, node: int, nodes: int, *, silent_s: float = SILENT_S, beat_s: float = BEAT_S):
-        self.over: str | None = None  # a sentence: why this life is over
+        self.over: str | None = None
         self._store, self._node, self._silent_s, self._beat_s = store, node, silent_s, beat_s
         self._keys = [f"foundry_moe/beat/{number}" for number in range(nodes)]
         self._beats, self._looked_s = 0, time.monotonic()
@@ -58,18 +60,18 @@ class NodeWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """This life is over here, or the agent leaves in order: nobody takes it for lost."""
+        """Ends the heartbeats in order: the other nodes do not take this one for lost."""
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join(self._beat_s)  # lest its last beat come after this word
-        self._tell(self._keys[self._node], "left")
+            self._thread.join(self._beat_s)  # otherwise its last heartbeat might overwrite "left"
+        self._set(self._keys[self._node], "left")
 
-    def tell_failed(self) -> None:
-        """This node's processes failed: the others' wait for nothing."""
-        self._tell("foundry_moe/failed", str(self._node))
+    def report_failed(self) -> None:
+        """Tells the other nodes that processes of this one failed, and that theirs wait in vain."""
+        self._set("foundry_moe/failed", str(self._node))
 
-    def _tell(self, key: str, value: str) -> None:
-        with contextlib.suppress(RuntimeError):  # of torch's store: node 0 is gone
+    def _set(self, key: str, value: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is on node 0, which may be lost
             self._store.set(key, value)
 
     def _run(self) -> None:
@@ -80,23 +82,23 @@ class NodeWatch:
                 elif time.monotonic() - self._looked_s >= self._beat_s or not self._beats:
                     self.look()
             except RuntimeError:
-                continue  # the store does not answer: for torchrun to notice
+                continue  # the store does not answer, which torchrun notices itself
 
     def look(self) -> None:
-        """Beats, and hears the others."""
+        """Sends a heartbeat and reads those of the others."""
         self._beats += 1
         self._store.set(self._keys[self._node], str(self._beats))
         if self._store.check(self._keys):
-            said = self._store.multi_get(self._keys)
+            beats = self._store.multi_get(self._keys)
         else:
-            said = [self._store.get(key) if self._store.check([key]) else b"" for key in self._keys]
+            beats = [self._store.get(key) if self._store.check([key]) else b"" for key in self._keys]
         now = time.monotonic()
         if now - self._looked_s > 3 * self._beat_s:
-            self._heard = [(beat, now) for beat in said]
+            self._heard = [(beat, now) for beat in beats]
         self._looked_s = now
-        for number, beat in enumerate(said):
+        for number, beat in enumerate(beats):
             if beat != self._heard[number][0]:
                 self._heard[number] = (beat, now)
             silent = now - self._heard[number][1]
             if beat != b"left" and number != self._node and silent > self._silent_s:
-                self.over = f"node {number} of {len(said)} has been silent for {silent:.0f} s"
+                self.over = f"node {number} of {len(beats)} has been silent for {silent:.0f} s"

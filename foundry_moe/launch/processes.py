@@ -1,7 +1,7 @@
 """Starts a process group on this machine, runs one function on every rank, and ends all of it if one rank fails.
 
 Children come from a fork server that has imported torch, so a launch costs a fraction of a second a process.
-Must not know what is run.
+This module must not know the function.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 2.0
-STACK_LINES = 12  # of each rank that is told to have hung
+STACK_LINES = 12  # of each rank that has hung
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What each process needs to join. `folder` is shared by the ranks."""
+    """The arguments of each rank. `folder` is shared by all ranks."""
 
     world_size: int
     backend: str
@@ -44,7 +44,7 @@ def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[A
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size)
     )
     folder = Path(job.folder)
-    # written from within a call that hangs, too, which no handler in Python would be
+    # also works within a call that hangs, unlike a handler in Python
     faulthandler.register(signal.SIGUSR1, file=(folder / f"stack-{rank}").open("w", encoding="utf-8"))
     torch.set_num_threads(job.threads)
     if job.backend == "gloo":
@@ -68,7 +68,7 @@ def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[A
         text = folder / f"text-{rank}"
         text.write_text(traceback.format_exc(), encoding="utf-8")
         text.rename(folder / f"error-{rank}")  # the parent reads whole messages only
-        # a rank that waits for others must not be waited for in turn: leave without any shutdown protocol
+        # exit handlers may wait for other ranks, which wait for this one: skip them
         os._exit(1)
 
 
@@ -91,7 +91,7 @@ def run_processes(
         Rank 0's result.
 
     Raises:
-        RuntimeError: a rank raised, died or ran out of time. All others have been ended; the message holds the
+        RuntimeError: a rank raised, died or ran out of time. All others have been killed; the message holds the
             error of the rank that failed first, or where each one was when time was out.
     """
     context = multiprocessing.get_context("forkserver")
@@ -133,14 +133,14 @@ def _wait(processes: Sequence[BaseProcess], timeout_s: float) -> bool:
 
 
 def _settle(processes: Sequence[BaseProcess]) -> None:
-    """A moment for ranks that lost a peer to say so; it is over at once if they have."""
+    """Waits up to GRACE_S for ranks that lost a peer to write their error and end."""
     deadline = time.monotonic() + GRACE_S
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _write_stacks(processes: Sequence[BaseProcess], folder: Path) -> None:
-    """Has each rank that runs write where it is; one that has not come to its function yet would die of the signal."""
+    """Makes each running rank write its stack. A rank without a handler yet would die of the signal, and is skipped."""
     for rank, process in enumerate(processes):
         if process.is_alive() and process.pid is not None and (folder / f"stack-{rank}").exists():
             os.kill(process.pid, signal.SIGUSR1)

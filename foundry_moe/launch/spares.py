@@ -1,8 +1,8 @@
-"""Ranks that no mesh has a place for wait as spares, until the run is over or its launcher starts all ranks anew.
+"""Spare ranks: those that do not fit the mesh wait until the run ends or its launcher restarts all ranks.
 
-A mesh seldom fits what the loss of a node leaves: of 504 GPUs a model copy over 64 can use 448. With `mesh.spares` the
-others wait, without a GPU context and in no process group, and take part again when the launcher has found more nodes.
-Knows environments of launchers and torch's store, neither models nor Composer.
+A mesh seldom fits the GPUs that the loss of a node leaves: of 504 GPUs a model copy over 64 can use 448. With
+`mesh.spares` the others wait, without a GPU context and outside the process group, and may train after the next
+restart. This module handles launcher environments and torch's store, and must not know models or Composer.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 CONNECT_S = 10.0
-SILENCE_S = 600.0  # without the run's store for so long, a spare takes the run for dead: its launcher has not noticed
-START_S = 3600.0  # the same before the store was ever there: images are pulled, data is fetched
-FAREWELL_S = 30.0  # a run that is over keeps its store for so long, until all spares have heard of it
+SILENCE_S = 600.0  # a spare takes the run for dead after so long without its store
+START_S = 3600.0  # the same before the store has answered once: images are pulled, data is downloaded
+FAREWELL_S = 30.0  # a run that has ended keeps its store for at most so long, until all spares have read that
 
 
 def ranks_in_use(
     config: MeshConfig, *, world_size: int, ranks_per_node: int, num_experts: int | None, batch_size: object = None
 ) -> int:
-    """All ranks; with `mesh.spares` the most that make a mesh and divide the global batch, in whole nodes.
+    """All ranks; with `mesh.spares` the most that make a mesh and divide the global batch size, in whole nodes.
 
     Args:
         config, world_size, ranks_per_node, num_experts: see `plan_mesh`.
-        batch_size: `global_train_batch_size`; what is no whole number is left to others to refuse.
+        batch_size: `global_train_batch_size`; checked elsewhere if it is not a whole number.
 
     Raises:
-        ValueError: see `plan_mesh`; with spares, what all ranks together lack if no number of ranks will do.
+        ValueError: see `plan_mesh`; with spares, why all ranks together do not fit, if no number of ranks does.
     """
     if not config.spares:
         plan_mesh(config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=num_experts)
@@ -56,16 +56,16 @@ def ranks_in_use(
             reason = reason or error
         else:
             return ranks
-    raise ValueError(f"{reason}; nor will any smaller number of GPUs do (mesh.spares)")
+    raise ValueError(f"{reason}; and no smaller number of GPUs fits either (mesh.spares)")
 
 
 def launched_ranks() -> int:
-    """How many a launcher has started; 1 without one."""
+    """How many ranks a launcher has started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def take_place(ranks: int) -> bool:
-    """Makes the launcher's environment that of a job of `ranks`; False if this process is a spare of it."""
+    """Changes the launcher's environment to that of a job of `ranks`; False if this process is a spare."""
     world_size = launched_ranks()
     if ranks == world_size:
         return True
@@ -80,7 +80,7 @@ def take_place(ranks: int) -> bool:
 
 
 def _store() -> Store:
-    """A client of the store that the run's process group uses, with a prefix for this life of the run.
+    """A client of the store that the run's process group uses, with a prefix for this start of the run.
 
     Raises:
         OSError, RuntimeError: it does not answer.
@@ -88,12 +88,12 @@ def _store() -> Store:
     from torch.distributed import PrefixStore, TCPStore  # slow, and few runs have spares
 
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    socket.create_connection(address, timeout=CONNECT_S).close()  # torch would try for long, and print each try
+    socket.create_connection(address, timeout=CONNECT_S).close()  # torch would retry for long, and print each try
     timeout = datetime.timedelta(seconds=CONNECT_S)
     store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-    # a store that outlives a life is the launcher's own; nodes that came later have counted fewer restarts
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_launchers_store() else ""
-    return PrefixStore(f"spares-{life}", store)
+    # only the launcher's own store outlives a restart; nodes that joined later have counted fewer restarts
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_launchers_store() else ""
+    return PrefixStore(f"spares-{start}", store)
 
 
 def _is_launchers_store() -> bool:
@@ -101,10 +101,10 @@ def _is_launchers_store() -> bool:
 
 
 def wait_as_spare() -> None:
-    """Returns when the run is over. A launcher that starts ranks anew ends this process first.
+    """Returns when the run has ended. A launcher that restarts the ranks ends this process first.
 
     Raises:
-        RuntimeError: the run's store was there and is silent since, or never came.
+        RuntimeError: the run's store stopped answering, or never answered.
     """
     store: Store | None = None
     heard, seen = time.monotonic(), False
@@ -116,7 +116,7 @@ def wait_as_spare() -> None:
             if over:
                 store.add("left", 1)
                 return
-        except (OSError, RuntimeError):  # not there yet, or gone
+        except (OSError, RuntimeError):  # not started yet, or ended
             store = None
         if time.monotonic() - heard > (SILENCE_S if seen else START_S):
             raise RuntimeError(
@@ -127,7 +127,7 @@ def wait_as_spare() -> None:
 
 
 def dismiss(spares: int) -> None:
-    """Rank 0 tells the spares that the run is over, and waits until they have heard it, 30 s at most."""
+    """Rank 0 notifies the spares that the run has ended, and waits until all have read it, 30 s at most."""
     if not spares or int(os.environ["RANK"]) != 0:
         return
     try:
@@ -137,4 +137,4 @@ def dismiss(spares: int) -> None:
         while store.add("left", 0) < spares and time.monotonic() < deadline:
             time.sleep(0.1)
     except (OSError, RuntimeError) as error:  # the run itself is complete
-        log.warning("Spares could not be told that the run is over: %s", error)
+        log.warning("The spares could not be notified that the run has ended: %s", error)

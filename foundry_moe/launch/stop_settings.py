@@ -1,4 +1,4 @@
-"""What launchers need to know of a run that may be asked to stop: by which signals, and how long it may take."""
+"""The signals that stop a run, and its grace period, as launchers read them from the run's YAML."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from foundry_moe.checkpoint.settings import CheckpointConfig, checkpoint_config
 
-SLACK_S = 3.0  # beyond `grace`, to leave once the save is done
+SLACK_S = 3.0  # beyond `grace`, for the exit after the save
 DEFAULTS = CheckpointConfig(folder="unknown")
 
 
 def stop_settings(words: Sequence[str]) -> CheckpointConfig:
-    """Of the training script's arguments, `RUN.yaml key=value ...`: `elastic_checkpoint`'s keys.
+    """The keys of `elastic_checkpoint` from the training script's arguments, `RUN.yaml key=value ...`.
 
-    What cannot be read has the defaults: it is for the run itself to say what is wrong with it.
+    Defaults where they cannot be read: the run itself reports what is wrong.
     """
     if not words or not words[0].endswith((".yaml", ".yml")):
         return DEFAULTS

@@ -1,21 +1,22 @@
-"""`torchrun`, but a stop is waited for, what starting anew does not mend ends the job at once, and a node that was lost
-without a word is noticed.
+"""`torchrun` that waits for the save of a stop, does not restart after a user's mistake, and notices silent nodes.
 
 Usage: `python -m foundry_moe.launch.torchrun --nnodes ... SCRIPT ...`
 
-**Stops.** On a signal torchrun passes it on, waits 30 s and exits with 1 and a stack of frames. This one waits for
-`elastic_checkpoint.grace` and exits with 75. When a process fails, torchrun sends the others SIGTERM, which asks them
-for a save that they cannot make without it: here they are killed.
+**Stops.** torchrun passes a signal on, waits 30 s and exits with 1 and a traceback. This launcher waits for
+`elastic_checkpoint.grace` and exits with 75. When a process fails, torchrun sends SIGTERM to the others, which requests
+a save that they cannot complete without it: here they are killed.
 
-**Mistakes.** A wrong checkpoint folder, or a checkpoint of another model, would stay wrong as often as torchrun starts
-the processes anew. They exit with 2 then (`errors.run_cleanly`), and so does this. Only in the first life, with all
-nodes there: what has run before was right, and a mesh that does not fit fewer nodes waits for the others. A run whose
-numbers are not finite (exit code 3), or whose folder a newer process has taken over (4), is not started anew in any
-life: the restart would take it back.
+**Mistakes.** A wrong checkpoint folder, or a checkpoint of another model, would fail again on every restart. The
+processes exit with 2 then (`user_errors.run_cleanly`), and so does the launcher. This holds for the first start with
+all nodes only: a configuration that has run was right, and a mesh that does not fit fewer nodes waits for the others. A
+run whose values are not finite (exit code 3), or whose folder a newer process has taken over (4), is never restarted:
+it would fail again, or stop the process that took over.
 
-**Lost nodes.** Agents of several nodes watch each other (`lost_nodes`). When one is silent, or its processes failed,
-each kills its own, which wait for it, and all start anew. The last call of a restart is shorter than the first: nodes
-that are left come to it within seconds.
+**Lost nodes.** The agents of several nodes exchange heartbeats (`lost_nodes`). When a node is silent, or its processes
+failed, each agent kills its own processes, which wait for it, and all restart. The last call of a restart is shorter
+than the first, because the nodes that are left join within seconds.
+
+The private functions of torch that are replaced here are listed in `foundry_moe.launch`.
 """
 
 from __future__ import annotations
@@ -39,17 +40,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from foundry_moe.checkpoint.settings import RESTART
 from foundry_moe.launch.lost_nodes import LAST_CALL_S, NodeWatch, silent_s
 from foundry_moe.launch.stop_settings import SLACK_S, stop_settings
-from foundry_moe.launch.user_errors import NO_OTHER_LIFE, USER_ERROR
+from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 
-OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # that it handles without being asked
+OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # its default for --signals-to-handle
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs torchrun with these arguments; 0, 2 for a user's mistake, 3 for numbers that are not finite, 4 for a folder
-    that was taken over, 75 for a stop.
+    """Runs torchrun with these arguments.
+
+    Returns:
+        0; 2 for a user's mistake, 3 for values that are not finite, 4 for a folder that was taken over, 75 for a stop.
 
     Raises:
-        ChildFailedError: as torchrun does, where processes failed as often as they may.
+        ChildFailedError: as torchrun does, after `--max-restarts` failures.
     """
     parsed = run.parse_args(arguments)
     config = stop_settings(parsed.training_script_args)
@@ -76,17 +79,17 @@ def launch(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _ending_at_once(nodes: int, final: list[int]) -> Iterator[None]:
-    """Appends to `final` the exit codes after which there is no other life, and lets there be none."""
-    kind: Any = LocalElasticAgent  # torchrun takes no other class, so this one looks twice
+    """Appends to `final` the exit codes after which there is no restart, and prevents one."""
+    kind: Any = LocalElasticAgent
     look = kind._monitor_workers
 
     def look_for_mistakes(agent: Any, role: str) -> Any:
         result, group = look(agent, role), agent.get_worker_group(role)
         codes = {failure.exitcode for failure in result.failures.values()}
-        first_life = agent._remaining_restarts == group.spec.max_restarts
-        if ended := [code for code in NO_OTHER_LIFE if code in codes]:
+        first_start = agent._remaining_restarts == group.spec.max_restarts
+        if ended := [code for code in NO_RESTART if code in codes]:
             final.extend(ended)
-        elif USER_ERROR in codes and first_life and group.group_world_size == nodes:
+        elif USER_ERROR in codes and first_start and group.group_world_size == nodes:
             final.append(USER_ERROR)
         if final:
             agent._remaining_restarts = 0
@@ -101,10 +104,10 @@ def _ending_at_once(nodes: int, final: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watching_nodes() -> Iterator[None]:
-    """Ends processes that wait for a node which is lost; they have failed then."""
+    """Kills processes that wait for a lost node; torchrun then sees them as failed and restarts."""
     kind: Any = LocalElasticAgent
     start, look, stop = kind._start_workers, kind._monitor_workers, kind._stop_workers
-    watches: list[NodeWatch] = []  # of this life, if there are other nodes
+    watches: list[NodeWatch] = []  # one while processes run, if there are other nodes
 
     def leave() -> None:
         while watches:
@@ -121,13 +124,13 @@ def _watching_nodes() -> Iterator[None]:
         result = look(agent, role)
         codes = {failure.exitcode for failure in result.failures.values()}
         if result.state == WorkerState.SUCCEEDED:
-            leave()  # waiting for the others to succeed keeps the store's connection
+            leave()  # this agent waits for the others to succeed, and sends no more heartbeats
         for watch in list(watches):
-            if codes - {RESTART} and not codes & {USER_ERROR, *NO_OTHER_LIFE}:
-                watch.tell_failed()
+            if codes - {RESTART} and not codes & {USER_ERROR, *NO_RESTART}:
+                watch.report_failed()
             elif result.state == WorkerState.HEALTHY and watch.over:
-                print(f"torchrun: {watch.over}; starting anew", file=sys.stderr, flush=True)
-                watch.tell_failed()
+                print(f"torchrun: {watch.over}; restarting", file=sys.stderr, flush=True)
+                watch.report_failed()
                 leave()
                 for process in agent._pcontext.pids().values():
                     with contextlib.suppress(ProcessLookupError):
@@ -147,7 +150,7 @@ def _watching_nodes() -> Iterator[None]:
 
 
 def _shorten_last_call(handler: Any) -> None:
-    """For the rendezvous to come: those that are left take part in it at once, and nobody else is expected."""
+    """For the next rendezvous: the nodes that are left join at once, and no others are expected."""
     timeout: Any = getattr(getattr(handler, "_settings", None), "timeout", None)
     if getattr(timeout, "_last_call", None) is not None:
         timeout._last_call = min(timeout._last_call, datetime.timedelta(seconds=LAST_CALL_S))
@@ -155,14 +158,16 @@ def _shorten_last_call(handler: Any) -> None:
 
 @contextlib.contextmanager
 def _waiting(names: tuple[str, ...], wait_s: float) -> Iterator[None]:
-    """Gives processes that were asked to stop `wait_s` to do so, and none to those whose peer has failed."""
+    """Gives processes that were asked to stop `wait_s` for it, and no time to those whose peer has failed."""
     agent_kind: Any = LocalElasticAgent
     processes_kind: Any = SubprocessContext
     shut_down, close = agent_kind._shutdown, processes_kind.close
 
     @functools.wraps(shut_down)
     def shut_down_once(agent: Any, *keys: Any, **more: Any) -> None:
-        if isinstance(sys.exc_info()[1], SignalException):  # one more would end the wait, and leave processes behind
+        if isinstance(
+            sys.exc_info()[1], SignalException
+        ):  # a second signal would end the wait and leave processes behind
             for name in names:
                 signal.signal(signal.Signals[name], signal.SIG_IGN)
         shut_down(agent, *keys, **more)

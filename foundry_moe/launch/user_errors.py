@@ -1,4 +1,4 @@
-"""How a user's mistake reaches the user: one sentence and an exit code, no stack of frames."""
+"""Reports a user's mistake as one sentence and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError, TakenOverError
 
 PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER = 1, 2, 3, 4
-NO_OTHER_LIFE = (NONFINITE, TAKEN_OVER)  # a restart would do the same again, or stop the process that took over
-_KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # found and not imported: that takes seconds
+NO_RESTART = (NONFINITE, TAKEN_OVER)  # a restart would fail again, or stop the process that took over
+_KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # not imported: that takes seconds
 _OURS = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(__file__).parents[1], Path(_KERNELS.origin).parent if _KERNELS and _KERNELS.origin else None)
@@ -22,7 +22,7 @@ _OURS = tuple(
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether the error says all that a user needs: a ValueError that our packages raised, or one of a checkpoint."""
+    """Whether the message is all that a user needs: a ValueError raised by our packages, or a CheckpointError."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and frames[-1].filename.startswith(_OURS)
     return isinstance(error, CheckpointError) or (isinstance(error, ValueError) and ours)
@@ -33,7 +33,7 @@ def run_cleanly(action: Callable[[], int]) -> int:
 
     Returns:
         The exit code: that of `action`; 2 for a user's mistake; 3 for a run whose numbers are not finite; 4 for one
-        whose folder a newer process has taken over; 1 for what may pass, such as a store that is not there.
+        whose folder a newer process has taken over; 1 for an error that may pass, such as a store that does not answer.
     """
     try:
         return action()
