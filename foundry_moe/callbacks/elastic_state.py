@@ -11,6 +11,8 @@ of that only what `collect` writes.
 
 from __future__ import annotations
 
+import datetime
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.checkpoint.errors import DamagedError
-from foundry_moe.checkpoint.strict import shown
+from foundry_moe.checkpoint.strict import MOST, shown
 
 BY_NAME = ("schedulers", "algorithms", "callbacks", "scaler", "timestamp")
 PLAIN = ("rank_zero_seed", "dataset_state")
@@ -67,8 +69,14 @@ def _several(objects: Any) -> Sequence[Any]:
     return objects if isinstance(objects, list | tuple) else [objects] if objects is not None else []
 
 
-def check(loaded: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check(
+    loaded: Mapping[str, Any], here: Mapping[str, Any], *, step: int | None = None, samples: int | None = None
+) -> None:
     """Compares a loaded state, before any of it is used, with what `collect` gives in this run.
+
+    Args:
+        step: of the commit that the state came from.
+        samples: the most that an epoch of this run's data has; None where the data does not say.
 
     Raises:
         DamagedError: a section or a key that `collect` does not write, or a value of another kind than this run's.
@@ -77,13 +85,7 @@ def check(loaded: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     optim = _mapping(loaded.get("optim", {}), "optim")
     ours = here.get("optim") or {}
     _only(optim, ("state", "param_groups"), "optim")
-    groups = optim.get("param_groups", [])
-    if not isinstance(groups, list):
-        raise DamagedError(f"optim.param_groups is a {type(groups).__name__}, not a list")
-    for number, group in enumerate(groups):
-        like = (ours.get("param_groups") or [{}])[0]
-        for key, value in _mapping(group, f"optim.param_groups.{number}").items():
-            _alike(value, like.get(key), f"optim.param_groups.{number}.{key}")
+    _check_groups(optim.get("param_groups", []), ours.get("param_groups") or [])
     for name, value in _mapping(optim.get("state", {}), "optim.state").items():
         _mapping(value, f"optim.state.{name}")
     composer = _mapping(loaded.get("composer", {}), "composer")
@@ -96,14 +98,64 @@ def check(loaded: Mapping[str, Any], here: Mapping[str, Any]) -> None:
                 if section == "algorithms":
                     _alike(value, like.get(key), f"{where}.{key}", inner=False)
                 elif section != "callbacks":  # a callback's state is its own affair; it is data in any case
-                    _alike(value, like.get(key), f"{where}.{key}")
+                    _alike(value, like.get(key), f"{where}.{key}", same_length=True)
+                # Composer's and torch's loaders set each key as an attribute: `optimizer` would replace the optimizer
+                if section == "schedulers" and like and key not in like and not key.startswith("_"):
+                    raise DamagedError(f"{where} holds {shown(key)}, which this run's scheduler does not write")
     for name, timestamp in (composer.get("timestamp") or {}).items():
-        lacking = [key for key in (mine.get("timestamp") or {}).get(name, {}) if key not in timestamp]
-        if lacking or any(isinstance(value, int) and value < 0 for value in timestamp.values()):
-            raise DamagedError(f"composer.timestamp.{name} lacks {lacking} or counts below zero")
-    _only(_mapping(composer.get("dataset_state") or {}, "composer.dataset_state"), ("train", "eval"), "dataset_state")
+        _check_timestamp(timestamp, (mine.get("timestamp") or {}).get(name, {}), f"composer.timestamp.{name}", step)
     for key in PLAIN:
         _alike(composer.get(key), mine.get(key), f"composer.{key}")
+    _check_data(_mapping(composer.get("dataset_state") or {}, "composer.dataset_state"), samples)
+
+
+def _check_groups(groups: Any, ours: Sequence[Mapping[str, Any]]) -> None:
+    """The optimizer's groups: as many as this run has, of the same parameters, with valid numbers."""
+    if not isinstance(groups, list):
+        raise DamagedError(f"optim.param_groups is a {type(groups).__name__}, not a list")
+    if len(groups) != len(ours):
+        raise DamagedError(f"optim.param_groups has {len(groups)} groups, where this run has {len(ours)}")
+    for number, (group, like) in enumerate(zip(groups, ours, strict=True)):
+        where = f"optim.param_groups.{number}"
+        for key, value in _mapping(group, where).items():
+            _alike(value, like.get(key), f"{where}.{key}", same_length=key != "params")
+            numbers = value if isinstance(value, list | tuple) else [value]
+            bound = 1.0 if key == "betas" else float("inf")
+            if any(isinstance(n, int | float) and not 0 <= n < bound for n in numbers):
+                raise DamagedError(f"{where}.{key} is {shown(value)}, which no optimizer takes")
+        if "params" in like and sorted(map(str, group.get("params") or [])) != sorted(map(str, like["params"])):
+            raise DamagedError(f"{where}.params names other parameters than this run's optimizer has")
+
+
+def _check_timestamp(timestamp: Mapping[str, Any], like: Mapping[str, Any], where: str, step: int | None) -> None:
+    """Counts of batches, samples and tokens: those of the checkpoint's step, and none above what holds it."""
+    for key, ours in like.items():
+        value = timestamp.get(key)
+        if type(ours) is int and not (type(value) is int and 0 <= value <= MOST):
+            raise DamagedError(f"{where}.{key} is {shown(value)}, not a count")
+        if isinstance(ours, datetime.timedelta) and not (
+            isinstance(value, datetime.timedelta) and value >= datetime.timedelta(0)
+        ):
+            raise DamagedError(f"{where}.{key} is {shown(value)}, not a span of time")
+    if step is not None and "batch" in like and timestamp["batch"] != step:
+        raise DamagedError(f"{where}.batch is {timestamp['batch']}, and the checkpoint is that of step {step}")
+    for part, whole in (("batch_in_epoch", "batch"), ("sample_in_epoch", "sample"), ("token_in_epoch", "token")):
+        if part in like and whole in like and timestamp[part] > timestamp[whole]:
+            raise DamagedError(f"{where}.{part} ({timestamp[part]}) is above {whole} ({timestamp[whole]})")
+
+
+def _check_data(dataset: Mapping[str, Any], samples: int | None) -> None:
+    """The place in the data, which streaming computes with in every data worker: its errors come long after a load."""
+    _only(dataset, ("train", "eval"), "dataset_state")
+    train = dataset.get("train")
+    if not isinstance(train, Mapping):
+        return
+    limits = {"sample_in_epoch": MOST if samples is None else samples, "shuffle_seed": 2**32 - 1}
+    limits |= {"epoch": 2**31, "num_canonical_nodes": 2**16, "initial_physical_nodes": 2**16}
+    for key, most in limits.items():
+        value = train.get(key)
+        if value is not None and not (type(value) is int and 0 <= value <= most):
+            raise DamagedError(f"composer.dataset_state.train.{key} is {shown(value)}, not a count up to {most}")
 
 
 def _only(found: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
@@ -129,12 +181,17 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _alike(value: Any, like: Any, where: str, *, inner: bool = True) -> None:
-    """Refuses a value of another kind than `like`; None stands for any, and an empty list for a list of any."""
+def _alike(value: Any, like: Any, where: str, *, inner: bool = True, same_length: bool = False) -> None:
+    """Refuses a value of another kind than `like`; None stands for any, and an empty list for a list of any. Numbers
+    must be finite where those of `like` are, and lists as long as those of `like` if `same_length` says so."""
     if value is None or like is None:
         return
     if _kind(value) != _kind(like):
         raise DamagedError(f"{where} is a {_kind(value)}, where this run has a {_kind(like)}")
+    if (isinstance(value, int) and abs(value) > MOST) or (isinstance(value, float) and not math.isfinite(value)):
+        raise DamagedError(f"{where} is {shown(value)}, which is no number to compute with")
+    if same_length and isinstance(like, list | tuple) and len(value) != len(like):
+        raise DamagedError(f"{where} has {len(value)} values, where this run has {len(like)}")
     if inner and isinstance(like, Mapping):
         for key, item in value.items():
             _alike(item, like.get(key), f"{where}.{key}")

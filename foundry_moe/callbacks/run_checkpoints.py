@@ -105,7 +105,10 @@ class RunCheckpoints:
             here.update(collect(state, weights_only=bool(info.get("weights_only"))))
             return here
 
-        return self._engine.load(target, resume, check=lambda loaded: check(loaded, here))
+        samples = _samples_of(state)
+        return self._engine.load(
+            target, resume, check=lambda loaded: check(loaded.state, here, step=loaded.step, samples=samples)
+        )
 
     def resume(self, state: State, loaded: Loaded, logger: Logger) -> None:
         """Restores a loaded state; warns where the checkpoint was trained otherwise than this run is configured.
@@ -263,6 +266,14 @@ def _identity(state: State) -> Identity:
     generated = re.fullmatch(r"[0-9]{10}-[a-z]+(-[a-z]+)*", state.run_name)
     tensors = collect(state, weights_only=True)["model"]
     return Identity(run_name="" if generated else state.run_name, model=tensors_digest(tensors))
+
+
+def _samples_of(state: State) -> int | None:
+    """The most samples that an epoch counts: a streaming dataset's, and the padding of its last batch."""
+    loader = state.train_dataloader
+    size = getattr(getattr(loader, "dataset", None), "epoch_size", None)
+    batch = getattr(loader, "batch_size", None) or 1
+    return size + batch * dist.get_world_size() if isinstance(size, int) and isinstance(batch, int) else None
 
 
 def _counts(state: State) -> dict[str, float]:

@@ -11,7 +11,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,11 +45,54 @@ _DIMS = 64
 LoadOne = Callable[[IO[bytes], str], Any]  # (a file of `torch.save`, what to call it in errors) -> what it holds
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle._Unpickler):
+    """Knows the classes of an index and hashes only its keys: to hash nested tuples that share their parts takes for
+    ever. Python's own unpickler, for that of C cannot be told what to hash; torch's restricted one knows only protocol
+    2, and DCP writes protocol 4."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
             raise CheckpointError(f"it asks for {shown(f'{module}.{name}')}")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return _of_plain(found) if name in ("OrderedDict", "_MEM_FORMAT_ENCODING", "_get_layout") else found
+
+    def _of_checked_keys(self, keys: Iterable[Any]) -> None:
+        for key in keys:
+            place = key.offset or () if type(key) is MetadataIndex else ()
+            name = key.fqn if type(key) is MetadataIndex else key
+            if type(name) is not str or not all(type(number) is int for number in place):
+                raise CheckpointError("a dictionary's key is neither a name nor a place in a tensor")
+
+    def _setitem(self) -> None:
+        self._of_checked_keys([self.stack[-2]])
+        self.load_setitem()
+
+    def _setitems(self) -> None:
+        self._of_checked_keys(self.stack[::2])
+        self.load_setitems()
+
+    def _dict(self) -> None:
+        self._of_checked_keys(self.stack[::2])
+        self.load_dict()
+
+    def _refuse(self) -> None:
+        raise CheckpointError("it holds a set")
+
+    dispatch |= {pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems, pickle.DICT[0]: _dict}
+    dispatch |= {pickle.ADDITEMS[0]: _refuse, pickle.FROZENSET[0]: _refuse}
+
+
+def _of_plain(known: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable that hashes its arguments, for numbers and texts alone."""
+
+    def call(*arguments: Any) -> Any:
+        if not all(type(argument) in (int, str) for argument in arguments):
+            raise CheckpointError(f"{known} is given {shown(arguments)}")
+        return known(*arguments)
+
+    return call
 
 
 def read_index(folder: Path) -> Metadata:
@@ -123,8 +166,10 @@ def _checked(
     rows: list[tuple[int, int, int]] = []
     boxes = []
     for name, entry in wanted.items():
-        if entry.properties.dtype not in DTYPE_NAMES:
-            raise DamagedError(f"{shown(name)} has the dtype {entry.properties.dtype}, which a checkpoint cannot hold")
+        if type(entry.properties.dtype) is not torch.dtype or entry.properties.dtype not in DTYPE_NAMES:
+            raise DamagedError(
+                f"{shown(name)} has the dtype {shown(entry.properties.dtype)}, which a checkpoint cannot hold"
+            )
         shape = _counts(entry.size)
         chunks = {(_counts(chunk.offsets), _counts(chunk.sizes)) for chunk in entry.chunks}
         places[name] = []

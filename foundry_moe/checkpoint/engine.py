@@ -362,7 +362,7 @@ class CheckpointEngine:
         state_dict: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]],
         resume: str | int = "auto",
         *,
-        check: Callable[[Mapping[str, Any]], object] = lambda state: None,
+        check: Callable[[Loaded], object] = lambda loaded: None,
     ) -> Loaded | None:
         """Fills `state_dict` in place from the newest commit that can be used, whatever mesh wrote it.
 
@@ -395,7 +395,7 @@ class CheckpointEngine:
                 state_dict = state_dict(choice.found.manifest.info)
             try:
                 loaded = self._load_from(choice.found, state_dict, choice.rejected)
-                check(loaded.state)
+                check(loaded)
                 if self._other_model is not None:
                     raise self._other_model
                 return loaded

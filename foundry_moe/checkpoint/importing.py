@@ -9,7 +9,7 @@ it and says so. The weights are held in memory once.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,6 +74,8 @@ def import_weights(
     if not weights:
         raise CheckpointError(f"{source} holds no tensors")
     for name, tensor in weights.items():
+        if not name.isprintable():
+            raise CheckpointError(f"{source}: {shown(name)} cannot be a tensor's name")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{source}: {shown(name)} is a {tensor.layout} of {tensor.dtype}, which is no weight")
     engine = CheckpointEngine(
@@ -106,7 +108,7 @@ def read_weights(source: Path, trust_pickle: bool = False) -> dict[str, Tensor]:
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         if files:
-            return {name: tensor for file in files for name, tensor in _read_safetensors(file).items()}
+            return _read_all(files)
         if not (source / ".metadata").is_file():
             raise CheckpointError(f"{source} holds neither .metadata nor safetensors files")
         if trust_pickle:
@@ -120,6 +122,18 @@ def read_weights(source: Path, trust_pickle: bool = False) -> dict[str, Tensor]:
     if source.suffix == ".safetensors":
         return _read_safetensors(source)
     return _read_torch(source, trust_pickle)
+
+
+def _read_all(files: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors of several safetensors files, each of which is in one of them."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        found = _read_safetensors(file)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise CheckpointError(f"{file} holds {shown(twice[0])}, which another file of the folder holds too")
+        tensors |= found
+    return tensors
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:

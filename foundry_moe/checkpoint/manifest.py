@@ -146,7 +146,7 @@ class Manifest:
         }
         _check_blocks(objects, tensors)
         _check_values(body["values"], tensors)
-        return Manifest(info=body["info"], objects=objects, tensors=tensors, values=body["values"])
+        return Manifest(info=strict.clean(body["info"]), objects=objects, tensors=tensors, values=body["values"])
 
 
 def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:

@@ -167,5 +167,5 @@ class Commit:
             manifest_bytes=strict.integer(manifest["size"], f"{name}: manifest size", most=MANIFEST_BYTES),
             manifest_hash=strict.text(manifest["xxh3"], f"{name}: manifest hash", _HASH),
             forked_from=body["forked_from"],
-            summary=body["summary"],
+            summary=strict.clean(body["summary"]),
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 
-from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.errors import DamagedError, printable
 
 INFLATED_BYTES = 2**30  # the most that compressed bytes may become,
 FREE_BYTES = 2**26  # and, above this,
@@ -27,7 +28,10 @@ MOST = 2**50  # bytes, elements, steps: a petabyte, and far from where sums of 6
 
 def shown(value: Any) -> str:
     """A foreign value as a message may show it: escaped, so that it cannot move a terminal's cursor, and short."""
-    text = ascii(value) if not isinstance(value, int) or abs(value) < 10**SHOWN else "a huge integer"
+    if isinstance(value, int) and abs(value) >= 10**SHOWN:
+        return "a huge integer"
+    # `reprlib` bounds depth and length: nested tuples that share their parts would take for ever
+    text = ascii(value) if isinstance(value, str | bytes | int | float) else printable(reprlib.repr(value))
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
@@ -131,6 +135,15 @@ def integers(value: Any, where: str, count: int, *, most: int = MOST) -> np.ndar
     if array.min() < 0 or array.max() > most:
         raise DamagedError(f"{where} holds integers that are not from 0 to {most}")
     return array
+
+
+def clean(value: Any) -> Any:
+    """JSON with all text printable, keys too: what people are shown of a run must not move their terminal's cursor."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): clean(item) for key, item in value.items()}
+    return [clean(item) for item in value] if isinstance(value, list) else value
 
 
 def plain(value: Mapping[str, Any], where: str) -> None:

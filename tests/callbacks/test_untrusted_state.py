@@ -197,8 +197,8 @@ def test_no_method_is_replaced_by_data(folder) -> None:
 
     def change(body) -> None:
         composer = body["values"]["composer"]
-        for state in (composer["schedulers"]["LambdaLR"], composer["algorithms"]["Setting"]):
-            state |= {"step": "x", "apply": "x", "match": "x", "__dict__": {}, "get_lr": 3, "repr": "x"}
+        composer["algorithms"]["Setting"] |= {"step": "x", "apply": "x", "match": "x", "__dict__": {}, "repr": "x"}
+        composer["schedulers"]["LambdaLR"] |= {"__dict__": {}, "__class__": 3}
 
     forge_manifest(open_store(str(folder)), 2, change)
     state = resume(folder)
@@ -232,3 +232,57 @@ def test_if_every_checkpoint_is_forged_the_run_says_so(folder) -> None:
     with pytest.raises(DamagedError, match=r"no checkpoint in .* can be used"):
         resume(folder)
     assert len(Ledger(open_store(str(folder))).newest_first()) == 2
+
+
+def put(*path: str | int, value: object = None):
+    """Changes one value of a forged state; without a `value` it goes."""
+
+    def change(body) -> None:
+        place = body["values"]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    return change
+
+
+TIME = ("composer", "timestamp", "Timestamp")
+VALUES = {
+    "a batch that no run reaches": put(*TIME, "batch", value=10**30),
+    "a batch of another step": put(*TIME, "batch", value=1),
+    "a count that is a fraction": put(*TIME, "sample", value=0.5),
+    "more samples in the epoch than in all": put(*TIME, "sample_in_epoch", value=10**6),
+    "a time below zero": put(*TIME, "total_wct", value={"$timedelta": [-1, 0, 0]}),
+    "data of no run": put("composer", "dataset_state", value={"train": {"sample_in_epoch": 2**60}, "eval": {}}),
+    "a seed that NumPy refuses": put("composer", "dataset_state", value={"train": {"shuffle_seed": -1}, "eval": {}}),
+    "no groups": put("optim", "param_groups", value=[]),
+    "a group of other parameters": put("optim", "param_groups", 0, "params", value=["x"]),
+    "a rate that is infinite": put("optim", "param_groups", 0, "lr", value={"$float": "inf"}),
+    "a rate below zero": put("optim", "param_groups", 0, "lr", value=-0.1),
+    "a beta above one": put("optim", "param_groups", 0, "betas", value={"$tuple": [5, 5]}),
+    "one beta": put("optim", "param_groups", 0, "betas", value={"$tuple": [0.5]}),
+    "a scheduler with an optimizer": put("composer", "schedulers", "LambdaLR", "optimizer", value=5),
+    "a scheduler with a method": put("composer", "schedulers", "LambdaLR", "get_lr", value=3),
+    "a scheduler with no rates": put("composer", "schedulers", "LambdaLR", "base_lrs", value=[]),
+    "a scheduler past all batches": put("composer", "schedulers", "LambdaLR", "last_epoch", value=10**30),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_no_run_writes_is_damage_and_the_one_before_is_taken(folder, name, caplog) -> None:
+    forge_manifest(open_store(str(folder)), 2, VALUES[name])
+    state = resume(folder)
+    assert state.timestamp.batch.value == 1
+    assert "Checkpoint of step 2 is damaged" in caplog.text or "Passed over a checkpoint" in caplog.text
+
+
+def test_text_from_a_checkpoint_cannot_move_a_terminal(folder) -> None:
+    store = open_store(str(folder))
+
+    def change(body) -> None:
+        body["info"]["training"] = {"optimizer.lr": "\x1b[2J", "\x9bkey": ["\u202e"]}
+
+    forge_manifest(store, 2, change)
+    ledger = Ledger(store)
+    training = ledger.open(ledger.newest_first()[0]).manifest.info["training"]
+    assert training == {"optimizer.lr": "\\x1b[2J", "\\x9bkey": ["\\u202e"]}

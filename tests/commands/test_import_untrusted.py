@@ -304,3 +304,72 @@ def test_a_folder_of_shards_is_read_as_a_pickle_if_that_is_trusted(tmp_path, fol
     forge_index(folder, lambda index: setattr(index, "planner_data", argparse.Namespace(of="somebody")))
     assert tool("import", tmp_path / "run", folder, "--trust-pickle") == 0
     check_begins(open_store(str(tmp_path / "run")), weights())
+
+
+def test_one_name_in_two_files_is_refused(tmp_path, capsys) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.ones(3)}, folder / "a.safetensors")
+    save_file({"w": torch.zeros(3)}, folder / "b.safetensors")
+    assert "b.safetensors holds 'w', which another file" in refused(tmp_path, folder, capsys)
+
+
+def test_a_link_out_of_the_folder_is_refused_but_for_the_hubs_cache(tmp_path, capsys) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "secret")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a.safetensors").symlink_to(tmp_path / "secret")
+    assert "is a symbolic link out of the folder" in refused(tmp_path, folder, capsys)
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "1", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"w": torch.ones(3)}, blobs / "5")
+    (snapshot / "model.safetensors").symlink_to(blobs / "5")
+    assert tool("import", tmp_path / "good", snapshot) == 0
+
+
+@pytest.mark.parametrize("wrap", ["key", "fqn", "size", "dtype", "encoding"])
+def test_nested_tuples_in_an_index_do_not_hang(tmp_path, capsys, wrap) -> None:
+    """Tuples of two halves that are one object: 297 bytes, and 2^60 parts for who hashes or shows them."""
+    value: tuple = ()
+    for _ in range(60):
+        value = (value, value)
+    content: object = {"fqn": MetadataIndex.__new__(MetadataIndex), "key": Keyed(value)}.get(wrap)
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    if wrap == "fqn":
+        content.__dict__.update(fqn=value, offset=None, index=None)
+        content = Keyed(content)
+    elif wrap in ("size", "dtype"):
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+        content = pickle.loads((folder / ".metadata").read_bytes())
+        entry = content.state_dict_metadata["w"]
+        setattr(entry if wrap == "size" else entry.properties, wrap, value)
+    elif wrap == "encoding":
+        content = Encoding(value)
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    refused(tmp_path, folder, capsys)
+
+
+class Keyed:
+    """Pickles as a dictionary with one key, which is not hashed here."""
+
+    def __init__(self, key: object) -> None:
+        self.key = key
+
+    def __reduce__(self):
+        from collections import OrderedDict
+
+        return OrderedDict, (), None, None, iter([(self.key, 1)])
+
+
+class Encoding:
+    """Pickles as a call of an enumeration, which looks its argument up."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __reduce__(self):
+        from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+        return _MEM_FORMAT_ENCODING, (self.value,)
