@@ -13,7 +13,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,8 +50,6 @@ class _IndexUnpickler(pickle._Unpickler):
     ever. Python's own unpickler, for that of C cannot be told what to hash; torch's restricted one knows only protocol
     2, and DCP writes protocol 4."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:
             raise CheckpointError(f"it asks for {shown(f'{module}.{name}')}")
@@ -65,23 +63,26 @@ class _IndexUnpickler(pickle._Unpickler):
             if type(name) is not str or not all(type(number) is int for number in place):
                 raise CheckpointError("a dictionary's key is neither a name nor a place in a tensor")
 
-    def _setitem(self) -> None:
+    def _setitem(self: Any) -> None:  # typeshed does not list the methods of this class
         self._of_checked_keys([self.stack[-2]])
         self.load_setitem()
 
-    def _setitems(self) -> None:
+    def _setitems(self: Any) -> None:  # typeshed does not list the methods of this class
         self._of_checked_keys(self.stack[::2])
         self.load_setitems()
 
-    def _dict(self) -> None:
+    def _dict(self: Any) -> None:  # typeshed does not list the methods of this class
         self._of_checked_keys(self.stack[::2])
         self.load_dict()
 
     def _refuse(self) -> None:
         raise CheckpointError("it holds a set")
 
-    dispatch |= {pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems, pickle.DICT[0]: _dict}
-    dispatch |= {pickle.ADDITEMS[0]: _refuse, pickle.FROZENSET[0]: _refuse}
+    _CHECKED: ClassVar[dict[int, Any]] = {
+        **{pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems, pickle.DICT[0]: _dict},
+        **{pickle.ADDITEMS[0]: _refuse, pickle.FROZENSET[0]: _refuse},
+    }
+    dispatch = {**pickle._Unpickler.dispatch, **_CHECKED}
 
 
 def _of_plain(known: Callable[..., Any]) -> Callable[..., Any]:
