@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.commands.argument_types import add_overrides
+from foundry_moe.commands.parsers import add_overrides
 
 
 def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from foundry_moe import __version__
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.exporting import INDEX, sources_of, write_targets
@@ -22,7 +23,6 @@ from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
-from foundry_moe.commands.model_card import write_model_card
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
@@ -230,3 +230,74 @@ def _tell(certificate: Certificate, out: Path) -> int:
         f"the checkpoint's; {compared}"
     )
     return 0
+
+
+def write_model_card(exported: Exported, certificate: Certificate, folder: Path, *, has_tokenizer: bool) -> None:
+    """Figures come from the checkpoint alone: what it does not say is left out."""
+    commit, info = exported.found.commit, exported.found.manifest.info
+    blocks, summary = exported.native.blocks, commit.summary
+    total = sum(target.count for target in exported.targets)
+    per_expert = 3 * blocks.d_model * blocks.expert_hidden_size
+    active = total - len(blocks.layers) * (blocks.num_experts - blocks.top_k) * per_expert
+    rows: list[tuple[str, Any]] = [
+        ("family", f"{exported.native.family.name} (`{exported.native.config.model_type}`)"),
+        ("parameters", f"{_count(total)}, {_count(active)} of them active for a token"),
+        (
+            "experts",
+            f"{blocks.num_experts} of width {blocks.expert_hidden_size} in {len(blocks.layers)} of {blocks.num_layers} "
+            f"layers, {blocks.top_k} for a token",
+        ),
+        ("dtype", exported.native.config.torch_dtype),
+        ("run", info.get("run_name")),
+        ("step", commit.step),
+        ("tokens", f"{summary['token']:,}" if isinstance(summary.get("token"), int) and summary["token"] else None),
+        ("samples", f"{summary['sample']:,}" if isinstance(summary.get("sample"), int) else None),
+        ("training loss at that step", f"{summary['loss']:.4f}" if isinstance(summary.get("loss"), float) else None),
+        ("saved", summary.get("saved")),
+        ("mesh", _mesh(info.get("mesh"))),
+        ("trained with", f"foundry_moe {info.get('foundry_moe', '?')}, torch {info.get('torch', '?')}"),
+        ("exported with", f"foundry_moe {__version__}"),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
+    logits = certificate.logits
+    compared = (
+        f"Its logits in plain transformers differ from the trained model's by at most "
+        f"{logits['largest_difference']:.1e} of their standard deviation, in fp32."
+        if logits.get("compared")
+        else f"Its logits were not compared: {logits.get('why')}."
+    )
+    tokenizer = "" if has_tokenizer else "\nIt has no tokenizer.\n"
+    (folder / "README.md").write_text(
+        f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [moe, mixture-of-experts, foundry_moe]
+---
+
+# {info.get("run_name") or "A mixture of experts"}
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(".")
+```
+{tokenizer}
+Each tensor is, bit for bit, that of the checkpoint; `{CERTIFICATE}` has their hashes. {compared}
+"""
+    )
+
+
+def _count(number: float) -> str:
+    for unit in ("", " thousand", " M", " B"):
+        if number < 1000 or unit == " B":
+            return f"{number:.4g}{unit}"
+        number /= 1000
+    raise AssertionError
+
+
+def _mesh(mesh: Any) -> str | None:
+    return " x ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, dict) else None

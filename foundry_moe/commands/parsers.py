@@ -1,4 +1,7 @@
-"""Parsers of `foundry-moe verify`, `plan` and `export`. What a command runs is imported when it runs."""
+"""Arguments of `foundry-moe verify`, `plan` and `export`, and types of arguments.
+
+A command's modules are imported when it runs, so that `--help` and `check` start in half a second.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,37 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.commands.argument_types import add_overrides, local_path, positive, positive_int
-from foundry_moe.commands.plan.chips import CHIPS
+from foundry_moe.commands.plan.constants import CHIPS
+
+
+def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> None:
+    """Keys of a run after its YAML, or none. Without the default argparse lists them among required arguments."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, as an argument's type."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A whole number of 1 or more, as an argument's type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return value
+
+
+def local_path(text: str) -> Path:
+    """A path of this host, as an argument's type. An address would create folders named `s3:`."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a path of this host: write to a local path and copy the result"
+        )
+    return Path(text)
 
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -58,13 +90,6 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     return parser
 
 
-# options of `plan` that count with another one alone
-_PARTNERS = {
-    **dict.fromkeys(("store_gb_s", "link_gb_s", "start_s", "step_s"), "restart"),
-    **dict.fromkeys(("out", "device"), "calibrate"),
-}
-
-
 def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe plan`: as `add_verify_parser`."""
     parser = subparsers.add_parser(
@@ -88,27 +113,20 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="and every mesh of these GPUs, best first, with why")
     parser.add_argument("--constants", type=Path, help="a file of --calibrate (default: of --chip, as measured here)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
-    parser.add_argument("--restart", action="store_true", help="and how long a restart takes when a node is lost")
-    parser.add_argument("--store-gb-s", type=positive, default=2.0, help="between a node and the store (default: 2)")
-    parser.add_argument("--link-gb-s", type=positive, default=1.0, help="of a GPU's process over gloo (default: 1)")
-    parser.add_argument(
-        "--start-s", type=positive, default=45.0, help="of a process: imports, data, model (default: 45)"
-    )
-    parser.add_argument("--step-s", type=positive, help="of a batch (default: from the plan)")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants, and nothing else")
     parser.add_argument("--out", type=local_path, help="of --calibrate (default: beside the tuned tiles)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="of --calibrate (default: cuda where there is one)")
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate:
-            if arguments.yaml is not None or arguments.search or arguments.restart or arguments.json:
+            if arguments.yaml is not None or arguments.search or arguments.json:
                 parser.error("--calibrate measures this machine, and nothing else: leave out the run and its options")
             from foundry_moe.commands.plan.calibrate import calibrate_command
 
             return calibrate_command(arguments)
-        for option, partner in _PARTNERS.items():
-            if getattr(arguments, option) != parser.get_default(option) and not getattr(arguments, partner):
-                parser.error(f"--{option.replace('_', '-')} is of --{partner}: give that too")
+        for option in ("out", "device"):
+            if getattr(arguments, option) is not None:
+                parser.error(f"--{option} belongs to --calibrate: add --calibrate")
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
         from foundry_moe.commands.plan.command import plan_command

@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 
 from foundry_moe.commands.plan import calibrate as module
-from foundry_moe.commands.plan import measured_products
+from foundry_moe.commands.plan import measure
 from foundry_moe.commands.plan.calibrate import calibrate, chip_of, format_constants
-from foundry_moe.commands.plan.chips import CHIPS
-from foundry_moe.commands.plan.constants import Constants, at_width, read_constants, write_constants
-from foundry_moe.commands.plan.known_constants import constants_of
-from foundry_moe.commands.plan.measured_links import fit_link
+from foundry_moe.commands.plan.constants import (
+    CHIPS,
+    MEMORY_GIB,
+    Constants,
+    at_width,
+    constants_of,
+    read_constants,
+    write_constants,
+)
+from foundry_moe.commands.plan.measure import fit_link
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,11 +64,9 @@ def test_a_file_is_read_as_it_was_written_and_found_beside_the_tiles(
     mine = replace(shipped, source="mine")
     write_constants(mine, tmp_path / "constants-h200.json")
     assert constants_of("h200") == mine != shipped and constants_of("h100").device == "NVIDIA H100"
-    assert constants_of("a100").assumed == ("everything",)
-    assert constants_of("a100").memory_bytes_per_s < constants_of("h100").memory_bytes_per_s
-    with pytest.raises(ValueError, match=r"--chip \(v100\): nothing is known of it"):
-        constants_of("v100")
-    assert all(constants_of(chip) for chip in CHIPS)
+    with pytest.raises(ValueError, match=r"--chip \(a100\) has not been measured: run foundry-moe plan --calibrate"):
+        constants_of("a100")
+    assert set(MEMORY_GIB) == set(CHIPS)
 
 
 @pytest.mark.quick
@@ -101,7 +105,7 @@ def test_a_file_that_is_not_there_or_no_json_is_one_sentence(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def of_this_cpu() -> Constants:
-    tiny = measured_products.Sizes(
+    tiny = measure.Sizes(
         tokens=32,
         widths=(32, 64),
         experts=((32, 32, 4, 2, 32),),
@@ -110,7 +114,7 @@ def of_this_cpu() -> Constants:
         launches=50,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_products, "CPU", tiny)
+        patch.setattr(measure, "CPU", tiny)
         return calibrate("cpu")
 
 
@@ -123,7 +127,7 @@ def test_two_cpu_processes_measure_themselves_and_say_that_they_are_cpus(of_this
 
 
 def test_one_process_takes_its_links_from_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_products, "CPU_ROUNDS", 1)
+    monkeypatch.setattr(measure, "CPU_ROUNDS", 1)
     alone = calibrate("cpu", gpus=1)
     assert set(alone.assumed) == {"network", "all_to_all", "all_gather", "reduce_scatter", "contention"}
     assert alone.all_gather == constants_of("h200").all_gather

@@ -14,10 +14,10 @@ import torch
 from omegaconf import OmegaConf
 
 from foundry_moe.cli import parse
-from foundry_moe.commands.plan.backend import planned_backend
-from foundry_moe.commands.plan.command import plan_command
+from foundry_moe.commands.plan.command import plan_command, planned_backend
 from foundry_moe.commands.plan.memory import GIB
-from foundry_moe.commands.plan.planner import Machine, RunPlan, format_plan, plan_run
+from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
+from foundry_moe.commands.plan.report import format_plan
 from foundry_moe.commands.plan.shape import read_shape
 from foundry_moe.commands.plan.step import ranks_per_token
 
@@ -251,8 +251,9 @@ def test_the_plan_says_which_kernels_the_chip_runs(
 ) -> None:
     monkeypatch.setattr("foundry_moe.ops.backends.INTERPRETED", False)  # where tests run, kernels take no bf16
     run = [str(ROOT / "yamls/pretrain/8gpu.yaml"), "--gpus", "8"]
+    constants = str(ROOT / "foundry_moe/commands/plan/constants_h200.json")
     for chip, expected in (("h100", "experts on h100"), ("a100", "blocksparse, portable kernels")):
-        plan_command(parse(["plan", *run, "--chip", chip]))
+        plan_command(parse(["plan", *run, "--chip", chip, "--constants", constants]))
         assert expected in capsys.readouterr().out
 
 

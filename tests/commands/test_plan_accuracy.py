@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foundry_moe.commands.plan.known_constants import shipped_constants
+from foundry_moe.commands.plan.constants import shipped_constants
 from foundry_moe.commands.plan.memory import GIB
 from foundry_moe.commands.plan.planner import Machine, plan_run
 from tests.commands.test_plan import ROOT, load

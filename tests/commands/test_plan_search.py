@@ -12,7 +12,8 @@ from foundry_moe.cli import parse
 from foundry_moe.commands.plan import command as module
 from foundry_moe.commands.plan.memory import GIB
 from foundry_moe.commands.plan.planner import Machine, plan_run
-from foundry_moe.commands.plan.search import format_search, search_meshes, steps_of
+from foundry_moe.commands.plan.report import format_search
+from foundry_moe.commands.plan.search import search_meshes, steps_of
 from tests.commands.test_plan import ROOT, load
 
 pytestmark = pytest.mark.quick
@@ -117,20 +118,19 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_json_has_the_plan_and_with_search_and_restart_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_plan_and_with_search_every_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     memory = ["--gpu-memory-gib", "141"]
     code, text = command(capsys, *memory, "--json")
     plan = json.loads(text)
-    assert code == 0 and "search" not in plan and "restart" not in plan
+    assert code == 0 and "search" not in plan
     assert sum(plan["memory_bytes"].values()) == pytest.approx(plan["memory_total_bytes"])
     assert sum(plan["time_s"].values()) == pytest.approx(plan["step_s"])
     assert plan["mesh"] == {"replicate": 1, "shard": 1, "expert": 4} and plan["fits"] is True
     assert plan["tokens_per_s_per_gpu"] == pytest.approx(4 * 4096 / plan["step_s"])
-    code, text = command(capsys, *memory, "--json", "--search", "--restart", "--skew", "2")
+    code, text = command(capsys, *memory, "--json", "--search", "--skew", "2")
     more = json.loads(text)
     assert more["skew"] == 2 and more["step_s"] > plan["step_s"]
     assert len(more["search"]) == 6 and more["search"][0]["fits"] and more["search"][0]["gpu_hours"] > 0
-    assert more["restart"]["total_s"] == pytest.approx(sum(more["restart"]["parts_s"].values()))
 
 
 def test_code_says_whether_the_run_fits_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_the_table_marks_the_runs_own_mesh_and_says_what_is_assumed(capsys: pyte
     assert "NVIDIA H200" in text and "GB/s a GPU" in text and "assumed, not measured: launch_s" in text
 
 
-def test_a_run_is_read_and_planned_once_with_restart(
+def test_a_run_is_read_and_planned_once_with_a_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"load_run": 0, "plan_run": 0}
@@ -163,7 +163,7 @@ def test_a_run_is_read_and_planned_once_with_restart(
 
     for name in calls:
         monkeypatch.setattr(module, name, counted(name))
-    command(capsys, "--restart", "--search")
+    command(capsys, "--search")
     assert calls == {"load_run": 1, "plan_run": 1}
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from foundry_moe.cli import main
-from foundry_moe.commands.verify.differences import difference
 from foundry_moe.commands.verify.formula import why_not
-from foundry_moe.commands.verify.rows import Row, compare_trials, step_zero_row
+from foundry_moe.commands.verify.rows import Row, compare_trials, difference, step_zero_row
 from foundry_moe.commands.verify.shrink import shrink
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain, read_moe
 

@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.argument_types import local_path
-from foundry_moe.commands.plan.chips import CHIPS
-from foundry_moe.commands.plan.constants import FORMAT, Constants, Link, write_constants
-from foundry_moe.commands.plan.known_constants import default_path, shipped_constants
-from foundry_moe.commands.plan.measured_links import measure_links
-from foundry_moe.commands.plan.measured_products import Measured
+from foundry_moe.commands.parsers import local_path
+from foundry_moe.commands.plan.constants import (
+    CHIPS,
+    FORMAT,
+    Constants,
+    Link,
+    default_path,
+    shipped_constants,
+    write_constants,
+)
+from foundry_moe.commands.plan.measure import Measured, measure_links
 from foundry_moe.launch.processes import run_processes
 
 LINKS_TIMEOUT_S = 180.0
@@ -69,7 +74,7 @@ def calibrate(device: str, gpus: int | None = None) -> Constants:
             world_size=gpus,
             backend="nccl" if device == "cuda" else "gloo",
             timeout_s=LINKS_TIMEOUT_S,
-            preload=("foundry_moe.commands.plan.measured_links",),
+            preload=("foundry_moe.commands.plan.measure",),
         )
         values["contention"] = found.pop("contention")
         values |= {name: Link(**link) for name, link in found.items()}

@@ -1,20 +1,22 @@
-"""The command `foundry-moe plan`: reads the run once, and prints its plan, and what else was asked for."""
+"""The command `foundry-moe plan`: reads the run once and prints its plan, and every mesh with `--search`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.commands.plan.backend import planned_backend
-from foundry_moe.commands.plan.chips import MEMORY_GIB
-from foundry_moe.commands.plan.known_constants import constants_of
+import torch
+
+from foundry_moe.commands.plan.constants import CHIPS, MEMORY_GIB, constants_of
 from foundry_moe.commands.plan.memory import GIB
-from foundry_moe.commands.plan.planner import Machine, format_plan, plan_run
-from foundry_moe.commands.plan.report import plan_object, restart_object, search_object
-from foundry_moe.commands.plan.restart_time import Rates, format_restart, restart_time
-from foundry_moe.commands.plan.search import format_search, search_meshes
+from foundry_moe.commands.plan.planner import Machine, plan_run
+from foundry_moe.commands.plan.report import format_plan, format_search, plan_object, search_object
+from foundry_moe.commands.plan.search import search_meshes
+from foundry_moe.commands.plan.shape import ModelShape, planned_moe
 from foundry_moe.launch.run_config import check_run, load_run, plain
+from foundry_moe.ops.backends import describe_backend
 
 
 def machine_of(arguments: argparse.Namespace) -> Machine:
@@ -42,15 +44,29 @@ def plan_command(arguments: argparse.Namespace) -> int:
         found["search"] = search_object(meshes)
         own = (plan.mesh.replicate, plan.mesh.shard, plan.mesh.expert)
         text.append(format_search(meshes, own, machine))
-    if arguments.restart:
-        rates = Rates(
-            store=arguments.store_gb_s * 1e9,
-            link=arguments.link_gb_s * 1e9,
-            start_s=arguments.start_s,
-            step_s=arguments.step_s,
-        )
-        restart = restart_time(run, plan, machine, rates)
-        found["restart"] = restart_object(restart)
-        text.append(format_restart(restart))
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(text))
     return 0 if plan.fits else 1
+
+
+def planned_backend(run: Mapping[str, Any], shape: ModelShape, chip: str) -> str:
+    """The plan's line on the backend of the experts, with the torch and Triton of this host.
+
+    Args:
+        chip: a name in `CHIPS`.
+
+    Raises:
+        ValueError: the run asks for a backend that the chip does not have.
+    """
+    moe, _ = planned_moe(run)
+    precision = str(run.get("precision", "amp_bf16"))
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+    text = describe_backend(
+        moe.backend,
+        torch.device("cuda"),
+        dtype,
+        width=shape.d_model,
+        hidden=moe.expert_hidden_size if isinstance(moe.expert_hidden_size, tuple) else shape.widest_expert,
+        capacity=moe.capacity,
+        capability=CHIPS[chip],
+    )
+    return f"experts on {chip}, with this host's torch {torch.__version__}: {text}"

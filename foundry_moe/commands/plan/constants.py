@@ -1,6 +1,7 @@
 """How fast a kind of machine is: the constants of the planner's estimates, and the file that keeps them.
 
-Measured by `foundry-moe plan --calibrate`; those of H100s and H200s are shipped. Must not know runs, meshes or torch.
+`foundry-moe plan --calibrate` measures them; those of H100s and H200s are shipped. This module imports no torch,
+because the command line's parser reads `CHIPS`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +19,20 @@ from foundry_moe.schema import from_mapping
 
 FORMAT = 1
 LINKS = ("all_to_all", "all_gather", "reduce_scatter", "network")
+SHIPPED = Path(__file__).parent
+# names of `--chip`, with compute capabilities
+CHIPS = {
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "l40s": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "rtx-pro-6000": (12, 0),
+}
+
+# GiB that CUDA reports, which is less than the data sheets print; for the A100 the larger model
+MEMORY_GIB = {"a100": 80.0, "a10": 22.0, "l40s": 44.0, "h100": 80.0, "h200": 139.0, "b200": 178.0, "rtx-pro-6000": 95.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +149,38 @@ def write_constants(constants: Constants, path: Path) -> None:
     values: dict[str, Any] = asdict(constants)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def default_path(chip: str) -> Path:
+    """The file of a chip's measured constants, in the folder of the tuned tiles."""
+    named = os.environ.get("FOUNDRY_MOE_TUNING_CACHE")
+    folder = Path(named).expanduser().parent if named else Path.home() / ".cache" / "foundry_moe"
+    return folder / f"constants-{chip}.json"
+
+
+def constants_of(chip: str, path: Path | None = None) -> Constants:
+    """The constants in the file, else those measured on this machine for the chip, else the shipped ones.
+
+    Raises:
+        ValueError: the file is malformed, or the chip has not been measured.
+    """
+    if path is not None:
+        return read_constants(path)
+    if default_path(chip).is_file():
+        return read_constants(default_path(chip))
+    return shipped_constants(chip)
+
+
+def shipped_constants(chip: str) -> Constants:
+    """The constants that this package has for a chip.
+
+    Raises:
+        ValueError: the package has none.
+    """
+    path = SHIPPED / f"constants_{chip}.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--chip ({chip}) has not been measured: run foundry-moe plan --calibrate on such a machine and give the "
+            "file with --constants"
+        )
+    return read_constants(path)

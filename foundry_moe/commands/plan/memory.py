@@ -1,6 +1,6 @@
 """Bytes on one GPU at the worst moment of a step, by what they are for.
 
-Letters: D, F, E, K, V as in model_shape.py; T tokens of a GPU's microbatch.
+Letters: D, F, E, K, V as in shape.py; T tokens of a GPU's microbatch.
 """
 
 from __future__ import annotations

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foundry_moe.commands.plan.constants import Constants
-from foundry_moe.commands.plan.known_constants import shipped_constants
+from foundry_moe.commands.plan.constants import Constants, shipped_constants
 from foundry_moe.commands.plan.memory import GIB, memory_of
-from foundry_moe.commands.plan.messages import Message, messages_of
 from foundry_moe.commands.plan.shape import HUGGING_FACE, ModelShape, planned_moe, read_shape
-from foundry_moe.commands.plan.step import Step, read_step
-from foundry_moe.commands.plan.step_time import StepTime, message_s, step_time
+from foundry_moe.commands.plan.step import Message, Step, messages_of, read_step
+from foundry_moe.commands.plan.step_time import StepTime, step_time
 from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import MeshPlan, check_expert_widths, plan_mesh
@@ -189,42 +187,3 @@ def _warnings(
     if rows < 256:
         found.append(f"slow: {rows:.0f} tokens an expert in a microbatch; its matrix products want 256 or more")
     return found
-
-
-def format_plan(plan: RunPlan) -> str:
-    """The plan as text."""
-    mesh, shape, time = plan.mesh, plan.shape, plan.time
-    lines = [
-        f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = {mesh.world_size} GPUs on "
-        f"{mesh.nodes} node{'s' if mesh.nodes > 1 else ''}; all_to_all {mesh.all_to_all}"
-        + (f"; {plan.spares} GPUs wait as spares" if plan.spares else ""),
-        f"  experts: {shape.num_experts // mesh.expert} of {shape.num_experts} a GPU and layer, each cut in "
-        f"{mesh.shard}; everything else cut in {mesh.dense_shard}",
-        f"parameters: {shape.total / 1e9:.3f} B, {shape.active / 1e9:.3f} B active; {shape.experts / 1e9:.3f} B in "
-        f"experts ({shape.moe_layers} of {shape.layers} layers)",
-        f"step: {plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of "
-        f"{'at most ' if plan.sequences % plan.microbatch else ''}{plan.microbatch} x {shape.sequence} tokens a GPU, "
-        f"{plan.step_tokens / 1e6:.2f} M tokens in all",
-        f"memory of {_whose(plan)}:",
-        *(f"  {name:28}{size / GIB:8.2f} GiB" for name, size in plan.memory.items()),
-        f"  {'in all':28}{plan.memory_bytes / GIB:8.2f} GiB",
-        "messages of a GPU in a step:",
-    ]
-    for message in plan.messages:
-        where = f"to {message.ranks} ranks, {'between nodes' if message.across else 'within a node'}"
-        took = message_s(message, plan.constants)
-        lines.append(
-            f"  {message.count:6} x {message.name:34} {message.bytes / 1e6:10.3f} MB {where}, {1e3 * took:.1f} ms"
-        )
-    if not plan.messages:
-        lines.append("  none")
-    lines += [
-        f"time of a step of {_whose(plan)}, by the constants of {plan.constants.device} ({plan.constants.source}):",
-        *(f"  {name:28}{1e3 * seconds:8.1f} ms" for name, seconds in time.parts.items()),
-        f"  {'in all':28}{1e3 * time.step_s:8.1f} ms, {time.tokens_per_s:,.0f} tokens/s a GPU",
-    ]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
-
-
-def _whose(plan: RunPlan) -> str:
-    return "a GPU" if plan.skew == 1 else f"the fullest GPU, with {plan.skew:g} times the mean's rows"

@@ -121,38 +121,3 @@ def _why_slower(plan: RunPlan, best: RunPlan, tight: bool) -> str:
         where = f" ({plan.time.network_s:.2f} s of them between nodes, with what is hidden)"
     was = best.time.parts.get(name, 0.0)
     return f"{room}{name}{where} {plan.time.parts[name]:.3g} s, not {was:.3g}"
-
-
-def format_search(found: list[Found], run_mesh: Mesh, machine: Machine) -> str:
-    """The table as text. run_mesh: that of the YAML, which is marked."""
-    lines = [
-        f"meshes of {machine.gpus} GPUs ({machine.gpus_per_node} a node), best first; * is the run's own:",
-        "   replicate shard expert      GiB  tokens/s a GPU   step s      days  GPU hours",
-    ]
-    lines += [_line(entry, run_mesh) for entry in found]
-    if not any(entry.fits for entry in found):
-        lines.append("  none fits: a smaller device_train_microbatch_size or activation checkpointing would help")
-    constants = machine.constants
-    lines += [
-        f"estimated with constants of {constants.device} ({constants.source}); assumed, not measured: "
-        f"{', '.join(constants.assumed) or 'nothing'};",
-        f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s a GPU, "
-        + (f"skew {machine.skew:g}" if machine.skew > 1 else "loads as a balance loss makes them")
-        + ", no stalls, data always there, checkpoints and restarts not counted"
-        + ("; days and GPU hours need max_duration in ba, sp or tok" if all(f.days is None for f in found) else ""),
-    ]
-    return "\n".join(lines)
-
-
-def _line(entry: Found, run_mesh: Mesh) -> str:
-    mark = "*" if entry.mesh == run_mesh else " "
-    widths = "{:11} {:5} {:6}".format(*entry.mesh)
-    if entry.plan is None:
-        return f"{mark}{widths}        -  cannot be: {entry.why}"
-    size, time = entry.plan.memory_bytes / GIB, entry.plan.time
-    if not entry.fits:
-        return f"{mark}{widths} {size:8.1f}  {entry.why}"
-    days = "?" if entry.days is None else f"{entry.days:.2f}"
-    hours = "?" if entry.gpu_hours is None else f"{entry.gpu_hours:,.0f}"
-    speed = f"{time.tokens_per_s:15,.0f} {time.step_s:8.3f}"
-    return f"{mark}{widths} {size:8.1f} {speed} {days:>9} {hours:>10}  {entry.why}".rstrip()

@@ -12,7 +12,7 @@
 
 The numbers below are of this code, not of a machine: they were chosen once, to fit nine steps of two models on one to
 four H200s (benchmarks/RESULTS.md, "The planner's time"), and the machine's constants are `Constants`.
-Letters: D, F, E, K, V as in model_shape.py; T tokens of a GPU's microbatch.
+Letters: D, F, E, K, V as in shape.py; T tokens of a GPU's microbatch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import math
 from dataclasses import dataclass
 
 from foundry_moe.commands.plan.constants import Constants
-from foundry_moe.commands.plan.messages import ALL_REDUCE, COUNTS, GATHER, REDUCE, TOKENS, Message
 from foundry_moe.commands.plan.shape import ModelShape
-from foundry_moe.commands.plan.step import Step
+from foundry_moe.commands.plan.step import ALL_REDUCE, COUNTS, GATHER, REDUCE, TOKENS, Message, Step
 from foundry_moe.parallel.mesh import MeshPlan
 
 # Times that the residual, queries and keys of a block are read or written between products, forward and backward.

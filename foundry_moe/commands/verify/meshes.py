@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.commands.verify.differences import RATIO_TOLERANCE, difference, distance, ratio
 from foundry_moe.commands.verify.parity import CASES, HIDDEN, WIDTH, Case, run_case
+from foundry_moe.commands.verify.rows import RATIO_TOLERANCE, difference, distance, ratio
 from foundry_moe.config import MeshConfig, can_cut_rows
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.mesh import Mesh, can_replicate, check_replicas, divisors, listed, plan_mesh

@@ -1,22 +1,24 @@
-"""The callback of a trial: writes down losses, gradients, norms, weights and state, whole and on the CPU.
+"""Data and callback of a trial: random tokens, and a record of losses, gradients, norms, weights and state on the CPU.
 
 Shapes: T tokens, D model width, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from composer.core import Callback, State
+from composer.core import Callback, DataSpec, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from foundry_moe.commands.verify.formula import Capture
 from foundry_moe.commands.verify.parity import whole
-from foundry_moe.commands.verify.trial_formula import Capture
 from foundry_moe.layers.lookup import named_moe_layers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -150,3 +152,50 @@ def _logits_of_both(model: nn.Module, source: str) -> tuple[Tensor, Tensor]:
     ours = inner(input_ids=ids).logits.float().cpu()
     model.train(training)
     return ours, theirs(input_ids=ids).logits.float().cpu()
+
+
+class Sequences(Dataset):
+    """`samples` sequences of tokens, uniform below `vocabulary` and never 0, which some models take for padding."""
+
+    def __init__(self, *, samples: int, length: int, vocabulary: int) -> None:
+        self.samples, self.length, self.vocabulary = samples, length, vocabulary
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(1, self.vocabulary, (self.length,), generator=torch.Generator().manual_seed(index))
+
+
+class Slots(DistributedSampler):
+    """A rank's sequences: of each microbatch of the job, which is consecutive sequences, its own consecutive part."""
+
+    def __init__(self, data: Sequences, *, batch: int, microbatch: int) -> None:
+        self.rank, self.ranks = dist.get_global_rank(), dist.get_world_size()
+        super().__init__(data, num_replicas=self.ranks, rank=self.rank, shuffle=False)
+        self.batch, self.microbatch, self.length = batch, microbatch, len(data)
+
+    def __iter__(self) -> Iterator[int]:
+        everyone = self.ranks * self.microbatch
+        for first in range(0, self.length, everyone):
+            yield from range(first + self.rank * self.microbatch, first + (self.rank + 1) * self.microbatch)
+
+
+def _collate(samples: list[Tensor]) -> dict[str, Tensor]:
+    input_ids = torch.stack(samples)
+    return {"input_ids": input_ids, "labels": input_ids.clone(), "attention_mask": torch.ones_like(input_ids)}
+
+
+def _count_tokens(batch: dict[str, Any]) -> int:
+    return batch["input_ids"].numel()
+
+
+def build_loader(
+    device_batch_size: int, length: int, vocabulary: int, steps: int, microbatch: int, tokenizer: Any = None
+) -> DataSpec:
+    """LLM Foundry's constructor of the loader."""
+    batch = device_batch_size * dist.get_world_size()
+    data = Sequences(samples=steps * batch, length=length, vocabulary=vocabulary)
+    sampler = Slots(data, batch=batch, microbatch=microbatch)
+    loader = DataLoader(data, batch_size=device_batch_size, sampler=sampler, collate_fn=_collate, drop_last=True)
+    return DataSpec(loader, get_num_tokens_in_batch=_count_tokens)

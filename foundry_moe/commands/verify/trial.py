@@ -71,8 +71,7 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     from llmfoundry.command_utils import train
     from omegaconf import OmegaConf
 
-    from foundry_moe.commands.verify.recorder import Recorder
-    from foundry_moe.commands.verify.trial_data import build_loader
+    from foundry_moe.commands.verify.recorder import Recorder, build_loader
 
     if LOADER not in registry.dataloaders.get_all():
         registry.dataloaders.register(LOADER, func=build_loader)
