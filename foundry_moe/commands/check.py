@@ -1,4 +1,4 @@
-"""`foundry-moe check`: what is wrong with a run's YAML, or what the run is. Starts nothing, and imports no trainer."""
+"""`foundry-moe check`: validates a run's YAML and describes the run. Imports no trainer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe check`: sets `run` to a function of the parsed arguments that returns an exit code."""
     parser = subparsers.add_parser(
         "check",
-        help="say what is wrong with a run's YAML",
-        description="Reads a run's YAML as the training command does, and says in one line what is wrong with it, exit "
-        "code 2, or what the run is, exit code 0, with a note for what has to be made first. Starts nothing. Whether "
-        "the mesh and the batch fit is checked with --gpus, or where a launcher has set WORLD_SIZE.",
+        help="validate a run's YAML",
+        description="Reads a run's YAML as the training command does and prints one line: the error (exit code 2), or "
+        "a description of the run (exit code 0), with notes on missing data. Starts no training. --gpus, or a "
+        "launcher's WORLD_SIZE, also checks that the mesh and the batch fit.",
     )
     parser.add_argument("yaml", help="the run, as given to train.py")
     add_overrides(parser)
-    parser.add_argument("--gpus", type=int, help="check that the mesh and the batch fit so many")
-    parser.add_argument("--data", action="store_true", help="data that are not there yet are an error too")
+    parser.add_argument("--gpus", type=int, help="check that the mesh and the batch fit this many GPUs")
+    parser.add_argument("--data", action="store_true", help="treat missing data as an error")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.set_defaults(run=check_command)
     return parser
 
 
 def check_command(arguments: argparse.Namespace) -> int:
-    """0 for a run that can start.
+    """Returns 0 for a valid run.
 
     Raises:
-        ValueError: what is wrong, in one sentence.
+        ValueError: the run is invalid; one sentence.
     """
     from foundry_moe.config import MeshConfig
     from foundry_moe.launch.run_config import check_files, check_whole_run, load_run, missing_files, plain

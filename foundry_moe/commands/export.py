@@ -233,7 +233,7 @@ def _tell(certificate: Certificate, out: Path) -> int:
 
 
 def write_model_card(exported: Exported, certificate: Certificate, folder: Path, *, has_tokenizer: bool) -> None:
-    """Figures come from the checkpoint alone: what it does not say is left out."""
+    """Writes README.md from the checkpoint's figures; a figure that the checkpoint lacks is left out."""
     commit, info = exported.found.commit, exported.found.manifest.info
     blocks, summary = exported.native.blocks, commit.summary
     total = sum(target.count for target in exported.targets)

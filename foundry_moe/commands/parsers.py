@@ -51,13 +51,13 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
         "verify",
         help="certify that training on meshes equals training on one process",
         description="Trains small dMoE models on each mesh and on one process, and prints the largest relative "
-        "differences in loss, gradients, clipped norm, weights and checkpoint. With a run's YAML it trains that run, "
-        "made small, through LLM Foundry's trainer, and holds its layers against their formulas too. Exit code 1 if "
-        "any difference is too large.",
+        "differences in loss, gradients, clipped norm, weights and checkpoint. With a run's YAML it trains a shrunk "
+        "copy of the run with LLM Foundry's trainer and also compares its layers with their formulas. Exit code 1 if "
+        "any difference exceeds its tolerance.",
     )
-    parser.add_argument("yaml", nargs="?", help="the run, as given to train.py")
+    parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py")
     add_overrides(parser)
-    parser.add_argument("--json", action="store_true", help="with a run: one JSON object in place of the table")
+    parser.add_argument("--json", action="store_true", help="with a run: print one JSON object instead of the table")
     parser.add_argument(
         "--mesh",
         type=parse_mesh,
@@ -68,12 +68,10 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cpu, NCCL on cuda")
     parser.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="default: fp64 on cpu, fp32 on cuda")
     parser.add_argument("--tolerance", type=positive, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
-    parser.add_argument(
-        "--gpus-per-node", type=positive_int, help="pretend that so many ranks share a node (default: all)"
-    )
+    parser.add_argument("--gpus-per-node", type=positive_int, help="treat this many ranks as one node (default: all)")
     parser.add_argument("--all-to-all", choices=ALL_TO_ALL, default="auto")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of the experts (default: auto)")
-    parser.add_argument("--timeout-s", type=positive, default=600.0, help="for each launch, compilation included")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="backend of the experts (default: auto)")
+    parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.yaml is not None:
@@ -94,28 +92,32 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe plan`: as `add_verify_parser`."""
     parser = subparsers.add_parser(
         "plan",
-        help="what a run needs on a cluster: mesh, bytes per GPU, messages and time per step",
-        description="Reads a run's YAML and prints, without starting anything, the mesh, parameters and bytes on each "
-        "GPU, and messages and time of a step; warns of what will not fit or will be slow; with --search finds the "
-        "best mesh. Exit code 1 if the run will not fit.",
+        help="estimate mesh, memory, messages and step time of a run",
+        description="Reads a run's YAML and prints the mesh, the parameters, the memory of each GPU, and the messages "
+        "and time of a step. Starts no training. Warns if the run does not fit or is slow. Exit code 1 if the run does "
+        "not fit.",
     )
-    parser.add_argument("yaml", nargs="?", help="the run, as given to train.py; not with --calibrate")
+    parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py; not with --calibrate")
     add_overrides(parser)
-    parser.add_argument("--gpus", type=int, help="of the run; with --calibrate those that exchange messages")
+    parser.add_argument(
+        "--gpus", type=int, help="number of GPUs of the run; with --calibrate, GPUs whose messages are measured"
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--gpu-memory-gib", type=positive, help="of one GPU (default: what --chip has)")
+    parser.add_argument("--gpu-memory-gib", type=positive, help="memory of one GPU (default: that of --chip)")
     parser.add_argument(
         "--chip", choices=CHIPS, default="h100", help="decides memory, kernels and times (default: h100)"
     )
     parser.add_argument(
         "--skew", type=float, default=1.0, help="rows of the fullest expert rank over the mean (default: 1)"
     )
-    parser.add_argument("--search", action="store_true", help="and every mesh of these GPUs, best first, with why")
-    parser.add_argument("--constants", type=Path, help="a file of --calibrate (default: of --chip, as measured here)")
+    parser.add_argument(
+        "--search", action="store_true", help="also list every mesh of these GPUs, fastest first, with reasons"
+    )
+    parser.add_argument("--constants", type=Path, help="file written by --calibrate (default: the constants of --chip)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants, and nothing else")
-    parser.add_argument("--out", type=local_path, help="of --calibrate (default: beside the tuned tiles)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="of --calibrate (default: cuda where there is one)")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants and exit")
+    parser.add_argument("--out", type=local_path, help="output of --calibrate (default: beside the tuned tiles)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="device of --calibrate (default: cuda if available)")
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate:

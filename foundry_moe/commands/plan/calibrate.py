@@ -1,6 +1,6 @@
 """`foundry-moe plan --calibrate`: measures this machine's constants in about a minute and writes them to a file.
 
-Needs torch and our kernels alone, so that a machine without a trainer can be measured:
+Imports torch and the kernels only, so that a machine without Composer can be measured:
 `python -m foundry_moe.commands.plan.calibrate --out h200.json`.
 """
 
@@ -94,7 +94,7 @@ def calibrate(device: str, gpus: int | None = None) -> Constants:
 
 
 def format_constants(constants: Constants) -> str:
-    """As text, with what was not measured."""
+    """As text, with a list of the assumed constants."""
 
     def rates(by_width: dict[str, float]) -> str:
         return ", ".join(f"{rate / 1e12:.4g} at {width}" for width, rate in by_width.items())

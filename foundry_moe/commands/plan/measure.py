@@ -1,7 +1,7 @@
-"""Measures what one GPU, or a CPU in its place, computes: products, experts, attention, memory, launches.
+"""Measures the rates of one GPU or CPU (products, experts, attention, memory, launches) and of messages between GPUs.
 
-A product is timed between copies that take about as long, as in a training step: products alone, one behind the other,
-draw so much power that the chip slows down.
+Every timed product is preceded by a copy of similar duration, as in a training step: back-to-back products draw so much
+power that the chip lowers its clock. Bytes of a message are those that leave one GPU; its time is the slowest rank's.
 
 Shapes: T tokens, D model width, F expert width, E experts, K choices, H heads, S sequence.
 """
@@ -56,7 +56,7 @@ CPU = Sizes(
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done all that it was given."""
+    """Seconds, after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""What a run needs on a cluster, from its YAML: mesh, bytes on each GPU, messages and time of a step, and warnings.
+"""Plans a run from its YAML: mesh, bytes on each GPU, messages and time of a step, and warnings.
 
-Arithmetic alone: nothing is started, and only a Hugging Face model is built, without weights. Loads are taken as even,
-as a balance loss makes them, but for `skew`.
+The plan is arithmetic. Only a Hugging Face model is built, without weights. Expert loads are assumed even, as with a
+balance loss, unless `skew` is given.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from foundry_moe.parallel.mesh import MeshPlan, check_expert_widths, plan_mesh
 from foundry_moe.schema import from_mapping, section
 
 NO_FIT = "will not fit"
-SAID_S = 0.01  # of messages in a step; with less, the step is too small for these rates to mean anything
-SLOW_SHARE = 0.3  # of a step that goes to messages which nothing hides
+SAID_S = 0.01  # exposed messages below this give no warning: such a step is too small for these rates
+SLOW_SHARE = 0.3  # exposed messages above this share of a step give a warning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,12 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Everything that `foundry-moe plan` prints.
+    """The result of `foundry-moe plan`.
 
     memory: bytes on each GPU by what they are for.
     microbatch: sequences at most; microbatches: in a step; sequences: of a GPU in a step.
-    spares: GPUs that wait (`mesh.spares`).
-    time: of a step; skew: as it was asked for, but no more than the ranks that divide the experts.
+    spares: idle GPUs (`mesh.spares`).
+    time: of a step; skew: the given one, at most the number of expert ranks.
     """
 
     mesh: MeshPlan

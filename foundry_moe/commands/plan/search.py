@@ -1,4 +1,4 @@
-"""`foundry-moe plan --search`: every mesh of the given GPUs, best first, with what the others lose by.
+"""`foundry-moe plan --search`: every mesh of the given GPUs, fastest first, with the reason why others are slower.
 
 Everything but the mesh's three widths is the run's own: its batch, microbatch and so on.
 """
@@ -17,14 +17,14 @@ from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.parallel.mesh import Mesh, divisors
 from foundry_moe.schema import from_mapping
 
-TIGHT = 0.92  # of the memory: beyond it a mesh fits, but comes behind those with room
+TIGHT = 0.92  # share of the memory above which a mesh sorts behind meshes with room: the allocator keeps a reserve
 DAY_S, HOUR_S = 86400.0, 3600.0
 _DURATION = re.compile(r"(\d+)(ba|tok|sp)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One mesh. plan: None where it cannot be at all; why: what it loses by, or what is wrong with it."""
+    """One mesh. plan: None if the mesh is invalid. why: the reason why it is slower, does not fit or is invalid."""
 
     mesh: Mesh
     plan: RunPlan | None
@@ -52,7 +52,7 @@ def steps_of(run: Mapping[str, Any], plan: RunPlan) -> float | None:
 
 
 def search_meshes(run: Mapping[str, Any], machine: Machine, shape: ModelShape | None = None) -> list[Found]:
-    """All meshes: those that fit, best first; then those that do not, by what they lack; then those that cannot be.
+    """All meshes: those that fit, fastest first; then those that do not fit, by memory; then invalid ones.
 
     Raises:
         ValueError: no experts, a model that is not read, or keys that cannot be.

@@ -1,4 +1,4 @@
-"""How long a step takes on one GPU, from its arithmetic, its bytes and its messages: the planner's cost model.
+"""The planner's cost model: the time of a step on one GPU, from its arithmetic, bytes and messages.
 
     products         FLOPs over the rate of products of that width, and the weights' bytes, as two roofs
     experts          the same, routing to combine, times the skew
@@ -6,11 +6,11 @@
     norms and others bytes of the operations between the products, over the memory's bandwidth
     optimizer        bytes of AdamW and of clipping
     FSDP's copies    bytes that casts, gathers and gradients are copied through
-    all-to-all       tokens, which wait for nothing and for which the experts wait
+    all-to-all       tokens: exposed, because experts start after it
     other messages   what of gathers and reductions is longer than the arithmetic of its pass, the first and the last
                      of them, and by how much those beside the arithmetic slow it down
 
-The numbers below are of this code, not of a machine: they were chosen once, to fit nine steps of two models on one to
+The numbers below describe this code and not a machine. They were fitted once to nine steps of two models on one to
 four H200s (benchmarks/RESULTS.md, "The planner's time"), and the machine's constants are `Constants`.
 Letters: D, F, E, K, V as in shape.py; T tokens of a GPU's microbatch.
 """

@@ -1,4 +1,4 @@
-"""The parity certificate: trains small dMoE models on meshes and on one process, and prints how far they differ.
+"""The certificate of meshes: trains small dMoE models on meshes and on one process, and prints the differences.
 
 Must not know how a model is placed or trained.
 """

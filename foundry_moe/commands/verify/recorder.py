@@ -53,7 +53,7 @@ class Recorder(Callback):
         Recorder.last = self
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = False  # which Composer allows: fp32 is what others are held against
+        torch.backends.cuda.matmul.allow_tf32 = False  # Composer enables it, but fp32 is the reference here
         if state.timestamp.batch.value:
             self.seen.update({f"resumed/{name}": tensor for name, tensor in whole_state(state).items()})
             return

@@ -1,4 +1,4 @@
-"""Rows of a run's certificate: from what trials left to differences, each with its tolerance and verdict."""
+"""Rows of a certificate: differences between the results of trials, with tolerance and verdict."""
 
 from __future__ import annotations
 

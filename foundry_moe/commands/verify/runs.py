@@ -1,6 +1,6 @@
-"""`foundry-moe verify run.yaml`: whether a user's own run, made small, trains on its mesh as on one process.
+"""`foundry-moe verify run.yaml`: compares a shrunk copy of a run on its mesh with the same run on one process.
 
-Launches the trials, compares what they leave, and tells it in one table. Must not know how a trial trains.
+Launches the trials and builds one table from their results. Must not know how a trial trains.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def certify_run(
     timeout_s: float = 600.0,
     train: Train = train_trials,
 ) -> RunCertificate:
-    """Trains the run, made small, on its mesh and on one process, and compares.
+    """Trains a shrunk copy of the run on its mesh and on one process, and compares the two.
 
     Args:
         run: resolved and plain, as of `plain`.
         train: what the child processes run; tests plant faults with it.
 
     Raises:
-        ValueError: the run cannot be, as `check` says it; or it fails at the small size.
+        ValueError: the run is invalid, with the sentence of `check`, or the shrunk run fails.
     """
     started = time.monotonic()
     config = check_whole_run(run)
@@ -92,7 +92,7 @@ def certify_run(
         launch: dict[str, Any] = {
             "backend": "nccl" if device == "cuda" else "gloo",
             "timeout_s": timeout_s,
-            # importing LLM Foundry wakes CUDA, which must not be awake in a process that forks
+            # LLM Foundry initialises CUDA at import, and a process with CUDA must not fork
             "preload": () if device == "cuda" else PRELOAD,
         }
         other = _other_mesh(shrunk, config)
@@ -110,7 +110,7 @@ def certify_run(
             alone.append(_exact(more) if low else more)
         if other is None:
             alone.append(_trial(shrunk, "resumed", None, alone=True, folder=saved, resume=SAVE_AFTER))
-        # its tokens are shuffled over the ranks and compete on each: one process is another training
+        # gate base shuffles tokens over ranks, where they compete, so one process trains differently
         shuffles = config.gate["name"] == "base" and shrunk.processes > 1
         if shuffles and other is not None:
             on_mesh.append(_trial(shrunk, "beside", other))

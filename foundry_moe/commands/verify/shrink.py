@@ -1,4 +1,4 @@
-"""Makes a run small enough for a few processes on two cores: sizes shrink in their ratios, meanings stay.
+"""Shrinks a run to a few processes on two cores: sizes keep their ratios, and all other keys keep their meaning.
 
 Reads and writes plain dictionaries. Must not know how a run is trained or compared. A Hugging Face model's own sizes
 are `shrink_hugging_face`'s.
@@ -26,7 +26,7 @@ EPSILON = 1e-4
 THRESHOLD = {"norm": 0.1, "value": 1e-3}  # of clipping; small, so that it bites
 BATCHES = 4  # three to compare, and the one after a resumption
 LOADER = "synthetic_tokens"
-# what is no part of the training step, or asks for files, hubs and servers
+# keys that are not part of the training step, or that need files, hubs or servers
 _LEFT_OUT = (
     "callbacks", "loggers", "eval_loader", "eval_first", "eval_subset_num_batches", "eval_gauntlet",
     "eval_gauntlet_config", "icl_tasks", "icl_tasks_str", "icl_subset_num_batches", "icl_seq_len",
@@ -36,7 +36,7 @@ _LEFT_OUT = (
     "only_composer_checkpoint",
 )  # fmt: skip
 _DROPOUT = ("resid_pdrop", "emb_pdrop", "attn_pdrop")
-# kind, and what stands in its place without a GPU
+# implementations that need a GPU, and their replacements on a CPU
 _GPU_ONLY = {"flash": "sdpa", "fused_crossentropy": "torch_crossentropy", "triton_rmsnorm": "low_precision_rmsnorm"}
 
 
@@ -79,7 +79,7 @@ class _Work:
     notes: list[str] = field(default_factory=list)
 
     def set(self, where: dict[str, Any], key: str, value: Any, why: str = "") -> None:
-        """Sets a key; a change is told where there is a reason to."""
+        """Sets a key; adds a note if a reason is given."""
         if key in where and where[key] != value and why:
             self.notes.append(f"{key}: {where[key]} -> {value} ({why})")
         where[key] = value

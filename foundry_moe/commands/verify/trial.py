@@ -1,7 +1,7 @@
-"""What the processes of a certificate run: LLM Foundry's trainer on a small run, and what it leaves to compare.
+"""Runs LLM Foundry's trainer on a shrunk run in the child processes of a certificate.
 
-The parent names these functions and never runs them; Composer and LLM Foundry are imported when a child does. Must not
-know what is compared with what.
+The parent process only names these functions; children import Composer and LLM Foundry. This module must not know which
+trials are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from foundry_moe.commands.verify.shrink import LOADER
 
-# what the fork server imports, so that children need not
+# modules that the fork server imports once for all children
 PRELOAD = (
     "foundry_moe.commands.verify.trial_imports",
     "foundry_moe.registry",
@@ -62,11 +62,11 @@ def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
 def train_trial(trial: Trial) -> dict[str, Any]:
     """One training; see `trial_recorder.Recorder` for what it returns."""
     os.environ.update(FSDP_VERSION="2", NODE_RANK="0")  # Composer asks for the second where it saves
-    # the table says what matters; whoever wants all of it trains the run
+    # warnings of the trainer would hide the table
     warnings.showwarning = lambda *_, **__: None
     logging.disable(logging.WARNING)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_num_threads(1)  # tiny products: threads would only wait for each other
+    torch.set_num_threads(1)  # products are tiny: more threads cost more than they save
     from llmfoundry import registry
     from llmfoundry.command_utils import train
     from omegaconf import OmegaConf
