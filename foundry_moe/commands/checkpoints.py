@@ -13,8 +13,8 @@ from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.retention import Retention, distrust
 from foundry_moe.checkpoint.settings import parse_interval
+from foundry_moe.commands.argument_types import local_path, positive, positive_int
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
-from foundry_moe.commands.parsers import local_path, positive, positive_int
 
 FAILED = 1
 

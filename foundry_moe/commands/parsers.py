@@ -1,4 +1,4 @@
-"""Arguments of `foundry-moe verify`, `plan` and `export`, and types of arguments.
+"""Arguments of `foundry-moe verify`, `plan` and `export`.
 
 A command's modules are imported when it runs, so that `--help` and `check` start in half a second.
 """
@@ -9,37 +9,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from foundry_moe.commands.argument_types import local_path, positive, positive_int
 from foundry_moe.commands.plan.constants import CHIPS
 
 
 def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> None:
     """Keys of a run after its YAML, or none. Without the default argparse lists them among required arguments."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
-
-
-def positive(text: str) -> float:
-    """A finite number above 0, as an argument's type."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """A whole number of 1 or more, as an argument's type."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
-
-
-def local_path(text: str) -> Path:
-    """A path of this host, as an argument's type. An address would create folders named `s3:`."""
-    if "://" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text} must be a path of this host: write to a local path and copy the result"
-        )
-    return Path(text)
 
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:

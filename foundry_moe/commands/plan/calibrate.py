@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.parsers import local_path
+from foundry_moe.commands.argument_types import local_path
 from foundry_moe.commands.plan.constants import (
     CHIPS,
     FORMAT,
