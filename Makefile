@@ -12,6 +12,7 @@
 #   make chaos-ceph                 the same on a local Ceph RGW (Debian packages: see scripts/ceph_rgw.sh) or on any
 #                                   S3: make chaos-ceph AWS_ENDPOINT_URL=http://... FOLDER=s3://bucket/run
 #   make check-exports [FOLDERS=...]   loads exported models with the newest transformers in a separate environment
+#   make test-transformers          foundry_moe/integrations on the base install with transformers 5
 #   make papers                     lists the claims of papers that can be measured again, with their commands
 #   make verify                     compares training on meshes of 1 to 8 processes with one process
 STACK ?= modern
@@ -32,7 +33,7 @@ export HF_DATASETS_OFFLINE := 1
 # If set (often in Python images), every process compiles the modules that LLM Foundry imports: 25 s instead of 8.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo test test-all test-rest lint docs check-exports papers verify chaos chaos-ceph clean
+.PHONY: env demo test test-all test-rest lint docs check-exports test-transformers papers verify chaos chaos-ceph clean
 
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
@@ -64,6 +65,10 @@ docs: env
 check-exports: env
 	scripts/check_exports.sh $(VENV) $(FOLDERS)
 
+test-transformers: env
+	scripts/make_transformers_env.sh $(VENV) .venv-transformers
+	.venv-transformers/bin/python -m pytest tests/integrations
+
 papers: env
 	@$(BIN)/python -m benchmarks.papers
 
@@ -79,4 +84,4 @@ chaos-ceph: env data/demo/facts.json
 	scripts/chaos_ceph.sh $(BIN)/python data/demo
 
 clean:
-	rm -rf runs data .venv .venv-stock build *.egg-info
+	rm -rf runs data .venv .venv-stock .venv-transformers build *.egg-info

@@ -9,22 +9,27 @@ HERE = Path(__file__).parent
 
 VERSION = re.findall(r'^__version__ = "(.+)"', (HERE / "foundry_moe/__init__.py").read_text(), re.MULTILINE)[0]
 
+# The core: layers, kernels, mesh, checkpoints and the backend for transformers 5, whose versions LLM Foundry refuses.
 REQUIRES = [
     # seen: torch 2.7.0, 2.11.0 and 2.15.0 with Triton 3.3, 3.6 and 3.9 (README, "Install")
     "torch>=2.7",
     "triton>=3.3; platform_system == 'Linux'",
-    "mosaicml>=0.32,<0.33",
-    "llm-foundry>=0.22,<0.23",
-    "mlflow-skinny",  # llm-foundry imports mlflow.transformers without asking for it
-    "setuptools<82",  # llm-foundry imports pkg_resources
+    "numpy",
     "omegaconf>=2.3",
     "boto3>=1.35",
     "xxhash>=3.4",
     "safetensors>=0.4",
-    "matplotlib>=3.8",
 ]
 
 EXTRAS = {
+    "foundry": [
+        "mosaicml>=0.32,<0.33",
+        "llm-foundry>=0.22,<0.23",
+        "mlflow-skinny",  # llm-foundry imports mlflow.transformers without asking for it
+        "setuptools<82",  # llm-foundry imports pkg_resources
+        "matplotlib>=3.8",
+    ],
+    "transformers": ["transformers>=5,<6"],
     "test": [
         "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7",
         "hypothesis>=6.100", "moto[server,s3]>=5.1", "scipy>=1.11",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from importlib.util import find_spec
 
 from foundry_moe.launch.run_config import check_files, check_whole_run, load_run, plain, ranks_that_train
 from foundry_moe.launch.run_values import check_fit
@@ -27,6 +28,11 @@ def train(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
+    if missing := [name for name in ("composer", "llmfoundry") if find_spec(name) is None]:
+        raise ValueError(
+            f"the training command needs {' and '.join(missing)}, which the base install leaves out: "
+            "pip install 'foundry_moe[foundry]'"
+        )
     run = load_run(arguments[0], arguments[1:], USAGE)
     settings = plain(run)
     config = check_whole_run(settings)

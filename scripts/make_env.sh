@@ -3,7 +3,7 @@
 #
 # usage: make_env.sh FOLDER modern|stock|newest
 #   modern  torch 2.11, through requirements/modern.txt; the project is installed editable, for development
-#   stock   what a plain `pip install .` resolves; the project is installed as a user gets it
+#   stock   what a plain `pip install '.[foundry]'` resolves; the project is installed as a user gets it
 #   newest  the newest torch and Triton of the index, through requirements/newest.txt; for tests of what breaks next
 # Does nothing where the folder is up to date with setup.py and the requirements.
 set -euo pipefail
@@ -37,9 +37,9 @@ fi
 "$env/bin/python" -m pip install --quiet --disable-pip-version-check "uv>=0.5"
 install=("$env/bin/uv" pip install --quiet --python "$env/bin/python")
 case $stack in
-    modern) "${install[@]}" --override requirements/modern.txt --editable ".[test,demo,docs]" ;;
-    newest) "${install[@]}" --override requirements/newest.txt --editable ".[test,demo]" ;;
-    stock) "${install[@]}" --reinstall-package foundry_moe ".[test,demo]" ;;
+    modern) "${install[@]}" --override requirements/modern.txt --editable ".[foundry,test,demo,docs]" ;;
+    newest) "${install[@]}" --override requirements/newest.txt --editable ".[foundry,test,demo]" ;;
+    stock) "${install[@]}" --reinstall-package foundry_moe ".[foundry,test,demo]" ;;
     *) echo "make_env: STACK must be modern, stock or newest, not $stack" >&2; exit 2 ;;
 esac
 echo "$wanted" >"$stamp"

@@ -130,7 +130,7 @@ def describe_backend(
         if not products_compile((major, minor)):
             raise ValueError(
                 f"Triton {triton.__version__} compiles no matrix products for this GPU (sm_{major}{minor}): use the "
-                "modern stack (uv pip install --override requirements/modern.txt .)"
+                "modern stack (uv pip install --override requirements/modern.txt '.[foundry]')"
             )
     if capacity is not None:
         return f"batched products over slots, as capacity ({capacity}) requires; backend is for dropless layers"

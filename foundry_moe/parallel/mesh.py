@@ -248,7 +248,7 @@ def check_replicas(replicate: int, device_type: str) -> None:
     if replicate > 1 and not can_replicate(device_type):
         raise ValueError(
             f"mesh.replicate ({replicate}): torch 2.7 cannot train replicas on CPU processes; use replicate: 1, or the "
-            "modern stack (uv pip install --override requirements/modern.txt .)"
+            "modern stack (uv pip install --override requirements/modern.txt '.[foundry]')"
         )
 
 
