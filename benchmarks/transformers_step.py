@@ -6,7 +6,7 @@
 Random weights in bf16, random tokens, forward and backward and fused AdamW; medians of the steps' times and the peak of
 memory. Each line is a fresh model; an implementation that fails has its error in place of its time.
 
-A host without transformers wants the wheels that `scripts/transformers_wheels.sh FOLDER` collects, and there
+A host without transformers needs the wheels that `scripts/transformers_wheels.sh FOLDER` collects, and there
 `pip install --no-index --find-links FOLDER transformers omegaconf xxhash`.
 """
 
