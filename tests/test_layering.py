@@ -38,7 +38,6 @@ MAY_IMPORT = {
     "launch": LIBRARY,
     "callbacks": LIBRARY | {"loads", "__init__"},
     "commands": LIBRARY | {"launch", "loads", "__init__"},
-    "integrations": {"ops", "layers"},
     "optim": set(),
     "demo": set(),
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},

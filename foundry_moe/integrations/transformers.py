@@ -75,19 +75,19 @@ def _default_gate() -> Any:
     return getattr(moe, "_default_apply_gate", None)
 
 
-def pointwise_of(experts: nn.Module) -> str | None:
+def pointwise_of(experts: Any) -> str | None:
     """Our name of the activation, if gate and up are a plain GLU (or MLP) of it; None for a formula of the model's."""
     if experts.has_gate and type(experts)._apply_gate is not _default_gate():
         return None
     return _pointwise_classes().get(type(getattr(experts, "act_fn", None)))
 
 
-def _up_weight(experts: nn.Module) -> Tensor:
+def _up_weight(experts: Any) -> Tensor:
     weight: Tensor = experts.gate_up_proj if experts.has_gate else experts.up_proj
     return weight
 
 
-def _unread(experts: nn.Module) -> str | None:
+def _unread(experts: Any) -> str | None:
     """Why our kernels do not read these weights; None where they do."""
     for weight in (_up_weight(experts), experts.down_proj):
         if type(weight) not in (Tensor, nn.Parameter):
@@ -97,13 +97,13 @@ def _unread(experts: nn.Module) -> str | None:
     return None
 
 
-def is_fusable(experts: nn.Module) -> bool:
+def is_fusable(experts: Any) -> bool:
     """Whether one kernel computes these experts' gate, up and activation, on a GPU."""
     plain = experts.is_concatenated and not (experts.is_transposed or experts.has_bias or experts.has_post_expert_norm)
     return plain and pointwise_of(experts) is not None
 
 
-def way_of(experts: nn.Module, dtype: torch.dtype) -> str:
+def way_of(experts: Any, dtype: torch.dtype) -> str:
     """How a module's experts are computed in this dtype: fused, split or own (see the module's docstring)."""
     if _unread(experts) is not None:
         return "own"
@@ -111,7 +111,7 @@ def way_of(experts: nn.Module, dtype: torch.dtype) -> str:
     return "fused" if on_kernels and is_fusable(experts) else "split"
 
 
-def experts_forward(experts: nn.Module, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def experts_forward(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """What transformers calls in place of an experts module's forward: y_TD in `x_TD`'s dtype.
 
     Args:
@@ -139,7 +139,7 @@ def _on_device(x_TD: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x_TD.device)
 
 
-def _own(experts: nn.Module, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, reason: str) -> Tensor:
+def _own(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, reason: str) -> Tensor:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     _log_once(f"{type(experts).__name__} is computed by transformers' grouped_mm: {reason}")
@@ -152,7 +152,7 @@ def _log_once(line: str) -> None:
     _LOG.warning(line)
 
 
-def _fused(experts: nn.Module, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) -> Tensor:
+def _fused(experts: Any, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) -> Tensor:
     w1, v1 = _up_weight(experts).to(x_TD.dtype), None
     if experts.has_gate:
         # unbind's gradient is one stack; two slices would add two zero-filled tensors of the parameter's size
@@ -163,7 +163,7 @@ def _fused(experts: nn.Module, x_TD: Tensor, weights_TK: Tensor, plan: PermutePl
     return expert_mlp(x_TD, weights_TK, plan, w1, v1, w2, activation=activation, backend="blocksparse")
 
 
-def _split(experts: nn.Module, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) -> Tensor:
+def _split(experts: Any, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) -> Tensor:
     dtype, inputs_first = x_TD.dtype, bool(experts.is_transposed)
     up_bias = down_bias = expert_RE = None
     if experts.has_bias:
@@ -173,7 +173,7 @@ def _split(experts: nn.Module, x_TD: Tensor, weights_TK: Tensor, plan: PermutePl
 
     def linear(rows: Tensor, weight: Tensor, bias_EN: Tensor | None) -> Tensor:
         out = expert_linear(rows, weight.to(dtype), plan.offsets_E, inputs_first=inputs_first)
-        return out if bias_EN is None else torch.addmm(out, expert_RE, bias_EN.to(dtype))
+        return out if bias_EN is None or expert_RE is None else torch.addmm(out, expert_RE, bias_EN.to(dtype))
 
     z = linear(permute(x_TD, plan), _up_weight(experts), up_bias)
     # a gate may compute in fp32 inside, as some models' do
