@@ -1,4 +1,4 @@
-"""Tiny random models of transformers 5, and the losses of some steps of training them."""
+"""Tiny random models of transformers 5."""
 
 from __future__ import annotations
 
@@ -22,19 +22,3 @@ def tiny_model(kind: str) -> nn.Module:
         del sizes["layer_types"]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
-
-
-def losses(model: nn.Module, implementation: str, steps: int) -> list[float]:
-    """Of AdamW on random tokens, the same on every call."""
-    model.set_experts_implementation(implementation)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(steps):
-        ids = torch.randint(VOCABULARY, (4, 16), generator=generator)
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found

@@ -11,7 +11,7 @@
                      of them, and by how much those beside the arithmetic slow it down
 
 The numbers below describe this code and not a machine. They were fitted once to nine steps of two models on one to
-four H200s (benchmarks/RESULTS.md, "The planner's time"), and the machine's constants are `Constants`.
+four H200s (benchmarks/RESULTS.md, "Planner"), and the machine's constants are `Constants`.
 Letters: D, F, E, K, V as in shape.py; T tokens of a GPU's microbatch.
 """
 
