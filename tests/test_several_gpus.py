@@ -13,8 +13,8 @@ from benchmarks import several_gpus
 from benchmarks.several_gpus import Part, figures_of, meshes_of, parts_of, verdict
 from foundry_moe.cli import parse
 from foundry_moe.commands.plan.constants import shipped_constants
-from foundry_moe.commands.plan.memory import GIB
 from foundry_moe.commands.plan.planner import Machine, plan_run
+from foundry_moe.commands.plan.step import GIB
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
 
 H200_BYTES = 139 * GIB

@@ -76,7 +76,7 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py; not with --calibrate")
     add_overrides(parser)
     parser.add_argument(
-        "--gpus", type=int, help="number of GPUs of the run; with --calibrate, GPUs whose messages are measured"
+        "--gpus", type=int, help="GPUs of the run; with --calibrate, GPUs that exchange messages (default: all)"
     )
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-memory-gib", type=positive, help="memory of one GPU (default: that of --chip)")
@@ -93,18 +93,16 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants and exit")
     parser.add_argument("--out", type=local_path, help="output of --calibrate (default: beside the tuned tiles)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="device of --calibrate (default: cuda if available)")
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate:
             if arguments.yaml is not None or arguments.search or arguments.json:
-                parser.error("--calibrate measures this machine, and nothing else: leave out the run and its options")
+                parser.error("--calibrate takes no run: remove the YAML, --search and --json")
             from foundry_moe.commands.plan.calibrate import calibrate_command
 
             return calibrate_command(arguments)
-        for option in ("out", "device"):
-            if getattr(arguments, option) is not None:
-                parser.error(f"--{option} belongs to --calibrate: add --calibrate")
+        if arguments.out is not None:
+            parser.error("--out belongs to --calibrate: add --calibrate")
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
         from foundry_moe.commands.plan.command import plan_command

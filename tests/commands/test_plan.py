@@ -14,12 +14,10 @@ import torch
 from omegaconf import OmegaConf
 
 from foundry_moe.cli import parse
-from foundry_moe.commands.plan.command import plan_command, planned_backend
-from foundry_moe.commands.plan.memory import GIB
+from foundry_moe.commands.plan.command import format_plan, plan_command, planned_backend
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
-from foundry_moe.commands.plan.report import format_plan
 from foundry_moe.commands.plan.shape import read_shape
-from foundry_moe.commands.plan.step import ranks_per_token
+from foundry_moe.commands.plan.step import GIB, ranks_per_token
 
 pytestmark = pytest.mark.quick
 
@@ -57,7 +55,14 @@ def test_every_run_of_the_tree_fits_its_machine(path: str) -> None:
     assert not [warning for warning in plan.warnings if "fit" in warning]
     assert plan.mesh.world_size == gpus and plan.mesh.expert_nodes == 1
     text = format_plan(plan)
-    assert f"= {gpus} GPUs" in text and "in all" in text
+    assert f"= {gpus} GPU" in text and "in all" in text
+
+
+def test_a_small_plan_on_one_gpu_is_readable() -> None:
+    text = format_plan(planned(load("yamls/demo/cpu.yaml"), gpus=1, per_node=1, gib=80))
+    assert "= 1 GPU on 1 node;" in text and "on a GPU, whole; other parameters: whole" in text
+    assert "step: 2 microbatches of 2 sequences of 256 tokens on a GPU, 1,024 tokens in all" in text
+    assert not re.search(r"\b0\.0+ (M|B|GiB|MiB|ms|us)\b", text)
 
 
 def test_yamls_are_all_planned() -> None:
@@ -189,7 +194,7 @@ def test_reducing_once_a_batch_trades_messages_for_memory() -> None:
         return planned(run, gpus=4, per_node=4, gib=141)
 
     each, once = plan(), plan(reduce="batch")
-    assert each.microbatches == once.microbatches == 4
+    assert each.step.microbatches == once.step.microbatches == 4
 
     def count(plan: Any) -> int:
         return sum(m.count for m in plan.messages if "reduce-scatter" in m.name)
@@ -204,7 +209,10 @@ def test_reducing_once_a_batch_trades_messages_for_memory() -> None:
         ({"device_train_microbatch_size": 64, "global_train_batch_size": 4096}, "will not fit"),
         ({"model__moe__mesh": {"expert": 16, "shard": 2}}, "spans 2 nodes"),
         ({"model__max_seq_len": 64, "device_train_microbatch_size": 1}, "tokens an expert in a microbatch"),
-        ({"model__moe__mesh": {"expert": 1, "shard": 64}}, "slow: .* s of messages between nodes"),
+        (
+            {"model__moe__mesh": {"expert": 1, "shard": 64}},
+            "slow: .* s of a step of .* s are messages that arithmetic does not hide",
+        ),
     ],
 )
 def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], warning: str) -> None:
@@ -217,14 +225,14 @@ def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], w
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ({"model__name": "some_model"}, r"model.name \(some_model\): the sizes of mpt_causal_lm, dmoe_causal_lm are"),
+        ({"model__name": "some_model"}, r"model.name \(some_model\): plan supports mpt_causal_lm, dmoe_causal_lm"),
         ({"model__moe": None}, "model.moe.num_experts is missing"),
-        ({"model__moe": None, "model__name": "mpt_causal_lm"}, "no experts to plan for"),
+        ({"model__moe": None, "model__name": "mpt_causal_lm"}, "the run has no experts"),
         ({"model__moe__layers": [0, 99]}, r"layers \(\[0, 99\]\): the model has 16, so use 0 to 15"),
         ({"model__attn_config": "sdpa"}, "model.attn_config must be a mapping"),
         ({"model__expansion_ratio": "4"}, r"expansion_ratio \('4'\) must be a number above 0"),
         ({"global_train_batch_size": 30}, r"global_train_batch_size \(30\) must be a multiple of .* \(4\)"),
-        ({"device_train_microbatch_size": "auto"}, "FSDP2 has no auto"),
+        ({"device_train_microbatch_size": "auto"}, "FSDP2 supports no auto"),
         ({"model__moe__mesh": {"expert": 3}}, r"mesh.expert \(3\) must divide num_experts \(64\)"),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from foundry_moe.commands.plan.constants import shipped_constants
-from foundry_moe.commands.plan.memory import GIB
 from foundry_moe.commands.plan.planner import Machine, plan_run
+from foundry_moe.commands.plan.step import GIB
 from tests.commands.test_plan import ROOT, load
 
 pytestmark = pytest.mark.quick
@@ -52,7 +52,7 @@ def planned(row: dict[str, str]) -> float:
     mesh = {"replicate": replicate, "shard": shard, "expert": expert}
     keys = {**MODELS[row["model"]], "model__moe__mesh": mesh, "global_train_batch_size": 4 * gpus}
     machine = Machine(gpus=gpus, gpus_per_node=gpus, gpu_bytes=141 * GIB, constants=shipped_constants("h200"))
-    return plan_run(load("yamls/bench/olmoe_1b_7b.yaml", **keys), machine).time.tokens_per_s
+    return plan_run(load("yamls/bench/olmoe_1b_7b.yaml", **keys), machine).tokens_per_s
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} {row['mesh']}")
@@ -90,7 +90,7 @@ def test_runs_on_one_gpu_that_no_number_was_chosen_on_are_planned_within_10_perc
     plan = plan_run(load(f"yamls/bench/{YAMLS[row['model']]}.yaml", **keys), machine)
     memory = plan.memory_bytes / GIB - 1  # CUDA's own is not measured
     for ours, measured, written, error in (
-        (plan.time.tokens_per_s, row["tokens/s"], row["planned tokens/s"], row["error of time"]),
+        (plan.tokens_per_s, row["tokens/s"], row["planned tokens/s"], row["error of time"]),
         (memory, row["GiB"], row["planned GiB"], row["error of memory"]),
     ):
         assert ours == pytest.approx(float(measured), rel=0.1)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.commands.plan.hugging_face import count_shape
 from foundry_moe.commands.plan.planner import Machine, plan_run
 from foundry_moe.commands.plan.search import search_meshes
+from foundry_moe.commands.plan.shape import read_shape
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.conversion import apply_dmoe
@@ -69,7 +69,7 @@ def run_of(folder: Path, experts: dict[str, Any], **model: Any) -> dict[str, Any
 def test_parameters_are_those_of_the_model_that_training_makes(kind: str, tmp_path: Path) -> None:
     run = run_of(folder_of(kind, tmp_path), FAMILIES[kind][1])
     experts = from_mapping(MoEConfig, FAMILIES[kind][1], "algorithms.dmoe")
-    shape = count_shape(run, experts)
+    shape = read_shape(run)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     apply_dmoe(model, experts, loaded=False)
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
@@ -78,7 +78,7 @@ def test_parameters_are_those_of_the_model_that_training_makes(kind: str, tmp_pa
     assert (shape.layers, shape.moe_layers) == (4, len(layers)) and len(layers) == (
         4 if kind == "olmoe" else len(layers)
     )
-    assert 0 < shape.active < shape.total and shape.tied == (kind == "qwen3_moe")
+    assert 0 < shape.active < shape.total and (shape.looked_up == 0) == (kind == "qwen3_moe")
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
@@ -94,7 +94,7 @@ def test_every_moe_family_is_planned_from_its_configuration_alone(kind: str, tmp
     layers = apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k))
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
     assert shape.experts == sum(p.numel() for layer in layers for p in layer.experts.parameters())
-    assert shape.moe_layers == len(blocks.layers) and plan.time.step_s > 0
+    assert shape.moe_layers == len(blocks.layers) and plan.step_s > 0
     # four heads of 8; DeepSeek's keys and values have as many, the others' two
     assert (shape.query_width, shape.key_width) == (32, 32 if kind == "deepseek_v3" else 16)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from foundry_moe.commands.plan.memory import GIB
-from foundry_moe.commands.plan.planner import Machine, plan_run, shape_of
+from foundry_moe.commands.plan.planner import Machine, plan_run
 from foundry_moe.commands.plan.search import search_meshes
+from foundry_moe.commands.plan.shape import read_shape
+from foundry_moe.commands.plan.step import GIB
 from tests.commands.test_plan import ROOT, RUNS, load
 
 pytestmark = pytest.mark.quick
@@ -33,11 +34,11 @@ def test_a_run_has_no_warning_and_is_within_3_percent_of_the_best_mesh(
 ) -> None:
     run = load(path, **keys)
     machine = Machine(gpus=gpus, gpus_per_node=per_node, gpu_bytes=gib * GIB)
-    shape = shape_of(run)
-    plan = plan_run(run, machine, shape)
+    shape = read_shape(run)
+    plan = plan_run(run, machine, shape=shape)
     assert not plan.warnings and not plan.spares
     best = search_meshes(run, machine, shape)[0].plan
-    assert best is not None and plan.time.step_s <= 1.03 * best.time.step_s
+    assert best is not None and plan.step_s <= 1.03 * best.step_s
 
 
 def test_what_the_first_lines_of_a_run_say_of_other_sizes_is_what_is_planned_here() -> None:

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from foundry_moe.commands.plan.memory import GIB
 from foundry_moe.commands.plan.planner import Machine, plan_run
+from foundry_moe.commands.plan.step import GIB
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.lookup import named_moe_layers

@@ -1,21 +1,29 @@
 """`foundry-moe plan --calibrate`: measures this machine's constants in about a minute and writes them to a file.
 
-Imports torch and the kernels only, so that a machine without Composer can be measured:
-`python -m foundry_moe.commands.plan.calibrate --out h200.json`.
+Imports torch and the kernels only, so that it runs on a machine without Composer.
+
+Every timed operation follows a copy of similar duration, as in a training step: back-to-back matrix products draw so
+much power that the chip lowers its clock. Bytes of a message are those that leave one GPU; its time is the slowest
+rank's. Shapes: T tokens, D model width, F expert width, E experts, K choices, H heads, S sequence.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
+import json
+import statistics
 import time
-from pathlib import Path
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
 
-from foundry_moe.commands.argument_types import local_path
 from foundry_moe.commands.plan.constants import (
     CHIPS,
     FORMAT,
@@ -23,140 +31,255 @@ from foundry_moe.commands.plan.constants import (
     Link,
     default_path,
     shipped_constants,
-    write_constants,
 )
-from foundry_moe.commands.plan.measure import Measured, measure_links
 from foundry_moe.launch.processes import run_processes
 
+ROUNDS, WARM_UP = 12, 3
 LINKS_TIMEOUT_S = 180.0
-CPU_RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of what is measured. The defaults are for a GPU; tests measure small ones on the CPU.
+
+    experts: (D, F, E, K, T). attention: (sequences, H, S, head width). message_bytes: of one GPU's buffer.
+    """
+
+    tokens: int = 16384
+    widths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    experts: tuple[tuple[int, int, int, int, int], ...] = (
+        (2048, 768, 128, 8, 16384),
+        (2048, 1024, 64, 8, 16384),
+        (6144, 10752, 16, 4, 8192),
+    )
+    attention: tuple[int, int, int, int] = (4, 16, 4096, 128)
+    copied_bytes: int = 2**30
+    launches: int = 2000
+    message_bytes: tuple[int, ...] = (2**20, 2**24, 2**27)
 
 
 def chip_of(name: str) -> str:
-    """The planner's name of a GPU: `h200` of `NVIDIA H200`; of one that it does not know the whole name."""
+    """The name of a GPU in `CHIPS`, such as `h200` for `NVIDIA H200`; for an unknown GPU its whole name."""
     words = "-".join(name.lower().split())
     return next((chip for chip in sorted(CHIPS, key=len, reverse=True) if chip in words), words)
 
 
-def calibrate(device: str, gpus: int | None = None) -> Constants:
+def calibrate(device: torch.device, gpus: int, sizes: Sizes = Sizes()) -> Constants:
     """Measures this machine.
 
     Args:
-        device: cuda or cpu.
-        gpus: that exchange messages; None = all of this host, on a CPU two processes.
-
-    Raises:
-        ValueError: no such device, or more GPUs than there are.
+        device: of the rates; on a CPU messages go through gloo.
+        gpus: number of GPUs that exchange messages; with one, the shipped constants of messages are assumed.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device (cuda): torch sees no GPU here; --device cpu measures the CPU")
-    there = torch.cuda.device_count() if device == "cuda" else CPU_RANKS
-    gpus = there if gpus is None else gpus
-    if not 1 <= gpus <= (there if device == "cuda" else 8):
-        raise ValueError(f"--gpus ({gpus}): this host has {there}")
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    measured = Measured(torch.device(device))
-    values: dict[str, Any] = {
-        "memory_bytes_per_s": measured.memory_bytes_per_s(),
-        "dense_flops_per_s": measured.dense_flops_per_s(),
-        "expert_flops_per_s": measured.expert_flops_per_s(),
-        "attention_flops_per_s": measured.attention_flops_per_s(),
-        "launch_s": measured.launch_s(),
-    }
-    del measured
-    if device == "cuda":
+    on_gpu = device.type == "cuda"
+    values: dict[str, Any] = measure_rates(device, sizes)
+    if on_gpu:
         torch.cuda.empty_cache()  # the ranks below use this GPU too
     shipped = shipped_constants("h200")
     assumed = ["network"]
     if gpus > 1:
-        found = run_processes(
-            measure_links,
+        values |= run_processes(
+            measure_messages,
+            sizes.message_bytes,
             world_size=gpus,
-            backend="nccl" if device == "cuda" else "gloo",
+            backend="nccl" if on_gpu else "gloo",
             timeout_s=LINKS_TIMEOUT_S,
-            preload=("foundry_moe.commands.plan.measure",),
+            preload=("foundry_moe.commands.plan.calibrate",),
         )
-        values["contention"] = found.pop("contention")
-        values |= {name: Link(**link) for name, link in found.items()}
     else:
-        for link in ("all_to_all", "all_gather", "reduce_scatter", "contention"):
-            values[link] = getattr(shipped, link)
-            assumed.append(link)
+        assumed += ["all_to_all", "all_gather", "reduce_scatter", "contention"]
     return Constants(
         format=FORMAT,
-        device=name,
+        device=torch.cuda.get_device_name() if on_gpu else "CPU",
         gpus=gpus,
         source=f"foundry-moe plan --calibrate, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
         assumed=tuple(assumed),
-        network=shipped.network,
+        **{name: getattr(shipped, name) for name in assumed},
         **values,
     )
 
 
-def format_constants(constants: Constants) -> str:
-    """As text, with a list of the assumed constants."""
+def measure_rates(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """The constants of one GPU, by their names in `Constants`."""
+    from foundry_moe.ops import expert_mlp, plan_permute
+    from foundry_moe.ops.softmax_topk import softmax_topk
 
-    def rates(by_width: dict[str, float]) -> str:
-        return ", ".join(f"{rate / 1e12:.4g} at {width}" for width, rate in by_width.items())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    source = torch.empty(sizes.copied_bytes // 4, device=device).normal_()
+    target = torch.empty_like(source)
 
-    lines = [
-        f"{constants.device}, {constants.gpus} on one host: {constants.source}",
-        f"  products                {rates(constants.dense_flops_per_s)} TFLOP/s",
-        f"  experts                 {rates(constants.expert_flops_per_s)} TFLOP/s",
-        f"  attention               {constants.attention_flops_per_s / 1e12:.4g} TFLOP/s",
-        f"  memory                  {constants.memory_bytes_per_s / 1e9:.4g} GB/s",
-        f"  a launch                {constants.launch_s * 1e6:.3g} us",
-        f"  products beside messages longer by {constants.contention:.2f} of the messages' time",
-    ]
-    for name in ("all_to_all", "all_gather", "reduce_scatter", "network"):
-        link = getattr(constants, name)
-        lines.append(f"  {name:23} {link.latency_s * 1e6:.3g} us and {link.bytes_per_s / 1e9:.4g} GB/s")
-    if constants.assumed:
-        lines.append(f"  not measured here, assumed: {', '.join(constants.assumed)}")
-    if constants.device == "CPU":
-        lines.append("warning: these constants are of CPUs: they say nothing about a run on GPUs")
-    return "\n".join(lines)
+    def new(*shape: int, grad: bool = False) -> Tensor:
+        x = torch.randn(*shape, device=device, dtype=dtype) * shape[-1] ** -0.5
+        return x.requires_grad_(grad)
+
+    def seconds(step: Callable[[], object]) -> float:
+        return _median_s(step, lambda: target.copy_(source), device)
+
+    dense = {}
+    for width in sizes.widths:
+        x, w, dy = new(sizes.tokens, width), new(width, width), new(sizes.tokens, width)
+        took_s = seconds(lambda x=x, w=w, dy=dy: (x @ w.T, dy @ w, dy.T @ x))  # type: ignore[misc]
+        dense[str(width)] = 6 * sizes.tokens * width**2 / took_s
+
+    experts = {}
+    backend = "blocksparse" if device.type == "cuda" else "reference"
+    for d, f, e, k, tokens in sizes.experts:
+        x, dy = new(tokens, d, grad=True), new(tokens, d)
+        logits = torch.randn(tokens, e, device=device).requires_grad_()
+        w1, v1, w2 = (new(e, *size, grad=True) for size in ((f, d), (f, d), (d, f)))
+        leaves = (x, logits, w1, v1, w2)
+
+        def train_experts(leaves=leaves, dy=dy, e=e, k=k) -> None:  # type: ignore[no-untyped-def]
+            for leaf in leaves:
+                leaf.grad = None
+            x, logits, w1, v1, w2 = leaves
+            chosen = softmax_topk(logits, k, normalize=True, statistics=False)
+            plan = plan_permute(chosen.experts_TK, e)
+            weights = chosen.weights_TK
+            expert_mlp(x, weights, plan, w1, v1, w2, activation="silu", backend=backend, memory="save").backward(dy)
+
+        try:
+            experts[str(f)] = 18 * tokens * k * d * f / seconds(train_experts)
+        except torch.cuda.OutOfMemoryError:  # a smaller GPU skips the widest
+            continue
+
+    sequences, heads, s, width = sizes.attention
+    q, key, v, dy = (new(sequences, heads, s, width, grad=index < 3) for index in range(4))
+
+    def train_attention() -> None:
+        q.grad = key.grad = v.grad = None
+        F.scaled_dot_product_attention(q, key, v, is_causal=True).backward(dy)
+
+    one = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(sizes.launches):
+            one.add_(1.0)
+
+    launches = []
+    for _ in range(5):
+        _clock(device)  # an empty queue
+        launches.append(timeit.timeit(launch, number=1) / sizes.launches)
+    return {
+        "dense_flops_per_s": dense,
+        "expert_flops_per_s": experts,
+        "attention_flops_per_s": 6.0 * sequences * s * s * heads * width / seconds(train_attention),
+        "memory_bytes_per_s": 2 * sizes.copied_bytes / seconds(lambda: target.copy_(source)),
+        "launch_s": min(launches),
+    }
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, after the device has finished its queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _median_s(step: Callable[[], object], between: Callable[[], object], device: torch.device) -> float:
+    """Median time of a step, with `between` before each."""
+    if device.type != "cuda":
+        return statistics.median(timeit.repeat(step, number=1, repeat=WARM_UP + ROUNDS)[WARM_UP:])
+    events = []
+    for _ in range(WARM_UP + ROUNDS):
+        between()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        step()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize(device)
+    return statistics.median(begin.elapsed_time(end) for begin, end in events[WARM_UP:]) / 1e3
+
+
+def measure_messages(message_bytes: Sequence[int]) -> dict[str, Any]:
+    """Every link and `contention`, by their names in `Constants`; runs on all ranks, equal on all."""
+    ranks = dist.get_world_size()
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
+    points: dict[str, list[tuple[float, float]]] = {}
+    for size in message_bytes:
+        numbers = size // 4 // ranks * ranks
+        whole = torch.zeros(numbers, device=device)
+        other, part = torch.zeros_like(whole), torch.zeros(numbers // ranks, device=device)
+        for name, message in (
+            ("all_to_all", partial(dist.all_to_all_single, other, whole)),
+            ("all_gather", partial(dist.all_gather_into_tensor, whole, part)),
+            ("reduce_scatter", partial(dist.reduce_scatter_tensor, part, whole)),
+        ):
+            points.setdefault(name, []).append((4 * numbers * (ranks - 1) / ranks, _slowest_s(message, device)))
+    found: dict[str, Any] = {name: fit_link(measured) for name, measured in points.items()}
+    # on a CPU messages use the cores of the products
+    found["contention"] = _contention(device, whole, part) if on_gpu else 1.0
+    return found
+
+
+def _slowest_s(step: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(WARM_UP + ROUNDS):
+        dist.barrier()
+        began = _clock(device)
+        step()
+        slowest = torch.tensor(_clock(device) - began, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        found.append(slowest.item())
+    return statistics.median(found[WARM_UP:])
+
+
+def fit_link(points: Sequence[tuple[float, float]]) -> Link:
+    """Latency and bandwidth of messages (bytes, seconds) of two or more sizes: least squares of relative errors."""
+    # minimise sum ((a + b x - y) / y)^2
+    rows = [(1 / y, x / y) for x, y in points]
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a1, b1 = sum(r[0] for r in rows), sum(r[1] for r in rows)
+    determinant = aa * bb - ab * ab
+    latency, per_byte = (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
+    if per_byte <= 0:  # noise: attribute the largest message to bandwidth alone
+        size, took_s = max(points)
+        per_byte = took_s / size
+    return Link(latency_s=max(latency, 1e-7), bytes_per_s=1 / per_byte)
+
+
+def _contention(device: torch.device, whole: Tensor, part: Tensor) -> float:
+    """The slowdown of matrix products beside all-gathers, over the time of the shorter of the two."""
+    x, w = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def messages() -> list[Any]:
+        return [dist.all_gather_into_tensor(whole, part, async_op=True) for _ in range(12)]
+
+    def products() -> None:
+        for _ in range(12):
+            x @ w
+
+    def both() -> None:
+        sent = messages()  # on NCCL's own stream
+        products()
+        for message in sent:
+            message.wait()
+
+    alone, sent, together = (_slowest_s(step, device) for step in (products, messages, both))
+    return max(together - max(alone, sent), 0.0) / min(alone, sent)
 
 
 def calibrate_command(arguments: argparse.Namespace) -> int:
-    """Measures, prints and writes the constants."""
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.out is not None:
-        _check_writable(arguments.out)
+    """Measures the constants of this machine's GPUs, prints them and writes them."""
+    if arguments.out is not None and arguments.out.is_dir():
+        raise ValueError(f"--out ({arguments.out}) is a folder: name a file")
+    if not torch.cuda.is_available():
+        raise ValueError("--calibrate: torch sees no GPU on this machine")
+    present = torch.cuda.device_count()
+    gpus = present if arguments.gpus is None else arguments.gpus
+    if not 1 <= gpus <= present:
+        raise ValueError(f"--gpus ({gpus}): this machine has {present}")
     began = time.perf_counter()
-    constants = calibrate(device, arguments.gpus)
-    chip = "cpu" if device == "cpu" else chip_of(constants.device)
-    out = arguments.out or default_path(chip)
-    write_constants(constants, out)
-    print(format_constants(constants))
-    print(f"{out}: written after {time.perf_counter() - began:.0f} s")
-    return 0
-
-
-def _check_writable(path: Path) -> None:
-    """Before minutes of measuring.
-
-    Raises:
-        ValueError: it is a folder, or lies where nothing can be written.
-    """
-    if path.is_dir():
-        raise ValueError(f"--out ({path}) is a folder: name a file")
+    constants = calibrate(torch.device("cuda"), gpus)
+    out = arguments.out or default_path(chip_of(constants.device))
+    text = json.dumps(asdict(constants), indent=1) + "\n"
+    print(text, end="")  # first, in case the file cannot be written
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--out ({path}) cannot be written: {error.strerror or error}") from error
-
-
-def main() -> None:
-    """`python -m foundry_moe.commands.plan.calibrate`, where the command `foundry-moe` is not installed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, help="that exchange messages (default: all of this host)")
-    parser.add_argument("--out", type=local_path, help="default: beside the tuned tiles, where plan --chip finds it")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees a GPU")
-    sys.exit(calibrate_command(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    main()
+        raise ValueError(f"--out ({out}) cannot be written: {error.strerror or error}") from error
+    print(f"wrote {out} after {time.perf_counter() - began:.0f} s")
+    return 0

@@ -1,72 +1,214 @@
-"""The command `foundry-moe plan`: reads the run once and prints its plan, and every mesh with `--search`."""
+"""The command `foundry-moe plan`, and its output as text or JSON. Keys of the JSON have their units in their names."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from foundry_moe.commands.plan.constants import CHIPS, MEMORY_GIB, constants_of
-from foundry_moe.commands.plan.memory import GIB
-from foundry_moe.commands.plan.planner import Machine, plan_run
-from foundry_moe.commands.plan.report import format_plan, format_search, plan_object, search_object
-from foundry_moe.commands.plan.search import search_meshes
-from foundry_moe.commands.plan.shape import ModelShape, planned_moe
+from foundry_moe.commands.plan.constants import CHIPS, constants_of
+from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
+from foundry_moe.commands.plan.search import Candidate, search_meshes
+from foundry_moe.commands.plan.shape import ModelShape
+from foundry_moe.commands.plan.step import GIB, message_s
 from foundry_moe.launch.run_config import check_run, load_run, plain
 from foundry_moe.ops.backends import describe_backend
+from foundry_moe.parallel.mesh import Mesh
 
-
-def machine_of(arguments: argparse.Namespace) -> Machine:
-    """The machine that the command's arguments describe."""
-    return Machine(
-        gpus=arguments.gpus,
-        gpus_per_node=arguments.gpus_per_node,
-        gpu_bytes=(arguments.gpu_memory_gib or MEMORY_GIB[arguments.chip]) * GIB,
-        constants=constants_of(arguments.chip, arguments.constants),
-        skew=arguments.skew,
-    )
+WIDTHS = ("replicate", "shard", "expert")
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe plan`: 0 if the run fits, 1 if not."""
     run = plain(load_run(arguments.yaml, arguments.overrides))
     check_run(run)
-    machine = machine_of(arguments)
+    machine = Machine(
+        gpus=arguments.gpus,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu_bytes=(arguments.gpu_memory_gib or CHIPS[arguments.chip].memory_gib) * GIB,
+        constants=constants_of(arguments.chip, arguments.constants),
+        skew=arguments.skew,
+    )
     plan = plan_run(run, machine)
     backend = planned_backend(run, plan.shape, arguments.chip)
-    found: dict[str, Any] = {**plan_object(plan), "experts": backend}
-    text = [format_plan(plan), backend]
-    if arguments.search:
-        meshes = search_meshes(run, machine, plan.shape)
-        found["search"] = search_object(meshes)
-        own = (plan.mesh.replicate, plan.mesh.shard, plan.mesh.expert)
-        text.append(format_search(meshes, own, machine))
-    print(json.dumps(found, indent=1) if arguments.json else "\n".join(text))
+    meshes = search_meshes(run, machine, plan.shape) if arguments.search else []
+    if arguments.json:
+        found = {**plan_object(plan), "experts": backend}
+        if arguments.search:
+            found["search"] = [_candidate_object(candidate) for candidate in meshes]
+        print(json.dumps(found, indent=1))
+    else:
+        print(format_plan(plan))
+        print(backend)
+        if arguments.search:
+            print(format_search(meshes, (plan.mesh.replicate, plan.mesh.shard, plan.mesh.expert), machine))
     return 0 if plan.fits else 1
 
 
 def planned_backend(run: Mapping[str, Any], shape: ModelShape, chip: str) -> str:
-    """The plan's line on the backend of the experts, with the torch and Triton of this host.
-
-    Args:
-        chip: a name in `CHIPS`.
+    """One line about the backend of the experts on a chip of `CHIPS`, with the torch and Triton of this host.
 
     Raises:
-        ValueError: the run asks for a backend that the chip does not have.
+        ValueError: the chip does not support the run's backend.
     """
-    moe, _ = planned_moe(run)
     precision = str(run.get("precision", "amp_bf16"))
-    dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
     text = describe_backend(
-        moe.backend,
+        shape.moe.backend,
         torch.device("cuda"),
-        dtype,
+        torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32,
         width=shape.d_model,
-        hidden=moe.expert_hidden_size if isinstance(moe.expert_hidden_size, tuple) else shape.widest_expert,
-        capacity=moe.capacity,
-        capability=CHIPS[chip],
+        hidden=shape.expert_widths if len(shape.expert_widths) > 1 else shape.expert_widths[0],
+        capacity=shape.moe.capacity,
+        capability=CHIPS[chip].capability,
     )
     return f"experts on {chip}, with this host's torch {torch.__version__}: {text}"
+
+
+def plan_object(plan: RunPlan) -> dict[str, Any]:
+    """Every number of a plan."""
+    shape, constants = plan.shape, plan.machine.constants
+    return {
+        "mesh": {width: getattr(plan.mesh, width) for width in WIDTHS},
+        "all_to_all": plan.mesh.all_to_all,
+        "gpus": plan.mesh.world_size,
+        "nodes": plan.mesh.nodes,
+        "spare_gpus": plan.spares,
+        "skew": plan.step.skew,
+        "parameters": {
+            "total": shape.total,
+            "active": round(shape.active),
+            "experts": shape.experts,
+            "layers": shape.layers,
+            "moe_layers": shape.moe_layers,
+        },
+        "step": {
+            "microbatches": plan.step.microbatches,
+            "microbatch_sequences": plan.microbatch,
+            "sequences_per_gpu": plan.sequences,
+            "sequence_tokens": shape.sequence,
+            "tokens": plan.step_tokens,
+        },
+        "memory_bytes": {name: round(size) for name, size in plan.memory.items()},
+        "memory_total_bytes": round(plan.memory_bytes),
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "messages": [{**asdict(message), "all_s": message_s(message, constants)} for message in plan.messages],
+        "time_s": plan.time,
+        "step_s": plan.step_s,
+        "tokens_per_s_per_gpu": plan.tokens_per_s,
+        "flops_per_s_per_gpu": plan.tokens_per_s * shape.flops_per_token,
+        "constants": {"device": constants.device, "source": constants.source, "assumed": list(constants.assumed)},
+        "warnings": plan.warnings,
+    }
+
+
+def _candidate_object(candidate: Candidate) -> dict[str, Any]:
+    """One mesh of a search; an invalid one has no numbers."""
+    return {
+        "mesh": dict(zip(WIDTHS, candidate.mesh, strict=True)),
+        "fits": candidate.fits,
+        "days": candidate.days,
+        "gpu_hours": candidate.gpu_hours,
+        "why": candidate.why,
+        **({} if candidate.plan is None else plan_object(candidate.plan)),
+    }
+
+
+def _count(number: float, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 'es' if thing.endswith('ch') else 's'}"
+
+
+def _short(number: float) -> str:
+    """A count in millions or billions."""
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return f"{number:,.0f}"
+
+
+def _size(bytes_: float) -> str:
+    return f"{bytes_ / GIB:8.2f} GiB" if bytes_ >= 0.1 * GIB else f"{bytes_ / 2**20:8.2f} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:8.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:8.1f} us"
+
+
+def _sharded(ranks: int) -> str:
+    return "whole" if ranks == 1 else f"sharded over {ranks} GPUs"
+
+
+def format_plan(plan: RunPlan) -> str:
+    """The plan as text."""
+    mesh, shape, step, constants = plan.mesh, plan.shape, plan.step, plan.machine.constants
+    whose = "a GPU" if step.skew == 1 else f"the fullest GPU, with {step.skew:g} times the mean's rows"
+    at_most = "at most " if plan.sequences % plan.microbatch else ""
+    lines = [
+        f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = "
+        f"{_count(mesh.world_size, 'GPU')} on {_count(mesh.nodes, 'node')}; all_to_all {mesh.all_to_all}"
+        + (f"; {_count(plan.spares, 'GPU')} idle as spares" if plan.spares else ""),
+        f"  experts: {shape.moe.num_experts // mesh.expert} of {shape.moe.num_experts} in each layer on a GPU, "
+        f"{_sharded(mesh.shard)}; other parameters: {_sharded(mesh.dense_shard)}",
+        f"parameters: {_short(shape.total)}, {_short(shape.active)} active; {_short(shape.experts)} in experts "
+        f"({shape.moe_layers} of {shape.layers} layers)",
+        f"step: {_count(step.microbatches, 'microbatch')} of {at_most}{_count(plan.microbatch, 'sequence')} of "
+        f"{shape.sequence:,} tokens on a GPU, {_short(plan.step_tokens)} tokens in all",
+        f"memory of {whose}:",
+        *(f"  {name:28}{_size(size)}" for name, size in plan.memory.items()),
+        f"  {'in all':28}{_size(plan.memory_bytes)}",
+    ]
+    if plan.messages:
+        lines.append("messages of a GPU in a step:")
+    for message in plan.messages:
+        where = f"to {message.ranks} ranks, {'between nodes' if message.network_bytes else 'within a node'}"
+        took = _time(message_s(message, constants)).strip()
+        lines.append(f"  {message.count:6} x {message.name:34} {message.bytes / 1e6:10.3f} MB {where}, {took}")
+    lines += [
+        f"time of a step of {whose}, by the constants of {constants.device} ({constants.source}):",
+        *(f"  {name:28}{_time(seconds)}" for name, seconds in plan.time.items()),
+        f"  {'in all':28}{_time(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s a GPU",
+    ]
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
+
+
+def format_search(candidates: list[Candidate], run_mesh: Mesh, machine: Machine) -> str:
+    """The table as text; `run_mesh`, that of the YAML, is marked."""
+    lines = [
+        f"meshes of {_count(machine.gpus, 'GPU')} ({machine.gpus_per_node} a node), best first; * is the run's own:",
+        "   replicate shard expert      GiB  tokens/s a GPU   step s      days  GPU hours",
+        *(_line(candidate, run_mesh) for candidate in candidates),
+    ]
+    if not any(candidate.fits for candidate in candidates):
+        lines.append("  none fits: lower device_train_microbatch_size or use activation checkpointing")
+    constants = machine.constants
+    loads = f"skew {machine.skew:g}" if machine.skew > 1 else "loads as with a balance loss"
+    lines += [
+        f"estimated with constants of {constants.device} ({constants.source}); assumed, not measured: "
+        f"{', '.join(constants.assumed) or 'nothing'};",
+        f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s a GPU, {loads}; without stalls, late data, "
+        "checkpoints and restarts"
+        + (
+            "; days and GPU hours need max_duration in ba, sp or tok" if all(c.days is None for c in candidates) else ""
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _line(candidate: Candidate, run_mesh: Mesh) -> str:
+    mark = "*" if candidate.mesh == run_mesh else " "
+    widths = "{:11} {:5} {:6}".format(*candidate.mesh)
+    if candidate.plan is None:
+        return f"{mark}{widths}        -  invalid: {candidate.why}"
+    plan, size = candidate.plan, candidate.plan.memory_bytes / GIB
+    if not candidate.fits:
+        return f"{mark}{widths} {size:8.1f}  {candidate.why}"
+    days = (
+        "?" if candidate.days is None else f"{candidate.days:,.2f}" if candidate.days >= 1 else f"{candidate.days:.2g}"
+    )
+    hours = "?" if candidate.gpu_hours is None else f"{candidate.gpu_hours:,.0f}" if candidate.gpu_hours >= 1 else "< 1"
+    speed = f"{plan.tokens_per_s:15,.0f} {plan.step_s:8.3f}"
+    return f"{mark}{widths} {size:8.1f} {speed} {days:>9} {hours:>10}  {candidate.why}".rstrip()

@@ -1,7 +1,7 @@
 """Plans a run from its YAML: mesh, bytes on each GPU, messages and time of a step, and warnings.
 
-The plan is arithmetic. Only a Hugging Face model is built, without weights. Expert loads are assumed even, as with a
-balance loss, unless `skew` is given.
+The plan is arithmetic; no weights are created. Expert loads are assumed even, as with a balance loss, unless `skew` is
+given.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foundry_moe.commands.plan.constants import Constants, shipped_constants
-from foundry_moe.commands.plan.memory import GIB, memory_of
-from foundry_moe.commands.plan.shape import HUGGING_FACE, ModelShape, planned_moe, read_shape
-from foundry_moe.commands.plan.step import Message, Step, messages_of, read_step
-from foundry_moe.commands.plan.step_time import StepTime, step_time
-from foundry_moe.config import MeshConfig, MoEConfig, can_cut_rows, check_batch_size
+from foundry_moe.commands.plan.shape import ModelShape, planned_moe, read_shape
+from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
+from foundry_moe.config import MeshConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import MeshPlan, check_expert_widths, plan_mesh
-from foundry_moe.schema import from_mapping, section
+from foundry_moe.schema import section
 
-NO_FIT = "will not fit"
-SAID_S = 0.01  # exposed messages below this give no warning: such a step is too small for these rates
-SLOW_SHARE = 0.3  # exposed messages above this share of a step give a warning
+TIGHT_SHARE = 0.92  # of the GPU's memory; the allocator reserves more than it allocates
+SLOW_SHARE, SLOW_S = 0.3, 0.01  # exposed messages above both, a share of the step and seconds, give a warning
+OPTIMIZER_BYTES = {"adam": 8, "lion": 4}  # of state for each parameter: two fp32 moments, or one
+FEW_ROWS = 256  # of an expert in a microbatch, below which matrix products are slow
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The GPUs that a run is planned for. gpu_bytes: memory of one. skew: of the fullest expert rank over the mean."""
+    """The GPUs of a run. gpu_bytes: memory of one. skew: rows of the fullest expert rank over the mean."""
 
     gpus: int
     gpus_per_node: int
@@ -43,26 +42,26 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The result of `foundry-moe plan`.
+    """The plan of a run on one mesh.
 
-    memory: bytes on each GPU by what they are for.
-    microbatch: sequences at most; microbatches: in a step; sequences: of a GPU in a step.
-    spares: idle GPUs (`mesh.spares`).
-    time: of a step; skew: the given one, at most the number of expert ranks.
+    microbatch: sequences in the largest microbatch of a GPU. sequences: of a GPU in a step.
+    memory: bytes on each GPU by what they are for. time: seconds of a step by what they are spent on.
     """
 
+    machine: Machine
     mesh: MeshPlan
-    spares: int
     shape: ModelShape
+    step: Step
     microbatch: int
-    microbatches: int
     sequences: int
-    skew: float
     memory: dict[str, float]
     messages: tuple[Message, ...]
-    time: StepTime
-    constants: Constants
-    warnings: tuple[str, ...]
+    time: dict[str, float]
+
+    @property
+    def spares(self) -> int:
+        """Idle GPUs (`mesh.spares`)."""
+        return self.machine.gpus - self.mesh.world_size
 
     @property
     def memory_bytes(self) -> float:
@@ -70,120 +69,116 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        return not any(warning.startswith(NO_FIT) for warning in self.warnings)
+        return self.memory_bytes <= self.machine.gpu_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether uneven loads or fragmentation may exceed the memory."""
+        return self.fits and self.memory_bytes > TIGHT_SHARE * self.machine.gpu_bytes
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.time.values())
 
     @property
     def step_tokens(self) -> int:
         """Of all GPUs."""
         return self.sequences * self.shape.sequence * self.mesh.world_size
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one GPU."""
+        return self.sequences * self.shape.sequence / self.step_s
 
-def shape_of(run: Mapping[str, Any]) -> ModelShape:
-    """The shape of a run's model with its experts.
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons why the run does not fit or is slow, each with what to change."""
+        found = []
+        sizes = f"{self.memory_bytes / GIB:.0f} GiB of {self.machine.gpu_bytes / GIB:.0f}"
+        if not self.fits:
+            found.append(
+                f"will not fit: {sizes}; lower device_train_microbatch_size, raise mesh.shard or mesh.expert, or set "
+                "fsdp_config.activation_checkpointing: true"
+            )
+        if self.tight:
+            found.append(f"tight: {sizes}; uneven loads may need more")
+        if self.mesh.expert_nodes > 1:
+            found.append(
+                f"mesh.expert ({self.mesh.expert}) spans {self.mesh.expert_nodes} nodes: tokens cross the network twice"
+                f" in every MoE layer; {self.mesh.ranks_per_node} or fewer stay on NVLink"
+            )
+        exposed_s = self.time.get("all-to-all", 0.0) + self.time.get("other messages", 0.0)
+        if exposed_s > max(SLOW_SHARE * self.step_s, SLOW_S):
+            found.append(
+                f"slow: {exposed_s:.2f} s of a step of {self.step_s:.2f} s are messages that arithmetic does not hide; "
+                "use more sequences a step, or a smaller mesh.shard with more mesh.replicate"
+            )
+        rows = self.step.tokens * self.shape.moe.top_k * self.mesh.expert / self.shape.moe.num_experts
+        if rows < FEW_ROWS:
+            found.append(
+                f"slow: {rows:.0f} tokens an expert in a microbatch; matrix products are fast from {FEW_ROWS} on"
+            )
+        return found
 
-    Raises:
-        ValueError: no experts, or a model that is not read.
-    """
-    moe, _ = planned_moe(run)
-    if section(run, "model").get("name") == HUGGING_FACE:
-        from foundry_moe.commands.plan.hugging_face import count_shape  # imports transformers
 
-        return count_shape(run, moe)
-    return read_shape(run)
-
-
-def plan_run(run: Mapping[str, Any], machine: Machine, shape: ModelShape | None = None) -> RunPlan:
+def plan_run(
+    run: Mapping[str, Any], machine: Machine, *, shape: ModelShape | None = None, mesh: MeshConfig | None = None
+) -> RunPlan:
     """Plans a run.
 
     Args:
-        shape: of its model, where it has been read.
+        shape: of its model, if it has been read.
+        mesh: in place of the run's own.
 
     Raises:
-        ValueError: no experts, a model that is not read, or a mesh or batch that cannot be.
+        ValueError: the run has no experts, its model is not supported, or its mesh or batch is invalid.
     """
-    moe, mesh_keys = planned_moe(run)
-    shape = shape_of(run) if shape is None else shape
-    return plan_on(run, shape, moe, from_mapping(MeshConfig, mesh_keys, "mesh"), machine)
-
-
-def plan_on(
-    run: Mapping[str, Any], shape: ModelShape, moe: MoEConfig, mesh_config: MeshConfig, machine: Machine
-) -> RunPlan:
-    """`plan_run`, with a model's shape that has been read and a mesh that may be another than the run's."""
-    gpus = machine.gpus
-    widths: dict[str, int] = {"ranks_per_node": machine.gpus_per_node, "num_experts": moe.num_experts}
+    moe, own_mesh = planned_moe(run)
+    config = mesh or own_mesh
+    shape = shape or read_shape(run)
     batch = run.get("global_train_batch_size")
-    used = ranks_in_use(mesh_config, world_size=gpus, batch_size=batch, **widths)
-    spares, gpus = gpus - used, used
-    mesh = plan_mesh(mesh_config, world_size=gpus, **widths)
-    cut = [(shape.d_model, "d_model")]
-    if isinstance(moe.expert_hidden_size, tuple):
-        check_expert_widths(moe.expert_hidden_size, mesh.expert)
+    nodes = {"ranks_per_node": machine.gpus_per_node, "num_experts": moe.num_experts}
+    gpus = ranks_in_use(config, world_size=machine.gpus, batch_size=batch, **nodes)
+    plan = plan_mesh(config, world_size=gpus, **nodes)
+    if len(shape.expert_widths) > 1:
+        check_expert_widths(shape.expert_widths, plan.expert)
     else:
-        cut.insert(0, (shape.widest_expert, "expert_hidden_size"))
-    for rows, what in cut:
-        if not can_cut_rows(rows, shard=mesh.shard, expert=mesh.expert):
-            raise ValueError(f"mesh.shard ({mesh.shard}) must divide {what} ({rows}), the rows of experts' matrices")
+        _check_rows(plan, shape.expert_widths[0], "expert_hidden_size")
+    _check_rows(plan, shape.d_model, "d_model")
+    sequences = check_batch_size(batch, gpus) // gpus
     microbatch = run.get("device_train_microbatch_size")
-    batch = check_batch_size(batch, gpus)
     if not isinstance(microbatch, int) or microbatch < 1:
         raise ValueError(
-            f"device_train_microbatch_size ({microbatch!r}) must be a number to plan with: FSDP2 has no auto"
+            f"device_train_microbatch_size ({microbatch!r}) must be a whole number of 1 or more: FSDP2 supports no auto"
         )
-    sequences = batch // gpus
     microbatch = min(microbatch, sequences)
-    microbatches = math.ceil(sequences / microbatch)
-    skew = min(machine.skew, mesh.expert)
-    step = read_step(run, moe, mesh_config, tokens=microbatch * shape.sequence, microbatches=microbatches, skew=skew)
-    memory, messages = memory_of(shape, mesh, step), messages_of(shape, mesh, step)
-    even = replace(step, tokens=sequences * shape.sequence // microbatches)  # the last microbatch may be smaller
-    time = step_time(shape, mesh, even, messages_of(shape, mesh, even), machine.constants)
+    fsdp = section(run, "fsdp_config")
+    optimizer = str(section(run, "optimizer").get("name", "decoupled_adamw"))
+    step = Step(
+        tokens=microbatch * shape.sequence,
+        microbatches=math.ceil(sequences / microbatch),
+        skew=min(machine.skew, plan.expert),
+        mesh=config,
+        width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,
+        state_bytes=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
+        checkpointed=bool(fsdp.get("activation_checkpointing")),
+        resharded=bool(fsdp.get("reshard_after_forward", True)),
+    )
+    # memory is that of the largest microbatch, time that of the mean one
+    mean = replace(step, tokens=sequences * shape.sequence // step.microbatches)
     return RunPlan(
-        mesh=mesh,
-        spares=spares,
+        machine=machine,
+        mesh=plan,
         shape=shape,
+        step=step,
         microbatch=microbatch,
-        microbatches=microbatches,
         sequences=sequences,
-        skew=skew,
-        memory=memory,
-        messages=messages,
-        time=time,
-        constants=machine.constants,
-        warnings=tuple(_warnings(shape, mesh, step, memory, time, machine)),
+        memory=memory_of(shape, plan, step),
+        messages=messages_of(shape, plan, step),
+        time=step_time(shape, plan, mean, messages_of(shape, plan, mean), machine.constants),
     )
 
 
-def _warnings(
-    shape: ModelShape, mesh: MeshPlan, step: Step, memory: dict[str, float], time: StepTime, machine: Machine
-) -> list[str]:
-    found = []
-    need, gpu_bytes = sum(memory.values()), machine.gpu_bytes
-    if need > gpu_bytes:
-        found.append(
-            f"{NO_FIT}: {need / GIB:.0f} GiB of {gpu_bytes / GIB:.0f}; lower device_train_microbatch_size, raise "
-            "mesh.shard or mesh.expert, or set fsdp_config.activation_checkpointing: true"
-        )
-    elif need > 0.92 * gpu_bytes:
-        found.append(f"tight: {need / GIB:.0f} GiB of {gpu_bytes / GIB:.0f}; uneven loads may need more")
-    if mesh.expert_nodes > 1:
-        found.append(
-            f"mesh.expert ({mesh.expert}) spans {mesh.expert_nodes} nodes: tokens cross the network twice in every MoE "
-            f"layer; {mesh.ranks_per_node} or fewer stay on NVLink"
-        )
-    waiting = time.parts.get("all-to-all", 0.0) + time.parts.get("other messages", 0.0)
-    if waiting > max(SLOW_SHARE * time.step_s, SAID_S):
-        busy = time.step_s - waiting
-        where = (
-            f"{time.network_s:.2f} s of messages between nodes"
-            if time.network_s > 0.5 * waiting
-            else "messages within nodes"
-        )
-        found.append(
-            f"slow: {where}, of which {waiting:.2f} s cannot be hidden by {busy:.2f} s of arithmetic in a step; more "
-            "sequences a step, or a smaller mesh.shard with more mesh.replicate, help"
-        )
-    rows = step.tokens * shape.top_k * mesh.expert / shape.num_experts
-    if rows < 256:
-        found.append(f"slow: {rows:.0f} tokens an expert in a microbatch; its matrix products want 256 or more")
-    return found
+def _check_rows(mesh: MeshPlan, rows: int, key: str) -> None:
+    if not can_cut_rows(rows, shard=mesh.shard, expert=mesh.expert):
+        raise ValueError(f"mesh.shard ({mesh.shard}) must divide {key} ({rows}), the rows of experts' matrices")

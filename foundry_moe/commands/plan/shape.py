@@ -1,144 +1,92 @@
-"""The shape of a run's model: parameters by kind. That of an MPT or dMoE model is read from the YAML alone, and nothing
-is built. Must not know meshes or memory.
+"""The shape of a run's model: widths, and parameters by kind.
 
-Letters: D model width, F expert width, H width of a dense FFN, E experts, K choices, S sequence length, V vocabulary.
+An MPT or dMoE model is read from the run's YAML alone. A Hugging Face model is built on the meta device and counted.
+This module knows neither meshes nor memory.
+
+Letters: D model width, F expert width, E experts, K choices, S sequence length, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
+from foundry_moe.config import ACTIVATIONS, AUTO, MeshConfig, MoEConfig
 from foundry_moe.launch.run_config import read_moe
-from foundry_moe.schema import section
+from foundry_moe.schema import from_mapping, section
 
 MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 HUGGING_FACE = "hf_causal_lm"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
-    """Parameters of a model that were counted on it; of a block each is the mean over blocks.
-
-    around_ffn: of a block, beside its FFN or MoE layer: attention and norms.
-    beside_experts: of an MoE layer: router and shared expert.
-    dense_ffn: of an FFN that stays; 0 where none does.
-    """
-
-    around_ffn: float
-    beside_experts: float
-    dense_ffn: float
-    outside_blocks: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Widths and counts of a model, and the parameters that follow.
+    """Widths and counts of a model, and the parameters that follow from them.
 
-    key_width: heads of keys times head width; D without grouped queries.
-    head_width: of queries, where it is not D over their number.
-    moe_layers: how many of `layers` have experts.
-    expert_matrices, ffn_matrices: 3 for a GLU, 2 for an MLP.
-    norm_width: parameters of one norm.
-    query_key_norms: parameters of the norms of queries and keys in one attention; 0 = none.
-    learned_positions: positions with an embedding of their own; 0 = none.
-    expert_hidden: width of an expert; of experts of different widths the mean, with `widest` beside it.
-    expert_biased: experts have biases.
-    counted: counts that stand in place of MPT's formulas.
+    moe_layers: how many of the `layers` blocks have experts.
+    query_width, key_width: number of heads times head width, of queries and of keys.
+    ffn_hidden, ffn_matrices: of a dense FFN; 3 matrices for a GLU, 2 for an MLP.
+    moe: of its layers, without `auto`.
+    around_ffn: parameters of a block beside its FFN or MoE layer: attention and norms.
+    beside_experts: parameters of an MoE layer outside its experts: gate and shared expert.
+    dense_ffn: parameters of an FFN without experts; 0 if there is none.
+    outside_blocks: parameters of embeddings, head and last norm.
+    looked_up: of these, the parameters that take part in no matrix product.
     """
 
     layers: int
     moe_layers: int
     d_model: int
-    n_heads: int
+    query_width: int
     key_width: int
     vocab_size: int
     sequence: int
-    tied: bool
-    learned_positions: int
-    biased: bool
-    norm_width: int
-    query_key_norms: int = 0
     ffn_hidden: int
     ffn_matrices: int
-    num_experts: int
-    top_k: int
-    expert_hidden: float
-    expert_matrices: int
-    shared_hidden: int
-    has_router: bool
-    expert_biased: bool = False
-    widest: int | None = None
-    head_width: int | None = None
-    counted: Counted | None = None
+    moe: MoEConfig
+    around_ffn: float
+    beside_experts: float
+    dense_ffn: float
+    outside_blocks: float
+    looked_up: int
 
     @property
-    def widest_expert(self) -> int:
-        return int(self.expert_hidden) if self.widest is None else self.widest
+    def expert_widths(self) -> tuple[int, ...]:
+        """F of every expert, or one number for all."""
+        widths = self.moe.expert_hidden_size
+        assert not isinstance(widths, str)
+        return widths if isinstance(widths, tuple) else (widths,)
 
     @property
-    def query_width(self) -> int:
-        """Heads of queries times head width."""
-        return self.d_model if self.head_width is None else self.n_heads * self.head_width
+    def expert_hidden(self) -> float:
+        """The mean F."""
+        return sum(self.expert_widths) / len(self.expert_widths)
+
+    @property
+    def expert_matrices(self) -> int:
+        return 3 if ACTIVATIONS[self.moe.activation].gated else 2
 
     @property
     def expert(self) -> float:
-        """Parameters of one expert, in the mean."""
-        bias = (self.expert_matrices - 1) * self.expert_hidden + self.d_model if self.expert_biased else 0
+        """Parameters of one expert, the mean."""
+        bias = (self.expert_matrices - 1) * self.expert_hidden + self.d_model if self.moe.bias is True else 0
         return self.expert_matrices * self.d_model * self.expert_hidden + bias
 
     @property
     def experts_a_layer(self) -> int:
-        return round(self.num_experts * self.expert)
-
-    @property
-    def around_ffn(self) -> float:
-        """Parameters of a block's attention and two norms."""
-        if self.counted is not None:
-            return self.counted.around_ffn
-        weights = 2 * self.d_model * (self.query_width + self.key_width)
-        bias = self.query_width + 2 * self.key_width + self.d_model if self.biased else 0
-        return weights + bias + 2 * self.norm_width + self.query_key_norms
-
-    @property
-    def moe_rest(self) -> float:
-        """Parameters of an MoE layer beside its experts: router and shared expert."""
-        if self.counted is not None:
-            return self.counted.beside_experts
-        router = self.num_experts * self.d_model if self.has_router else 0
-        return router + self.expert_matrices * self.d_model * self.shared_hidden
-
-    @property
-    def dense_ffn(self) -> float:
-        if self.counted is not None:
-            return self.counted.dense_ffn
-        bias = (self.ffn_matrices - 1) * self.ffn_hidden + self.d_model if self.biased else 0
-        return self.ffn_matrices * self.d_model * self.ffn_hidden + bias
+        return round(self.moe.num_experts * self.expert)
 
     @property
     def moe_block(self) -> float:
-        """Parameters outside the experts of a block that has them."""
-        return self.around_ffn + self.moe_rest
-
-    @property
-    def dense_block(self) -> float:
-        return self.around_ffn + self.dense_ffn
-
-    @property
-    def outside_blocks(self) -> float:
-        """Embeddings, head and last norm."""
-        if self.counted is not None:
-            return self.counted.outside_blocks
-        tables = 1 if self.tied else 2
-        return tables * self.vocab_size * self.d_model + self.learned_positions * self.d_model + self.norm_width
+        """Parameters of a block with experts, outside its experts."""
+        return self.around_ffn + self.beside_experts
 
     @property
     def dense(self) -> int:
         """Parameters outside experts."""
-        blocks = self.moe_layers * self.moe_block + (self.layers - self.moe_layers) * self.dense_block
-        return round(blocks + self.outside_blocks)
+        ffns = self.moe_layers * self.beside_experts + (self.layers - self.moe_layers) * self.dense_ffn
+        return round(self.layers * self.around_ffn + ffns + self.outside_blocks)
 
     @property
     def experts(self) -> int:
@@ -151,17 +99,44 @@ class ModelShape:
     @property
     def active(self) -> float:
         """Parameters that a token passes through."""
-        return self.dense + self.moe_layers * self.top_k * self.expert
+        return self.dense + self.moe_layers * self.moe.top_k * self.expert
 
     @property
     def flops_per_token(self) -> float:
         """Forward and backward; attention is not halved for causality, as torchtitan counts."""
         return 6.0 * (self.active - self.looked_up) + 12.0 * self.layers * self.sequence * self.query_width
 
-    @property
-    def looked_up(self) -> int:
-        """Parameters outside the experts that take part in no product."""
-        return (0 if self.tied else self.vocab_size * self.d_model) + self.learned_positions * self.d_model
+
+def planned_moe(run: Mapping[str, Any]) -> tuple[MoEConfig, MeshConfig]:
+    """The experts and the mesh of a run.
+
+    Raises:
+        ValueError: the run has no experts, or an invalid key.
+    """
+    config = read_moe(run)
+    if config is None:
+        raise ValueError("the run has no experts: add algorithms.dmoe or model.moe")
+    keys = config.mesh if config.mesh is not None else section(run, "algorithms").get("dmoe_mesh")
+    return config, from_mapping(MeshConfig, keys, "mesh")
+
+
+def read_shape(run: Mapping[str, Any]) -> ModelShape:
+    """The shape of a run's model with its experts.
+
+    Raises:
+        ValueError: no experts, a kind of model that is not supported, or an invalid value.
+    """
+    moe, _ = planned_moe(run)
+    model = section(run, "model")
+    if model.get("name") == HUGGING_FACE:
+        return _count_hugging_face(run, moe)
+    if model.get("name") not in MODELS:
+        raise ValueError(
+            f"model.name ({model.get('name')}): plan supports {', '.join(MODELS)} and {HUGGING_FACE}; to plan this "
+            f"model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to {MODELS[0]}, with the same "
+            "algorithms.dmoe"
+        )
+    return _read_mpt(run, moe)
 
 
 def _required(model: Mapping[str, Any], key: str) -> int:
@@ -171,33 +146,12 @@ def _required(model: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def planned_moe(run: Mapping[str, Any]) -> tuple[MoEConfig, Mapping[str, Any] | None]:
-    """The run's experts, and its mesh (None where it has none).
-
-    Raises:
-        ValueError: the run has no experts, or keys that cannot be.
-    """
-    config = read_moe(run)
-    if config is None:
-        raise ValueError("the run has no experts to plan for: neither algorithms.dmoe nor model.moe is there")
-    return config, config.mesh if config.mesh is not None else section(run, "algorithms").get("dmoe_mesh")
-
-
-def read_shape(run: Mapping[str, Any]) -> ModelShape:
-    """The shape of the run's model with its experts.
-
-    Raises:
-        ValueError: another kind of model, or a value that cannot be.
-    """
+def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
+    """MPT's formulas, in the names and defaults of LLM Foundry's keys."""
     model = section(run, "model")
-    moe, _ = planned_moe(run)
-    if model.get("name") not in MODELS:
-        raise ValueError(
-            f"model.name ({model.get('name')}): the sizes of {', '.join(MODELS)} are read from YAML, and plan counts "
-            f"those of {HUGGING_FACE}; to plan this model, give its d_model, n_layers, n_heads, vocab_size and "
-            f"expansion_ratio to {MODELS[0]}, with the same algorithms.dmoe"
-        )
     d_model, layers, n_heads = (_required(model, key) for key in ("d_model", "n_layers", "n_heads"))
+    vocab_size = _required(model, "vocab_size")
+    moe.check_layers_of(layers)
     attention, ffn = section(run, "model", "attn_config"), section(run, "model", "ffn_config")
     kv_heads = {"multihead_attention": n_heads, "multiquery_attention": 1}.get(
         attention.get("attn_type", "multihead_attention"), attention.get("kv_n_heads") or n_heads
@@ -207,40 +161,124 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
         raise ValueError(f"model.expansion_ratio ({ratio!r}) must be a number above 0")
     hidden = int(ffn.get("ffn_hidden_size") or d_model * ratio)
     gated_ffn = ffn.get("ffn_type", "mptmlp") == "mptglu"
-    gated = gated_ffn if moe.activation == AUTO else ACTIVATIONS[moe.activation].gated
-    moe.check_layers_of(layers)
+    ffn_matrices = 3 if gated_ffn else 2
     biased = not model.get("no_bias", False)
-    centred = "rms" not in str(model.get("norm_type", "low_precision_layernorm"))
     head_dim = int(model.get("head_dim") or d_model // n_heads)
-    given = moe.expert_hidden_size
-    widths = given if isinstance(given, tuple) else (hidden if isinstance(given, str) else given,)
-    # queries' and keys' norms are of the attention's own kind
-    norms = 1 if "rms" in str(attention.get("norm_type", "low_precision_layernorm")) or not biased else 2
+    query_width, key_width = n_heads * head_dim, int(kv_heads) * head_dim
+    norm = d_model * (2 if biased and "rms" not in str(model.get("norm_type", "low_precision_layernorm")) else 1)
+    # the norms of queries and keys are of the attention's own kind
+    one_norm = 1 if "rms" in str(attention.get("norm_type", "low_precision_layernorm")) or not biased else 2
+    normed = query_width + key_width if attention.get("qk_ln") else 2 * head_dim if attention.get("qk_gn") else 0
+    around = 2 * d_model * (query_width + key_width) + 2 * norm + one_norm * normed
+    dense_ffn = ffn_matrices * d_model * hidden
+    if biased:
+        around += query_width + 2 * key_width + d_model
+        dense_ffn += (ffn_matrices - 1) * hidden + d_model
+    moe = replace(
+        moe,
+        expert_hidden_size=hidden if moe.expert_hidden_size == AUTO else moe.expert_hidden_size,
+        activation=("swiglu" if gated_ffn else "gelu") if moe.activation == AUTO else moe.activation,
+        bias=moe.bias is True or (moe.bias == AUTO and moe.init == "upcycle" and biased),
+    )
+    shared = (3 if ACTIVATIONS[moe.activation].gated else 2) * d_model * moe.shared_expert_hidden_size
+    gate = 0 if moe.gate.get("name") == "hash" else moe.num_experts * d_model
     sequence = int(model.get("max_seq_len") or run.get("max_seq_len") or 2048)
+    tied = bool(model.get("tie_word_embeddings", True))
+    positions = sequence * d_model if model.get("learned_pos_emb", True) else 0
     return ModelShape(
         layers=layers,
         moe_layers=sum(moe.selects(index) for index in range(layers)),
         d_model=d_model,
-        n_heads=n_heads,
-        head_width=head_dim,
-        key_width=head_dim * int(kv_heads),
-        vocab_size=_required(model, "vocab_size"),
+        query_width=query_width,
+        key_width=key_width,
+        vocab_size=vocab_size,
         sequence=sequence,
-        tied=bool(model.get("tie_word_embeddings", True)),
-        learned_positions=sequence if model.get("learned_pos_emb", True) else 0,
-        biased=biased,
-        norm_width=d_model * (2 if biased and centred else 1),
-        query_key_norms=norms
-        * head_dim
-        * (n_heads + int(kv_heads) if attention.get("qk_ln") else 2 if attention.get("qk_gn") else 0),
         ffn_hidden=hidden,
-        ffn_matrices=3 if gated_ffn else 2,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        expert_hidden=sum(widths) / len(widths) if len(widths) > 1 else widths[0],
-        widest=max(widths),
-        expert_matrices=3 if gated else 2,
-        shared_hidden=moe.shared_expert_hidden_size,
-        has_router=moe.gate.get("name") != "hash",
-        expert_biased=moe.bias is True or (moe.bias == AUTO and moe.init == "upcycle" and biased),
+        ffn_matrices=ffn_matrices,
+        moe=moe,
+        around_ffn=around,
+        beside_experts=gate + shared,
+        dense_ffn=dense_ffn,
+        outside_blocks=(1 if tied else 2) * vocab_size * d_model + positions + norm,
+        looked_up=(0 if tied else vocab_size * d_model) + positions,
+    )
+
+
+def read_config(model: Mapping[str, Any]) -> Any:
+    """The configuration of a run's Hugging Face model, with its overrides, from a folder or transformers' cache.
+
+    Raises:
+        ValueError: no name is given, or its configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    where = "model.pretrained_model_name_or_path"
+    source = model.get("pretrained_model_name_or_path")
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"{where} ({source!r}) must name a folder with a config.json, or a model of the hub")
+    try:
+        return AutoConfig.from_pretrained(source, **(model.get("config_overrides") or {}))
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where} ({source}): its configuration cannot be read: {reason}") from error
+
+
+def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
+    """Counts the parameters of the model once its blocks are MoE layers, without memory for its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from foundry_moe.layers.lookup import named_moe_layers
+    from foundry_moe.models.block_plans import find_blocks
+    from foundry_moe.models.conversion import apply_dmoe
+
+    def count(module: torch.nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    def mean(counts: list[int]) -> float:
+        return sum(counts) / len(counts) if counts else 0.0
+
+    model = section(run, "model")
+    config = read_config(model)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    found = list(find_blocks(built, None))
+    blocks = {block.name: count(block.module) for block in found}
+    before = count(built)
+    copied = moe.init == "upcycle" or (moe.init == AUTO and bool(model.get("pretrained", True)))
+    if copied and moe.bias == AUTO and any(block.dense is not None and block.dense.biases for block in found):
+        moe = replace(moe, bias=True)  # experts that are copies of an FFN have its biases
+    # counting replaces no weights, so nothing needs to be kept
+    apply_dmoe(built, replace(moe, init="random", mesh=None), loaded=False)
+    layers = named_moe_layers(built)
+    if not layers:
+        raise ValueError(
+            f"model.pretrained_model_name_or_path ({model.get('pretrained_model_name_or_path')}): {config.model_type} "
+            "has no feed-forward block that algorithms.dmoe can replace"
+        )
+    first = next(iter(layers.values()))
+    inside = sum(count(built.get_submodule(name)) for name in blocks)
+    around = sum(count(built.get_submodule(name.rpartition(".")[0])) for name in blocks) - inside
+    heads = config.num_attention_heads
+    # DeepSeek's head_dim is that of positions alone; its keys are expanded to all heads
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    # DBRX keeps the number of key heads in a nested configuration
+    attention = getattr(config, "attn_config", None)
+    key_heads = getattr(config, "num_key_value_heads", None) or getattr(attention, "kv_n_heads", None) or heads
+    return ModelShape(
+        layers=len(blocks),
+        moe_layers=len(layers),
+        d_model=config.hidden_size,
+        query_width=heads * head_dim,
+        key_width=key_heads * head_dim,
+        vocab_size=config.vocab_size,
+        sequence=int(run.get("max_seq_len") or 2048),
+        ffn_hidden=getattr(config, "intermediate_size", 4 * config.hidden_size),
+        ffn_matrices=3,
+        moe=first.config,
+        around_ffn=around / len(blocks),
+        beside_experts=mean([count(layer) - count(layer.experts) for layer in layers.values()]),
+        dense_ffn=mean([size for name, size in blocks.items() if name not in layers]),
+        outside_blocks=before - around - sum(blocks.values()),
+        looked_up=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
     )

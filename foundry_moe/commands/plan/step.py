@@ -1,88 +1,85 @@
-"""What one GPU computes and sends in a step of a run. How fast it is, is in step_time.py."""
+"""One GPU's part of a training step: its messages, its memory at the worst moment, and its time.
+
+The numbers in this module belong to this package's code, those in `Constants` to a machine. They were fitted once to
+nine steps of two models on one to four H200s (benchmarks/RESULTS.md, "Planner").
+Letters: D, F, E, K, V, S as in shape.py; T tokens of a GPU's microbatch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from foundry_moe.commands.plan.constants import Constants, rate_at
 from foundry_moe.commands.plan.shape import ModelShape
-from foundry_moe.config import MeshConfig, MoEConfig
+from foundry_moe.config import MeshConfig
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan
 
 GATHER, REDUCE, ALL_REDUCE, TOKENS, COUNTS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "counts"
-# Bytes a parameter of optimizer state: two fp32 moments, or one.
-OPTIMIZER_BYTES = {"adam": 8, "lion": 4}
+GIB = 2**30
+CONTEXT_BYTES = 1 * GIB  # an allowance for memory that CUDA and NCCL take outside torch's allocator
+# reads and writes of a block's residual, queries and keys between matrix products, forward and backward
+PASSES = 78
+LOGIT_BYTES = 30  # for each logit, forward and backward: cast to fp32, log-softmax, loss, and their gradients
+CLIP_BYTES, STEP_BYTES = 12, 20  # for each parameter: norm and scaling of its gradient; AdamW, beside its state
+CAST_BYTES, COPY_BYTES = 6, 4  # fp32 part to bf16; a gathered parameter to where it is used
+GRADIENT_BYTES, REDUCED_BYTES = 6, 8  # bf16 gradient to fp32, laid out by rank; the reduced part to its place
+# Rows of the fullest rank over the mean, less 1, if many ranks share experts with a balance loss: in a profile of mesh
+# (1, 1, 4) the all-to-all takes 84 ms, of which its bytes and launches take 57 and the wait for the fullest rank 27.
+UNEVEN = 0.2
+LAUNCHES = 260  # kernels that the host launches for a block, forward and backward
+LAUNCHES_WAITED = 25  # launches that the device waits for after the host has waited for counts
+FORWARD = 1 / 3  # share of a block's work; activation checkpointing repeats it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a GPU does in a step, as far as memory and messages depend on it.
+    """The settings of a step that memory, messages and time depend on.
 
-    tokens: T. microbatches: in a step.
-    reductions: how often in a step gradients are summed over `shard`; once for all microbatches, they are held
-        unsharded until then.
-    buffer, hot_experts: of `MeshConfig`; backend, memory: of `MoEConfig`.
-    width: bytes of a number in matrix products. state: bytes of optimizer state for a parameter.
-    skew: rows of the fullest rank over the mean of those that divide the experts.
-    checkpointed: activations are computed again. resharded: weights are gathered again for the backward pass.
+    tokens: of a microbatch on one GPU. microbatches: in a step.
+    skew: rows of the fullest expert rank over the mean.
+    width: bytes of a number in matrix products. state_bytes: of the optimizer, for each parameter.
+    checkpointed: activations are recomputed. resharded: weights are gathered again for the backward pass.
     """
 
     tokens: int
     microbatches: int
-    reductions: int
-    buffer: float
-    hot_experts: int
-    backend: str
-    memory: str
-    width: int
-    state: int
     skew: float
+    mesh: MeshConfig
+    width: int
+    state_bytes: int
     checkpointed: bool
     resharded: bool
 
     @property
+    def reductions(self) -> int:
+        """How often gradients are summed over `shard` in a step; they stay unsharded until then."""
+        return 1 if self.mesh.reduce == "batch" else self.microbatches
+
+    @property
     def in_later_rounds(self) -> float:
-        """Which share of the tokens is sent and computed again in the backward pass."""
-        return max(1 - self.buffer / self.skew, 0.0)
+        """The share of the tokens beyond `mesh.buffer`, which the backward pass sends and computes again."""
+        return max(1 - self.mesh.buffer / self.skew, 0.0)
+
+
+def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
+    """Parameters that one GPU stores."""
+    return shape.dense / mesh.dense_shard + shape.experts / (mesh.shard * mesh.expert)
 
 
 def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
-    """Expected ranks that a token goes to, with `top_k` different experts chosen evenly of `num_experts`."""
+    """Expected number of ranks that a token is sent to, if its `top_k` experts are drawn evenly."""
     local = num_experts // ranks
     missed = math.comb(num_experts - local, top_k) / math.comb(num_experts, top_k)
     return ranks * (1.0 - missed)
-
-
-def read_step(
-    run: Mapping[str, Any], moe: MoEConfig, mesh: MeshConfig, *, tokens: int, microbatches: int, skew: float
-) -> Step:
-    """The step of a run whose GPUs have so many microbatches of so many tokens."""
-    fsdp = run.get("fsdp_config") or {}
-    optimizer = str((run.get("optimizer") or {}).get("name", "decoupled_adamw"))
-    return Step(
-        tokens=tokens,
-        microbatches=microbatches,
-        reductions=1 if mesh.reduce == "batch" else microbatches,
-        buffer=mesh.buffer,
-        hot_experts=mesh.hot_experts,
-        backend=moe.backend,
-        memory=moe.memory,
-        width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,
-        state=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
-        skew=skew,
-        checkpointed=bool(fsdp.get("activation_checkpointing")),
-        resharded=bool(fsdp.get("reshard_after_forward", True)),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """One kind of message of a step, as one GPU sends it.
 
-    kind: `GATHER` and so on. count: in a step. ranks: of its group, on so many nodes. bytes: sent by this GPU in one.
-    network_bytes: of them, by way of this GPU's network card; GPUs of a node that are in one group share its traffic.
+    kind: `GATHER` and so on. count: in a step. ranks, nodes: of its group. bytes: sent by this GPU in one message.
+    network_bytes: of these, through this GPU's network card; the GPUs of a node share the traffic of their group.
     """
 
     name: str
@@ -93,105 +90,252 @@ class Message:
     bytes: float
     network_bytes: float = 0.0
 
-    @property
-    def across(self) -> bool:
-        """Whether it leaves the node."""
-        return self.network_bytes > 0
-
-    @property
-    def alone(self) -> bool:
-        """Whether the group has one rank a node, so that nothing goes over NVLink."""
-        return self.across and self.nodes == self.ranks
-
-
-def _nodes(mesh: MeshPlan, *, ranks: int, stride: int) -> int:
-    """Nodes that a group touches whose ranks lie `stride` apart."""
-    if (ranks - 1) * stride < mesh.ranks_per_node and mesh.ranks_per_node % stride == 0:
-        return 1
-    here = max(1, min(ranks, mesh.ranks_per_node // stride))
-    return -(-ranks // here)
-
-
-def _network_bytes(whole: float, *, ranks: int, nodes: int) -> float:
-    """What an all-gather or a reduce-scatter of `whole` bytes sends over one GPU's network card.
-
-    Ranks on one node pass on to each other what comes from other nodes.
-    """
-    return whole * (nodes - 1) / nodes / (ranks / nodes)
-
 
 def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message, ...]:
-    """What one GPU sends in a step."""
-    found = _of_parameters(shape, mesh, step)
-    if mesh.expert > 1:
-        found += _of_tokens(shape, mesh, step)
-    found.append(
-        Message(
-            name="all-reduce expert counts",
-            kind=COUNTS,
-            count=shape.moe_layers * step.microbatches,
-            ranks=mesh.world_size,
-            nodes=mesh.nodes,
-            bytes=8 * shape.num_experts,
-            network_bytes=8 * shape.num_experts if mesh.nodes > 1 else 0,
-        )
-    )
-    return tuple(message for message in found if message.ranks > 1)
-
-
-def _of_parameters(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Message]:
-    gathers = 2 if step.resharded else 1
-    # units of FSDP, parameters of one, ranks that it is cut over, how far apart they lie
+    """The messages that one GPU sends in a step."""
+    gathers = step.microbatches * (2 if step.resharded else 1)
+    # FSDP's units: their number, the parameters of one, the ranks that shard it, and the distance between these ranks
     units = {"dense": (shape.layers + 1, shape.dense / (shape.layers + 1), mesh.dense_shard, 1)}
     if shape.moe_layers:
         units["experts"] = (shape.moe_layers, shape.experts_a_layer / mesh.expert, mesh.shard, mesh.expert)
     found = []
-    for what, (count, parameters, ranks, stride) in units.items():
-        part = (ranks - 1) / ranks
-        copies = {"ranks": mesh.replicate, "stride": mesh.dense_shard}
-        for kind, often, width, group, whole, share in (
-            (GATHER, gathers * step.microbatches, step.width, {"ranks": ranks, "stride": stride}, parameters, part),
-            (REDUCE, step.reductions, 4, {"ranks": ranks, "stride": stride}, parameters, part),
-            # a reduce-scatter and an all-gather of this rank's part
-            (ALL_REDUCE, 1, 8, copies, parameters / ranks, (mesh.replicate - 1) / mesh.replicate),
-        ):
-            found.append(
-                Message(
-                    name=f"{kind} {what}",
-                    kind=kind,
-                    count=count * often,
-                    ranks=group["ranks"],
-                    nodes=_nodes(mesh, **group),
-                    bytes=whole * width * share,
-                    network_bytes=_network_bytes(whole * width, ranks=group["ranks"], nodes=_nodes(mesh, **group)),
-                )
-            )
-    return found
+    for what, (units_, size, ranks, stride) in units.items():
+        found += [
+            _collective(mesh, f"{GATHER} {what}", GATHER, units_ * gathers, step.width * size, ranks, stride),
+            _collective(mesh, f"{REDUCE} {what}", REDUCE, units_ * step.reductions, 4 * size, ranks, stride),
+            # two messages of 4 bytes a parameter: a reduce-scatter and an all-gather of this rank's part
+            _collective(
+                mesh, f"{ALL_REDUCE} {what}", ALL_REDUCE, units_, 8 * size / ranks, mesh.replicate, mesh.dense_shard
+            ),
+        ]
+    if mesh.expert > 1:
+        found += _token_messages(shape, mesh, step)
+    counts = Message(
+        name="all-reduce expert counts",
+        kind=COUNTS,
+        count=shape.moe_layers * step.microbatches,
+        ranks=mesh.world_size,
+        nodes=mesh.nodes,
+        bytes=8 * shape.moe.num_experts,
+        network_bytes=8 * shape.moe.num_experts if mesh.nodes > 1 else 0,
+    )
+    return tuple(message for message in [*found, counts] if message.ranks > 1)
 
 
-def _of_tokens(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Message]:
+def _collective(
+    mesh: MeshPlan, name: str, kind: str, count: int, whole_bytes: float, ranks: int, stride: int
+) -> Message:
+    """A gather or reduction of `whole_bytes` over ranks that lie `stride` apart."""
+    nodes = 1
+    if (ranks - 1) * stride >= mesh.ranks_per_node or mesh.ranks_per_node % stride:
+        nodes = -(-ranks // max(1, min(ranks, mesh.ranks_per_node // stride)))
+    return Message(
+        name=name,
+        kind=kind,
+        count=count,
+        ranks=ranks,
+        nodes=nodes,
+        bytes=whole_bytes * (ranks - 1) / ranks,
+        # ranks of one node forward to each other what comes from other nodes
+        network_bytes=whole_bytes * (nodes - 1) / nodes / (ranks / nodes),
+    )
+
+
+def _token_messages(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Message]:
     again = 1 if step.checkpointed else 0
-    layers = shape.moe_layers * step.microbatches
-    leave = ranks_per_token(shape.num_experts, shape.top_k, mesh.expert) * (1 - 1 / mesh.expert)
+    sent_to = ranks_per_token(shape.moe.num_experts, shape.moe.top_k, mesh.expert) * (1 - 1 / mesh.expert)
+    # a hierarchical all-to-all has two stages, one between nodes
     stages = 2 if mesh.all_to_all == HIERARCHICAL else 1
-    # of a flat one the ranks of other nodes; of a hierarchical one a stage is all between nodes, in the mean half
-    here = mesh.expert_ranks_per_node
-    elsewhere = 0.0 if mesh.expert_nodes == 1 else (mesh.expert - here) / (mesh.expert - 1)
-    found = []
-    for name, count, width in (
-        (f"all-to-all tokens ({mesh.all_to_all})", 4 + again, shape.d_model * step.width),
-        ("all-to-all weights and counts", 3 + 2 * again, 2 * shape.top_k * 4),
-    ):
-        sent = step.tokens * leave * width
-        found.append(
-            Message(
-                name=name,
-                kind=TOKENS,
-                count=layers * count * stages,
-                ranks=mesh.expert,
-                nodes=mesh.expert_nodes,
-                bytes=sent,
-                network_bytes=sent * elsewhere / stages,
-            )
+    elsewhere = 0.0
+    if mesh.expert_nodes > 1:
+        elsewhere = (mesh.expert - mesh.expert_ranks_per_node) / (mesh.expert - 1)
+    return [
+        Message(
+            name=name,
+            kind=TOKENS,
+            count=shape.moe_layers * step.microbatches * count * stages,
+            ranks=mesh.expert,
+            nodes=mesh.expert_nodes,
+            bytes=step.tokens * sent_to * token_bytes,
+            network_bytes=step.tokens * sent_to * token_bytes * elsewhere / stages,
         )
-    return found
+        for name, count, token_bytes in (
+            (f"all-to-all tokens ({mesh.all_to_all})", 4 + again, shape.d_model * step.width),
+            ("all-to-all weights and counts", 3 + 2 * again, 2 * shape.moe.top_k * 4),
+        )
+    ]
+
+
+def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]:
+    """Bytes on one GPU at the worst moment of a step, by what they are for.
+
+    Within 4% of runs of three models on one to four H200s (benchmarks/RESULTS.md).
+    """
+    tokens, width = step.tokens, step.width
+    held = held_parameters(shape, mesh)
+    layer = _saved_by_moe_block(shape, mesh, step)
+    if step.checkpointed:
+        saved = shape.layers * tokens * shape.d_model * width + layer
+    else:
+        saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * _saved_by_dense_block(shape, step)
+    # Two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and one
+    # layer's activations. Gradients of earlier microbatches are held at both.
+    logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
+    kept = shape.dense + shape.experts / mesh.expert if step.reductions < step.microbatches else held
+    at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
+    unit = shape.experts_a_layer / mesh.expert + shape.moe_block
+    if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
+        gathered: float = width * shape.total
+        at_end = 4 * held + layer + 2 * width * unit - gathered
+    else:
+        gathered = width * shape.outside_blocks
+        # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
+        at_end = 4 * held + layer + (2 * width + width + 4) * unit
+    if step.in_later_rounds:  # each round's gradient of experts is added to that of the others
+        at_end += width * shape.experts_a_layer / mesh.expert
+    return {
+        "weights": 4 * held,
+        "optimizer": step.state_bytes * held,
+        "gathered weights": gathered,
+        "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
+        "CUDA and NCCL": CONTEXT_BYTES,
+    }
+
+
+def _attention_numbers(shape: ModelShape) -> float:
+    """For each token: input, norm, queries, keys and values before and after positions, and the output."""
+    return 2 * shape.d_model + 2 * shape.query_width + 4 * shape.key_width
+
+
+def _saved_by_dense_block(shape: ModelShape, step: Step) -> float:
+    ffn = 2 * shape.d_model + 2 * (shape.ffn_matrices - 1) * shape.ffn_hidden
+    return step.tokens * step.width * (_attention_numbers(shape) + ffn)
+
+
+def _saved_by_moe_block(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
+    """Bytes that the backward pass of a block with experts needs."""
+    d, k, width = shape.d_model, shape.moe.top_k, step.width
+    f = max(shape.expert_widths)  # block-sparse: of different widths, all rows have room for the widest
+    at_once = min(step.skew, step.mesh.buffer)  # rounds beyond the buffer keep nothing
+    hidden = shape.expert_matrices - 1
+    received = 0.0  # rows of the fullest rank for each token: one copy, however many of its experts are there
+    if mesh.expert > 1:
+        received = min(at_once * ranks_per_token(shape.moe.num_experts, k, mesh.expert), mesh.expert)
+    if shape.moe.backend in ("grouped", "reference"):
+        rows = at_once * k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
+    else:
+        rows = 0 if shape.moe.memory == "recompute" else at_once * k * hidden * f  # block-sparse: pre-activations alone
+    numbers = _attention_numbers(shape) + 2 * d + received * d + rows + 2 * hidden * shape.moe.shared_expert_hidden_size
+    gate = 4 * d + 4 * 3 * shape.moe.num_experts  # fp32 copy of the input; logits, probabilities, sorted probabilities
+    slots = 0  # with copies of hot experts, kernels read one tensor of own experts and copies
+    if mesh.expert > 1 and step.mesh.hot_experts:
+        slots = shape.moe.num_experts // mesh.expert + step.mesh.hot_experts
+    weights = width * slots * shape.experts_a_layer / shape.moe.num_experts
+    return weights + step.tokens * (width * numbers + gate)
+
+
+def message_s(message: Message, constants: Constants) -> float:
+    """Seconds of all messages of this kind in a step, alone on the links."""
+    links = {REDUCE: constants.reduce_scatter, TOKENS: constants.all_to_all}
+    link = links.get(message.kind, constants.all_gather)
+    within = between = 0.0
+    if not (message.network_bytes and message.nodes == message.ranks):  # else all ranks are on different nodes
+        within = link.seconds(message.count * message.bytes, message.count)
+    if message.network_bytes:
+        hops = 1 if message.kind == TOKENS else message.nodes - 1  # a ring visits one node after the other
+        between = constants.network.seconds(message.count * message.network_bytes, message.count * hops)
+    return max(within, between)
+
+
+def step_time(
+    shape: ModelShape, mesh: MeshPlan, step: Step, messages: tuple[Message, ...], constants: Constants
+) -> dict[str, float]:
+    """Seconds of one step on one GPU by what they are spent on; their sum is the step.
+
+    products          FLOPs over the rate of matrix products of that width
+    experts           the same from routing to combine, and the bytes of the weights; times the skew
+    attention         6 S D FLOPs a token and layer over the rate of attention
+    norms and others  bytes of the operations between the products, over the memory's bandwidth
+    optimizer         bytes of AdamW and of clipping
+    FSDP's copies     bytes of casts, gathered weights and gradients
+    all-to-all        of tokens; exposed, because experts start after it
+    other messages    the first and the last gather and reduction, the excess of the others over the arithmetic of
+                      their pass, and the slowdown of arithmetic beside messages
+    """
+    parts = _work(shape, mesh, step, constants)
+    waits = shape.moe_layers * step.microbatches * (1 + step.checkpointed) if mesh.expert > 1 else 0
+    rounds = 1 + step.in_later_rounds / 2  # later rounds are sent and returned once more, as in the forward pass
+    tokens_s = sum(message_s(m, constants) for m in messages if m.kind in (TOKENS, COUNTS))
+    all_to_all = tokens_s * step.skew * rounds + waits * LAUNCHES_WAITED * constants.launch_s
+    exposed = _exposed_s(step, messages, sum(parts.values()) + all_to_all, constants)
+    once = held_parameters(shape, mesh) * (CLIP_BYTES + STEP_BYTES + step.state_bytes)
+    parts |= {
+        "optimizer": once / constants.memory_bytes_per_s,
+        "all-to-all": all_to_all,
+        "other messages": exposed,
+    }
+    launches = shape.layers * step.microbatches * LAUNCHES * (1 + FORWARD if step.checkpointed else 1)
+    parts["waiting for the host"] = max(launches * constants.launch_s - sum(parts.values()), 0.0)
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def _work(shape: ModelShape, mesh: MeshPlan, step: Step, constants: Constants) -> dict[str, float]:
+    """Seconds of all microbatches, forward and backward."""
+    t, m = step.tokens, step.microbatches
+    again = 1 + FORWARD if step.checkpointed else 1.0
+    slower = step.width / 2  # fp32 products use tf32
+    memory = constants.memory_bytes_per_s
+    head = shape.vocab_size * shape.d_model
+    inside = shape.dense - shape.looked_up - head
+    products = 6 * t * (inside * again + head) * slower / rate_at(constants.dense_flops_per_s, shape.d_model)
+    experts = 0.0
+    if shape.moe_layers:
+        rows = t * shape.moe.top_k * max(step.skew, 1 + UNEVEN * (1 - 1 / mesh.expert))
+        repeated = again + FORWARD * step.in_later_rounds
+        arithmetic = (
+            6 * rows * shape.expert * repeated * slower / rate_at(constants.expert_flops_per_s, shape.expert_hidden)
+        )
+        # weights are read forward and backward, and their gradient is written
+        weights = (3 + again) * step.width * shape.experts_a_layer / mesh.expert / memory
+        # the transition between two roofs is smooth: 0.92 ms for roofs of 0.77 and 0.51 (RESULTS)
+        experts = shape.moe_layers * math.hypot(arithmetic, weights) * (1.2 if shape.moe.memory == "recompute" else 1.0)
+    attention = 6 * shape.sequence * shape.query_width * t * shape.layers * again / constants.attention_flops_per_s
+    residual = (2 * shape.d_model + shape.query_width + shape.key_width) * t * shape.layers * step.width
+    between = PASSES * residual * again + LOGIT_BYTES * t * shape.vocab_size
+    return {
+        "products": m * products,
+        "experts": m * experts,
+        "attention": m * attention * slower,
+        "norms and others": m * between / memory,
+        "FSDP's copies": _copied_bytes(shape, mesh, step) / memory,
+    }
+
+
+def _copied_bytes(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
+    held = held_parameters(shape, mesh)
+    if mesh.world_size == 1:  # autocast casts weights, and their gradients back
+        return step.microbatches * 2 * CAST_BYTES * held if step.width == 2 else 0.0
+    whole = shape.dense + shape.experts / mesh.expert
+    gathers = step.microbatches * (2 if step.resharded else 1)
+    gathered = gathers * (CAST_BYTES * held + COPY_BYTES * whole)
+    return gathered + step.reductions * (GRADIENT_BYTES * whole + REDUCED_BYTES * held)
+
+
+def _exposed_s(step: Step, messages: tuple[Message, ...], busy_s: float, constants: Constants) -> float:
+    """Seconds that gathers and reductions add to a step whose arithmetic takes `busy_s`."""
+    seconds = {GATHER: 0.0, REDUCE: 0.0, ALL_REDUCE: 0.0}
+    exposed = 0.0
+    for message in messages:
+        if message.kind in seconds:
+            took = message_s(message, constants)
+            seconds[message.kind] += took
+            # the first gather of each microbatch, and the last reduction of the step
+            exposed += took / message.count * (step.microbatches if message.kind == GATHER else 1)
+    gathers = 2 if step.resharded else 1
+    forward_s = busy_s * (1 / 4 if step.checkpointed else FORWARD)
+    for work_s, sent_s in (
+        (forward_s, seconds[GATHER] / gathers),
+        (busy_s - forward_s, seconds[GATHER] * (1 - 1 / gathers) + seconds[REDUCE] + seconds[ALL_REDUCE]),
+    ):
+        exposed += max(sent_s - work_s, 0.0) + constants.contention * min(sent_s, work_s)
+    return exposed

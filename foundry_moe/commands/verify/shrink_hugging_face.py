@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.plan.hugging_face import read_config
+from foundry_moe.commands.plan.shape import read_config
 from foundry_moe.commands.verify.shrink import (
     HEAD,
     LAYERS,
