@@ -17,12 +17,11 @@ from composer.utils import dist
 from torch import Tensor
 
 from foundry_moe.callbacks.interval import at_interval
-from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile, entropy
+from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY, MoELayer
-from foundry_moe.loads.draw import draw_loads, save_png
-from foundry_moe.loads.history import over_mean
-from foundry_moe.loads.page import write_page
+from foundry_moe.loads.history import entropy_of, over_mean
+from foundry_moe.loads.page import draw_maps, write_page
 from foundry_moe.schema import refuse_unknown
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def load_metrics(counts_E: Tensor) -> dict[str, float]:
         "p90": loads.quantile(0.9).item(),
         "max_over_mean": max_over_mean,
         "max_violation": max_over_mean - 1 if mean else 0.0,
-        "entropy": entropy(counts_E),
+        "entropy": entropy_of(loads.numpy()),
         "dead": float((counts_E == 0).sum().item()),
     }
 
@@ -192,7 +191,9 @@ class ExpertLoad(Callback):
         if self.heatmap and self.total_LE is not None and dist.get_global_rank() == 0:
             names = [f"layer {layer.layer_index}" for layer in moe_layers(state.model)]
             title = "load of each expert, over its layer's mean"
-            save_png(draw_loads({title: over_mean(self.total_LE.double().numpy())}, names), Path(self.heatmap))
+            figure = draw_maps({title: over_mean(self.total_LE.double().numpy())}, rows=names)
+            Path(self.heatmap).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(self.heatmap, dpi=120)
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
             try:
                 write_page(self.file.path, Path(self.html))

@@ -13,18 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.loads.lines import EVEN_ENOUGH
+from foundry_moe.loads.history import EVEN_ENOUGH
 
 PATIENCE = 2  # looks in a row
-
-
-def entropy(counts_E: Tensor) -> float:
-    """Of the shares of choices, over log E: 1 when even, 0 when one expert has all, and 1 without any choice."""
-    total = counts_E.sum()
-    if len(counts_E) < 2 or not total:
-        return 1.0
-    share = counts_E.double() / total
-    return abs((share * share.clamp(min=1e-300).log()).sum().item()) / math.log(len(counts_E))
 
 
 class LoadFile:

@@ -1,36 +1,25 @@
-"""One HTML file of a run's loads: a verdict, heat maps and charts. It has no script and loads nothing.
+"""One HTML file of a run's loads: a verdict and heat maps. It has no script and loads nothing.
 
-Text from the run is escaped.
+Text from the run is escaped. Shapes: N points in time, L layers, E experts.
 """
 
 from __future__ import annotations
 
-import re
+import io
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from foundry_moe.loads.draw import MAPS_OVER_TIME, draw_lines, draw_loads, draw_over_time, to_svg
-from foundry_moe.loads.history import LoadHistory, over_mean, read_history
-from foundry_moe.loads.lines import EVEN_ENOUGH
+from foundry_moe.loads.history import EVEN_ENOUGH, LoadHistory, entropy_of, over_mean, read_history
 
 _LISTED = 8  # layers in the verdict
-_MOST_LOSSES = 12
-
-# figures of a layer, in the page's order, with the title of their chart
-_FIGURES = {
-    "max_violation": "MaxVio: fullest expert over the mean, less 1 (0 = even)",
-    "entropy": "entropy of loads over log E (1 = even; below 0.5 a layer collapses)",
-    "dropped": "dropped choices: share beyond the experts' capacity",
-    "router_entropy": "entropy of the router's probabilities over log E (1 = no preference)",
-    "dead": "experts without a token since the line before",
-    "dead_for": "longest wait: batches that one expert has had no token",
-    "rank_max_over_mean": "rows of the fullest rank over the mean (1 = even)",
-    "p10": "10th percentile of choices an expert",
-    "p90": "90th percentile of choices an expert",
-}
-_SHARES = [_FIGURES[name] for name in ("entropy", "dropped", "router_entropy")]
+_MAPS_OVER_TIME = 64  # layers
+_LABELS = 48  # of a heat map's rows
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2330; background: #fff; max-width: 1120px; margin: 0 auto;
   padding: 24px; }
@@ -42,14 +31,16 @@ svg { max-width: 100%; height: auto; }
 
 
 def write_page(source: Path, target: Path) -> int:
-    """Reads a file of `callbacks.expert_load.file`, writes the page. Returns the number of lines.
+    """Reads a file of `callbacks.expert_load.file` and writes the page. Returns the number of lines.
 
     Raises:
-        ValueError: a bad line, or a file without one; the page cannot be written.
+        ValueError: see `read_history`; or the page cannot be written.
     """
     history = read_history(source)
     text = render(history, title=source.name)
     try:
+        if target.resolve() == source.resolve():
+            raise ValueError(f"--html ({target}) is the file of loads itself: give another path")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -59,14 +50,17 @@ def write_page(source: Path, target: Path) -> int:
 
 def render(history: LoadHistory, *, title: str) -> str:
     """The page as text."""
-    names = [f"layer {layer}" for layer in history.layers]
+    names = [f"layer {layer}" for layer in history.last.layers]
     last = f"last point, up to batch {history.ends[-1]}"
-    overview = draw_loads({"whole run": history.total(), last: over_mean(history.loads_NLE[-1])}, names)
-    sections = {"Load of each expert, over its layer's mean": overview}
-    some = f" ({MAPS_OVER_TIME} of {len(names)} layers)" if len(names) > MAPS_OVER_TIME else ""
-    sections[f"Load of each expert over time{some}"] = draw_over_time(history.relative(), history.ends, names)
-    if charts := _charts(history):
-        sections["Figures over time, by batch"] = draw_lines(charts, history.ends, _SHARES)
+    overview = {"whole run": over_mean(history.loads_NLE.sum(0)), last: over_mean(history.loads_NLE[-1])}
+    relative_LEN = over_mean(history.loads_NLE).transpose(1, 2, 0)
+    shown = np.unique(np.linspace(0, len(names) - 1, min(len(names), _MAPS_OVER_TIME)).round().astype(int))
+    some = f" ({len(shown)} of {len(names)} layers)" if len(shown) < len(names) else ""
+    over_time = {names[layer]: relative_LEN[layer] for layer in shown}
+    sections = {
+        "Load of each expert, over its layer's mean": draw_maps(overview, rows=names),
+        f"Load of each expert over time{some}": draw_maps(over_time, columns=4, ends=history.ends),
+    }
     merged = f"; each point is the sum of {history.lines_a_point} lines" if history.lines_a_point > 1 else ""
     facts = (
         f"Up to batch {history.ends[-1]}: {len(names)} layers of {history.loads_NLE.shape[-1]} experts, "
@@ -87,52 +81,76 @@ def render(history: LoadHistory, *, title: str) -> str:
 
 
 def _verdict(history: LoadHistory) -> str:
-    """What is wrong at the last point, a line each; or that nothing is."""
-    last = history.metrics[-1]
+    """Choices dropped in the run, and the layers that have collapsed or have unused experts in the last line."""
+    layers = history.last.layers
     problems = []
-    for layer in history.layers:
-        entropy, dead = last.get(f"dmoe/layer{layer}/entropy"), last.get(f"dmoe/layer{layer}/dead", 0.0)
-        if entropy is not None and entropy < EVEN_ENOUGH:
+    for layer, loads_E in zip(layers, history.last.loads_LE, strict=True):
+        entropy, dead = entropy_of(loads_E), int((loads_E == 0).sum())
+        if entropy < EVEN_ENOUGH:
             problems.append(f"Layer {layer} collapses onto few experts: the entropy of its loads is {entropy:.2f}.")
-        elif dead > 0:
-            problems.append(f"Layer {layer}: experts without a token: {dead:.2g}.")
+        elif dead:
+            problems.append(f"Layer {layer}: experts without a token: {dead}.")
     if len(problems) > _LISTED:
         problems[_LISTED:] = [f"{len(problems) - _LISTED} more layers like these."]
-    limited, dropped = _dropped(history)
-    problems = [dropped, *problems] if dropped else problems
+    limited = not np.isnan(history.dropped_L).all()
+    run_L, last_L = np.nan_to_num(history.dropped_L), np.nan_to_num(history.last.dropped_L())
+    if run_L.any():
+        worst = int(last_L.argmax())
+        problems.insert(
+            0,
+            f"Dropped choices: {run_L.mean():.1%} over the run, {last_L.mean():.1%} in the last line "
+            f"(layer {layers[worst]}: {last_L[worst]:.1%}).",
+        )
     if problems:
         return f'<ul class="bad">{"".join(f"<li>{escape(problem)}</li>" for problem in problems)}</ul>'
-    none = " and no choice was dropped in the run" if limited else ""
-    return f'<p class="good">At the last point every expert had tokens{none}.</p>'
+    none = ", and no choice was dropped in the run" if limited else ""
+    return f'<p class="good">In the last line every expert had tokens{none}.</p>'
 
 
-def _dropped(history: LoadHistory) -> tuple[bool, str]:
-    """Whether experts have a capacity, and a sentence where choices were dropped."""
-    shares_LN = np.stack([history.series(f"dmoe/layer{layer}/dropped") for layer in history.layers])
-    if np.isnan(shares_LN).all():
-        return False, ""
-    shares_LN = np.nan_to_num(shares_LN)
-    if not shares_LN.any():
-        return True, ""
-    worst = int(shares_LN[:, -1].argmax())
-    return True, (
-        f"Dropped choices: {shares_LN.mean():.1%} over the run, {shares_LN[:, -1].mean():.1%} at the last point "
-        f"(layer {history.layers[worst]}: {shares_LN[worst, -1]:.1%})."
-    )
+def draw_maps(
+    maps: Mapping[str, NDArray[np.float64]],
+    *,
+    columns: int = 1,
+    rows: Sequence[str] | None = None,
+    ends: Sequence[int] | None = None,
+) -> Figure:
+    """Heat maps of loads over their layer's mean, by title.
+
+    Args:
+        maps: [L, E]; or [E, N], with `ends`.
+        columns: maps beside each other.
+        rows: names of the rows; default: numbers of experts.
+        ends: the last batch of each point in time.
+    """
+    lines = -(-len(maps) // columns)
+    height = max(1.9, 0.24 * min(len(rows or ()), _LABELS) + 1.0)
+    figure = Figure(figsize=(12.8, height * lines + 0.4), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
+    for place in axes.flat[len(maps) :]:
+        place.set_axis_off()
+    for (title, relative), place in zip(maps.items(), axes.flat, strict=False):
+        image = place.imshow(relative, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest")
+        place.set_title(title, fontsize=9)
+        place.tick_params(labelsize=7)
+        if rows is not None:
+            step = -(-len(rows) // _LABELS)
+            place.set_yticks(range(0, len(rows), step), rows[::step])
+        if ends is None:
+            place.set_xlabel("expert", fontsize=8)
+        else:
+            ticks = np.unique([0, len(ends) // 2, len(ends) - 1])
+            place.set_xticks(ticks, [str(ends[tick]) for tick in ticks])
+            place.set_ylabel("expert", fontsize=8)
+    bar = figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.8, ticks=[0, 1, 2])
+    bar.ax.set_yticklabels(["0", "1: even", "2 and more"], fontsize=8)
+    return figure
 
 
-def _charts(history: LoadHistory) -> dict[str, dict[str, np.ndarray]]:
-    charts = {
-        title: {f"layer {layer}": history.series(f"dmoe/layer{layer}/{figure}") for layer in history.layers}
-        for figure, title in _FIGURES.items()
-    }
-    names = {name for metrics in history.metrics for name in metrics}
-    losses = sorted(name for name in names if re.fullmatch(r"dmoe/loss/[\w.-]{1,40}", name))[:_MOST_LOSSES]
-    for name in losses:
-        loss = name.removeprefix("dmoe/loss/")
-        charts[f"loss {loss}: auxiliary, unweighted, mean over layers"] = {loss: history.series(name)}
-    known = {
-        title: {name: values for name, values in lines.items() if not np.isnan(values).all()}
-        for title, lines in charts.items()
-    }
-    return {title: lines for title, lines in known.items() if lines}
+def to_svg(figure: Figure) -> str:
+    """An `<svg>` element for an HTML page. It refers to nothing outside itself; text from a run is escaped."""
+    out = io.StringIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # no links to vocabularies
+    with rc_context({"text.parse_math": False, "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", metadata=metadata)
+    text = out.getvalue()
+    return text[text.index("<svg") :]

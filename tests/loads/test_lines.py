@@ -1,4 +1,4 @@
-"""Files of loads are read strictly: a bad line is one sentence, and a long run few points."""
+"""Files of loads: a bad line is an error in one sentence, and a long run has few points."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from foundry_moe.cli import main
-from foundry_moe.loads.history import POINTS, read_history
-from foundry_moe.loads.lines import read_lines
+from foundry_moe.loads.history import POINTS, over_mean, read_history
 
 pytestmark = pytest.mark.quick
 
@@ -24,40 +23,45 @@ def written(folder, *lines):
     return path
 
 
-def test_lines_are_read_and_one_that_is_being_written_is_left_out(tmp_path):
-    path = written(tmp_path, line(5, metrics={"a": 1, "b": None}), line(9))
+def test_lines_are_read_and_an_incomplete_last_one_is_ignored(tmp_path):
+    path = written(tmp_path, line(5), line(9, metrics={"dmoe/layer0/dropped": 0.5, "b": None}))
     path.write_text(path.read_text() + '{"batch": 12, "lo')
-    first, second = read_lines(path)
-    assert (first.batch, second.batch, first.layers, first.metrics) == (5, 9, (0, 2), {"a": 1.0})
-    assert first.loads_LE.tolist() == [[3, 1], [2, 2]]
+    history = read_history(path)
+    assert history.ends == [5, 9] and history.lines == 2 and history.last.layers == (0, 2)
+    assert history.last.metrics == {"dmoe/layer0/dropped": 0.5}
+    assert history.loads_NLE.tolist() == [[[3, 1], [2, 2]]] * 2
 
 
 DEEP = "[" * 100_000
+LAYERS = "loads must be a mapping of layer indices to lists of counts"
+COUNTS = "loads must have a list of as many counts, 0 to 2^50, for each layer"
+METRICS = "metrics must be a mapping of names to finite numbers or null"
 BAD = {
     "hello": "line 2: this is not JSON",
     DEEP: "line 2: this is not JSON",
     '{"batch": 2, "loads": {"0": [NaN, 1]}}': "this is not JSON",
     "[1, 2]": 'this is not {"batch": ...',
     '{"batch": 2}': 'this is not {"batch": ...',
-    line(True): "batch (True) must be a whole number",
-    line(-1): "batch (-1) must be a whole number",
-    line(2.5): "batch (2.5) must be a whole number",
+    line(True): "batch must be a whole number",
+    line(-1): "batch must be a whole number",
+    line(2.5): "batch must be a whole number",
     line(1): "line 2: batch 1 comes after batch 1",
-    line(2, {"0": [3, 1]}): "its layers or experts are others than those of the line before",
-    line(2, {"0": [3, 1, 1], "2": [1, 1, 1]}): "its layers or experts are others",
-    line(2, {"<b>": [1, 2]}): "loads ('<b>') must name a layer by its index",
-    line(2, {"0": [1, 2], "00": [1, 2]}): "loads names a layer twice",
-    line(2, {"0": "12"}): "loads.0 must be a list of 1 to 65536 counts",
-    line(2, {"0": [1], "2": [1, 2]}): "loads.2 has 2 experts where another layer has 1",
-    line(2, {"0": [1, -2]}): "loads.0 has -2 where a count of 0 to 2^50 belongs",
-    line(2, {"0": [1, 10**30]}): "where a count of 0 to 2^50 belongs",
-    line(2, {"0": [1, 1.5]}): "loads.0 has 1.5 where a count",
-    '{"batch": 2, "loads": [1]}': "loads must be a mapping of 1 to 4096 layers, not [1]",
-    line(2, metrics=[1]): "metrics must be a mapping of names to numbers, not [1]",
-    line(2, metrics={"x": "<script>"}): "metrics ('x') must be a number or null, not '<script>'",
-    line(2, metrics={"x": 10**400}): "metrics ('x') is too large a number",
-    line(2, metrics={"x": 1e300}): "metrics ('x') is too large a number",
-    line(2, metrics={"x" * 300: 1}): "metrics has a name of 300 characters",
+    line(2, {"0": [3, 1]}): "its layers or experts differ from those of the line before",
+    line(2, {"0": [3, 1, 1], "2": [1, 1, 1]}): "its layers or experts differ",
+    line(2, {"<b>": [1, 2]}): LAYERS,
+    line(2, {"0": [1, 2], "00": [1, 2]}): LAYERS,
+    '{"batch": 2, "loads": [1]}': LAYERS,
+    '{"batch": 2, "loads": {}}': LAYERS,
+    line(2, {"0": "12"}): COUNTS,
+    line(2, {"0": []}): COUNTS,
+    line(2, {"0": [1], "2": [1, 2]}): COUNTS,
+    line(2, {"0": [1, -2]}): COUNTS,
+    line(2, {"0": [1, 10**30]}): COUNTS,
+    line(2, {"0": [1, 1.5]}): COUNTS,
+    line(2, metrics=[1]): METRICS,
+    line(2, metrics={"x": "<script>"}): METRICS,
+    line(2, metrics={"x": 10**400}): METRICS,
+    line(2, metrics={"x": 1e300}): METRICS,
 }
 
 
@@ -72,9 +76,9 @@ def test_a_bad_line_is_one_sentence_with_its_number(bad, tmp_path, capsys):
 
 
 def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("foundry_moe.loads.lines.MOST_LINE_BYTES", 1000)
-    with pytest.raises(ValueError, match="line 1 is longer than 1000 bytes: no file of loads"):
-        list(read_lines(written(tmp_path, "x" * 2000)))
+    monkeypatch.setattr("foundry_moe.loads.history.MOST_LINE_BYTES", 1000)
+    with pytest.raises(ValueError, match="line 1: this is not JSON"):
+        read_history(written(tmp_path, "{" * 2000))
 
 
 @pytest.mark.parametrize(
@@ -98,19 +102,25 @@ def test_the_page_does_not_replace_its_source(tmp_path, capsys):
     path = written(tmp_path, line(1))
     with pytest.raises(SystemExit):
         main(["loads", str(path), "--html", str(path)])
-    assert "is the file that is read" in capsys.readouterr().err and path.read_text().startswith('{"batch"')
+    assert "is the file of loads itself" in capsys.readouterr().err and path.read_text().startswith('{"batch"')
 
 
 @pytest.mark.parametrize("lines", [1, POINTS, POINTS + 1, 5 * POINTS + 3])
 def test_a_long_run_has_few_points_and_loses_no_load(lines, tmp_path):
-    path = written(tmp_path, *(line(n, metrics={"m": n} if n % 2 else {}) for n in range(1, lines + 1)))
+    dropped = {"dmoe/layer2/dropped": 0.5}
+    path = written(tmp_path, *(line(n, metrics=dropped) for n in range(1, lines + 1)))
     history = read_history(path)
     assert len(history.ends) <= POINTS and history.ends[-1] == lines == history.lines
     assert history.loads_NLE.sum() == lines * 8
-    np.testing.assert_allclose(history.total(), [[1.5, 0.5], [1, 1]])
-    assert history.relative().shape == (len(history.ends), 2, 2)
+    np.testing.assert_allclose(over_mean(history.loads_NLE.sum(0)), [[1.5, 0.5], [1, 1]])
     assert history.ends == sorted(set(history.ends))
-    if lines > POINTS:
-        per_point = history.lines_a_point
-        odd = [n for n in range(1, per_point + 1) if n % 2]
-        assert history.series("m")[0] == pytest.approx(sum(odd) / len(odd)), "the mean of the lines that have it"
+    np.testing.assert_allclose(history.dropped_L, [np.nan, 0.5])
+
+
+@pytest.mark.parametrize("name", [".", "x" * 5000])
+def test_a_folder_and_a_name_that_is_too_long_are_one_sentence(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["loads", name])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
