@@ -50,7 +50,7 @@ ENTRY_POINTS = {
     "llmfoundry_algorithms": [
         "dmoe = foundry_moe.registry:DMoE",
         "dmoe_mesh = foundry_moe.registry:MoEMesh",
-        "dmoe_steps = foundry_moe.registry:RouterSteps",
+        "dmoe_steps = foundry_moe.registry:GateSteps",
     ],
     "llmfoundry_config_transforms": [
         "dmoe_mesh = foundry_moe.registry:add_mesh_algorithm",

@@ -37,7 +37,7 @@ from timing import queued_ms
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from foundry_moe.algorithms.router_schedule import RouterSteps
+from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, MoELayer
@@ -216,7 +216,7 @@ def train(moe: dict[str, Any], data: Path, batches: int, batch_size: int, layer_
         train_dataloader=loader(tokens_NS, batch_size),
         max_duration=f"{batches}ba",
         callbacks=[late],
-        algorithms=[RouterSteps()],
+        algorithms=[GateSteps()],
         loggers=[memory],
         device="gpu" if cuda else "cpu",
         precision="amp_bf16" if cuda else "fp32",

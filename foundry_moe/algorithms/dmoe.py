@@ -10,8 +10,8 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
+from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.algorithms.parameter_rules import LOADED, RULES, apply_rules
-from foundry_moe.algorithms.router_schedule import RouterSteps
 from foundry_moe.algorithms.weights_from_files import SOURCE, WeightsFromFiles
 from foundry_moe.config import MoEConfig, refuse_other_parallelism
 from foundry_moe.layers.lookup import batch_context
@@ -26,7 +26,7 @@ class DMoE(Algorithm):
     """Dropless Mixture-of-Experts: replaces feed-forward blocks by experts when training begins.
 
     Runs on `Event.INIT`, before the model is wrapped or sharded, on MPT models and on Hugging Face causal LMs with
-    Llama-like blocks; and after each loss, so that auxiliary losses are scaled as the trainer scales the loss.
+    Llama-like blocks; and after each loss, to scale auxiliary losses as the trainer scales the loss.
 
     YAML::
 
@@ -38,7 +38,7 @@ class DMoE(Algorithm):
             loss: {balance: 0.01, z: 0.001}
 
     Raises:
-        ValueError: an unknown key (the nearest is named), or a value that cannot be; before any GPU work.
+        ValueError: an unknown key (the nearest is named) or an invalid value; before any GPU work.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -54,7 +54,7 @@ class DMoE(Algorithm):
 
     @staticmethod
     def required_on_load() -> bool:
-        """A checkpoint of a model with experts cannot be loaded into one without."""
+        """A checkpoint of a model with experts does not load into a dense model."""
         return True
 
     def match(self, event: Event, state: State) -> bool:
@@ -65,8 +65,8 @@ class DMoE(Algorithm):
             check_parallelism(state)
             layers = self._put_experts(state)
             apply_rules(state.model, state.optimizers or (), self._rules)
-            if not any(isinstance(algorithm, RouterSteps) for algorithm in state.algorithms):
-                state.algorithms.append(RouterSteps())
+            if not any(isinstance(algorithm, GateSteps) for algorithm in state.algorithms):
+                state.algorithms.append(GateSteps())
             if self.config.mesh_config is not None:
                 place_on_mesh(state, self.config.mesh_config)
             if self._files is not None:
@@ -82,7 +82,7 @@ class DMoE(Algorithm):
             state.loss = context.anchor(state.loss)
 
     def _put_experts(self, state: State) -> list[MoELayer]:
-        """Converts the model. No layer with experts is an error: the run would train a dense model for days."""
+        """Converts the model. Raises ValueError if that adds no experts: the run would train a dense model."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)

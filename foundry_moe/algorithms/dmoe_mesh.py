@@ -30,12 +30,12 @@ CLIPPING = ("norm", "value")
 
 
 def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
-    """At `Event.INIT`: puts the experts on the mesh, and everything else in Composer's hands on the same ranks.
+    """At `Event.INIT`: places the experts on the mesh, and leaves all other modules to Composer's FSDP2.
 
-    Composer's `GradientClipping`, which fails where parameters lie on different meshes, is replaced by ours.
+    Composer's `GradientClipping` fails on parameters of different meshes and is replaced by `MeshGradients`.
 
     Returns:
-        None on a single process, which needs no placement.
+        None on a single process.
 
     Raises:
         ValueError: no FSDP2 configuration, a mesh that does not fit the job or the model, adaptive clipping.
@@ -57,7 +57,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         device=state.device._device,  # type: ignore[arg-type]
         ranks_per_node=dist.get_local_world_size(),
     )
-    _take_over_gradients(state, placement, mesh_config)
+    _replace_clipping(state, placement, mesh_config)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         log.warning("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
@@ -67,7 +67,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
 def _leave_unwrapped(model: nn.Module) -> None:
     """Removes LLM Foundry's FSDP2 mark from modules without parameters.
 
-    Every block of an MPT calls the rotary embedding, and FSDP2's hooks there break a compiled block's graph.
+    Each block of an MPT calls the rotary embedding; FSDP2's hooks on it would break the graph of a compiled block.
     """
     for module in model.modules():
         if getattr(module, "_fsdp_wrap", False) and next(module.parameters(), None) is None:
@@ -82,37 +82,28 @@ def _compile(state: State, mesh_config: MeshConfig) -> None:
         raise ValueError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
 
 
-def _take_over_gradients(state: State, placement: Placement, mesh_config: MeshConfig) -> None:
-    clipping: dict[str, Any] = {}
-    kept = []
-    for algorithm in state.algorithms:
-        if type(algorithm) is GradientClipping:
-            if algorithm.clipping_type not in CLIPPING:
-                raise ValueError(
-                    f"gradient_clipping.clipping_type ({algorithm.clipping_type}) does not go with a mesh: "
-                    f"use {' or '.join(CLIPPING)}"
-                )
-            clipping = {
-                "clipping_type": algorithm.clipping_type,
-                "clipping_threshold": algorithm.clipping_threshold,
-            }
-            if dist.get_global_rank() == 0:
-                log.warning(
-                    "gradient_clipping: Composer's fails on parameters of different meshes; foundry_moe's takes its "
-                    "place, with the same %s threshold %g",
-                    algorithm.clipping_type,
-                    algorithm.clipping_threshold,
-                )
-        else:
-            kept.append(algorithm)
-    gradients = MeshGradients(
-        replicated=placement.plan.replicate > 1, once_a_batch=mesh_config.reduce == "batch", **clipping
+def _replace_clipping(state: State, placement: Placement, mesh_config: MeshConfig) -> None:
+    """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
+    kind, threshold = None, 0.0
+    for clipping in [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]:
+        kind, threshold = clipping.clipping_type, clipping.clipping_threshold
+        if kind not in CLIPPING:
+            raise ValueError(
+                f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
+            )
+        state.algorithms.remove(clipping)
+    state.algorithms.append(
+        MeshGradients(
+            replicated=placement.plan.replicate > 1,
+            once_a_batch=mesh_config.reduce == "batch",
+            clipping_type=kind,
+            clipping_threshold=threshold,
+        )
     )
-    state.algorithms[:] = [*kept, gradients]
 
 
 def count_samples(batch: Any) -> int | None:
-    """Samples in a batch of tensors, or None where it cannot be told."""
+    """Samples in a batch of tensors; None for a batch of another kind."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else None
     if isinstance(batch, Mapping):
@@ -125,12 +116,11 @@ def count_samples(batch: Any) -> int | None:
 class MeshGradients(Algorithm):
     """Gradients of a model on a mesh: averaged over replicas once a batch, and clipped by one norm over all meshes.
 
-    Also sets, once FSDP2 has wrapped the model, in which order it gathers weights ahead. Added by `place_on_mesh`; not
-    for YAML.
+    Also sets the order in which FSDP2 prefetches weights. Added by `place_on_mesh`; not for YAML.
 
     Args:
-        replicated: there are replicas. Their gradients are summed after the last microbatch alone.
-        once_a_batch: gradients are summed over shards after the last microbatch alone, too.
+        replicated: there are replicas, whose gradients are summed after the last microbatch.
+        once_a_batch: gradients are summed over shards after the last microbatch too.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -174,14 +164,14 @@ class MeshGradients(Algorithm):
     def _microbatches(self, state: State) -> int | None:
         samples, size = count_samples(state.batch), state.device_train_microbatch_size
         if samples is None or not isinstance(size, int | float):
-            return None  # reduce every time: slower, and right whatever their number
+            return None  # reduce after each microbatch, which is slower but always right
         return max(1, math.ceil(samples / size))
 
     def _clip(self, state: State, logger: Logger) -> None:
         if (self.replicated or self.once_a_batch) and self._expected is not None and self._seen != self._expected:
             raise RuntimeError(
-                f"a batch had {self._seen} microbatches where {self._expected} were expected, so gradients were not "
-                "summed over all ranks; use mesh: {replicate: 1, reduce: microbatch} with this data loader"
+                f"a batch had {self._seen} microbatches, not {self._expected} as expected, so gradients were not "
+                "summed over all ranks: use mesh: {replicate: 1, reduce: microbatch} with this data loader"
             )
         if self.clipping_type == "norm":
             norm = clip_norm(state.model.parameters(), self.clipping_threshold)
@@ -193,7 +183,7 @@ class MeshGradients(Algorithm):
 class MoEMesh(Algorithm):
     """Places a model that was built with dMoE layers (`model.name: dmoe_causal_lm`) on a mesh.
 
-    Runs on `Event.INIT`. `algorithms.dmoe` with a `mesh` does the same for models that it converts.
+    Runs on `Event.INIT`. For models that `algorithms.dmoe` converts, use its key `mesh`.
 
     YAML::
 
@@ -201,7 +191,7 @@ class MoEMesh(Algorithm):
           dmoe_mesh: {expert: 8, shard: auto, replicate: 1}
 
     Raises:
-        ValueError: an unknown key, or a mesh that cannot be; before any GPU work.
+        ValueError: an unknown key or an invalid mesh; before any GPU work.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -218,10 +208,10 @@ MoEMesh.__doc__ = with_keys(MoEMesh.__doc__, MeshConfig)
 
 
 def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
-    """LLM Foundry config transform: `model.moe.mesh` becomes `algorithms.dmoe_mesh`, which runs at `Event.INIT`.
+    """LLM Foundry config transform: copies `model.moe.mesh` to `algorithms.dmoe_mesh`, which runs at `Event.INIT`.
 
     Raises:
-        ValueError: both are given, and differ; or `compile_config` on a mesh of several processes.
+        ValueError: both are given and differ; or `compile_config` on a mesh of several processes.
     """
     model = config.get("model") or {}
     mesh = (model.get("moe") or model.get("ffn_config") or {}).get("mesh")

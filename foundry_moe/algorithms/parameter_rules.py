@@ -1,7 +1,7 @@
 """`optimizer.disable_grad` and `optimizer.param_groups` for a model whose experts are added later.
 
-LLM Foundry applies both when it builds the optimizer, before `algorithms.dmoe` runs, so that rules for experts match
-nothing. Here they are applied again, with LLM Foundry's semantics, to the model that is trained.
+LLM Foundry applies both when it builds the optimizer, before `algorithms.dmoe` adds the experts. This module applies
+them again, with LLM Foundry's semantics, to the model with experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RULES, LOADED = "parameter_rules", "weights_loaded"
 
 
 def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: passes the optimizer's rules to the algorithm that adds the experts."""
+    """Part of a config transform: copies the optimizer's rules to the algorithm that adds the experts."""
     optimizer = config.get("optimizer") or {}
     rules = {key: optimizer[key] for key in KEYS if optimizer.get(key)}
     algorithms = config.get("algorithms") or {}
@@ -36,10 +36,7 @@ def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def say_fresh(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: with `model.pretrained: false` nothing is loaded.
-
-    The model does not show it: its configuration names a source either way.
-    """
+    """Part of a config transform: records `model.pretrained: false`, which the built model does not show."""
     algorithms, model = config.get("algorithms") or {}, config.get("model") or {}
     if isinstance(algorithms.get("dmoe"), Mapping) and model.get("pretrained") is False:
         config["algorithms"] = {**algorithms, "dmoe": {LOADED: False, **algorithms["dmoe"]}}
@@ -60,8 +57,7 @@ def check_rules(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> None:
 def apply_rules(model: nn.Module, optimizers: Iterable[Optimizer], rules: Mapping[str, Sequence[str]]) -> None:
     """Freezes the parameters that `disable_grad` matches, and moves parameters into the groups of `param_groups`.
 
-    The first group of an optimizer takes the parameters that no rule matches, as LLM Foundry builds it; the first
-    rule that matches a parameter's name decides.
+    A parameter belongs to the first rule that matches its name, and to the optimizer's first group if none does.
 
     Raises:
         ValueError: a rule matches nothing.

@@ -34,6 +34,5 @@ class StrictCompilation:
 
 def _refuse(what: str) -> None:
     raise RuntimeError(
-        f"FOUNDRY_MOE_STRICT=1: {what} was compiled after batch {FREE_BATCHES}; a run without this variable waits for "
-        "it and goes on"
+        f"FOUNDRY_MOE_STRICT=1: {what} was compiled after batch {FREE_BATCHES}; unset the variable to allow it"
     )

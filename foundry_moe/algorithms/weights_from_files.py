@@ -1,7 +1,7 @@
 """`init_device: meta` with a pretrained Hugging Face model: each rank reads its own slices of the model's files.
 
 LLM Foundry refuses the two together. Here the model is built without weights, placed on the mesh, and filled before any
-checkpoint is loaded: no process ever holds the whole model.
+checkpoint is loaded, so that no process holds the whole model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SOURCE = "weights_source"  # internal key of algorithms.dmoe
 
 
 def read_by_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: on several processes the algorithm reads the weights instead of LLM Foundry."""
+    """Part of a config transform: on several processes `algorithms.dmoe` reads the weights, not LLM Foundry."""
     model, algorithms = config.get("model") or {}, config.get("algorithms") or {}
     if (
         model.get("name") != "hf_causal_lm"
@@ -51,7 +51,7 @@ class WeightsFromFiles:
         self._draw: Any = None
 
     def prepare(self, device: torch.device | str) -> None:
-        """From here on Composer allocates parameters without drawing values: see `foundry_moe.launch`."""
+        """Makes Composer allocate parameters without drawing values, until `read`; see `foundry_moe.launch`."""
         self._draw = prepare_distributed.meta_init
 
         def give_memory(module: nn.Module, *_: Any) -> None:
@@ -62,7 +62,7 @@ class WeightsFromFiles:
     def read(self, state: State) -> None:
         """Fills the model, and restores Composer's function.
 
-        A run that resumes from a commit neither downloads nor reads the files, which may have been deleted.
+        Does nothing if the run resumes from a checkpoint: the files may have been deleted.
 
         Raises:
             ValueError: see `SafetensorsFolder` and `read_pretrained`.

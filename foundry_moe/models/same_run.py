@@ -56,11 +56,12 @@ def describe_training(state: State) -> dict[str, Any]:
     return found
 
 
-def check_model(here: Mapping[str, Any], there: object) -> None:
-    """Compares what two models compute, where both say something.
+def check_model(here: Mapping[str, Any], there: object, where: str = "model") -> None:
+    """Compares the keys of two models that both have.
 
     Args:
         there: from a checkpoint, which may hold anything.
+        where: prefix of the keys in the error.
 
     Raises:
         ValueError: they differ; names the key and both values.
@@ -70,9 +71,9 @@ def check_model(here: Mapping[str, Any], there: object) -> None:
     for key in here:
         if key in there and here[key] != there[key]:
             raise ValueError(
-                f"model.{key} ({yaml_value(here[key])}): the checkpoint was trained with {yaml_value(there[key])}, and "
-                f"its weights would compute something else; use {yaml_value(there[key])}, "
-                f"or give this run another folder"
+                f"{where}.{key} ({yaml_value(here[key])}): the checkpoint was trained with {yaml_value(there[key])}, "
+                f"and its weights would compute something else; use {yaml_value(there[key])}, or give this run another "
+                "folder"
             )
 
 
@@ -108,7 +109,7 @@ def _flat(mapping: Mapping[str, Any], ignored: set[str], prefix: str = "") -> di
         if key in ignored or key.startswith("_"):
             continue
         if isinstance(value, Mapping) and value.get("ffn_type") == "dmoe":
-            continue  # keys of experts: `meaning_of` compares them
+            continue  # keys of experts: `describe_experts` has them
         if isinstance(value, Mapping):
             found |= _flat(value, ignored, f"{prefix}{key}.")
         elif key == "norm_type":

@@ -7,7 +7,7 @@ import torch
 from composer.optim import DecoupledAdamW
 
 from foundry_moe.algorithms.dmoe import DMoE
-from foundry_moe.algorithms.router_schedule import RouterSteps
+from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.layers.lookup import moe_layers
 from tests.helpers.training import MOE, fit, llama, mpt
 
@@ -24,7 +24,7 @@ def test_a_frozen_router_has_no_gradient_no_decay_and_no_step_of_its_bias(freeze
     model = mpt(moe={**MOE, "gate": BIASED, "loss": {"balance": 0.5}, "freeze": freeze})
     before, others = gates(model), {n: p.clone() for n, p in model.named_parameters() if ".gate." not in n}
     optimizer = DecoupledAdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    fit(model, algorithms=[RouterSteps()], optimizer=optimizer, duration="1ba")
+    fit(model, algorithms=[GateSteps()], optimizer=optimizer, duration="1ba")
     after = gates(model)
     assert any(name.endswith("bias_E") for name in after) and any(name.endswith("weight_ED") for name in after)
     for name, value in before.items():

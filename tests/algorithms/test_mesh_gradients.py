@@ -57,7 +57,7 @@ def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pyte
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_another_number_of_microbatches_is_an_error(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
-    with pytest.raises(RuntimeError, match=f"had {microbatches} microbatches where 3 were expected"):
+    with pytest.raises(RuntimeError, match=f"had {microbatches} microbatches, not 3 as expected"):
         _run(monkeypatch, {"input_ids": torch.zeros(7, 3)}, 3, microbatches)
 
 

@@ -10,7 +10,7 @@ from composer import Trainer
 from llmfoundry.utils.builders import build_optimizer
 
 from foundry_moe.algorithms.dmoe import DMoE
-from foundry_moe.algorithms.router_schedule import RouterSteps, add_steps_algorithm
+from foundry_moe.algorithms.gate_steps import GateSteps, add_steps_algorithm
 from tests.helpers.training import MOE, llama, mpt
 
 
@@ -25,7 +25,7 @@ def train(optimizer: dict[str, Any], *, built: bool = False) -> Any:
     model = mpt() if built else llama()
     keys = copy.deepcopy(config["optimizer"])
     made = build_optimizer(model, keys.pop("name"), keys)
-    kinds = [RouterSteps(**algorithms["dmoe_steps"])] if built else [DMoE(**algorithms["dmoe"])]
+    kinds = [GateSteps(**algorithms["dmoe_steps"])] if built else [DMoE(**algorithms["dmoe"])]
     trainer = Trainer(model=model, optimizers=made, algorithms=kinds, device="cpu", progress_bar=False)
     return trainer.state
 

@@ -20,7 +20,7 @@ def build(folder: str, moe: dict[str, Any], mesh: dict[str, int], **more: Any) -
     from llmfoundry.models.hf import ComposerHFCausalLM
 
     from foundry_moe.algorithms.dmoe import DMoE
-    from foundry_moe.algorithms.router_schedule import add_steps_algorithm
+    from foundry_moe.algorithms.gate_steps import add_steps_algorithm
 
     run = {
         "model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": folder, "init_device": "meta"},

@@ -81,7 +81,7 @@ def test_model_entry_with_a_mesh_equals_one_process() -> None:
         ),
         (
             {**mesh(1, 1, 2), "algorithms.gradient_clipping.clipping_type": "adaptive"},
-            r"clipping_type \(adaptive\) does not go with a mesh: use norm or value",
+            r"clipping_type \(adaptive\) does not support a mesh: use norm or value",
         ),
     ],
 )

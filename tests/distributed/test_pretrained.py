@@ -107,7 +107,7 @@ def test_files_that_do_not_fit_are_one_sentence(folders: dict[str, Path], tmp_pa
 
 
 def test_a_run_on_one_process_loads_as_llm_foundry_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from foundry_moe.algorithms.router_schedule import add_steps_algorithm
+    from foundry_moe.algorithms.gate_steps import add_steps_algorithm
 
     run = {
         "model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": "x", "init_device": "meta"},

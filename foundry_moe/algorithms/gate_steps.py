@@ -1,10 +1,8 @@
-"""The Composer algorithm `dmoe_steps`: gives gates the progress of the run, collectives and the loads of each step."""
+"""The Composer algorithm `dmoe_steps`: gives gates the run's progress, collectives and the loads of each step."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -50,34 +48,33 @@ def progress_of(state: State) -> Progress:
     )
 
 
-# keys that change what the saved weights compute; of others, such as losses or backends, a resumed run may change
-_MEANING = ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_expert_hidden_size")
+# keys that decide what saved weights compute, beyond their shapes; others, such as losses, may change on resume
+_FORMULA = ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_expert_hidden_size")
 
 
-def meaning_of(layers: list[MoELayer]) -> dict[str, Any]:
-    """The keys that decide what saved weights compute, beyond their shapes. Layers differ in their index only."""
-    first = layers[0]
-    gate = {key: value for key, value in asdict(first.gate.config).items() if key not in first.gate.MAY_CHANGE}
+def describe_experts(layers: list[MoELayer]) -> dict[str, Any]:
+    """The keys that decide what saved weights of experts compute. Layers differ in their index only."""
+    config, gate = layers[0].config, layers[0].gate
+    keys = {key: value for key, value in asdict(gate.config).items() if key not in gate.MAY_CHANGE}
+    widths = config.expert_hidden_size
     return {
         "layers": [layer.layer_index for layer in layers],
-        "gate": {"name": first.config.gate["name"], **gate},
-        **{key: _as_data(getattr(first.config, key)) for key in _MEANING},
+        "gate.name": config.gate["name"],
+        **{f"gate.{key}": value for key, value in keys.items()},
+        **{key: getattr(config, key) for key in _FORMULA},
+        "expert_hidden_size": list(widths) if isinstance(widths, tuple) else widths,
     }
 
 
-def _as_data(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+class GateSteps(Algorithm):
+    """Steps gates that follow a schedule or use loads: schedules, DeepSeek's bias, `balance_over: batch`.
 
+    `algorithms.dmoe` adds it, and LLM Foundry's trainer does for `model.name: dmoe_causal_lm`. With Composer's Trainer
+    and that model, add it to the algorithms.
 
-class RouterSteps(Algorithm):
-    """Steps gates that follow a schedule or learn from loads: schedules, DeepSeek's bias, `balance_over: batch`.
-
-    `algorithms.dmoe` adds it by itself, and LLM Foundry's trainer does for `model.name: dmoe_causal_lm`. With
-    Composer's Trainer and that model, put it among the algorithms.
-
-    As an algorithm it runs before all callbacks: a checkpoint at the end of a batch is taken after the gates' step.
-    When training begins it logs which backend computes the experts, and why. It refuses to resume from a checkpoint
-    whose experts have the model's shapes and compute something else.
+    Algorithms run before callbacks, so a checkpoint at the end of a batch contains the gates' step. When training
+    begins, it logs the backend of the experts, and refuses to resume from a checkpoint whose weights have the same
+    shapes but compute another function.
 
     YAML::
 
@@ -94,34 +91,31 @@ class RouterSteps(Algorithm):
             raise ValueError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
         self._before: list[Tensor] = []
         self._strict = StrictCompilation()
-        self._meaning: dict[str, Any] = {}
+        self._ours: dict[str, Any] = {"experts": {}, "model": {}}
         self._loaded: dict[str, Any] = {}
-        self._model: dict[str, Any] = {}
-        self._loaded_model: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "meaning": self._meaning, "model": self._model}
+        return {**super().state_dict(), **self._ours}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded = state.get("meaning") or {}
-        self._loaded_model = state.get("model") or {}
+        self._loaded = state
 
     def match(self, event: Event, state: State) -> bool:
         return event in _EVENTS or (event == Event.INIT and bool(self._rules))
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            check_rules(
-                state.model, self._rules
-            )  # LLM Foundry has applied them, because the experts were built with the model
+            check_rules(state.model, self._rules)  # LLM Foundry has applied them: the model was built with experts
             return
         context = batch_context(state.model)
         if context is None:
             return
+        layers = moe_layers(state.model)
         if event == Event.FIT_START:
             check_hf_checkpointer(state)
-            self._compare(moe_layers(state.model))
-            self._compare_models(describe_model(state.model))
+            self._ours = {"experts": describe_experts(layers), "model": describe_model(state.model)}
+            for where, described in self._ours.items():
+                check_model(described, self._loaded.get(where), where)
             _share(context)
             log_backends(state)
         elif event == Event.BATCH_START:
@@ -130,31 +124,15 @@ class RouterSteps(Algorithm):
         elif event == Event.BEFORE_TRAIN_BATCH:
             # automatic microbatching repeats a batch that ran out of memory: loads of the failed attempt are discarded
             _count_ahead(state, context)
-            self._before = note_loads(moe_layers(state.model))
+            self._before = note_loads(layers)
         else:
             context.batch_counts = {}
-            step_gates(moe_layers(state.model), self._before, progress_of(state))
+            step_gates(layers, self._before, progress_of(state))
             self._strict.batch_ended()
-
-    def _compare_models(self, here: dict[str, Any]) -> None:
-        self._model = here
-        check_model(here, self._loaded_model)
-
-    def _compare(self, layers: list[MoELayer]) -> None:
-        self._meaning = meaning_of(layers)
-        free = layers[0].gate.MAY_CHANGE
-        for key, ours in self._meaning.items():
-            theirs = self._loaded.get(key, ours)
-            if key == "gate":
-                theirs = {name: value for name, value in theirs.items() if name not in free}
-            if theirs != ours:
-                raise ValueError(
-                    f"experts' {key} ({ours}): the checkpoint was trained with {theirs}; use that, or start a new run"
-                )
 
 
 def check_hf_checkpointer(state: State) -> None:
-    """Refuses LLM Foundry's callback `hf_checkpointer` where it could not save and would fail at its first save.
+    """Refuses LLM Foundry's callback `hf_checkpointer` for a model that it cannot save.
 
     Raises:
         ValueError: no Hugging Face family computes the same as this model; names the key that differs.
@@ -165,47 +143,41 @@ def check_hf_checkpointer(state: State) -> None:
                 native_of_model(state.model)
             except ValueError as error:
                 raise ValueError(
-                    f"callbacks.hf_checkpointer: {error}; or take it out: elastic_checkpoint keeps the model, and "
-                    "`foundry-moe checkpoints export` writes it under our own names"
+                    f"callbacks.hf_checkpointer: {error}; or remove it: elastic_checkpoint saves the model, and "
+                    "`foundry-moe checkpoints export` writes it under this package's names"
                 ) from error
 
 
 def log_backends(state: State) -> None:
-    """Logs once on rank 0 which backend computes the experts, and why; several lines where layers differ.
+    """Logs once on rank 0 which backend computes the experts, and why; several lines if layers differ.
 
     Raises:
-        ValueError: the backend asked for cannot run on this device with this precision.
+        ValueError: the run's backend does not run on this device with this precision.
     """
     with get_precision_context(state.precision, state.precision_config):
-        lines = backends_of(moe_layers(state.model))
+        lines = dict.fromkeys(_describe_backend(layer) for layer in moe_layers(state.model))
     if dist.get_global_rank() == 0:
         for line in lines:
             log.warning("dMoE experts: %s", line)
 
 
-def backends_of(layers: Iterable[MoELayer]) -> list[str]:
-    """`describe_backend` of each layer under the current autocast, each sentence once."""
-    found = []
-    for layer in layers:
-        weight = next(layer.experts.parameters())
-        kind = weight.device.type
-        config = layer.config
-        assert config.expert_hidden_size != "auto"
-        found.append(
-            describe_backend(
-                config.backend,
-                weight.device,
-                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
-                width=layer.d_model,
-                hidden=config.expert_hidden_size,
-                capacity=config.capacity,
-            )
-        )
-    return list(dict.fromkeys(found))
+def _describe_backend(layer: MoELayer) -> str:
+    """`describe_backend` of a layer under the current autocast."""
+    weight = next(layer.experts.parameters())
+    kind, config = weight.device.type, layer.config
+    assert config.expert_hidden_size != "auto"
+    return describe_backend(
+        config.backend,
+        weight.device,
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype,
+        width=layer.d_model,
+        hidden=config.expert_hidden_size,
+        capacity=config.capacity,
+    )
 
 
 def _share(context: BatchContext) -> None:
-    """Gives gates the collectives over all ranks, unless they have others."""
+    """Gives gates collectives over all ranks, unless they have others."""
     if dist.get_world_size() == 1:
         return
     ranks = GateCollectives()
@@ -224,7 +196,7 @@ def _count_ahead(state: State, context: BatchContext) -> None:
         layer.config.balance_over == "batch" and "balance" in layer.loss_weights for layer in moe_layers(state.model)
     )
     samples, size = count_samples(state.batch), state.device_train_microbatch_size
-    if not wanted or samples is None or not isinstance(size, int | float) or math.ceil(samples / size) < 2:
+    if not wanted or samples is None or not isinstance(size, int | float) or samples <= size:
         return
 
     def run_forward() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from foundry_moe.algorithms.dmoe import DMoE
-from foundry_moe.algorithms.router_schedule import RouterSteps, add_steps_algorithm
+from foundry_moe.algorithms.gate_steps import GateSteps, add_steps_algorithm
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import batch_context, moe_layers
 
@@ -256,11 +256,11 @@ def test_a_model_built_with_experts_gets_the_algorithm_from_foundry():
 def test_only_one_algorithm_drives_the_gates():
     model = Model()
     trainer = Trainer(
-        model=model, algorithms=[RouterSteps(), DMoE(num_experts=4)], device="cpu", train_dataloader=data(1),
+        model=model, algorithms=[GateSteps(), DMoE(num_experts=4)], device="cpu", train_dataloader=data(1),
         optimizers=torch.optim.SGD(model.parameters(), lr=0.1), max_duration="1ba", progress_bar=False,
         log_to_console=False,
     )  # fmt: skip
-    assert sum(isinstance(a, RouterSteps) for a in trainer.state.algorithms) == 1
+    assert sum(isinstance(a, GateSteps) for a in trainer.state.algorithms) == 1
     trainer.close()
 
 
