@@ -1,6 +1,6 @@
 """Dropless Mixture-of-Experts training for Composer and LLM Foundry.
 
-Importing this package is quick and needs no GPU: public names are loaded when they are first used.
+Importing this package is fast and needs no GPU: public names are loaded at their first use.
 """
 
 from importlib import import_module

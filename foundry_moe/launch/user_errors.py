@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError, TakenOverError
+from foundry_moe.schema import sentences_of
 
 PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER = 1, 2, 3, 4
 NO_RESTART = (NONFINITE, TAKEN_OVER)  # a restart would fail again, or stop the process that took over
@@ -29,7 +30,7 @@ def is_users(error: BaseException) -> bool:
 
 
 def run_cleanly(action: Callable[[], int]) -> int:
-    """Runs a command; a user's mistake is printed as `error: <sentence>`, anything else keeps its traceback.
+    """Runs a command; each mistake of a user is printed as `error: <sentence>`, any other error keeps its traceback.
 
     Returns:
         The exit code: that of `action`; 2 for a user's mistake; 3 for a run whose numbers are not finite; 4 for one
@@ -43,5 +44,7 @@ def run_cleanly(action: Callable[[], int]) -> int:
     except (ValueError, CheckpointError) as error:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+        sentences = sentences_of(error) if isinstance(error, ValueError) else (str(error),)
+        lines = (f"error: {' '.join(sentence.splitlines())}" for sentence in sentences)
+        print("\n".join(lines), file=sys.stderr, flush=True)
         return USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR

@@ -89,8 +89,8 @@ MISTAKES = {
     "algorithms=[dmoe]": "algorithms must be a mapping of keys to values, not ['dmoe']",
     "train_loader.dataset.local=/nowhere": "train_loader.dataset.local (/nowhere): there is no such folder",
     "tokenizer.name=a/path/nowhere": "tokenizer.name (a/path/nowhere): there is no such folder",
-    "tp_config.strategy=ffn": "tensor parallelism does not go with dMoE layers",
-    "model.init_device=meta": "experts are drawn from meta on a mesh only; add mesh",
+    "tp_config.strategy=ffn": "dMoE layers do not support tensor parallelism",
+    "model.init_device=meta": "initialising experts from meta needs a mesh; add mesh",
     "model.moe.init=upcycle": "has no trained FFN to copy; use init: random, or algorithms.dmoe on a pretrained model",
     "max_duration": "max_duration: an override is key=value",
 }
@@ -118,7 +118,9 @@ def test_experts_in_ffn_config_are_checked_as_those_of_moe():
         ffn = {"ffn_type": "dmoe", "num_experts": 4, **ffn}
         return check_run({"model": {"name": "dmoe_causal_lm", "init_device": "meta", "ffn_config": ffn}, **run})
 
-    with pytest.raises(ValueError, match=r"init_device \(meta\): experts are drawn from meta on a mesh only; add mesh"):
+    with pytest.raises(
+        ValueError, match=r"init_device \(meta\): initialising experts from meta needs a mesh; add mesh"
+    ):
         checked({})
     with pytest.raises(ValueError, match=r"num_exprts is not a key of model\.ffn_config; did you mean"):
         checked({"num_exprts": 4})
