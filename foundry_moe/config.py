@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -91,10 +90,10 @@ def check_batch_size(batch_size: object, gpus: int) -> int:
 
 
 def check_compilation(run: Mapping[str, Any]) -> None:
-    """Raises ValueError for `compile_config` on several processes."""
-    if run.get("compile_config") is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    """Raises ValueError for `compile_config` in a run with experts."""
+    if run.get("compile_config") is not None:
         raise ValueError(
-            "compile_config compiles the whole model, which fails on a model that FSDP2 wraps: remove it and set "
+            "compile_config compiles the whole model, which fails on models with dMoE layers: remove it and set "
             "mesh.compile: blocks"
         )
 
@@ -114,7 +113,7 @@ class MeshConfig:
         GPUs of their group with the fewest rows; copies compute a part of their tokens. 0 = none.
     reduce: sum gradients over `shard` after each microbatch, or once a batch, which holds them unsharded until then.
         Over `replicate` they are summed once a batch.
-    compile: none | blocks (`torch.compile` of each transformer block; the trainer's `compile_config` is for one GPU) |
+    compile: none | blocks (`torch.compile` of each transformer block; not the trainer's `compile_config`) |
         auto (blocks on GPUs, if the model has any).
     spares: GPUs that do not fit the mesh or the batch size idle instead of raising an error, for a restart on fewer
         nodes.

@@ -12,7 +12,7 @@ import sys
 import warnings
 from importlib.util import find_spec
 
-from foundry_moe.launch.run_config import check_files, check_whole_run, load_run, plain, ranks_that_train
+from foundry_moe.launch.run_config import check_device, check_files, check_whole_run, load_run, plain, ranks_that_train
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
 from foundry_moe.launch.user_errors import run_cleanly
@@ -39,6 +39,7 @@ def train(arguments: list[str]) -> int:
     check_files(settings)
     launched, ranks = launched_ranks(), ranks_that_train(settings, config)
     check_fit(settings, used=ranks, config=config)
+    check_device(settings)
     if not take_place(ranks):
         wait_as_spare()
         return 0

@@ -211,11 +211,11 @@ def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
     """LLM Foundry config transform: copies `model.moe.mesh` to `algorithms.dmoe_mesh`, which runs at `Event.INIT`.
 
     Raises:
-        ValueError: both are given and differ; or `compile_config` on a mesh of several processes.
+        ValueError: both are given and differ; or `compile_config` with experts.
     """
     model = config.get("model") or {}
     mesh = (model.get("moe") or model.get("ffn_config") or {}).get("mesh")
-    if mesh is not None or ((config.get("algorithms") or {}).get("dmoe") or {}).get("mesh") is not None:
+    if model.get("name") == "dmoe_causal_lm" or (config.get("algorithms") or {}).get("dmoe") is not None:
         check_compilation(config)
     if mesh is None or model.get("name") != "dmoe_causal_lm":
         return config

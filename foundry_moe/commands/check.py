@@ -14,8 +14,8 @@ def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "check",
         help="validate a run's YAML",
-        description="Reads a run's YAML as the training command does and prints one line: the error (exit code 2), or "
-        "a description of the run (exit code 0), with notes on missing data. Starts no training. --gpus, or a "
+        description="Reads a run's YAML as the training command does and prints a line for each mistake (exit code "
+        "2), or a description of the run (exit code 0), with notes on missing data. Starts no training. --gpus, or a "
         "launcher's WORLD_SIZE, also checks that the mesh and the batch fit.",
     )
     parser.add_argument("yaml", help="the run, as given to train.py")
@@ -31,10 +31,10 @@ def check_command(arguments: argparse.Namespace) -> int:
     """Returns 0 for a valid run.
 
     Raises:
-        ValueError: the run is invalid; one sentence.
+        ValueError: the run is invalid; a sentence for each mistake.
     """
     from foundry_moe.config import MeshConfig
-    from foundry_moe.launch.run_config import check_files, check_whole_run, load_run, missing_files, plain
+    from foundry_moe.launch.run_config import check_files, check_whole_run, device_notes, load_run, missing_files, plain
     from foundry_moe.launch.run_values import check_fit
     from foundry_moe.launch.spares import ranks_in_use
 
@@ -59,7 +59,7 @@ def check_command(arguments: argparse.Namespace) -> int:
     if arguments.data:
         check_files(run)
     print(f"ok: {describe(run)}{mesh}")
-    for sentence in missing_files(run):
+    for sentence in [*missing_files(run), *device_notes(run)]:
         print(f"note: {sentence}")
     return 0
 

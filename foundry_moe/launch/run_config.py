@@ -1,14 +1,12 @@
-"""A run's YAML: read, and checked in what is ours before anything slow is imported.
-
-Imports neither Composer nor LLM Foundry.
-"""
+"""Reads a run's YAML and checks it before slow imports. Imports neither Composer nor LLM Foundry."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,12 @@ from foundry_moe.config import (
     check_compilation,
     refuse_other_parallelism,
 )
-from foundry_moe.launch.foundry_keys import check_keys
-from foundry_moe.launch.run_values import check_fit, check_values
+from foundry_moe.launch.foundry_keys import key_mistakes
+from foundry_moe.launch.run_values import check_fit, value_mistakes
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate
 from foundry_moe.parallel.mesh import divisors, listed
-from foundry_moe.schema import from_mapping, section
+from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
 
 MODEL = "dmoe_causal_lm"
 # our names, by the entry-point group in which LLM Foundry looks them up
@@ -40,6 +38,7 @@ _NAMES = {
     "llmfoundry_algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
     "llmfoundry_callbacks": ("elastic_checkpoint", "expert_load", "nonfinite_guard", "run_report"),
 }
+MOST_BYTES = 2**22
 _ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
 _OF_FOUNDRY = ("ffn_type", "fc_type", "ffn_act_fn", "ffn_hidden_size")  # keys of ffn_config that are not ours
 _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
@@ -68,13 +67,15 @@ def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
 
 
 def _read_yaml(path: str) -> DictConfig:
+    if (size := Path(path).stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes: a run's YAML has at most {MOST_BYTES:,}")
     try:
         config = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {_one_line(error)}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {_one_line(error)}") from None
     except OSError as error:  # a file that holds one number
         raise ValueError(f"{path} must be a mapping of keys to values at its top level: {_one_line(error)}") from None
-    keys = OmegaConf.to_container(config, resolve=False)  # one word is read as a key without a value
+    keys = OmegaConf.to_container(config, resolve=False)  # OmegaConf reads one word as a key without a value
     if not isinstance(config, DictConfig) or not isinstance(keys, dict) or list(keys.values()) == [None]:
         raise ValueError(f"{path} must be a mapping of keys to values at its top level")
     if "models" in config and "model" not in config:
@@ -96,7 +97,7 @@ def _override(config: DictConfig, override: str) -> None:
             OmegaConf.update(config, key, value, merge=False)
         else:
             config.merge_with(given)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{key}={text}: this override cannot be read: {_one_line(error)}") from None
 
 
@@ -107,7 +108,8 @@ def _names_another(value: Any, old: Any) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    text = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def plain(run: DictConfig) -> dict[str, Any]:
@@ -125,43 +127,64 @@ def plain(run: DictConfig) -> dict[str, Any]:
 
 
 def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
-    """Checks the keys that are ours; returns the run's experts as `read_moe` does.
+    """Checks the keys of this package; returns the run's experts as `read_moe` does.
 
     Raises:
-        ValueError: one sentence that names key, value and what would be valid.
+        ValueError: a sentence for each mistake, with key, value and fix.
     """
-    algorithms, model, callbacks = (section(run, key) for key in ("algorithms", "model", "callbacks"))
-    _check_name("model.name: ", [model.get("name")], "llmfoundry_models")
-    _check_name("algorithms.", algorithms, "llmfoundry_algorithms")
-    _check_name("callbacks.", callbacks, "llmfoundry_callbacks")
-    if "elastic_checkpoint" in callbacks:
-        checkpoint_config(section(run, "callbacks", "elastic_checkpoint"))
-    config = read_moe(run)
-    if config is None:
-        return None
-    check_surroundings(run)
-    check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k)
-    check_freeze(config.gate, config.freeze)
-    if "dmoe" not in algorithms and config.init == "upcycle":
-        raise ValueError(UPCYCLE_NEEDS_WEIGHTS)
-    if model.get("init_device") == "meta" and config.mesh_config is None and "dmoe_mesh" not in algorithms:
-        raise ValueError(f"model.{META_NEEDS_MESH}")
-    if config.mesh_config is not None:
-        _check_mesh(run, config, config.mesh_config)
-    return config
+    raise_mistakes(_own_mistakes(run))
+    return read_moe(run)
 
 
 def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
-    """Checks all of a run: our keys as `check_run` does, and those of LLM Foundry and Composer; returns as it does.
+    """Checks all keys and values of a run, also those of LLM Foundry and Composer; returns as `read_moe` does.
 
     Raises:
-        ValueError: one sentence that names key, value and what would be valid.
+        ValueError: a sentence for each mistake, with key, value and fix.
     """
-    read_moe(run)  # what is wrong with experts is said in their own words
-    check_keys(run)
-    config = check_run(run)
-    check_values(run, config)
-    return config
+    mistakes = [*caught(read_moe, run)]
+    # mistakes in the experts' keys are named in `read_moe`'s words alone
+    experts = ("model.moe", "model.ffn_config", "algorithms.dmoe") if mistakes else ()
+    mistakes += [sentence for sentence in key_mistakes(run) if not sentence.startswith(experts)]
+    reported = {sentence.split(" ")[0] for sentence in mistakes}
+    try:
+        config = None if caught(read_moe, run) else read_moe(run)
+        for sentence in chain(_own_mistakes(run), value_mistakes(run, config)):
+            if sentence.split(" ")[0] not in reported or sentence.startswith(experts):
+                mistakes.append(sentence)
+    except Exception:
+        if not mistakes:
+            raise
+        # a check met a value of the wrong kind or a missing key, which has been reported
+    raise_mistakes(mistakes)
+    return read_moe(run)
+
+
+def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
+    for key, group in (("algorithms", "llmfoundry_algorithms"), ("callbacks", "llmfoundry_callbacks")):
+        mistakes = caught(section, run, key)
+        yield from mistakes or caught(_check_name, f"{key}.", section(run, key), group)
+    model = section(run, "model")
+    yield from caught(_check_name, "model.name: ", [model.get("name")], "llmfoundry_models")
+    callbacks = run.get("callbacks") or {}
+    if isinstance(callbacks, Mapping) and "elastic_checkpoint" in callbacks:
+        yield from caught(lambda: checkpoint_config(section(run, "callbacks", "elastic_checkpoint")))
+    mistakes = caught(read_moe, run)
+    yield from mistakes
+    config = None if mistakes else read_moe(run)
+    if config is None:
+        return
+    algorithms = section(run, "algorithms")
+    yield from caught(check_surroundings, run)
+    yield from caught(lambda: check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k))
+    yield from caught(check_freeze, config.gate, config.freeze)
+    yield from caught(check_compilation, run)
+    if "dmoe" not in algorithms and config.init == "upcycle":
+        yield UPCYCLE_NEEDS_WEIGHTS
+    if model.get("init_device") == "meta" and config.mesh_config is None and "dmoe_mesh" not in algorithms:
+        yield f"model.{META_NEEDS_MESH}"
+    if config.mesh_config is not None:
+        yield from caught(_check_mesh, run, config, config.mesh_config)
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
@@ -200,11 +223,10 @@ def _check_name(where: str, names: Iterable[Any], group: str) -> None:
             continue
         near = difflib.get_close_matches(name, _NAMES[group], n=1, cutoff=_ALIKE)
         if near:
-            raise ValueError(f"{where}{name} is not there; did you mean {near[0]!r}?")
+            raise ValueError(f"{where}{name} is not registered; did you mean {near[0]!r}?")
 
 
 def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> None:
-    check_compilation(run)
     if "WORLD_SIZE" in os.environ:
         check_fit(run, used=ranks_that_train(run, config), config=config)
         return
@@ -245,18 +267,37 @@ def check_surroundings(run: Mapping[str, Any]) -> None:
 
 
 def check_files(run: Mapping[str, Any]) -> None:
-    """Checks that local data and a tokenizer's folder are there: the libraries that read them name neither key.
+    """Raises ValueError for local files that do not exist: the libraries that read them do not name the key."""
+    raise_mistakes(missing_files(run))
 
-    Raises:
-        ValueError: names the key and the folder.
-    """
-    for sentence in missing_files(run):
-        raise ValueError(sentence)
+
+_NEEDS_GPU = "precision ({}) needs a GPU, and this machine has none: use precision: fp32, or start the run on a GPU"
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
+
+
+def check_device(run: Mapping[str, Any]) -> None:
+    """Raises ValueError for a precision that needs a GPU, if torch sees none."""
+    import torch
+
+    precision = run.get("precision", "amp_bf16")
+    if precision != "fp32" and not torch.cuda.is_available() and not torch.backends.mps.is_available():
+        raise ValueError(_NEEDS_GPU.format(precision))
+
+
+def device_notes(run: Mapping[str, Any]) -> list[str]:
+    """The sentence of `check_device`, without importing torch."""
+    precision = run.get("precision", "amp_bf16")
+    missing = precision != "fp32" and not any(Path(file).exists() for file in _GPU_FILES)
+    return [_NEEDS_GPU.format(precision)] if missing else []
 
 
 def missing_files(run: Mapping[str, Any]) -> list[str]:
-    """What a run reads that is not there, a sentence for each with what to do."""
-    found = []
+    """A sentence for each file that a run reads and that does not exist."""
+    found = [
+        f"code_paths ({path}): there is no such file; correct the path"
+        for path in run.get("code_paths") or ()
+        if not Path(str(path)).exists()
+    ]
     for loader in ("train_loader", "eval_loader"):
         if not isinstance(run.get(loader), Mapping):  # several evaluation sets are a list
             continue

@@ -91,4 +91,6 @@ def test_compiling_the_whole_model_on_a_mesh_is_refused_with_the_way_that_works(
             check({**run, "compile_config": {}})
         check({**run, "fsdp_config": {}})
     monkeypatch.setenv("WORLD_SIZE", "1")
-    check_run({"model": {"name": "dmoe_causal_lm", "moe": {"num_experts": 4}}, "compile_config": {}})
+    with pytest.raises(ValueError, match=r"set mesh\.compile: blocks"):
+        check_run({"model": {"name": "dmoe_causal_lm", "moe": {"num_experts": 4}}, "compile_config": {}})
+    check_run({"model": {"name": "mpt_causal_lm"}, "compile_config": {}})

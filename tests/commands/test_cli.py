@@ -228,7 +228,11 @@ def test_importing_the_command_needs_no_trainer():
         ("train_loader.dataset.packing_ration=3", "train_loader.dataset.packing_ration is not a key of"),
         ("algorithms.dmoe.freeze=[routr]", "freeze: 'routr' is not one of router; did you mean 'router'?"),
         ("algorithms.dmoe.gate={name: hash}", "freeze (router): gate hash has no weights"),
-        ("callbacks.expert_load.file=null", None),
+        (
+            "callbacks.expert_load.file=null",
+            "expert_load.html (runs/instructions/expert_load.html) is a page of `file`",
+        ),
+        ("callbacks.expert_load=null", None),
     ],
 )
 def test_a_mistake_in_a_fine_tuning_run_is_one_line(capsys, override, sentence):

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from foundry_moe.cli import main
 from foundry_moe.launch import foundry_keys
-from foundry_moe.launch.run_config import check_whole_run, load_run, plain
+from foundry_moe.launch.run_config import check_device, check_whole_run, load_run, missing_files, plain
+from foundry_moe.schema import MistakesError
 from scripts import make_run_keys
 from tests.chaos.fuzz_yamls import run_cases
 
@@ -46,7 +48,7 @@ def check(*overrides: str) -> None:
         ("model.max_seq_len=128", r"max_seq_len \(256\) must not be above model.max_seq_len \(128\)"),
         ("device_train_microbatch_size=0", "must be a number above 0 or auto"),
         ("global_train_batch_size=0", "must be 1 or more"),
-        ("max_duration=400", None),
+        ("max_duration=400", r"max_duration \(400\) has no unit: use 400ba for batches or 400ep for epochs"),
         ("max_duration=400batches", "must be a time such as 100ba"),
         ("callbacks.speed_monitr={}", "did you mean 'speed_monitor'"),
         ("callbacks.expert_load.intervall=1ba", "did you mean 'interval'"),
@@ -57,6 +59,9 @@ def check(*overrides: str) -> None:
         ("train_loader.dataset.locale=x", "did you mean 'local'"),
         ("eval_loader=[{name: text, dataset: {}, drop_last: false, num_workers: 1, x: 1}]", "eval_loader.0.x"),
         ("code_paths=[x.py]", None),
+        ("dist_timeout=-1", r"dist_timeout \(-1\) must be a number above 0"),
+        ("optimizer.disable_grad=[.]", r"disable_grad \(.\) matches every parameter"),
+        ("compile_config={}", r"compile_config compiles the whole model.*set mesh\.compile: blocks"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_named(override: str, sentence: str | None) -> None:
@@ -64,6 +69,44 @@ def test_what_is_wrong_with_a_run_is_named(override: str, sentence: str | None) 
         return check(override)
     with pytest.raises(ValueError, match=sentence):
         check(override)
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    with pytest.raises(MistakesError) as caught:
+        check("optimzer.lr=3", "optimizer.lr=-1", "max_duration=9", "model.moe.top_k=99", "train_loader.num_workers=-1")
+    assert [sentence.split(" ")[0] for sentence in caught.value.sentences] == [
+        "model.moe:",
+        "optimzer",
+        "max_duration",
+        "optimizer.lr",
+        "train_loader.num_workers",
+    ]
+    with pytest.raises(MistakesError) as caught:  # also beside values of the wrong kind
+        check("max_seq_len=long", "precision=bf16", "seed=-1")
+    keys = [sentence.split(" ")[0] for sentence in caught.value.sentences]
+    assert keys == ["max_seq_len", "model.max_seq_len", "seed", "precision:"]
+
+
+def test_the_experts_of_a_model_in_a_local_folder_are_checked(tmp_path: Path) -> None:
+    model = f"model={{name: hf_causal_lm, pretrained_model_name_or_path: {tmp_path}}}"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 4}))
+    check(model, "algorithms.dmoe={num_experts: 4, top_k: 2}")
+    with pytest.raises(ValueError, match=r"num_experts \(8\): the model in .* has MoE blocks with 4: use 4"):
+        check(model, "algorithms.dmoe={num_experts: 8}")
+    with pytest.raises(ValueError, match=r"init \(upcycle\): the model in .* has MoE blocks.*: remove init"):
+        check(model, "algorithms.dmoe={num_experts: 4, init: upcycle}")
+    dbrx = {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(dbrx))
+    with pytest.raises(ValueError, match=r"top_k \(2\): .* with 4: use 4"):
+        check(model, "algorithms.dmoe={num_experts: 16}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    check(model, "algorithms.dmoe={num_experts: 8, init: upcycle}")
+
+
+def test_code_that_is_not_there_is_named() -> None:
+    assert missing_files({"code_paths": ["/nowhere/mine.py"]}) == [
+        "code_paths (/nowhere/mine.py): there is no such file; correct the path"
+    ]
 
 
 def test_upcycling_without_trained_weights_is_refused() -> None:
@@ -95,14 +138,14 @@ def test_names_that_other_packages_register_are_taken(monkeypatch: pytest.Monkey
     foundry_keys.known_names.cache_clear()
     try:
         check("callbacks.theirs={any: key}")
-        with pytest.raises(ValueError, match=r"callbacks.thiers is not there; did you mean 'theirs'"):
+        with pytest.raises(ValueError, match=r"callbacks.thiers is not registered; did you mean 'theirs'"):
             check("callbacks.thiers={}")
     finally:
         foundry_keys.known_names.cache_clear()
 
 
 def test_a_runs_own_code_may_register_any_name() -> None:
-    with pytest.raises(ValueError, match=r"train_loader.name: mine is not there"):
+    with pytest.raises(ValueError, match=r"train_loader.name: mine is not registered"):
         check("train_loader={name: mine, key: 1}")
     check("train_loader={name: mine, key: 1}", "code_paths=[mine.py]")
 
@@ -128,3 +171,16 @@ def test_edited_runs_are_accepted_or_refused_in_one_line(tmp_path: Path) -> None
     counts, failures = run_cases(300, seed=1, folder=tmp_path)
     assert not failures, failures[0]
     assert counts["right: accepted"] > 30 and counts["wrong: refused"] > 60
+
+
+def test_a_precision_that_needs_a_gpu_is_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_device({"precision": "fp32"})
+    with pytest.raises(ValueError, match=r"precision \(amp_bf16\) needs a GPU, and this machine has none"):
+        check_device({})
+    monkeypatch.setattr("foundry_moe.launch.run_config._GPU_FILES", ("/nowhere",))
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(ROOT / "yamls/pretrain/1gpu.yaml")])
+    assert ended.value.code == 0 and "note: precision (amp_bf16) needs a GPU" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_what_cannot_be_is_said_with_the_arithmetic_of_all_ranks():
         used(70)
     with pytest.raises(ValueError, match=r"must divide the number of GPUs \(504\)"):
         used(504, spares=False)
-    with pytest.raises(ValueError, match=r"mesh.spares needs mesh.shard as a number"):
+    with pytest.raises(ValueError, match=r"mesh.spares needs a number in mesh.shard"):
         MeshConfig(spares=True)
 
 
