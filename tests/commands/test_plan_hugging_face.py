@@ -102,8 +102,8 @@ def test_every_moe_family_is_planned_from_its_configuration_alone(kind: str, tmp
 def test_an_upcycled_dense_model_is_planned_with_all_that_search_and_skew_say(tmp_path: Path) -> None:
     run = run_of(folder_of("llama", tmp_path), {"num_experts": 4, "top_k": 2, "init": "upcycle"}, pretrained=True)
     run["max_duration"] = "10ba"
-    found = search_meshes(run, Machine(gpus=4, gpus_per_node=4, gpu_bytes=80e9, skew=2))
-    assert len(found) == 6 and found[0].fits and found[0].gpu_hours is not None
+    plans, invalid = search_meshes(run, Machine(gpus=4, gpus_per_node=4, gpu_bytes=80e9, skew=2))
+    assert len(plans) == 6 and not invalid and plans[0].fits
 
 
 def test_plan_of_a_local_folder_takes_overrides_after_gpus(tmp_path: Path) -> None:

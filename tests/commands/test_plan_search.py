@@ -1,4 +1,4 @@
-"""`foundry-moe plan --search`, `--skew` and `--json`: every mesh, best first, and what the others lose by."""
+"""`foundry-moe plan --search`, `--skew` and `--json`: every mesh, best first, with reasons."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from foundry_moe.cli import parse
 from foundry_moe.commands.plan import command as module
-from foundry_moe.commands.plan.command import format_search
-from foundry_moe.commands.plan.planner import Machine, plan_run
-from foundry_moe.commands.plan.search import search_meshes, steps_of
+from foundry_moe.commands.plan.command import format_search, search_rows
+from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
+from foundry_moe.commands.plan.search import days_of, search_meshes, why_not
 from foundry_moe.commands.plan.step import GIB
 from tests.commands.test_plan import ROOT, load
 
@@ -30,38 +30,40 @@ def four(gib: float = 141, **keys: Any) -> Machine:
     return Machine(gpus=4, gpus_per_node=4, gpu_bytes=gib * GIB, **keys)
 
 
+def mesh_of(plan: RunPlan) -> tuple[int, int, int]:
+    return plan.mesh.replicate, plan.mesh.shard, plan.mesh.expert
+
+
 def test_every_mesh_is_found_once_and_the_fastest_that_fits_comes_first() -> None:
-    found = search_meshes(load(BENCH), four(gib=80))
-    assert sorted(entry.mesh for entry in found) == [
+    plans, invalid = search_meshes(load(BENCH), four(gib=80))
+    assert not invalid and sorted(mesh_of(plan) for plan in plans) == [
         *((1, 1, 4), (1, 2, 2), (1, 4, 1)),
         *((2, 1, 2), (2, 2, 1), (4, 1, 1)),
     ]
-    fit = [entry for entry in found if entry.fits]
-    assert fit == found[: len(fit)] and 1 < len(fit) < len(found)
-    speeds = [entry.plan.tokens_per_s for entry in fit if entry.plan and not entry.plan.tight]
+    fit = [plan for plan in plans if plan.fits]
+    assert fit == plans[: len(fit)] and 1 < len(fit) < len(plans)
+    speeds = [plan.tokens_per_s for plan in fit if not plan.tight]
     assert speeds == sorted(speeds, reverse=True)
-    assert fit[0].why == "" and all(entry.why for entry in found[1:])
-    (large,) = (entry for entry in found if entry.mesh == (4, 1, 1))
-    assert large.plan is not None
-    assert large.why == f"does not fit by {large.plan.memory_bytes / GIB - 80:.1f} GiB"
+    assert why_not(plans[0], plans[0]) == "" and all(why_not(plan, plans[0]) for plan in plans[1:])
+    (large,) = (plan for plan in plans if mesh_of(plan) == (4, 1, 1))
+    assert why_not(large, plans[0]) == f"does not fit by {large.memory_bytes / GIB - 80:.1f} GiB"
 
 
 def test_experts_over_two_nodes_lose_by_their_all_to_all() -> None:
     run = load(BENCH, global_train_batch_size=64)
-    found = search_meshes(run, Machine(gpus=16, gpus_per_node=8, gpu_bytes=141 * GIB))
-    (across,) = (entry for entry in found if entry.mesh == (1, 1, 16))
-    assert "all-to-all between nodes" in across.why
-    assert found[0].mesh[2] <= 8
+    plans, _ = search_meshes(run, Machine(gpus=16, gpus_per_node=8, gpu_bytes=141 * GIB))
+    (across,) = (plan for plan in plans if mesh_of(plan) == (1, 1, 16))
+    assert "all-to-all between nodes" in why_not(across, plans[0])
+    assert plans[0].mesh.expert <= 8
 
 
-def test_what_a_mesh_cannot_be_stands_beside_it() -> None:
+def test_an_invalid_mesh_is_listed_with_its_reason() -> None:
     run = load(BENCH, model__moe__expert_hidden_size=1026)
-    found = search_meshes(run, four())
-    (cut,) = (entry for entry in found if entry.mesh == (1, 4, 1))
-    assert cut.plan is not None  # whole experts are cut where they are not divided
-    (uneven,) = (entry for entry in search_meshes(load(BENCH, model__moe__expert_hidden_size=1023), four()) if
-                 entry.mesh == (1, 2, 2))  # fmt: skip
-    assert uneven.plan is None and "must divide expert_hidden_size (1023)" in uneven.why
+    assert (1, 4, 1) in [mesh_of(plan) for plan in search_meshes(run, four())[0]], "whole experts are sharded"
+    plans, invalid = search_meshes(load(BENCH, model__moe__expert_hidden_size=1023), four())
+    assert "must divide expert_hidden_size (1023)" in invalid[1, 2, 2]
+    text = format_search(search_rows(run, plans, invalid), {}, four())
+    assert "          1     2      2        -  invalid: mesh.shard (2) must divide" in text
 
 
 @pytest.mark.parametrize(
@@ -69,15 +71,15 @@ def test_what_a_mesh_cannot_be_stands_beside_it() -> None:
 )
 def test_days_are_those_of_all_steps_to_max_duration(duration: object, steps: float | None) -> None:
     run = load(BENCH, max_duration=duration)
-    assert steps_of(run, plan_run(run, four())) == steps
-    best = search_meshes(run, four())[0]
-    assert best.plan is not None
+    plan = plan_run(run, four())
+    days = days_of(run, plan)
+    (row,) = search_rows(run, [plan], {})
     if steps is None:
-        assert best.days is None and best.gpu_hours is None
-        assert "need max_duration in ba, sp or tok" in format_search(search_meshes(run, four()), (1, 1, 4), four())
+        assert days is None and row["gpu_hours"] is None
+        assert "need max_duration in ba, sp or tok" in format_search([row], {}, four())
     else:
-        assert best.days == pytest.approx(steps * best.plan.step_s / 86400)
-        assert best.gpu_hours == pytest.approx(4 * 24 * best.days)
+        assert days == pytest.approx(steps * plan.step_s / 86400)
+        assert row["gpu_hours"] == pytest.approx(4 * 24 * days)
 
 
 def test_skew_takes_memory_and_time_where_experts_are_divided_and_nothing_where_not() -> None:

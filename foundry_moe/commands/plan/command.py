@@ -12,7 +12,7 @@ import torch
 
 from foundry_moe.commands.plan.constants import CHIPS, constants_of
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
-from foundry_moe.commands.plan.search import Candidate, search_meshes
+from foundry_moe.commands.plan.search import days_of, search_meshes, why_not
 from foundry_moe.commands.plan.shape import ModelShape
 from foundry_moe.commands.plan.step import GIB, message_s
 from foundry_moe.launch.run_config import check_run, load_run, plain
@@ -35,17 +35,12 @@ def plan_command(arguments: argparse.Namespace) -> int:
     )
     plan = plan_run(run, machine)
     backend = planned_backend(run, plan.shape, arguments.chip)
-    meshes = search_meshes(run, machine, plan.shape) if arguments.search else []
-    if arguments.json:
-        found = {**plan_object(plan), "experts": backend}
-        if arguments.search:
-            found["search"] = [_candidate_object(candidate) for candidate in meshes]
-        print(json.dumps(found, indent=1))
-    else:
-        print(format_plan(plan))
-        print(backend)
-        if arguments.search:
-            print(format_search(meshes, (plan.mesh.replicate, plan.mesh.shard, plan.mesh.expert), machine))
+    found = {**plan_object(plan), "experts": backend}
+    text = [format_plan(plan), backend]
+    if arguments.search:
+        found["search"] = search_rows(run, *search_meshes(run, machine, plan.shape))
+        text.append(format_search(found["search"], found["mesh"], machine))
+    print(json.dumps(found, indent=1) if arguments.json else "\n".join(text))
     return 0 if plan.fits else 1
 
 
@@ -106,16 +101,17 @@ def plan_object(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def _candidate_object(candidate: Candidate) -> dict[str, Any]:
-    """One mesh of a search; an invalid one has no numbers."""
-    return {
-        "mesh": dict(zip(WIDTHS, candidate.mesh, strict=True)),
-        "fits": candidate.fits,
-        "days": candidate.days,
-        "gpu_hours": candidate.gpu_hours,
-        "why": candidate.why,
-        **({} if candidate.plan is None else plan_object(candidate.plan)),
-    }
+def search_rows(run: Mapping[str, Any], plans: list[RunPlan], invalid: Mapping[Mesh, str]) -> list[dict[str, Any]]:
+    """The result of `search_meshes`: `plan_object` of each mesh with reason and costs. Invalid ones have no numbers."""
+    rows = []
+    for plan in plans:
+        days = days_of(run, plan)
+        hours = None if days is None else 24 * days * plan.machine.gpus
+        rows.append({**plan_object(plan), "why": why_not(plan, plans[0]), "days": days, "gpu_hours": hours})
+    return rows + [
+        {"mesh": dict(zip(WIDTHS, mesh, strict=True)), "fits": False, "why": f"invalid: {why}", "days": None}
+        for mesh, why in invalid.items()
+    ]
 
 
 def _count(number: float, thing: str) -> str:
@@ -175,40 +171,36 @@ def format_plan(plan: RunPlan) -> str:
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
 
-def format_search(candidates: list[Candidate], run_mesh: Mesh, machine: Machine) -> str:
-    """The table as text; `run_mesh`, that of the YAML, is marked."""
+def format_search(rows: list[dict[str, Any]], run_mesh: Mapping[str, int], machine: Machine) -> str:
+    """The rows of a search as a table; `run_mesh`, that of the YAML, is marked."""
+    constants = machine.constants
+    loads = f"skew {machine.skew:g}" if machine.skew > 1 else "loads as with a balance loss"
     lines = [
         f"meshes of {_count(machine.gpus, 'GPU')} ({machine.gpus_per_node} a node), best first; * is the run's own:",
         "   replicate shard expert      GiB  tokens/s a GPU   step s      days  GPU hours",
-        *(_line(candidate, run_mesh) for candidate in candidates),
-    ]
-    if not any(candidate.fits for candidate in candidates):
-        lines.append("  none fits: lower device_train_microbatch_size or use activation checkpointing")
-    constants = machine.constants
-    loads = f"skew {machine.skew:g}" if machine.skew > 1 else "loads as with a balance loss"
-    lines += [
+        *(_line(row, "*" if row["mesh"] == run_mesh else " ") for row in rows),
         f"estimated with constants of {constants.device} ({constants.source}); assumed, not measured: "
         f"{', '.join(constants.assumed) or 'nothing'};",
         f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s a GPU, {loads}; without stalls, late data, "
-        "checkpoints and restarts"
-        + (
-            "; days and GPU hours need max_duration in ba, sp or tok" if all(c.days is None for c in candidates) else ""
-        ),
+        "checkpoints and restarts",
     ]
+    if not any(row["fits"] for row in rows):
+        lines.append("none fits: lower device_train_microbatch_size or use activation checkpointing")
+    if all(row["days"] is None for row in rows):
+        lines.append("days and GPU hours need max_duration in ba, sp or tok")
     return "\n".join(lines)
 
 
-def _line(candidate: Candidate, run_mesh: Mesh) -> str:
-    mark = "*" if candidate.mesh == run_mesh else " "
-    widths = "{:11} {:5} {:6}".format(*candidate.mesh)
-    if candidate.plan is None:
-        return f"{mark}{widths}        -  invalid: {candidate.why}"
-    plan, size = candidate.plan, candidate.plan.memory_bytes / GIB
-    if not candidate.fits:
-        return f"{mark}{widths} {size:8.1f}  {candidate.why}"
-    days = (
-        "?" if candidate.days is None else f"{candidate.days:,.2f}" if candidate.days >= 1 else f"{candidate.days:.2g}"
+def _line(row: Mapping[str, Any], mark: str) -> str:
+    start = mark + "{:11} {:5} {:6}".format(*row["mesh"].values())
+    if "step_s" not in row:
+        return f"{start}        -  {row['why']}"
+    start += f" {row['memory_total_bytes'] / GIB:8.1f}"
+    if not row["fits"]:
+        return f"{start}  {row['why']}"
+    days, hours = (
+        "?" if cost is None else f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
+        for cost in (row["days"], row["gpu_hours"])
     )
-    hours = "?" if candidate.gpu_hours is None else f"{candidate.gpu_hours:,.0f}" if candidate.gpu_hours >= 1 else "< 1"
-    speed = f"{plan.tokens_per_s:15,.0f} {plan.step_s:8.3f}"
-    return f"{mark}{widths} {size:8.1f} {speed} {days:>9} {hours:>10}  {candidate.why}".rstrip()
+    speed = f"{row['tokens_per_s_per_gpu']:15,.0f} {row['step_s']:8.3f}"
+    return f"{start} {speed} {days:>9} {hours:>10}  {row['why']}".rstrip()
