@@ -62,7 +62,8 @@ class DMoE(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            check_parallelism(state)
+            fsdp1 = state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config)
+            refuse_other_parallelism(tensor_parallel=state.tp_config is not None, fsdp_version="1" if fsdp1 else "2")
             layers = self._put_experts(state)
             apply_rules(state.model, state.optimizers or (), self._rules)
             if not any(isinstance(algorithm, GateSteps) for algorithm in state.algorithms):
@@ -94,13 +95,3 @@ class DMoE(Algorithm):
 
 
 DMoE.__doc__ = with_keys(DMoE.__doc__, MoEConfig)
-
-
-def check_parallelism(state: State) -> None:
-    """Refuses parallelism that dMoE layers do not support.
-
-    Raises:
-        ValueError: tensor parallelism, or FSDP1.
-    """
-    fsdp1 = state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config)
-    refuse_other_parallelism(tensor_parallel=state.tp_config is not None, fsdp_version="1" if fsdp1 else "2")

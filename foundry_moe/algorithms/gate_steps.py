@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from foundry_moe.algorithms.dmoe_mesh import count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules, say_fresh
-from foundry_moe.algorithms.strict_compilation import StrictCompilation
 from foundry_moe.algorithms.weights_from_files import read_by_rank
 from foundry_moe.layers.context import BatchContext, stay, unchanged
 from foundry_moe.layers.lookup import batch_context, moe_layers, note_loads, step_gates
@@ -25,15 +25,17 @@ from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
 from foundry_moe.models.same_run import check_model, describe_model
 from foundry_moe.ops.backends import describe_backend
+from foundry_moe.ops.compile_ahead import on_compilation, on_graph_compilation
 from foundry_moe.parallel.collectives import GateCollectives
 
 log = logging.getLogger(__name__)
 
+FREE_BATCHES = 5  # that may compile under FOUNDRY_MOE_STRICT=1
 _EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 
 
 def progress_of(state: State) -> Progress:
-    """How far the run is; the same in a resumed run as in an uninterrupted one."""
+    """The run's progress; a resumed run has that of an uninterrupted one."""
     now = state.timestamp
     epochs = float(now.epoch.value)
     if state.dataloader_len is not None and state.dataloader_len.value:
@@ -129,6 +131,35 @@ class GateSteps(Algorithm):
             context.batch_counts = {}
             step_gates(layers, self._before, progress_of(state))
             self._strict.batch_ended()
+
+
+class StrictCompilation:
+    """With FOUNDRY_MOE_STRICT=1, raises RuntimeError if a batch after FREE_BATCHES compiles. For tests of stalls.
+
+    Graphs between batches are allowed: the first evaluation compiles its own.
+    """
+
+    def __init__(self) -> None:
+        self._left = FREE_BATCHES if os.environ.get("FOUNDRY_MOE_STRICT") == "1" else 0
+        self._training = False
+
+    def batch_began(self) -> None:
+        """At the beginning of each batch."""
+        self._training = True
+
+    def batch_ended(self) -> None:
+        """At the end of each batch."""
+        self._training = False
+        if self._left == 1:
+            on_compilation(lambda kernel: _refuse_compilation(f"the kernel {kernel}"))
+            on_graph_compilation(lambda graph: _refuse_compilation(f"graph {graph}") if self._training else None)
+        self._left -= self._left > 0
+
+
+def _refuse_compilation(name: str) -> None:
+    raise RuntimeError(
+        f"FOUNDRY_MOE_STRICT=1: {name} was compiled after batch {FREE_BATCHES}; unset the variable to allow it"
+    )
 
 
 def check_hf_checkpointer(state: State) -> None:

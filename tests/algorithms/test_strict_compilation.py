@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler
 
-from foundry_moe.algorithms.strict_compilation import FREE_BATCHES, StrictCompilation
+from foundry_moe.algorithms.gate_steps import FREE_BATCHES, StrictCompilation
 from foundry_moe.ops.compile_ahead import on_compilation
 
 pytestmark = pytest.mark.quick
