@@ -32,7 +32,7 @@ from foundry_moe.parallel.mesh import divisors, listed
 from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
 
 MODEL = "dmoe_causal_lm"
-# our names, by the entry-point group in which LLM Foundry looks them up
+# names of this package, by LLM Foundry's entry-point groups
 _NAMES = {
     "llmfoundry_models": (MODEL,),
     "llmfoundry_algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
@@ -40,7 +40,7 @@ _NAMES = {
 }
 MOST_BYTES = 2**22
 _ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
-_OF_FOUNDRY = ("ffn_type", "fc_type", "ffn_act_fn", "ffn_hidden_size")  # keys of ffn_config that are not ours
+_OF_FOUNDRY = ("ffn_type", "fc_type", "ffn_act_fn", "ffn_hidden_size")  # keys of ffn_config that LLM Foundry reads
 _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
 
 
@@ -48,10 +48,10 @@ def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
     """The YAML with command-line overrides merged in.
 
     Args:
-        usage: what to say beside that there is no such file.
+        usage: appended to the error if there is no such file.
 
     Raises:
-        ValueError: no such file, a folder in its place, no YAML in it, or an override that is not `key=value`.
+        ValueError: the file is missing, a folder or invalid YAML, or an override is not `key=value`.
     """
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder: name a run's YAML in it")
@@ -84,11 +84,11 @@ def _read_yaml(path: str) -> DictConfig:
 
 
 def _override(config: DictConfig, override: str) -> None:
-    """Merges `key=value` into the run; what names another thing, or is empty, takes the old one's place.
+    """Merges `key=value` into the run. A mapping that is empty or has another `name` replaces the old one.
 
-    `gate={name: switch}` must not keep the keys of the gate that stood there, nor `loss={}` its losses.
+    So `gate={name: switch}` does not keep keys of the old gate, nor `loss={}` its losses.
     """
-    key, _, text = override.partition("=")
+    key = override.partition("=")[0]
     try:
         given = OmegaConf.from_cli([override])
         value = OmegaConf.select(given, key, throw_on_resolution_failure=False)  # `${...}` may name keys of the file
@@ -98,7 +98,7 @@ def _override(config: DictConfig, override: str) -> None:
         else:
             config.merge_with(given)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{key}={text}: this override cannot be read: {_one_line(error)}") from None
+        raise ValueError(f"{override[:100]}: this override cannot be read: {_one_line(error)}") from None
 
 
 def _names_another(value: Any, old: Any) -> bool:
@@ -116,7 +116,7 @@ def plain(run: DictConfig) -> dict[str, Any]:
     """The run as dictionaries and lists, `${...}` resolved.
 
     Raises:
-        ValueError: a `${...}` names nothing.
+        ValueError: a `${...}` has no value.
     """
     try:
         resolved = OmegaConf.to_container(run, resolve=True)
@@ -191,7 +191,7 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
     """`algorithms.dmoe`, `model.moe`, or `model.ffn_config` with `ffn_type: dmoe`; None where the run has none.
 
     Raises:
-        ValueError: both, keys or values that cannot be, or a model that does not read `moe`.
+        ValueError: two of them, invalid keys or values, or a model that does not read `moe`.
     """
     algorithms, model = section(run, "algorithms"), section(run, "model")
     name, has_algorithm = model.get("name"), "dmoe" in algorithms
@@ -216,7 +216,7 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
 
 
 def _check_name(where: str, names: Iterable[Any], group: str) -> None:
-    """Raises ValueError for a name that is nearly one of ours, and nobody else's."""
+    """Raises ValueError for a name that is similar to one of this package's and is not registered."""
     installed = {entry.name for entry in entry_points(group=group)}
     for name in names:
         if not isinstance(name, str) or name in installed or name in _NAMES[group]:
@@ -230,7 +230,7 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> 
     if "WORLD_SIZE" in os.environ:
         check_fit(run, used=ranks_that_train(run, config), config=config)
         return
-    # without a launcher, what no number of GPUs would make right
+    # without a launcher, only what is invalid for any number of GPUs
     if mesh.expert != AUTO and config.num_experts % mesh.expert:
         raise ValueError(
             f"mesh.expert ({mesh.expert}) must divide num_experts ({config.num_experts}): use "
@@ -239,7 +239,7 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> 
 
 
 def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
-    """How many of the launcher's ranks the mesh has a place for; all, without a mesh.
+    """The number of the launcher's ranks that fit the mesh; all of them without a mesh.
 
     Raises:
         ValueError: see `ranks_in_use`.
@@ -257,11 +257,7 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
 
 
 def check_surroundings(run: Mapping[str, Any]) -> None:
-    """Checks keys that are not ours but do not go with experts.
-
-    Raises:
-        ValueError: tensor parallelism, or FSDP1.
-    """
+    """Raises ValueError for tensor parallelism and FSDP1, which dMoE layers do not support."""
     version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
     refuse_other_parallelism(tensor_parallel=bool(run.get("tp_config")), fsdp_version=version)
 

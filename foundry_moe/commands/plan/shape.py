@@ -1,7 +1,7 @@
 """The shape of a run's model: widths, and parameters by kind.
 
 An MPT or dMoE model is read from the run's YAML alone. A Hugging Face model is built on the meta device and counted.
-This module knows neither meshes nor memory.
+This module is independent of meshes and memory.
 
 Letters: D model width, F expert width, E experts, K choices, S sequence length, V vocabulary.
 """
