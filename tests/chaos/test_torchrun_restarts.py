@@ -51,4 +51,4 @@ def test_a_checkpoint_of_another_model_ends_the_job_at_once(tiny_text, tmp_path)
     other = torchrun(tiny_text, tmp_path / "run", tmp_path / "other.jsonl", None, "model.moe.top_k=1")
     assert other.returncode == 2, other.stderr[-5000:]
     assert "error: experts.top_k (1): the checkpoint was trained with 2" in other.stderr
-    assert other.stderr.count("error: experts' top_k") == 2, "each of two ranks said so once"
+    assert other.stderr.count("error: experts.top_k") == 2, "each of two ranks said so once"
