@@ -291,7 +291,7 @@ def test_a_stretched_rope_that_mixtral_does_not_have_is_named() -> None:
 
 LEAVES_AS = {
     "olmoe": ("pretrain/4gpu", "pretrain/8gpu", "cluster/olmoe_1b_7b"),
-    "mixtral": ("demo/cpu", "pretrain/1gpu", "cluster/64x8gpu"),
+    "mixtral": ("demo/cpu", "own_text/cpu", "own_text/1gpu", "pretrain/1gpu", "cluster/64x8gpu"),
     "qwen3_moe": ("cluster/qwen3_30b_a3b", "bench/qwen3_30b_a3b"),
     # steps on random tokens, of which nothing is to leave
     "gate.normalize (false)": ("bench/olmoe_1b_7b",),

@@ -26,6 +26,7 @@ RUNS = {
     "yamls/bench/olmoe_1b_7b.yaml": (4, 4, 141),
     "yamls/bench/dbrx_wide.yaml": (4, 4, 139),
     "yamls/bench/qwen3_30b_a3b.yaml": (4, 4, 139),
+    "yamls/own_text/1gpu.yaml": (1, 1, 24),
     "yamls/pretrain/1gpu.yaml": (1, 1, 40),
     "yamls/pretrain/4gpu.yaml": (4, 4, 141),
     "yamls/pretrain/8gpu.yaml": (8, 8, 80),
@@ -66,8 +67,9 @@ def test_a_small_plan_on_one_gpu_is_readable() -> None:
 
 
 def test_yamls_are_all_planned() -> None:
-    found = {str(p.relative_to(ROOT)) for d in ("bench", "pretrain", "cluster") for p in (ROOT / "yamls" / d).glob("*")}
-    assert found == set(RUNS)
+    folders = ("bench", "own_text", "pretrain", "cluster")
+    found = {str(p.relative_to(ROOT)) for folder in folders for p in (ROOT / "yamls" / folder).glob("*")}
+    assert found == {*RUNS, "yamls/own_text/cpu.yaml"}
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_run_that_fails_is_one_sentence(certificates: dict[str, Any]) -> None:
 # those that build a model from its sizes; others begin from a folder that somebody has to make
 YAMLS = sorted(
     str(path.relative_to(ROOT))
-    for kind in ("demo", "bench", "pretrain", "cluster")
+    for kind in ("demo", "bench", "own_text", "pretrain", "cluster")
     for path in (ROOT / "yamls" / kind).glob("*.yaml")
 )
 

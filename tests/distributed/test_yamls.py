@@ -30,6 +30,7 @@ CLUSTERS = {
     "bench/olmoe_1b_7b": (4, 4),
     "bench/dbrx_wide": (4, 4),
     "bench/qwen3_30b_a3b": (4, 4),
+    "own_text/1gpu": (1, 1),
     "pretrain/1gpu": (1, 1),
     "pretrain/4gpu": (4, 4),
     "pretrain/8gpu": (8, 8),
@@ -45,10 +46,10 @@ def load(name: str) -> dict[str, Any]:
     return {str(key): value for key, value in run.items()}
 
 
-def test_all_runs_but_the_demo_are_here() -> None:
-    """The demo, fine-tuning and evaluation have tests of their own (tests/end_to_end)."""
+def test_all_runs_for_gpus_are_here() -> None:
+    """The others have tests of their own (tests/end_to_end, tests/docs)."""
     found = {str(path.relative_to(ROOT / "yamls").with_suffix("")) for path in (ROOT / "yamls").rglob("*.yaml")}
-    assert found == {*CLUSTERS, "demo/cpu", "finetune/instructions", "eval/exported"}
+    assert found == {*CLUSTERS, "demo/cpu", "own_text/cpu", "finetune/instructions", "eval/exported"}
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTERS if "bench" not in name])
@@ -135,6 +136,8 @@ def small(name: str, text: Path, folder: Path, processes: int) -> list[str]:
         "train_loader.num_workers=0",
         "train_loader.prefetch_factor=null",
         "train_loader.persistent_workers=false",
+        "eval_loader=null",
+        "eval_interval=0",
     ]
 
 

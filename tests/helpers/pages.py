@@ -1,0 +1,40 @@
+"""Code blocks of a documentation page, and a folder in which its commands run as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from tests.helpers.demo import BIN, ROOT
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The page's code blocks in a language, in order. `page`: below docs/."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
+
+
+def link_tree(folder: Path) -> None:
+    """Links what commands name, so that relative paths work and results stay in `folder`."""
+    for name in ("foundry_moe", "yamls", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def run_block(block: str, folder: Path, timeout_s: float = 600) -> str:
+    """The output of a block in bash, which stops at the first command that fails."""
+    paths = {
+        "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=folder,
+        env={**os.environ, **paths, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{block}\n{output[-4000:]}"
+    return output
