@@ -12,9 +12,21 @@ _PUBLIC = {
     "MoEConfig": "foundry_moe.config",
     "MeshConfig": "foundry_moe.config",
     "MoELayer": "foundry_moe.layers.moe",
+    "BatchContext": "foundry_moe.layers.context",
+    "Progress": "foundry_moe.layers.schedule",
+    "batch_context": "foundry_moe.layers.lookup",
+    "moe_layers": "foundry_moe.layers.lookup",
+    "note_loads": "foundry_moe.layers.lookup",
+    "step_gates": "foundry_moe.layers.lookup",
+    "parallelize": "foundry_moe.parallel.placement",
+    "clip_norm": "foundry_moe.parallel.gradients",
+    "Writer": "foundry_moe.checkpoint.dcp_writer",
+    "Reader": "foundry_moe.checkpoint.dcp_reader",
     "apply_dmoe": "foundry_moe.models.conversion",
+    # the following import Composer
     "DMoE": "foundry_moe.algorithms.dmoe",
     "DMoECausalLM": "foundry_moe.models.mpt",
+    "ElasticCheckpoint": "foundry_moe.callbacks.elastic_checkpoint",
     "ExpertLoad": "foundry_moe.callbacks.expert_load",
 }
 

@@ -78,7 +78,8 @@ def refuse_other_parallelism(*, tensor_parallel: bool, fsdp_version: str) -> Non
         raise ValueError("tp_config: dMoE layers do not support tensor parallelism; remove it and use mesh.expert")
     if fsdp_version != "2":
         raise ValueError(
-            f"FSDP_VERSION ({fsdp_version}): dMoE layers need FSDP2; set FSDP_VERSION=2 in the environment"
+            f"FSDP_VERSION ({fsdp_version}): dMoE layers need FSDP2; set FSDP_VERSION=2 in the environment, or pass "
+            "parallelism_config={'fsdp': FSDP2Config()} to Trainer"
         )
 
 

@@ -46,17 +46,21 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         _compile(state, mesh_config)
         return None
     if not isinstance(state.fsdp_config, FSDP2Config):
-        raise ValueError("mesh needs FSDP2: give the run `fsdp_config: {}` and set FSDP_VERSION=2 in the environment")
+        raise ValueError(
+            "mesh needs FSDP2: give the run `fsdp_config: {}`, or pass parallelism_config={'fsdp': FSDP2Config()} to "
+            "Trainer (from composer.utils import FSDP2Config; Composer ignores a key `fsdp2`)"
+        )
     _leave_unwrapped(state.model)
     placement = parallelize(
         state.model,
         mesh_config,
-        fsdp_config=state.fsdp_config,
         optimizers=state.optimizers,
+        reshard_after_forward=state.fsdp_config.reshard_after_forward,
         mp_policy=create_mixed_precision_policy(state.precision, state.fsdp_config.mixed_precision),
         device=state.device._device,  # type: ignore[arg-type]
         ranks_per_node=dist.get_local_world_size(),
     )
+    state.fsdp_config.device_mesh = placement.mesh
     _replace_clipping(state, placement, mesh_config)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:

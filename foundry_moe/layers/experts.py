@@ -67,6 +67,12 @@ class Experts(nn.Module):
         self.v1_bias_EF = bias_of(hidden_size) if kind.gated else None
         self.w2_bias_ED = bias_of(d_model)
 
+    def extra_repr(self) -> str:
+        """Sizes and backend for `print(model)`; parameters of FSDP2 show the sizes of the whole layer."""
+        num_experts, hidden_size, d_model = self.w1_EFD.shape
+        gated = "" if self.v1_EFD is None else ", gated"
+        return f"{num_experts} experts, {d_model} -> {hidden_size} -> {d_model}{gated}, backend={self.backend}"
+
     def rows_of(self, experts: range) -> range:
         """The indices of consecutive experts along a parameter's first dimension."""
         return experts

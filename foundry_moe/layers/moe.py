@@ -48,7 +48,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: `auto` for the experts' width or activation; an unknown gate or key, a loss that the gate does
-            not have, or a router to freeze that it does not have.
+            not have, or a router to freeze that it does not have; a mesh for a layer on its own.
     """
 
     def __init__(
@@ -67,6 +67,11 @@ class MoELayer(nn.Module):
         for key in ("expert_hidden_size", "activation"):
             if getattr(config, key) == "auto":
                 raise ValueError(f"{key} (auto): a layer on its own has no FFN to read it from; give it a value")
+        if context is None and config.mesh is not None:
+            raise ValueError(
+                f"mesh ({config.mesh}): a layer does not place itself on a mesh; leave the key out and call "
+                "foundry_moe.parallelize(model, mesh)"
+            )
         assert isinstance(config.expert_hidden_size, int | tuple)
         self.config = config
         self.d_model = d_model

@@ -1,4 +1,4 @@
-"""Places a model's experts on a mesh, and sets the mesh on which FSDP2 shards the rest.
+"""Places a model's experts on a mesh, and gives the mesh on which FSDP2 shards the rest.
 
 Knows MoE layers: `experts` (a module whose parameters have the experts first), `gate`, `shared_expert`, `dispatcher`,
 `num_experts`, `context`, and how they draw weights. Must not know kernels or Composer.
@@ -7,13 +7,14 @@ Knows MoE layers: `experts` (a module whose parameters have the experts first), 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -54,33 +55,40 @@ class Placement:
     def plan(self) -> MeshPlan:
         return self.meshes.plan
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard` of all modules but the experts: 1-D, or 2-D with replicas."""
+        return self.meshes.dense
+
 
 def parallelize(
     model: nn.Module,
-    mesh_config: MeshConfig,
+    mesh: MeshConfig | Mapping[str, Any],
     *,
-    fsdp_config: Any,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int = True,
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
 ) -> Placement:
-    """Divides the experts of every MoE layer over the mesh, and sets `fsdp_config.device_mesh` for the rest.
+    """Divides the experts of every MoE layer over the mesh, and shards them with FSDP2.
 
-    Call it on every rank, before FSDP2 wraps the model. Experts on the meta device are drawn here, by each rank only
-    its own part; real ones are sliced. Parameters keep their names.
+    Call it on every rank, after `init_process_group` and before `fully_shard` wraps the other modules on the returned
+    `Placement.mesh`. Experts on the meta device are drawn here, by each rank only its own part; real ones are sliced.
+    Parameters keep their names.
 
     Args:
-        fsdp_config: an object whose `device_mesh` is set and whose `reshard_after_forward` is read, as
-            Composer's FSDP2Config has them.
+        mesh: widths of the mesh, for example `{"expert": 8, "shard": "auto"}`. `compile` and `spares` have no effect.
         optimizers: their parameters are replaced by the placed ones. They must not have stepped.
         mp_policy: mixed precision of the experts.
+        reshard_after_forward: of the experts, as in `fully_shard`.
         device: of this rank.
         ranks_per_node: default: LOCAL_WORLD_SIZE, or all.
 
     Raises:
         ValueError: no MoE layer, or a mesh that fits neither the job nor the experts nor the installed torch.
     """
+    mesh_config = mesh if isinstance(mesh, MeshConfig) else MeshConfig(**mesh)
     layers = named_moe_layers(model)
     if not layers:
         raise ValueError("mesh is for models with MoE layers, and this one has none: check `layers`")
@@ -90,7 +98,6 @@ def parallelize(
     check_replicas(plan.replicate, device.type)
     average_on_gloo()
     meshes = build_meshes(plan, device.type)
-    fsdp_config.device_mesh = meshes.dense
     names = {parameter: name for name, parameter in model.named_parameters()}
     connect(layers.values(), meshes, mesh_config)
     for name, layer in layers.items():
@@ -101,7 +108,7 @@ def parallelize(
             dimension=dimensions[name],
             device=device,
             mp_policy=mp_policy or MixedPrecisionPolicy(),
-            reshard_after_forward=fsdp_config.reshard_after_forward,
+            reshard_after_forward=reshard_after_forward,
             once_a_batch=mesh_config.reduce == "batch",
         )
     placed = dict(model.named_parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,9 +134,8 @@ def balance_of_ranks(scopes: list[str], mesh: tuple[int, int, int]) -> dict[str,
     for scope in scopes:
         moe = {"num_experts": 8, "top_k": 2, "loss": {"balance": 1.0}, "balance_over": scope}
         model = build_model(Case(name=scope, moe=moe), torch.float64, torch.device("cpu"))
-        fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
         config = MeshConfig(replicate=replicate, shard=shard, expert=expert)
-        parallelize(model, config, fsdp_config=fsdp, optimizers=[], device="cpu")
+        parallelize(model, config)
         layer, context = moe_layers(model)[-1], batch_context(model)
         seen: list[Any] = []
         layer.gate.register_forward_hook(lambda gate, inputs, output, seen=seen: seen.extend((inputs[0], output)))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -364,7 +363,6 @@ def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int 
     parallelize(
         model,
         MeshConfig(replicate=replicate, shard=shard, expert=expert),
-        fsdp_config=SimpleNamespace(device_mesh=None, reshard_after_forward=True),
         optimizers=[optimizer],
     )
     ours = dict(placed.named_parameters())

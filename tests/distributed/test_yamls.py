@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.commands.plan.planner import Machine, plan_run
 from foundry_moe.commands.plan.step import GIB
-from foundry_moe.config import MeshConfig
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel import placement
@@ -79,12 +77,11 @@ def test_a_run_is_built_for_its_cluster_with_the_planned_bytes_on_a_rank(
         for draw in ("draw_experts", "draw_replicated"):
             monkeypatch.setattr(placement, draw, lambda *_: None)
         monkeypatch.setattr(torch.nn.Module, "to_empty", lambda module, **_: module)  # stays without memory
-        fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
-        placed = placement.parallelize(model, MeshConfig(**mesh), fsdp_config=fsdp, ranks_per_node=per_node)
+        placed = placement.parallelize(model, mesh, ranks_per_node=per_node)
         assert placed.plan == plan.mesh and len(placed.layers) == plan.shape.moe_layers
         for block in model.model.transformer.blocks:
-            fully_shard(block, mesh=fsdp.device_mesh)
-        fully_shard(model, mesh=fsdp.device_mesh)
+            fully_shard(block, mesh=placed.mesh)
+        fully_shard(model, mesh=placed.mesh)
         here = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         assert 4 * here == pytest.approx(plan.memory["weights"], rel=0.01)
         for layer in named_moe_layers(model).values():

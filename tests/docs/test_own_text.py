@@ -36,7 +36,7 @@ def test_a_folder_of_text_becomes_a_tokenizer_and_samples(said):
 
 
 def test_the_run_trains_resumes_and_is_exported(said):
-    assert output_of(said, "foundry-moe check").startswith("ok: dmoe_causal_lm, 4 layers of width 128, 8 experts")
+    assert output_of(said, "foundry-moe check ").startswith("ok: dmoe_causal_lm, 4 layers of width 128, 8 experts")
     first, second = [output for block, output in said if block.startswith("composer")]
     losses = [float(re.search(rf"^{name} loss ([\d.]+)$", first, re.M)[1]) for name in ("first", "last")]
     assert losses[1] < losses[0] < 9

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,9 +30,8 @@ def test_a_block_is_asked_for_whole_while_its_neighbour_is_computed(monkeypatch:
     try:
         model = build_model(CASES[0], torch.float32, torch.device("cpu"))
         assert [len(blocks) for blocks in block_lists(model)] == [2]
-        fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
-        parallelize(model, MeshConfig(expert=1, shard=2), fsdp_config=fsdp)
-        shard_rest(model, fsdp.device_mesh, MixedPrecisionPolicy())
+        placed = parallelize(model, MeshConfig(expert=1, shard=2))
+        shard_rest(model, placed.mesh, MixedPrecisionPolicy())
         prefetch_in_order(model)
         model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
     finally:

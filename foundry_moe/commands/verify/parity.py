@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -219,18 +218,11 @@ def _place(
     ranks_per_node: int | None,
 ) -> None:
     """Puts the whole model on the mesh, and its new parameters into the optimizer."""
-    fsdp = SimpleNamespace(device_mesh=None, reshard_after_forward=True)
-    parallelize(
-        model,
-        mesh,
-        fsdp_config=fsdp,
-        optimizers=[optimizer],
-        mp_policy=policy,
-        device=device,
-        ranks_per_node=ranks_per_node,
+    placed = parallelize(
+        model, mesh, optimizers=[optimizer], mp_policy=policy, device=device, ranks_per_node=ranks_per_node
     )
     old = dict(model.named_parameters())
-    shard_rest(model, fsdp.device_mesh, policy)
+    shard_rest(model, placed.mesh, policy)
     new = dict(model.named_parameters())
     replace_parameters(optimizer, {parameter: new[name] for name, parameter in old.items()})
     prefetch_in_order(model)
