@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from foundry_moe.launch.run_config import check_device, check_files, check_whole_run, load_run, plain, ranks_that_train
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
 from foundry_moe.launch.user_errors import run_cleanly
+from foundry_moe.schema import section
 
 # warnings of Composer and torch about their own code, every few batches
 _NOISE = ("To copy construct from a tensor", "'pin_memory' argument is set as true but no accelerator is found")
@@ -44,6 +48,7 @@ def train(arguments: list[str]) -> int:
         wait_as_spare()
         return 0
     os.environ.setdefault("FSDP_VERSION", "2")
+    make_wandb_folder(settings)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
 
@@ -57,6 +62,12 @@ def train(arguments: list[str]) -> int:
         print(done)
     dismiss(launched - ranks)
     return 0
+
+
+def make_wandb_folder(run: Mapping[str, Any]) -> None:
+    """Creates the folder of `loggers.wandb.init_kwargs.dir`: wandb ignores one that does not exist and uses /tmp."""
+    if folder := section(run, "loggers", "wandb", "init_kwargs").get("dir"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def main() -> None:

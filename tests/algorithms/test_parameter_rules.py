@@ -6,11 +6,14 @@ import copy
 from typing import Any
 
 import pytest
+import yaml
 from composer import Trainer
 from llmfoundry.utils.builders import build_optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.gate_steps import GateSteps, add_steps_algorithm
+from tests.helpers.pages import blocks
 from tests.helpers.training import MOE, llama, mpt
 
 
@@ -49,6 +52,20 @@ def test_a_group_for_experts_holds_them_and_nothing_else() -> None:
     assert found[1] == {name for name in names.values() if "experts" in name} and len(found[1]) == 6
     assert found[2] == {name for name in names.values() if ("mlp" in name or "norm" in name) and "experts" not in name}
     assert set.union(*found) == set(names.values()) and sum(map(len, found)) == len(names)
+
+
+def test_the_recipe_of_a_learning_rate_for_experts_and_router_holds_through_a_schedule() -> None:
+    (recipe,) = [block for block in blocks("recipes.md", "yaml") if "param_groups" in block]
+    keys = yaml.safe_load(recipe)["optimizer"]
+    state = train(keys, built=True)
+    optimizer = state.optimizers[0]
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    for group, word in zip(optimizer.param_groups[1:], ("experts.", "gate."), strict=True):
+        assert group["params"] and all(word in names[id(p)] for p in group["params"])
+    optimizer.step()
+    schedule = LambdaLR(optimizer, lambda step: 0.5**step)
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-4, 2.5e-4, 1e-3])
 
 
 @pytest.mark.parametrize("built", [False, True])

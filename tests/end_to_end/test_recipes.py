@@ -69,8 +69,9 @@ def finetune(folder: Path, processes: int, duration: str, *overrides: str) -> st
 @pytest.fixture(scope="module")
 def finetuned(folder) -> tuple[str, str]:
     """The output of a run on two processes, whose experts are divided, and of the one that goes on from it on one."""
+    wandb = f"loggers.wandb.init_kwargs.dir={folder / 'run' / 'logs'}"  # a folder that nothing else creates
     board = f"loggers.tensorboard.log_dir={folder / 'run' / 'board'}"
-    first = finetune(folder, 2, "3ba", "algorithms.dmoe.mesh.expert=2", board)
+    first = finetune(folder, 2, "3ba", "algorithms.dmoe.mesh.expert=2", board, wandb)
     second = finetune(folder, 1, "5ba", "loggers=null", "icl_tasks=null")
     return first, second
 
@@ -135,7 +136,7 @@ def test_figures_arrive_at_wandb_mlflow_and_tensorboard_without_a_network(folder
     board.Reload()
     scalars = board.Scalars("dmoe/layer1/max_violation")
     assert [point.value for point in scalars] == pytest.approx(list(wanted.values()), rel=1e-6)
-    (kept,) = (folder / "run" / "wandb").rglob("*.wandb")
+    (kept,) = (folder / "run" / "logs" / "wandb").rglob("*.wandb")
     assert b"dmoe/layer1/max_violation" in kept.read_bytes()
 
 
