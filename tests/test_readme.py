@@ -14,8 +14,8 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-KEYS = (ROOT / "docs" / "configuration.md").read_text()
-DESIGN = (ROOT / "docs" / "design.md").read_text()
+KEYS = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+DESIGN = (ROOT / "docs" / "explanation" / "design.md").read_text()
 
 
 def keys_of_table(header: str) -> list[str]:
@@ -61,7 +61,7 @@ def test_the_tree_names_every_folder_of_the_package_and_no_other():
 
 def test_what_the_status_names_exists():
     """A claim that points at a test or a script that is gone has no proof any more."""
-    status = (ROOT / "docs" / "status.md").read_text()
+    status = (ROOT / "docs" / "reference" / "status.md").read_text()
     named = set(re.findall(r"`((?:tests|benchmarks|docker)/[\w/.]+)`", status))
     assert len(named) > 10 and not [name for name in named if not (ROOT / name).exists()]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)

@@ -1,4 +1,4 @@
-"""Scripts for claims of papers; docs/papers.md has the results."""
+"""Scripts for claims of papers; docs/explanation/papers.md has the results."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`make papers`: the claims of papers that can be measured again, each with its command. Results: docs/papers.md."""
+"""`make papers` lists the claims of papers with their commands. Results: docs/explanation/papers.md."""
 
 CLAIMS = (
     (

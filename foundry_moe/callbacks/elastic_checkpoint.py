@@ -43,7 +43,7 @@ class ElasticCheckpoint(WatchingCallback):
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
     max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
     timeout 60s, save_timeout 30m, grace 25s, signals [SIGTERM, SIGUSR1], max_nonfinite 3, on_nonfinite stop. See
-    docs/checkpoints.md.
+    docs/how-to/checkpoints.md.
 
     On one of `signals`, to any rank, all ranks finish the batch, save and exit with code 75. After `max_nonfinite`
     batches in a row whose loss, gradients or weights were not finite, the run stops, or restores the last finite

@@ -21,7 +21,8 @@ class NonfiniteGuard(WatchingCallback):
 
         nonfinite_guard: {max_nonfinite: 3}
 
-    `elastic_checkpoint` does this too, and can go back to a checkpoint: both is an error. See docs/resilience.md.
+    `elastic_checkpoint` does this too, and can go back to a checkpoint: both is an error. See
+    docs/how-to/resilience.md.
 
     Args:
         max_nonfinite: how many such batches in a row stop the run.

@@ -166,7 +166,7 @@ def find_ffns(model: nn.Module) -> Iterator[tuple[str, DenseFFN]]:
         if block is None and _holds_experts(module):
             raise ValueError(
                 f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
-                "docs/hugging_face.md for those that can be taken over"
+                "docs/how-to/hugging_face.md for those that can be taken over"
             )
         if block is not None:
             inside = (*inside, f"{name}.")

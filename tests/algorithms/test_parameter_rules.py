@@ -55,7 +55,7 @@ def test_a_group_for_experts_holds_them_and_nothing_else() -> None:
 
 
 def test_the_recipe_of_a_learning_rate_for_experts_and_router_holds_through_a_schedule() -> None:
-    (recipe,) = [block for block in blocks("recipes.md", "yaml") if "param_groups" in block]
+    (recipe,) = [block for block in blocks("how-to/recipes.md", "yaml") if "param_groups" in block]
     keys = yaml.safe_load(recipe)["optimizer"]
     state = train(keys, built=True)
     optimizer = state.optimizers[0]

@@ -1,4 +1,4 @@
-"""What users do besides pretraining, through the launcher: fine-tune, evaluate, log; with the YAMLs of docs/recipes.md.
+"""Fine-tuning, evaluation and logging through the launcher, with the YAMLs of docs/how-to/recipes.md.
 
 One run on two processes with divided experts, resumed on one, exported, and evaluated as any Hugging Face model.
 """

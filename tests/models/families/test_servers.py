@@ -1,7 +1,7 @@
 """What we write of each family is what the loaders of vLLM and SGLang read: names, layouts, and keys of config.json.
 
 The table says, in our words, what each loader does with the tensors of one block, from the files that it names, at the
-commits that docs/export.md names.
+commits that docs/how-to/export.md names.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ LOADERS = {
 
 def test_every_family_has_a_loader_and_the_page_names_its_file() -> None:
     assert set(LOADERS) == set(MODEL_TYPES)
-    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "export.md").read_text()
     for loader in LOADERS.values():
         assert all(Path(file).name in page for file in loader.files)
 
