@@ -159,7 +159,7 @@ class MeshConfig:
 @suggests_keys
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The keys of the MoE layers, in Python and in YAML (docs/configuration.md).
+    """The keys of the MoE layers, in Python and in YAML (docs/reference/configuration.md).
 
     num_experts: experts in a layer.
     top_k: experts of each token.

@@ -2,7 +2,8 @@
 
 `Writer` and `Reader` are a StorageWriter and a StorageReader for torch.distributed.checkpoint, in any program.
 `engine.CheckpointEngine` saves in the background and plans without communication; it knows neither Composer nor a
-schedule, and `callbacks.elastic_checkpoint` is Composer's callback. All write one format (docs/checkpoint_format.md).
+schedule, and `callbacks.elastic_checkpoint` is Composer's callback. All write one format
+(docs/reference/checkpoint_format.md).
 Public names are loaded when they are first used.
 """
 

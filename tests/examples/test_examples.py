@@ -29,8 +29,9 @@ def run(*words: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_composer_script_trains_and_every_expert_has_tokens() -> None:
-    output = run("examples/composer_script.py")
+@pytest.mark.parametrize("launcher", [(), ("-m", "composer.cli.launcher", "-n", "2")], ids=["one", "two"])
+def test_composer_script_trains_and_every_expert_has_tokens(launcher: tuple[str, ...]) -> None:
+    output = run(*launcher, "examples/composer_script.py")
     loss = float(re.search(r"^loss ([\d.]+);", output, re.M)[1])
     # the frequencies of its bytes alone are worth 3.2 nats a byte
     assert 0.5 < loss < 3.2 < math.log(256)
