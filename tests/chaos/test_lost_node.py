@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.run_kills import Outcome, check, read_log
 from tests.helpers import entrypoint
+from tests.helpers.kills import Outcome, check, read_log
 from tests.helpers.launching import free_port
 
 BATCHES = 16

@@ -13,9 +13,9 @@ import pytest
 
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
-from tests.chaos.run_kills import ROOT, read_log
 from tests.helpers import entrypoint
 from tests.helpers.entrypoint import START_S, STOP_S, kill_group, wait_for
+from tests.helpers.kills import ROOT, read_log
 
 LONG = 100_000  # batches: no run here comes so far
 

@@ -10,9 +10,9 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.user_errors import TAKEN_OVER
-from tests.chaos.run_kills import ROOT, read_log
 from tests.helpers import entrypoint
 from tests.helpers.entrypoint import START_S, STOP_S, kill_group, wait_for
+from tests.helpers.kills import ROOT, read_log
 
 
 @pytest.mark.timeout(1500)

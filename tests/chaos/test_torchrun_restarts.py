@@ -10,8 +10,8 @@ import pytest
 from foundry_moe.checkpoint.inspecting import verify
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
-from tests.chaos.run_kills import ROOT, Outcome, check, read_log
 from tests.helpers import entrypoint
+from tests.helpers.kills import ROOT, Outcome, check, read_log
 
 BATCHES = 8
 

@@ -29,12 +29,12 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import dcp_worker
-from tests.checkpoint.test_older_formats import FIXTURES
-from tests.checkpoint.test_older_formats import make_state as make_fixture
-from tests.checkpoint.test_untrusted import MANIFESTS
 from tests.helpers import checkpoints
+from tests.helpers.forged_manifests import MANIFESTS
 from tests.helpers.forging import forge_manifest
 from tests.helpers.launching import PRELOAD
+from tests.helpers.older_formats import FIXTURES
+from tests.helpers.older_formats import make_state as make_fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -15,7 +15,7 @@ from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, Owners
 from foundry_moe.checkpoint.stores import open_store
-from tests.helpers.checkpoints import damage, data_object, make_state, save
+from tests.helpers.checkpoints import check_begins, damage, data_object, make_state, save
 from tests.helpers.commands import tool
 
 
@@ -196,20 +196,6 @@ def test_a_damaged_block_leaves_no_stock_checkpoint(folder, tmp_path, capsys) ->
         assert tool("export", folder, out, "--step", 3, "--format", kind) == 1
         assert "do not have the recorded hash" in capsys.readouterr().err
         assert not (out / ".metadata").exists() and not out.is_file()
-
-
-def check_begins(store, weights) -> None:
-    """A run that resumes from the folder begins at step 0 with these weights and an optimizer of its own."""
-    asked = []
-
-    def make(info):
-        asked.append(info["weights_only"])
-        return {"model": {name: torch.zeros_like(tensor) for name, tensor in weights.items()}}
-
-    loaded = CheckpointEngine(store).load(make)
-    assert asked == [True] and loaded.step == 0
-    for name, tensor in weights.items():
-        assert torch.equal(loaded.state["model"][name], tensor), name
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "safetensors folder", "state dict", "composer", "distributed"])

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.stores import open_store
-from tests.commands.test_checkpoints import check_begins
+from tests.helpers.checkpoints import check_begins
 from tests.helpers.commands import tool
 
 

@@ -11,7 +11,7 @@ import pytest
 from foundry_moe.commands.plan.constants import shipped_constants
 from foundry_moe.commands.plan.planner import Machine, plan_run
 from foundry_moe.commands.plan.step import GIB
-from tests.commands.test_plan import ROOT, load
+from tests.helpers.plans import ROOT, load
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ from foundry_moe.commands.plan.command import format_search, search_rows
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
 from foundry_moe.commands.plan.search import days_of, search_meshes, why_not
 from foundry_moe.commands.plan.step import GIB
-from tests.commands.test_plan import ROOT, load
+from tests.helpers.plans import ROOT, load
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ from foundry_moe.commands.plan.planner import Machine, plan_run
 from foundry_moe.commands.plan.search import search_meshes
 from foundry_moe.commands.plan.shape import read_shape
 from foundry_moe.commands.plan.step import GIB
-from tests.commands.test_plan import ROOT, RUNS, load
+from tests.helpers.plans import ROOT, RUNS, load
 
 pytestmark = pytest.mark.quick
 

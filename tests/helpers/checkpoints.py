@@ -92,3 +92,17 @@ def damage(store, step: int, kind: str) -> None:
     elif kind == "commit altered":
         record = CommitKey(generation=0, step=step).key
         store.put(record, store.get(record).replace(b'"step": 2', b'"step": 1'))
+
+
+def check_begins(store, weights) -> None:
+    """A run that resumes from the folder begins at step 0 with these weights and an optimizer of its own."""
+    asked = []
+
+    def make(info):
+        asked.append(info["weights_only"])
+        return {"model": {name: torch.zeros_like(tensor) for name, tensor in weights.items()}}
+
+    loaded = CheckpointEngine(store).load(make)
+    assert asked == [True] and loaded.step == 0
+    for name, tensor in weights.items():
+        assert torch.equal(loaded.state["model"][name], tensor), name

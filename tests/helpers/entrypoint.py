@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.run_kills import ROOT, command
+from tests.helpers.kills import ROOT, command
 
 SCRIPT = f"{ROOT}/docker/entrypoint.sh"
 START_S, STOP_S = 900, 120  # four processes import Composer first, and may share two cores

@@ -9,7 +9,7 @@ from torch.distributions import Normal
 
 from foundry_moe.layers import losses
 from foundry_moe.layers.context import TokenSequences
-from tests.layers.gates.common import batch, build, context_of
+from tests.helpers.gates import batch, build, context_of
 
 pytestmark = pytest.mark.quick
 

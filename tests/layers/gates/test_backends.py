@@ -7,7 +7,7 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
-from tests.layers.gates.common import GATE_IDS, GATES
+from tests.helpers.gates import GATE_IDS, GATES
 
 pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foundry_moe.ops.assignment import assign
-from tests.layers.gates.common import WIDTH, batch, build, context_of
+from tests.helpers.gates import WIDTH, batch, build, context_of
 
 
 def test_training_assigns_evenly_and_weighs_by_the_sigmoid():

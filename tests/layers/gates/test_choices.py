@@ -8,7 +8,7 @@ import torch
 
 from foundry_moe.layers.gates.hash import balance_by_frequency
 from foundry_moe.layers.schedule import Progress
-from tests.layers.gates.common import WIDTH, batch, build, context_of
+from tests.helpers.gates import WIDTH, batch, build, context_of
 
 pytestmark = pytest.mark.quick
 

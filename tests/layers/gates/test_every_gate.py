@@ -7,7 +7,7 @@ import torch
 
 from foundry_moe.ops import plan_permute
 from foundry_moe.ops.select_topk import count_choices
-from tests.layers.gates.common import GATE_IDS, GATES, batch, build, context_of
+from tests.helpers.gates import GATE_IDS, GATES, batch, build, context_of
 
 every_gate = pytest.mark.parametrize(("settings", "top_k"), GATES, ids=GATE_IDS)
 pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")

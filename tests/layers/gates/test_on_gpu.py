@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.layers.gates.common import GATE_IDS, GATES, batch, build, context_of
+from tests.helpers.gates import GATE_IDS, GATES, batch, build, context_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:gate expert_choice")]
 CASES = [pytest.param(*case, id=name) for case, name in zip(GATES, GATE_IDS, strict=True) if case[0]["name"] != "base"]

@@ -10,7 +10,7 @@ import torch
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.models.families import family_of
 from tests.helpers.families import MODEL_TYPES, VOCABULARY, small
-from tests.models.families.truth import fp64_throughout
+from tests.helpers.fp64 import fp64_throughout
 
 IDS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
 
