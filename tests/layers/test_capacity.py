@@ -165,8 +165,8 @@ def test_a_capacity_that_cannot_be_is_refused(capacity):
     ("keys", "sentence"),
     [
         ({"capacity": 1.0, "drop": "wieght"}, "did you mean 'weight'"),
-        ({"drop": "weight"}, "drops nothing"),
-        ({"capacity": "dynamic", "drop": "weight"}, "drops nothing"),
+        ({"drop": "weight"}, "needs a capacity factor"),
+        ({"capacity": "dynamic", "drop": "weight"}, "needs a capacity factor"),
     ],
 )
 def test_a_way_to_drop_that_cannot_be_is_refused(keys, sentence):
