@@ -1,7 +1,7 @@
 """The training command: `composer -n 8 foundry_moe/train.py run.yaml key=value ...`.
 
 Calls LLM Foundry's trainer. Before that it checks the run without slow imports, and sets FSDP_VERSION=2, so that
-`fsdp_config` means FSDP2. A run that was complete already ends without an error. Ranks that do not fit the mesh wait
+`fsdp_config` means FSDP2. A run that is complete already ends without an error. Ranks that do not fit the mesh wait
 (`mesh.spares`).
 """
 
@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
+from foundry_moe.checkpoint.settings import checkpoint_config
+from foundry_moe.launch.console import quiet_third_parties, set_console
+from foundry_moe.launch.ending import exit_on, is_first_rank
 from foundry_moe.launch.run_config import check_device, check_files, check_whole_run, load_run, plain, ranks_that_train
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
-from foundry_moe.launch.user_errors import run_cleanly
+from foundry_moe.launch.user_errors import raise_on_all_ranks, run_cleanly
 from foundry_moe.schema import section
 
-# warnings of Composer and torch about their own code, every few batches
-_NOISE = ("To copy construct from a tensor", "'pin_memory' argument is set as true but no accelerator is found")
-
 USAGE = "usage: composer -n PROCESSES foundry_moe/train.py RUN.yaml [key=value ...]"
+_COMPLETE = "No training would occur"  # in Composer's error for a run that has reached max_duration
 
 
 def train(arguments: list[str]) -> int:
@@ -32,6 +34,49 @@ def train(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
+    try:
+        run, settings, ranks = checked(arguments)
+    except ValueError as error:
+        raise_on_all_ranks(error)
+    launched = launched_ranks()
+    if not take_place(ranks):
+        wait_as_spare()
+        return 0
+    signals = _stop_signals(settings)
+    exit_on(signals)
+    os.environ.setdefault("FSDP_VERSION", "2")
+    os.environ.setdefault("NODE_RANK", os.environ.get("GROUP_RANK", "0"))  # torchrun's name of it; Composer needs it
+    make_wandb_folder(settings)
+    set_console(run)
+    quiet_third_parties()
+
+    from llmfoundry.command_utils import train as train_with_foundry
+
+    from foundry_moe.callbacks.run_report import TrainingComplete
+
+    exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
+    quiet_third_parties()
+    if is_first_rank():
+        print(f"run {arguments[0]}, {len(arguments) - 1} overrides, {ranks} processes", flush=True)
+    try:
+        train_with_foundry(run)
+    except TrainingComplete as done:
+        print(done)
+    except ValueError as error:
+        if _COMPLETE not in str(error):
+            raise
+        if is_first_rank():
+            print(f"this run is complete: max_duration ({settings['max_duration']}) is reached, nothing to train")
+    dismiss(launched - ranks)
+    return 0
+
+
+def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
+    """The run, the same as plain dictionaries, and how many ranks train.
+
+    Raises:
+        ValueError: a sentence for each mistake.
+    """
     if missing := [name for name in ("composer", "llmfoundry") if find_spec(name) is None]:
         raise ValueError(
             f"the training command needs {' and '.join(missing)}, which the base install leaves out: "
@@ -41,27 +86,17 @@ def train(arguments: list[str]) -> int:
     settings = plain(run)
     config = check_whole_run(settings)
     check_files(settings)
-    launched, ranks = launched_ranks(), ranks_that_train(settings, config)
+    ranks = ranks_that_train(settings, config)
     check_fit(settings, used=ranks, config=config)
     check_device(settings)
-    if not take_place(ranks):
-        wait_as_spare()
-        return 0
-    os.environ.setdefault("FSDP_VERSION", "2")
-    make_wandb_folder(settings)
-    for message in _NOISE:
-        warnings.filterwarnings("ignore", message=message)
+    return run, settings, ranks
 
-    from llmfoundry.command_utils import train as train_with_foundry
 
-    from foundry_moe.callbacks.run_report import TrainingComplete
-
-    try:
-        train_with_foundry(run)
-    except TrainingComplete as done:
-        print(done)
-    dismiss(launched - ranks)
-    return 0
+def _stop_signals(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those that `elastic_checkpoint` saves on; none without it."""
+    callbacks = section(run, "callbacks")
+    keys = section(run, "callbacks", "elastic_checkpoint")
+    return checkpoint_config(keys).signals if "elastic_checkpoint" in callbacks else ()
 
 
 def make_wandb_folder(run: Mapping[str, Any]) -> None:

@@ -111,12 +111,18 @@ class Tuner:
 
     def _read(self) -> dict[str, Tile]:
         try:
-            return {key: Tile(**entry) for key, entry in json.loads(self.path.read_text()).items()}
+            tiles = {key: Tile(**entry) for key, entry in json.loads(self.path.read_text()).items()}
+            for key, tile in tiles.items():
+                tuning.check_entry(key, tile)
         except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except RecursionError:
+            self._warn("ignored, delete it: it is nested too deeply")
             return {}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             self._warn(f"ignored, delete it: {error}")
             return {}
+        return tiles
 
     def _keep(self, key: str) -> None:
         """Adds one entry to the file's current content, under a lock and in one rename."""

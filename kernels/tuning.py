@@ -7,9 +7,11 @@ Shapes: R rows, E experts, N columns and K inner width of a product.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +41,31 @@ class Tile:
     flatten: int = 1
     per_sm: int = 1
     specialised: int = 0
+
+
+_VALID = {
+    **dict.fromkeys(("bm", "bn"), (16, 32, 64, 128, 256)),
+    "bk": (16, 32, 64, 128),
+    "stages": range(1, 9),
+    "warps": (1, 2, 4, 8, 16),
+    "group": range(1, 65),
+    "split": (1, 2, 4, 8),
+    "per_sm": range(1, 9),
+    **dict.fromkeys(("flatten", "specialised"), (0, 1)),
+}
+
+
+def check_entry(key: str, tile: Tile) -> None:
+    """Checks an entry of a file of tuned tiles, which others may have written.
+
+    Raises:
+        ValueError: the key is not a shape class, or the tile is none that a kernel has.
+    """
+    if not re.fullmatch(r"\w+( \d{1,2}(\.5)?){3}", key):
+        raise ValueError(f"{key[:60]!r} is not a shape class such as 'down 9 11 10.5'")
+    for name, value in dataclasses.asdict(tile).items():
+        if type(value) is not int or value not in _VALID[name]:
+            raise ValueError(f"{name} of {key!r} ({str(value)[:60]}) must be among {', '.join(map(str, _VALID[name]))}")
 
 
 @functools.cache

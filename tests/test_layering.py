@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "algorithms": LIBRARY,
     "loads": set(),
     "launch": LIBRARY,
-    "callbacks": LIBRARY | {"loads", "__init__"},
+    "callbacks": LIBRARY | {"launch", "loads", "__init__"},
     "commands": LIBRARY | {"launch", "loads", "__init__"},
     "optim": set(),
     "demo": {"launch"},

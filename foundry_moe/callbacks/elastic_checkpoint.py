@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from typing import Any
 
 from composer.core import State
@@ -19,14 +18,15 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from foundry_moe.callbacks.composer_checkpoints import LoadPathSkip, check_folders, composer_folders
 from foundry_moe.callbacks.elastic_state import reseed
 from foundry_moe.callbacks.nonfinite_guard import ADVICE, NonfiniteGuard
-from foundry_moe.callbacks.preemption import leave
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
 from foundry_moe.callbacks.run_watch import RunStatus, RunWatch, WatchingCallback
 from foundry_moe.callbacks.timing import ResumeTimes
 from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError
+from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError, StoreError
 from foundry_moe.checkpoint.settings import GUARDED_TWICE, WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.launch.ending import leave
+from foundry_moe.launch.user_errors import raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class ElasticCheckpoint(WatchingCallback):
 
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
     max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
-    timeout 60s, save_timeout 30m, grace 25s, signals [SIGTERM, SIGUSR1], max_nonfinite 3, on_nonfinite stop. See
-    docs/how-to/checkpoints.md.
+    timeout 60s, save_timeout 30m, grace 25s, signals [SIGTERM, SIGUSR1, SIGINT], max_nonfinite 3,
+    on_nonfinite stop. See docs/how-to/checkpoints.md.
 
     On one of `signals`, to any rank, all ranks finish the batch, save and exit with code 75. After `max_nonfinite`
     batches in a row whose loss, gradients or weights were not finite, the run stops, or restores the last finite
@@ -97,8 +97,16 @@ class ElasticCheckpoint(WatchingCallback):
         hook = fault_injection.hook_from_environment(fault, dist.get_global_rank())
         fault_injection.hook = hook or fault_injection.hook
         store = open_store(self.config.folder, self.config.store_options)
+        failures: list[tuple[type[Exception], str] | None] = [None]
         if dist.get_global_rank() == 0:
-            store.check()
+            try:
+                store.check()
+            except (StoreError, OSError) as error:
+                failures = [(type(error), str(error))]
+        dist.broadcast_object_list(failures)
+        if failures[0] is not None:  # on one rank alone it would end the others with an error of their connection
+            kind, sentence = failures[0]
+            raise_on_all_ranks(kind(sentence))
 
     def has_commits(self) -> bool:
         """Whether this run resumes from a commit. Collective; rank 0 looks."""
@@ -147,6 +155,7 @@ class ElasticCheckpoint(WatchingCallback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.checkpoints.start_interval(state)
+        self._watch.signals.newest = lambda: self.checkpoints.committed
         self._watch.start(state)
         self._fitting = True
 
@@ -220,13 +229,11 @@ class ElasticCheckpoint(WatchingCallback):
             outcome = f"batch {step} could not be saved"
         if self._watch.signals.reason is not None:  # this rank received the signal
             outcome += f", {self._watch.signals.age_s:.1f} s after the signal"
+        newest = self.checkpoints.committed or "none yet"
         sentence = (
-            f"Stopped by {status.stop}: {outcome}; the newest checkpoint is {self.latest_checkpoint or 'none yet'}. "
-            "Start the run again to resume it."
+            f"Stopped by {status.stop}: {outcome}; the newest checkpoint is {newest}. Start the run again to resume it."
         )
         self.checkpoints.close()
-        if dist.get_global_rank() == 0:
-            print(sentence, file=sys.stderr, flush=True)
         leave(sentence)
 
     def _rewind(self, status: RunStatus, state: State, logger: Logger) -> None:

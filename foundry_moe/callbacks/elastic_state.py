@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 from composer.core import State
-from composer.loggers import Logger
+from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -215,7 +215,8 @@ def restore(state: State, loaded: dict[str, Any], logger: Logger) -> None:
         for item in _several(getattr(state, name)):
             (kind, own), there = next(iter(_named(item).items())), saved.get(name) or {}
             # what this run has and the checkpoint lacks starts anew, without Composer's warning
-            rest[name][kind] = _handed_on(item, own, there[kind]) if kind in there else own
+            known = kind in there and not isinstance(item, ProgressBarLogger)  # which formats text with its state
+            rest[name][kind] = _handed_on(item, own, there[kind]) if known else own
             if name == "schedulers":
                 rest[name][kind] = {**own, **rest[name][kind]}
     try:

@@ -118,6 +118,7 @@ class ExpertLoad(Callback):
         self.watch: CollapseWatch | None = None
         self.total_LE: Tensor | None = None
         self.latest_LE: Tensor | None = None
+        self.latest: dict[str, float] = {}  # metrics
 
     def fit_start(self, state: State, logger: Logger) -> None:
         for layer in moe_layers(state.model):
@@ -151,7 +152,7 @@ class ExpertLoad(Callback):
                 log.warning("%s", sentence)
         for figures, batches in zip(per_layer, self.watch.dead_for(batch), strict=True):
             figures["dead_for"] = float(batches)
-        metrics = self._metrics(names, counts_LE, per_layer, measured)
+        metrics = self.latest = self._metrics(names, counts_LE, per_layer, measured)
         logger.log_metrics(metrics)
         if self.file is not None and dist.get_global_rank() == 0:
             self.file.add(batch, names, counts_LE, metrics)

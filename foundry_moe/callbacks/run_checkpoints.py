@@ -39,12 +39,14 @@ class RunCheckpoints:
     """The checkpoints of one run. Its methods are collective unless they say otherwise.
 
     saved_step: the newest batch that was saved, resumed from or is being saved; None before the first.
+    committed_step: the newest batch whose checkpoint is known to be complete.
     """
 
     def __init__(self, config: CheckpointConfig, state: State) -> None:
         """Opens the folder and makes this run its owner."""
         self.config = config
         self.saved_step: int | None = None
+        self.committed_step: int | None = None
         self._group: torch_dist.ProcessGroup | None = None
         self._counts_at_save: dict[str, float] = {}
         self._prepared = False
@@ -87,6 +89,11 @@ class RunCheckpoints:
         """Where the newest checkpoint is, as text; None before the first. Not collective."""
         return None if self.saved_step is None else f"{self.config.folder} (batch {self.saved_step})"
 
+    @property
+    def committed(self) -> str | None:
+        """Where the newest complete checkpoint is, as text; None before the first. Not collective."""
+        return None if self.committed_step is None else f"{self.config.folder} (batch {self.committed_step})"
+
     def close(self) -> None:
         """Not collective."""
         # after a failure Composer closes callbacks during interpreter shutdown, when a store can start no threads
@@ -125,7 +132,7 @@ class RunCheckpoints:
         if dist.get_global_rank() == 0 and "composer" in loaded.state:
             for sentence in training_changes(configured, loaded.info.get("training"), in_effect):
                 log.warning("%s", sentence)
-        self.saved_step = loaded.step
+        self.saved_step = self.committed_step = loaded.step
         self._counts_at_save = _counts(state)
         self._log_loaded(loaded, logger)
 
@@ -233,7 +240,9 @@ class RunCheckpoints:
     def _log_saved(self, report: SaveReport | None, logger: Logger) -> None:
         if report is None:
             return
-        if report.error is not None:
+        if report.error is None:
+            self.committed_step = report.step
+        else:
             self.saved_step = None
         logger.log_metrics(
             {

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer.callbacks import CheckpointSaver
+from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import Callback, Event, State
-from composer.loggers import Logger
+from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch import nn
+from tqdm.auto import tqdm
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.interval import at_interval
+from foundry_moe.layers.moe import DROPPED
+from foundry_moe.models.mpt import DMoECausalLM
 from foundry_moe.schema import refuse_unknown
 
 _LOSS = "loss/train/total"
 _EVAL_LOSS = "LanguageCrossEntropy"
+_SAME_AS_LOSS = ("LanguagePerplexity", "TokenAccuracy")
 
 
 class TrainingComplete(Exception):
@@ -28,10 +35,11 @@ class TrainingComplete(Exception):
 
 
 class RunReport(Callback):
-    """Prints progress every `interval`, and at the end losses, checkpoint and a sample of generated text.
+    """Prints a line after the first batch and every `interval`, and at the end losses, checkpoint and a text sample.
 
-    The line shows batch, loss, tokens a second of all ranks, and, with the callback `expert_load`, each expert's share
-    of tokens (mean over layers). A run that was complete already prints its last page and ends without an error.
+    The line shows batch, loss, tokens a second of all ranks, MFU (of `dmoe_causal_lm` on a GPU), the time left (ETA),
+    and, with the callback `expert_load`, the largest share of a layer's tokens that one expert has and the share of
+    choices that were dropped. A run that was complete already prints its last page and ends without an error.
 
     YAML::
 
@@ -62,8 +70,15 @@ class RunReport(Callback):
         self.sample_tokens = sample_tokens
         self.facts = read_facts(facts) if facts else {}
         self.losses: dict[str, float] = {}
-        self._clock = (0, 0.0)
+        self._clock = (0, 0.0, 0.0)  # tokens, seconds, part of the run that is done
+        self._mfu_of_rate: float | None = None
+        self._first = True  # until the first batch of this process
         self._evaluations_to_come = 0
+
+    def init(self, state: State, logger: Logger) -> None:
+        for destination in logger.destinations:
+            if isinstance(destination, ProgressBarLogger):  # it would print the whole configuration
+                destination.hparams_already_logged_to_console = True
 
     def after_load(self, state: State, logger: Logger) -> None:
         limit = state.max_duration
@@ -74,14 +89,17 @@ class RunReport(Callback):
         _print(f"resuming at batch {state.timestamp.batch.value}")
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._clock = (state.timestamp.token.value, time.monotonic())
+        self._clock = (state.timestamp.token.value, time.monotonic(), _part_done(state))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         losses = state.total_loss_dict or {}
         if _LOSS in losses:
-            self.losses.setdefault("first", float(losses[_LOSS]))
-            self.losses["last"] = float(losses[_LOSS])
-        if self.due(state, Event.BATCH_END):
+            self.losses.setdefault("first", losses[_LOSS])
+            self.losses["last"] = losses[_LOSS]
+        first, self._first = self._first, False
+        if first:
+            self._mfu_of_rate = _mfu_of_rate(state)
+        if self.due(state, Event.BATCH_END) or first:
             _print(self._line(state))
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -89,12 +107,15 @@ class RunReport(Callback):
             _print(self._line(state))
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        values = [
-            float(metrics[_EVAL_LOSS].compute()) for metrics in state.eval_metrics.values() if _EVAL_LOSS in metrics
-        ]
-        if values:
-            self.losses["validation"] = sum(values) / len(values)
-            _print(f"batch {state.timestamp.batch.value}: validation loss {self.losses['validation']:.4f}")
+        batch = state.timestamp.batch.value
+        for label, metrics in state.eval_metrics.items():
+            for name, metric in metrics.items():
+                value = float(metric.compute())
+                if name == _EVAL_LOSS:
+                    self.losses["validation"] = value
+                    _print(f"batch {batch}: validation loss {value:.4f}")
+                elif math.isfinite(value) and name not in _SAME_AS_LOSS:
+                    _print(f"batch {batch}: {label} {name} {value:.4f}")
         if self._evaluations_to_come:
             self._evaluations_to_come -= 1
             if not self._evaluations_to_come:
@@ -113,18 +134,27 @@ class RunReport(Callback):
         self.losses = dict(state["losses"])
 
     def _line(self, state: State) -> str:
-        tokens, now = state.timestamp.token.value, time.monotonic()
-        rate = (tokens - self._clock[0]) / max(now - self._clock[1], 1e-9)
-        self._clock = (tokens, now)
-        loads = [c.latest_LE for c in state.callbacks if isinstance(c, ExpertLoad) and c.latest_LE is not None]
-        shares = ""
-        if loads:
-            share_E = (loads[0] / loads[0].sum(1, keepdim=True).clamp(min=1)).mean(0)
-            shares = " | tokens per expert " + " ".join(f"{share:.0%}" for share in share_E.tolist())
-        loss = self.losses.get("last", float("nan"))
-        return (
-            f"batch {state.timestamp.batch.value}/{state.max_duration} | loss {loss:.3f} | {rate:,.0f} tokens/s{shares}"
-        )
+        tokens, now, done = state.timestamp.token.value, time.monotonic(), _part_done(state)
+        tokens_before, before, done_before = self._clock
+        self._clock = (tokens, now, done)
+        seconds = max(now - before, 1e-9)
+        rate = (tokens - tokens_before) / seconds
+        parts = [
+            f"batch {state.timestamp.batch.value}/{state.max_duration}",
+            f"loss {self.losses.get('last', float('nan')):.3f}",
+            f"{rate:,.0f} tokens/s",
+        ]
+        if self._mfu_of_rate:
+            parts.append(f"MFU {rate * self._mfu_of_rate:.1%}")
+        if done_before < done < 1:
+            parts.append(f"ETA {_time((1 - done) * seconds / (done - done_before))}")
+        loads = next((c for c in state.callbacks if isinstance(c, ExpertLoad)), None)
+        if loads is not None and loads.latest_LE is not None:
+            share_LE = loads.latest_LE / loads.latest_LE.sum(1, keepdim=True).clamp(min=1)
+            parts.append(f"fullest expert {share_LE.max().item():.1%} (even {1 / share_LE.shape[1]:.1%})")
+            if f"dmoe/{DROPPED}" in loads.latest:
+                parts.append(f"dropped {loads.latest[f'dmoe/{DROPPED}']:.1%}")
+        return " | ".join(parts)
 
     def _page(self, state: State) -> str:
         rows = [
@@ -157,7 +187,34 @@ def read_facts(path: str) -> dict[str, float]:
 
 def _print(text: str) -> None:
     if dist.get_global_rank() == 0:
-        print(text, flush=True)
+        tqdm.write(text)  # above a progress bar, where there is one
+        sys.stdout.flush()
+
+
+def _part_done(state: State) -> float:
+    """Of `max_duration`, from 0 to 1."""
+    elapsed = state.get_elapsed_duration()
+    return 0.0 if elapsed is None else float(elapsed.value)
+
+
+def _time(seconds: float) -> str:
+    """`12 s`, `5 min`, `2 h 05 min`, `3 d 04 h`."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} d {hours % 24:02} h"
+
+
+def _mfu_of_rate(state: State) -> float | None:
+    """MFU of one token a second of all ranks; None without a GPU or a model that counts its active parameters."""
+    model = getattr(state.model, "module", state.model)
+    if not isinstance(model, DMoECausalLM) or not torch.cuda.is_available():
+        return None
+    peak = get_gpu_flops_available(state)
+    flops_per_token = model.flops_per_batch(state.batch) / state.batch["input_ids"].numel()
+    return flops_per_token / (peak * dist.get_world_size()) if peak else None
 
 
 def _checkpoints(state: State) -> list[str]:

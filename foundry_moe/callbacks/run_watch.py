@@ -14,7 +14,6 @@ import torch.distributed as torch_dist
 from composer.core import Callback, Precision, State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch.nn.parallel import DistributedDataParallel
 
 from foundry_moe.callbacks.nonfinite import NO_NEWS, FiniteWatch, NonfiniteCount, name_ranks
 from foundry_moe.callbacks.preemption import StopSignals, shield_workers
@@ -116,8 +115,7 @@ class RunWatch:
         """
         count, batch = count_microbatches(state), state.timestamp.batch.value + 1
         status, rows = self._exchange(microbatches=count, busy=busy)
-        if not isinstance(state.model, DistributedDataParallel):  # DDP's ranks meet in the last microbatch alone
-            check_microbatches([row.microbatches for row in rows], batch, state.device_train_microbatch_size)
+        check_microbatches([row.microbatches for row in rows], batch, state.device_train_microbatch_size)
         if self.finite is not None:
             # the number of automatic microbatches is not known yet
             self.finite.before_batch(batch, 0 if state.auto_microbatching else count)

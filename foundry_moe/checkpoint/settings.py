@@ -69,7 +69,7 @@ class CheckpointConfig:
         request.
     save_timeout: a save that takes longer is said every minute, and each time that it has taken so long counts as a
         failure of `max_failures`.
-    signals: those that stop the run with a save, whichever rank gets one.
+    signals: those that stop the run with a save, whichever rank gets one; a second SIGINT (Ctrl-C) ends it at once.
     grace: so long after such a signal the launchers end processes that are still there.
     max_nonfinite: after so many batches in a row with a loss, gradients or weights that are not finite, something is
         done; null looks at no numbers.
@@ -94,7 +94,8 @@ class CheckpointConfig:
     save_timeout: str = field(default="30m", metadata=form("a time such as 30m"))
     grace: str = field(default="25s", metadata=form("a time such as 25s"))
     signals: tuple[str, ...] = field(
-        default=("SIGTERM", "SIGUSR1"), metadata=form("a list of signals' names such as [SIGTERM, SIGUSR1]")
+        default=("SIGTERM", "SIGUSR1", "SIGINT"),
+        metadata=form("a list of signals' names such as [SIGTERM, SIGUSR1, SIGINT]"),
     )
     max_nonfinite: int | None = field(default=3, metadata=form("a whole number, or null"))
     on_nonfinite: str = "stop"

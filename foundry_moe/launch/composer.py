@@ -19,28 +19,35 @@ from types import FrameType
 from typing import Any
 
 from foundry_moe.checkpoint.settings import RESTART
-from foundry_moe.launch.stop_settings import SLACK_S, stop_settings
+from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
 from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 
 POLL_S = 0.1
+SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
 
 
 class _Monitor:
     """Replaces Composer's `_monitor_processes`.
 
     signal: the first that arrived.
+    interrupted: whether a SIGINT came more than a second after it, to end the processes at once.
     failure: the first exit code that is neither 0 nor 75; later ones are of processes that were killed because of it.
     """
 
     def __init__(self, launcher: Any, names: tuple[str, ...], wait_s: float) -> None:
         self.launcher, self.wait_s = launcher, wait_s
         self.signal: int | None = None
+        self.interrupted = False
+        self._since_s = 0.0
         self.failure: int | None = None
         for name in names:
             signal.signal(signal.Signals[name], self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.signal or number
+        if self.signal is None:
+            self.signal, self._since_s = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since_s > SECOND_S:
+            self.interrupted = True
 
     def __call__(self, processes: dict[int, subprocess.Popen[str]]) -> None:
         """Returns when all processes have ended, or when Composer is to kill those that have not."""
@@ -59,7 +66,8 @@ class _Monitor:
             leaving = passed_on or RESTART in codes
             if leaving and deadline is None:
                 deadline = time.monotonic() + self.wait_s
-            if (self.failure is not None and not passed_on) or (deadline is not None and time.monotonic() > deadline):
+            late = deadline is not None and time.monotonic() > deadline
+            if late or self.interrupted or (self.failure is not None and not passed_on):
                 self.launcher.CLEANUP_TIMEOUT = datetime.timedelta(0)
                 return
             time.sleep(POLL_S)
@@ -69,7 +77,7 @@ def launch(arguments: list[str]) -> int:
     """Runs Composer's launcher with these arguments.
 
     Returns:
-        The exit code of the first process that failed, 75 for a stop, or 0.
+        The exit code of the first process that failed, 75 for a stop, 130 after a second Ctrl-C, or 0.
     """
     import composer.cli.launcher
 
@@ -82,8 +90,11 @@ def launch(arguments: list[str]) -> int:
     launcher._print_process_exit_status = lambda rank, process: (
         None if process.returncode == RESTART else print_status(rank, process)
     )
+    launcher.log.addFilter(lambda record: RESTART not in (record.args or ()))  # its errors about exit code 75
     sys.argv = ["composer", *arguments]
     code = int(launcher.main())
+    if monitor.interrupted:
+        return INTERRUPTED
     code = code if monitor.failure is None else monitor.failure
     if monitor.signal is not None and code not in (0, USER_ERROR, *NO_RESTART):
         return RESTART

@@ -27,7 +27,9 @@ import functools
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from torch.distributed import run
@@ -38,10 +40,11 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from foundry_moe.checkpoint.settings import RESTART
+from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
 from foundry_moe.launch.lost_nodes import LAST_CALL_S, NodeWatch, silent_s
-from foundry_moe.launch.stop_settings import SLACK_S, stop_settings
 from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 
+SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # its default for --signals-to-handle
 
 
@@ -49,7 +52,8 @@ def launch(arguments: list[str]) -> int:
     """Runs torchrun with these arguments.
 
     Returns:
-        0; 2 for a user's mistake, 3 for values that are not finite, 4 for a folder that was taken over, 75 for a stop.
+        0; 2 for a user's mistake, 3 for values that are not finite, 4 for a folder that was taken over, 75 for a stop,
+        130 after a second Ctrl-C.
 
     Raises:
         ChildFailedError: as torchrun does, after `--max-restarts` failures.
@@ -61,7 +65,7 @@ def launch(arguments: list[str]) -> int:
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     final: list[int] = []
     watched = _watching_nodes() if nodes > 1 else contextlib.nullcontext()
-    with _waiting(config.signals, config.grace_s + SLACK_S), watched, _ending_at_once(nodes, final):
+    with _waiting(config.signals, config.grace_s + SLACK_S, final), watched, _ending_at_once(nodes, final):
         try:
             run.main(arguments)
         except ChildFailedError as error:
@@ -73,7 +77,7 @@ def launch(arguments: list[str]) -> int:
         except SignalException as error:
             if error.sigval.name not in config.signals:
                 raise
-            return RESTART
+            return final[0] if final else RESTART
     return 0
 
 
@@ -157,19 +161,30 @@ def _shorten_last_call(handler: Any) -> None:
 
 
 @contextlib.contextmanager
-def _waiting(names: tuple[str, ...], wait_s: float) -> Iterator[None]:
-    """Gives processes that were asked to stop `wait_s` for it, and no time to those whose peer has failed."""
+def _waiting(names: tuple[str, ...], wait_s: float, final: list[int]) -> Iterator[None]:
+    """Gives processes that were asked to stop `wait_s` for it, and no time to those whose peer has failed.
+
+    A second SIGINT kills them and appends its exit code to `final`.
+    """
     agent_kind: Any = LocalElasticAgent
     processes_kind: Any = SubprocessContext
     shut_down, close = agent_kind._shutdown, processes_kind.close
 
     @functools.wraps(shut_down)
     def shut_down_once(agent: Any, *keys: Any, **more: Any) -> None:
-        if isinstance(
-            sys.exc_info()[1], SignalException
-        ):  # a second signal would end the wait and leave processes behind
-            for name in names:
+        if isinstance(sys.exc_info()[1], SignalException):
+            asked_s = time.monotonic()
+
+            def interrupt(number: int, frame: FrameType | None) -> None:
+                if time.monotonic() - asked_s > SECOND_S:
+                    final.append(INTERRUPTED)
+                    for process in agent._pcontext.pids().values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(process, signal.SIGKILL)  # torchrun starts each rank in a session of its own
+
+            for name in names:  # with torch's handler a second signal ends the wait and leaves processes behind
                 signal.signal(signal.Signals[name], signal.SIG_IGN)
+            signal.signal(signal.SIGINT, interrupt)
         shut_down(agent, *keys, **more)
 
     @functools.wraps(close)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError, TakenOverError
+from foundry_moe.launch.ending import code_here, is_first_rank
 from foundry_moe.schema import sentences_of
 
 PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER = 1, 2, 3, 4
 NO_RESTART = (NONFINITE, TAKEN_OVER)  # a restart would fail again, or stop the process that took over
+_PEER_S = 3.0  # for the launcher, which ends the other processes once one has failed
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "DistNetworkError")
 _KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # not imported: that takes seconds
 _OURS = tuple(
     f"{folder}{os.sep}"
@@ -29,6 +34,12 @@ def is_users(error: BaseException) -> bool:
     return isinstance(error, CheckpointError) or (isinstance(error, ValueError) and ours)
 
 
+def raise_on_all_ranks(error: Exception) -> NoReturn:
+    """Raises an error that every rank raises: `run_cleanly` prints it on rank 0 only."""
+    error.on_all_ranks = True  # type: ignore[attr-defined]
+    raise error
+
+
 def run_cleanly(action: Callable[[], int]) -> int:
     """Runs a command; each mistake of a user is printed as `error: <sentence>`, any other error keeps its traceback.
 
@@ -39,12 +50,26 @@ def run_cleanly(action: Callable[[], int]) -> int:
     try:
         return action()
     except (NonfiniteError, TakenOverError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return NONFINITE if isinstance(error, NonfiniteError) else TAKEN_OVER
+        return _report(error, NONFINITE if isinstance(error, NonfiniteError) else TAKEN_OVER)
     except (ValueError, CheckpointError) as error:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise
+        return _report(error, USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR)
+    except (RuntimeError, ConnectionError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if not any(words in text for words in _LOST_PEER) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
+            raise
+        time.sleep(_PEER_S)
+        rank, first_line = os.environ.get("RANK", "0"), text.splitlines()[0]
+        print(f"error: rank {rank} lost its connection to another rank ({first_line})", file=sys.stderr, flush=True)
+        return PASSING_ERROR
+
+
+def _report(error: Exception, code: int) -> int:
+    """Prints an error, a line for each sentence; returns the exit code of this process."""
+    everywhere = getattr(error, "on_all_ranks", False)
+    if not everywhere or is_first_rank():
         sentences = sentences_of(error) if isinstance(error, ValueError) else (str(error),)
         lines = (f"error: {' '.join(sentence.splitlines())}" for sentence in sentences)
         print("\n".join(lines), file=sys.stderr, flush=True)
-        return USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR
+    return code_here(code) if everywhere else code

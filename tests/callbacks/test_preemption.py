@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from foundry_moe.callbacks import preemption
-from foundry_moe.callbacks.preemption import LEAVE_S, OutliveSignals, Restart, StopSignals, shield_workers
+from foundry_moe.callbacks.preemption import OutliveSignals, StopSignals, shield_workers
+from foundry_moe.launch import ending
+from foundry_moe.launch.ending import LEAVE_S, Restart
 
 
 def test_the_first_signal_is_recorded_and_handlers_are_restored() -> None:
@@ -51,7 +52,7 @@ def test_a_launcher_that_died_stops_the_run(monkeypatch, tmp_path, parent, world
         monkeypatch.setenv("WORLD_SIZE", world)
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "cmdline").write_bytes("\0".join(parent).encode())
-    monkeypatch.setattr(preemption, "PROC", tmp_path)
+    monkeypatch.setattr(ending, "PROC", tmp_path)
     monkeypatch.setattr(os, "getppid", lambda: 77)
     signals = StopSignals([])
     signals.install()
@@ -88,7 +89,7 @@ def test_a_data_loader_s_process_outlives_the_signal() -> None:
 
 
 def test_leaving_has_the_exit_code_of_a_restart() -> None:
-    code = "from foundry_moe.callbacks.preemption import leave\ntry: leave('x')\nexcept Exception: pass\n"
+    code = "from foundry_moe.launch.ending import leave\ntry: leave('x')\nexcept Exception: pass\n"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 75
     assert issubclass(Restart, SystemExit)
 
@@ -101,7 +102,7 @@ class Peer:
     def __del__(self):
         time.sleep(100)
 atexit.register(time.sleep, 100)  # as multiprocessing does, before anything of ours is imported
-from foundry_moe.callbacks.preemption import leave
+from foundry_moe.launch.ending import leave
 atexit.register(print, "closed")
 peer = Peer()
 print("imported", flush=True)

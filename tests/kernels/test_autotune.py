@@ -49,39 +49,47 @@ def test_the_time_limit_is_for_all_classes_and_what_it_cut_short_is_not_kept(tmp
     path, bench = tmp_path / "tiles.json", Bench(seconds_each=2.0)
     tuner = bench.tuner(path, limit_s=5.0)
     # two fit, then a third that took as long would go past the limit
-    assert tuner.tile("a", TILES, run).group == 2 and bench.now <= 5.0
-    assert tuner.tile("b", TILES, run).group == 1
+    assert tuner.tile("a 7 9 9", TILES, run).group == 2 and bench.now <= 5.0
+    assert tuner.tile("b 7 9 9", TILES, run).group == 1
     assert bench.now <= 7.0 and not path.exists()
-    assert bench.tuner(path, limit_s=0).tile("c", TILES, run).group == 1, "no time: the likeliest, untimed"
+    assert bench.tuner(path, limit_s=0).tile("c 7 9 9", TILES, run).group == 1, "no time: the likeliest, untimed"
 
 
 def test_a_tile_that_does_not_run_is_passed_over_with_one_warning(tmp_path):
     bench = Bench(broken=(4, 1))
     with pytest.warns(UserWarning, match="shared memory") as caught:
-        assert bench.tuner(tmp_path / "t.json").tile("a", TILES, run).group == 2
+        assert bench.tuner(tmp_path / "t.json").tile("a 7 9 9", TILES, run).group == 2
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"a": {"unknown": 3}}', '{"a": 5}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[1]", '{"a": {"unknown": 3}}', '{"a": 5}', "[" * 100_000),
+        *('{"nt": {}}', '{"nt 7 9": {}}', '{"": {}}', '{"nt 7 x 9": {}}', '{"nt 7 nan 9": {}}'),
+        *(f'{{"nt 7 9 9": {tile}}}' for tile in ('{"bm": 0}', '{"bk": 1e9}', '{"stages": -3}', '{"warps": "8"}')),
+        *(f'{{"nt 7 9 9": {tile}}}' for tile in ('{"group": null}', '{"bn": 100000}', '{"split": true}')),
+    ],
+)
 def test_a_corrupt_file_is_ignored_with_one_warning_and_replaced(tmp_path, content):
     path = tmp_path / "tiles.json"
     path.write_text(content)
     with pytest.warns(UserWarning, match=r"tiles\.json: ignored, delete it") as caught:
-        assert Bench().tuner(path).tile("nt", TILES, run).group == 4
+        assert Bench().tuner(path).tile("nt 7 9 9", TILES, run).group == 4
     assert len(caught) == 1
-    assert json.loads(path.read_text())["nt"]["group"] == 4
+    assert json.loads(path.read_text())["nt 7 9 9"]["group"] == 4
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="not written"):
-        assert Bench().tuner(tmp_path / "file" / "tiles.json").tile("a", TILES, run).group == 4
+        assert Bench().tuner(tmp_path / "file" / "tiles.json").tile("a 7 9 9", TILES, run).group == 4
 
 
 def _tune_some(path, first):
     tuner = Bench().tuner(path)
     for number in range(first, first + 25):
-        tuner.tile(f"nt {number}", TILES, run)
+        tuner.tile(f"nt {number} 9 9", TILES, run)
 
 
 def test_several_processes_add_to_one_file(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.launch.stop_settings import DEFAULTS, stop_settings
+from foundry_moe.launch.ending import DEFAULTS, stop_settings
 from tests.helpers.stop_worker import ROOT, WORKER
 
 

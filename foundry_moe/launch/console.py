@@ -1,0 +1,53 @@
+"""What a run prints beside its report: third-party warnings that every run repeats, and Composer's console loggers.
+
+Imports neither torch nor Composer.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from functools import partial
+
+from omegaconf import DictConfig
+
+# warnings of third parties about their own code, by how they begin
+_WARNINGS = (
+    "pkg_resources is deprecated",
+    "alibi or rope is turned on",
+    "Using a non-tuple sequence for multidimensional indexing",
+    "FSDP2 Config/APIs are experimental",
+    "The _fsdp_wrap attribute will be removed",
+    "To copy construct from a tensor",
+    "'pin_memory' argument is set as true but no accelerator is found",
+    r"FSDP is not applicable for single-GPU training",
+)
+# by logger, what a record of transformers contains
+_RECORDS = {
+    "transformers.modeling_utils": "has generative capabilities",
+    "transformers.modeling_rope_utils": "Unrecognized keys in `rope_scaling`",
+}
+
+
+def quiet_third_parties() -> None:
+    """Drops the warnings above; call it before the packages are imported."""
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name, words in _RECORDS.items():
+        logging.getLogger(name).addFilter(partial(_lacks, words))
+
+
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
+
+
+def set_console(run: DictConfig) -> None:
+    """Fills in keys of the console that the run leaves out.
+
+    `progress_bar`: on a terminal. `log_config`: LLM Foundry prints the whole configuration, so only for loggers that
+    record it. `python_log_level`: WARNING, where LLM Foundry's default is DEBUG.
+    """
+    run.setdefault("progress_bar", sys.stderr.isatty() and not run.get("log_to_console"))
+    run.setdefault("log_config", bool(run.get("loggers")))
+    run.setdefault("python_log_level", "WARNING")

@@ -1,0 +1,183 @@
+"""How a training process ends: stop signals outside of training, exit codes under each launcher, the last line.
+
+`callbacks.preemption` handles signals during training. This module imports neither torch nor Composer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from foundry_moe.checkpoint.settings import RESTART, CheckpointConfig, checkpoint_config
+
+INTERRUPTED = 130  # exit code after a second Ctrl-C, as of a shell
+LEAVE_S = 10.0  # limit for exit handlers, some of which wait for ranks that have already exited
+SLACK_S = 3.0  # beyond `grace`, for the exit after the save
+DEFAULTS = CheckpointConfig(folder="unknown")
+PROC = Path("/proc")
+_OURS = "foundry_moe.launch"
+_LAUNCHERS = (_OURS, "composer", "torchrun", "torch.distributed")
+# Composer's and torch's launchers print exit codes and tracebacks once their processes have ended, so the last line is
+# printed by a process that waits for the rank (its parent) and then for the launcher, at most so long
+_PRINT_LAST = """
+import os, sys, time
+rank, launcher, wait_s, text = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+while os.getppid() == rank:
+    time.sleep(0.02)
+end = time.monotonic() + wait_s
+while os.path.exists(f"/proc/{launcher}") and time.monotonic() < end:
+    time.sleep(0.02)
+print(text, file=sys.stderr, flush=True)
+"""
+_WAIT_S = {_OURS: 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
+
+_code: int | None = None  # of a process that is leaving
+_last_line = ""
+
+
+def stop_settings(words: Sequence[str]) -> CheckpointConfig:
+    """The keys of `elastic_checkpoint` from the training script's arguments, `RUN.yaml key=value ...`.
+
+    Defaults where they cannot be read: the run itself reports what is wrong.
+    """
+    if not words or not words[0].endswith((".yaml", ".yml")):
+        return DEFAULTS
+    try:
+        from omegaconf import OmegaConf
+
+        from foundry_moe.launch.run_config import load_run
+
+        found: Any = OmegaConf.select(load_run(words[0], list(words[1:])), "callbacks.elastic_checkpoint")
+        keys: Any = None if found is None else OmegaConf.to_container(found, resolve=True)
+        return DEFAULTS if keys is None else checkpoint_config(keys)
+    except Exception:
+        return DEFAULTS
+
+
+def launcher_of(pid: int) -> str:
+    """Which launcher of ranks a process is, "" for none. A shell is none: it may leave a run in the background."""
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    names = [os.path.basename(word) for word in words[:4]] if "WORLD_SIZE" in os.environ else []
+    return next((launcher for launcher in _LAUNCHERS if any(launcher in name for name in names)), "")
+
+
+def is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def code_here(code: int) -> int:
+    """The exit code of this process where all ranks end for one reason, which rank 0 reports.
+
+    Composer's launcher prints all output of each other rank whose exit code is not 0, and returns local rank 0's.
+    """
+    hidden = os.environ.get("LOCAL_RANK", "0") != "0" and launcher_of(os.getppid()) == "composer"
+    return 0 if hidden else code
+
+
+def print_last(sentence: str) -> None:
+    """Prints a sentence as the last line of this process and of its launcher."""
+    launcher = os.getppid()
+    wait_s = _WAIT_S.get(launcher_of(launcher))
+    if wait_s is None or launcher == 1:  # in a container nothing outlives process 1
+        print(sentence, file=sys.stderr, flush=True)
+        return
+    words = [sys.executable, "-I", "-S", "-c", _PRINT_LAST, str(os.getpid()), str(launcher), str(wait_s), sentence]
+    subprocess.Popen(words, start_new_session=True)
+
+
+def leave_at_once(code: int, sentence: str) -> None:
+    """Ends this process without exit handlers; rank 0 prints the sentence."""
+    sys.stdout.flush()
+    if is_first_rank():
+        print_last(sentence)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Restart(SystemExit):
+    """Ends the process with exit code RESTART, through any script that runs it."""
+
+
+def leave(sentence: str) -> None:
+    """Ends this process with exit code RESTART, even if an exit handler waits for other processes.
+
+    Rank 0 prints the sentence, after the exit handlers of loggers.
+
+    Raises:
+        Restart: always.
+    """
+    global _code, _last_line
+    _code, _last_line = code_here(RESTART), sentence  # all ranks leave
+    timer = threading.Timer(LEAVE_S, leave_at_once, (_code, sentence))
+    timer.daemon = True
+    timer.start()
+    raise Restart(RESTART)
+
+
+def _skip_remaining_handlers() -> None:
+    """Ends a leaving process after the exit handlers that were registered after this module: loggers are closed then.
+
+    The handlers that remain wait for data loader workers, which outlive the signal, and for other ranks, and Python's
+    timers no longer run. Without this, four processes under the `composer` launcher were killed with exit code 1, half
+    a minute after their last batch was saved.
+    """
+    if _code is not None:
+        leave_at_once(_code, _last_line)
+
+
+atexit.register(_skip_remaining_handlers)
+
+
+def exit_on(names: Sequence[str]) -> None:
+    """Makes these signals end the process with exit code RESTART and one sentence while it does not train.
+
+    A handler in Python would have to wait until the main thread returns from a collective. A thread that reads the
+    process's wakeup file does not. `StopSignals` takes that file away while it is installed.
+    """
+    numbers = {int(signal.Signals[name]) for name in names}
+    for number in numbers:  # a signal without a handler in Python writes no wakeup
+        signal.signal(number, _ignore)
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    if before >= 0:  # called again, after an import that has replaced the handlers
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        os.close(reads)
+        os.close(writes)
+        return
+    threading.Thread(target=_exit_at_signal, args=(reads, numbers), name="stop-signals", daemon=True).start()
+    os.register_at_fork(after_in_child=lambda: _forget(numbers))
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _exit_at_signal(reads: int, numbers: set[int]) -> None:
+    while True:
+        number = os.read(reads, 1)[0]
+        if number in numbers:
+            leave_at_once(
+                RESTART,
+                f"Stopped by {signal.Signals(number).name} while no batch was trained: the newest checkpoint is as it "
+                "was. Start the run again to resume it.",
+            )
+
+
+def _forget(numbers: set[int]) -> None:
+    """In a forked process, such as a data loader worker: its signals are not this process's."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

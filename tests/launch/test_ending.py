@@ -1,0 +1,119 @@
+"""How real runs on two processes end, under Composer's own launcher, torchrun and ours: exit code and last line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.stores import open_store
+from tests.helpers.demo import BIN, DEMO, ROOT, run
+from tests.helpers.entrypoint import kill_group, wait_for
+
+COMPOSER = (str(BIN / "composer"), "-n", "2")
+TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2")
+OURS = (sys.executable, "-m", "foundry_moe.launch.composer", "-n", "2")
+OUR_TORCHRUN = (sys.executable, "-m", "foundry_moe.launch.torchrun", "--standalone", "--nproc-per-node=2")
+START_S, STOP_S = 300, 60
+
+
+class Run:
+    """A run in a session of its own, and what it and its launcher print, in one file."""
+
+    def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: list[str]) -> None:
+        self.printed = folder / "printed"
+        words = [*launcher, f"{ROOT}/foundry_moe/train.py", str(DEMO), *arguments, "eval_interval=0"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with self.printed.open("w") as out:
+            self.launcher = subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait_for(self, words: str) -> None:
+        wait_for(lambda: words in self.printed.read_text() or self.launcher.poll() is not None, START_S)
+        assert self.launcher.poll() is None, self.printed.read_text()[-5000:]
+
+    def ranks(self) -> list[psutil.Process]:
+        children = psutil.Process(self.launcher.pid).children()
+        return [child for child in children if "train.py" in " ".join(child.cmdline())]
+
+    def end(self) -> tuple[int, list[str]]:
+        """The exit code, and the lines that were printed once nothing prints any more."""
+        wait_for(lambda: self.launcher.poll() is not None, STOP_S)
+        time.sleep(1.0)  # the last line may be printed after the launcher has ended
+        return self.launcher.returncode, self.printed.read_text().splitlines()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("launcher", "number", "group", "code"),
+    [
+        (COMPOSER, signal.SIGINT, True, 75),  # Ctrl-C
+        (COMPOSER, signal.SIGTERM, False, 75),
+        pytest.param(COMPOSER, signal.SIGTERM, True, 75, marks=pytest.mark.slow),
+        pytest.param(COMPOSER, signal.SIGINT, False, 75, marks=pytest.mark.slow),
+        pytest.param(OURS, signal.SIGINT, True, 75, marks=pytest.mark.slow),
+        pytest.param(OUR_TORCHRUN, signal.SIGINT, True, 75, marks=pytest.mark.slow),
+        (TORCHRUN, signal.SIGTERM, False, 1),
+    ],
+)
+def test_the_last_line_says_which_batch_is_safe(tiny_arguments, tmp_path, launcher, number, group, code) -> None:
+    started = Run(tmp_path, launcher, [*tiny_arguments(tmp_path), "max_duration=100000ba"])
+    try:
+        started.wait_for("batch 2/")
+        (os.killpg if group else os.kill)(started.launcher.pid, number)
+        ended, lines = started.end()
+    finally:
+        kill_group(started.launcher)
+    newest = Ledger(open_store(str(tmp_path / "checkpoints"))).newest_first()[0].step
+    assert ended == code, "\n".join(lines)
+    assert f"batch {newest} is saved" in lines[-1] and "Start the run again to resume it." in lines[-1], lines[-10:]
+    assert lines[-1].startswith("Stopped by SIG") and sum("Stopped by" in line for line in lines) == 1
+    assert "Begin global rank 1" not in "\n".join(lines)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", [COMPOSER, pytest.param(OUR_TORCHRUN, marks=pytest.mark.slow)])
+def test_a_stop_of_one_rank_before_training_is_one_sentence(tiny_arguments, tmp_path, launcher) -> None:
+    started = Run(tmp_path, launcher, tiny_arguments(tmp_path))
+    try:
+        started.wait_for("run ")  # rank 0 begins to import Composer, rank 1 too
+        started.ranks()[1].send_signal(signal.SIGTERM)
+        code, lines = started.end()
+    finally:
+        kill_group(started.launcher)
+    assert code == 75, "\n".join(lines)
+    assert lines[-1].startswith("Stopped by SIGTERM while no batch was trained"), lines
+    assert "Traceback" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("launcher", [COMPOSER, TORCHRUN])
+def test_a_folder_that_cannot_be_written_is_one_sentence_on_two_ranks(tiny_arguments, tmp_path, launcher) -> None:
+    arguments = [*tiny_arguments(tmp_path), "callbacks.elastic_checkpoint.folder=/proc/run"]
+    done = run(*launcher, "foundry_moe/train.py", DEMO, *arguments)
+    text = done.stdout + done.stderr
+    assert done.returncode == (2 if launcher is COMPOSER else 1), text  # torchrun's own code for all failures
+    assert text.count("error: ") == 1 and "error: could not write probe in /proc/run" in text, text
+    assert "DistNetworkError" not in text and "Begin global rank 1" not in text
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", [COMPOSER, TORCHRUN])
+def test_a_complete_run_started_again_is_one_sentence(tiny_arguments, tmp_path, launcher) -> None:
+    arguments = [*tiny_arguments(tmp_path), "max_duration=2ba", "eval_interval=0"]
+    arguments = [word for word in arguments if "run_report" not in word]
+    without_report = tmp_path / "run.yaml"
+    text = DEMO.read_text()
+    without_report.write_text(text[: text.index("  run_report:")])
+    for words in ([], ["this run is complete: max_duration (2ba) is reached, nothing to train"]):
+        done = run(*launcher, "foundry_moe/train.py", without_report, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [line for line in done.stdout.splitlines() if line.startswith("this run")] == words
+        assert "Traceback" not in done.stderr
