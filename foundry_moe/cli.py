@@ -13,6 +13,12 @@ from foundry_moe.commands.loads import add_loads_parser
 from foundry_moe.commands.parsers import add_export_parser, add_plan_parser, add_verify_parser
 from foundry_moe.launch.user_errors import run_cleanly
 
+EXIT_CODES = (
+    "exit codes: 0 done; 1 the answer is no (damaged, different, does not fit), or an error that may pass, such as a "
+    "store that does not answer; 2 a mistake in the arguments or in the YAML; 3 a run whose numbers are not finite; "
+    "4 a run whose folder another run has taken over"
+)
+
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of all commands; each sets `run`, a function from the parsed arguments to an exit code.
@@ -21,7 +27,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         command: the first argument. The arguments of `checkpoints`, which needs torch, are added for that command only.
     """
     parser = argparse.ArgumentParser(
-        prog="foundry-moe", description="Dropless Mixture-of-Experts for Composer and LLM Foundry."
+        prog="foundry-moe",
+        description="Dropless Mixture-of-Experts for Composer and LLM Foundry.",
+        epilog=EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"foundry_moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

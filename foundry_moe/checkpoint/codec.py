@@ -22,7 +22,9 @@ from torch import Tensor
 
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.strict import (
+    DIMS,
     INFLATED_BYTES,
+    ITEM_BYTES,
     MOST,
     check_depth,
     fail,
@@ -34,18 +36,9 @@ from foundry_moe.checkpoint.strict import (
     text,
 )
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    )
-    if hasattr(torch, name)
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PACK_BYTES = 4096  # byte strings above this are compressed
-DIMS = 64  # as many as PyTorch has
 DEPTH = 60  # lists and dictionaries in one another, each of up to three levels in JSON
 _NUMPY = re.compile(r"[<>|=][biufcSU][0-9]{1,5}")
 _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,5})?")

@@ -19,7 +19,6 @@ import numpy as np
 import xxhash
 
 from foundry_moe.checkpoint import strict
-from foundry_moe.checkpoint.codec import DIMS, DTYPES, decode, tensors_in
 from foundry_moe.checkpoint.coverage import check_places, check_tiling
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.records import FORMAT, MANIFEST_BYTES, Buffer, check_attempt, check_info
@@ -57,7 +56,7 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+        return strict.ITEM_BYTES[self.dtype]
 
     @property
     def bytes_B(self) -> np.ndarray:
@@ -167,11 +166,11 @@ def _entry(name: str, columns: Any) -> TensorEntry:
     """One tensor's line. How its blocks lie is looked at for all tensors together."""
     where = f"tensor {strict.shown(name)}"
     dtype, shape, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
-    if type(dtype) is not str or dtype not in DTYPES:
+    if type(dtype) is not str or dtype not in strict.ITEM_BYTES:
         strict.fail(f"the dtype of {where}", dtype, "one that this version knows")
     dims = [strict.integer(size, f"a dimension of {where}") for size in strict.sequence(shape, f"the shape of {where}")]
-    if len(dims) > DIMS or math.prod(max(size, 1) for size in dims) * DTYPES[dtype].itemsize > strict.MOST:
-        strict.fail(f"the shape of {where}", shape, f"one of at most {DIMS} dimensions and {strict.MOST} bytes")
+    if len(dims) > strict.DIMS or math.prod(max(size, 1) for size in dims) * strict.ITEM_BYTES[dtype] > strict.MOST:
+        strict.fail(f"the shape of {where}", shape, f"one of at most {strict.DIMS} dimensions and {strict.MOST} bytes")
     count = len(strict.sequence(objects, f"the objects of {where}"))
     if type(hashes) is not str or len(hashes) != 16 * count or not _HASHES.fullmatch(hashes):
         raise DamagedError(f"{where} has {count} blocks, and no hash of 16 digits for each")
@@ -206,6 +205,8 @@ def _check_blocks(objects: list[tuple[str, int]], tensors: Mapping[str, TensorEn
 
 
 def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
+    from foundry_moe.checkpoint.codec import decode, tensors_in  # imports torch, which listing records does not need
+
     refs: set[str] = set()
 
     def refer(name: str) -> None:

@@ -23,6 +23,15 @@ RATIO = 64  # the most that each of them may become: half of what describes a bl
 JSON_DEPTH = 200  # far below Python's limit of 1000 calls, however deep in the stack a reader is called
 JSON_NODES = 2**25  # numbers, texts, lists: some 60 bytes each once read, ten for each block of a tensor
 SHOWN = 60  # characters of a foreign text that a message shows
+DIMS = 64  # as many as PyTorch has
+ITEM_BYTES = {  # of the dtypes that a checkpoint may hold
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+}
 MOST = 2**50  # bytes, elements, steps: a petabyte, and far from where sums of 64-bit integers wrap round
 
 

@@ -1,4 +1,4 @@
-"""Types of command-line arguments, for argparse."""
+"""Types of command-line arguments, for argparse, and the arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
     return value
+
+
+def file_size_gb(text: str) -> float:
+    """The size of one output file in GB, as an argument's type: from a kilobyte to a petabyte."""
+    value = float(text)
+    if not 1e-6 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} must be a size in GB between 0.000001 and 1000000")
+    return value
+
+
+def add_store_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the store that holds a run's checkpoints."""
+    parser.add_argument("--endpoint-url", help="address of the S3 server (default: AWS)")
+    parser.add_argument("--profile", help="profile of the AWS configuration files (default: the environment's)")
+    parser.add_argument("--region", help="region of the bucket (default: that of the profile or the environment)")
 
 
 def local_path(text: str) -> Path:

@@ -1,4 +1,4 @@
-"""`foundry-moe checkpoints ls | show | verify | gc | release | export | import`: what a person does with a folder."""
+"""`foundry-moe checkpoints`: list, show, verify, clean, release, export and import the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -7,55 +7,69 @@ import sys
 import time
 from pathlib import Path
 
-from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.retention import Retention, distrust
 from foundry_moe.checkpoint.settings import parse_interval
-from foundry_moe.commands.argument_types import local_path, positive, positive_int
+from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive_int
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 
 FAILED = 1
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `checkpoints` and its commands; each parsed command has `run(arguments) -> exit code`."""
+    """Adds `checkpoints` and its commands; each parsed command has `run`, a function that returns an exit code."""
     parser = subparsers.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
     commands = parser.add_subparsers(dest="checkpoints_command", required=True)
 
-    def command(name: str, help_text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help_text)
-        sub.add_argument("folder", help="s3://bucket/run or a path")
-        sub.add_argument("--endpoint-url", help="the S3 server, if it is not AWS")
-        sub.add_argument("--profile")
-        sub.add_argument("--region")
+    def command(name: str, help_text: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            help=help_text,
+            description=help_text[0].upper() + help_text[1:] + ".",
+            epilog=f"example: foundry-moe checkpoints {name} {example}",
+        )
+        sub.add_argument("folder", help="s3://bucket/run or a path; a run's own folder stands for its checkpoints/")
+        add_store_arguments(sub)
         return sub
 
-    ls = command("ls", "one line for each checkpoint, newest first")
-    ls.set_defaults(run=_guarded(run_ls))
-    show = command("show", "what a checkpoint holds, who wrote it, and which meshes can read it")
+    ls = command("ls", "one line for each checkpoint, newest first", "runs/demo")
+    ls.set_defaults(run=run_ls)
+    show = command(
+        "show", "what a checkpoint holds, who wrote it, and which meshes can read it", "s3://bucket/run --gpus 64"
+    )
     show.add_argument("--step", type=int, help="default: the newest")
     show.add_argument(
         "--gpus", type=positive_int, action="append", help="list the meshes of so many GPUs; may be repeated"
     )
     show.add_argument("--tensors", action="store_true", help="list every tensor")
-    show.set_defaults(run=_guarded(run_show))
-    verify = command("verify", "read everything and compare hashes")
+    show.set_defaults(run=run_show)
+    verify = command("verify", "read everything and compare hashes", "s3://bucket/run --step 4000")
     verify.add_argument("--step", type=int, help="default: all")
-    verify.set_defaults(run=_guarded(run_verify))
-    gc = command("gc", "remove what no checkpoint names, and old checkpoints with --keep")
-    gc.add_argument("--older-than", default="6h", help="unfinished attempts must be so old (default 6h)")
+    verify.set_defaults(run=run_verify)
+    gc = command(
+        "gc", "remove what no checkpoint names, and old checkpoints with --keep", "s3://bucket/run --keep 3 --dry-run"
+    )
+    gc.add_argument(
+        "--older-than",
+        default="6h",
+        help="remove unfinished attempts at a checkpoint that are at least so old (default: 6h)",
+    )
     gc.add_argument(
         "--keep",
         type=positive_int,
-        help="remove all but so many of the newest checkpoints, and milestones; the newest that stays is read first",
+        help="keep this many of the newest checkpoints, and milestones, and remove the others; the newest is read and "
+        "verified first (default: remove no checkpoint)",
     )
-    gc.add_argument("--dry-run", action="store_true", help="say what would go")
-    gc.set_defaults(run=_guarded(run_gc))
-    release = command("release", "let another run go on with this folder")
-    release.set_defaults(run=_guarded(run_release))
-    export = command("export", "a checkpoint in formats that others read")
+    gc.add_argument("--dry-run", action="store_true", help="remove nothing; print what would be removed")
+    gc.set_defaults(run=run_gc)
+    release = command("release", "let another run go on with this folder", "s3://bucket/run")
+    release.set_defaults(run=run_release)
+    export = command(
+        "export", "a checkpoint in formats that others read", "s3://bucket/run weights --format safetensors"
+    )
     export.add_argument("out", type=local_path, help="a new folder, or a new file for torch")
     export.add_argument(
         "--format",
@@ -66,9 +80,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     export.add_argument("--step", type=int, help="default: the newest that is good")
     export.add_argument("--section", help="model, optim, ... (default: model for safetensors, all for dcp and torch)")
-    export.add_argument("--file-gb", type=positive, default=5.0, help="size of one file (default 5)")
-    export.set_defaults(run=_guarded(run_export))
-    importing = command("import", "make a folder's first checkpoint from weights of another format")
+    export.add_argument("--file-gb", type=file_size_gb, default=5.0, help="size of one file in GB (default: 5)")
+    export.set_defaults(run=run_export)
+    importing = command(
+        "import",
+        "make a folder's first checkpoint from weights of another format",
+        "s3://bucket/new-run weights.safetensors",
+    )
     importing.add_argument(
         "source",
         help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files; a folder "
@@ -78,20 +96,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     importing.add_argument(
         "--trust-pickle", action="store_true", help="read pickles as Python does: whoever made them can run code here"
     )
-    importing.set_defaults(run=_guarded(run_import))
-
-
-def _guarded(function):  # type: ignore[no-untyped-def]
-    """An error of the store or of a checkpoint is one sentence and exit code 1."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            return function(arguments)
-        except CheckpointError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return FAILED
-
-    return run
+    importing.set_defaults(run=run_import)
 
 
 def _pick(ledger: Ledger, step: int | None) -> CommitKey:
@@ -100,7 +105,7 @@ def _pick(ledger: Ledger, step: int | None) -> CommitKey:
     if not keys:
         wanted = "" if step is None else f" of step {step}"
         have = f"; it holds: {listed_steps(every)}" if every else ""
-        raise CheckpointError(f"{ledger.store.url} holds no checkpoint{wanted}{have}")
+        raise NotFoundError(f"{ledger.store.url} holds no checkpoint{wanted}{have}")
     return keys[0]
 
 
@@ -203,18 +208,23 @@ def run_gc(arguments: argparse.Namespace) -> int:
     if older.unit != "s":
         raise CheckpointError(f"--older-than ({arguments.older_than}) must be a time, for example 6h")
     retention, verb = Retention(ledger), "would remove" if arguments.dry_run else "removed"
+    gone: list[CommitKey] = []
     if arguments.keep is not None:
         if retention.retain(arguments.keep, dry_run=True):
             _distrust_damaged(ledger)
-        for key in retention.retain(arguments.keep, dry_run=arguments.dry_run):
+        gone = retention.retain(arguments.keep, dry_run=arguments.dry_run)
+        for key in gone:
             print(f"{verb} the checkpoint of step {key.step}")
     stale = retention.stale_attempts(older.amount) if arguments.dry_run else retention.collect(older.amount)
     for attempt, size in stale.items():
         print(f"{verb} the unfinished attempt {attempt}, {_size(size)}")
+    if not gone and not stale:
+        print(f"{verb} nothing")
     owner = Owners(store)
     if owner.living_since_s() is not None:
         print(f"what {owner.newest()} has written since it began is left alone: it is running")
-    print(f"{len(ledger.newest_first())} checkpoints in {store.url}")
+    left = len(ledger.newest_first()) - (len(gone) if arguments.dry_run else 0)
+    print(f"{left} checkpoints {'would stay ' if arguments.dry_run else ''}in {store.url}")
     return 0
 
 

@@ -13,20 +13,33 @@ from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 
+BELOW = "checkpoints"  # where a run's own folder has them, in every shipped YAML
+
 T = TypeVar("T")
 
 
 def open_folder(folder: str, arguments: argparse.Namespace, *, new: bool = False) -> tuple[Store, Ledger]:
-    """A run's folder, with the options of the store among a command's arguments.
+    """The folder of a run's checkpoints, with the options of the store among a command's arguments.
+
+    A folder without checkpoints that has some in `checkpoints/`, as the shipped runs save them, stands for that one.
+
+    Args:
+        new: the command creates the folder if it does not exist.
 
     Raises:
-        NotFoundError: it is not there, and the command makes no `new` one.
+        NotFoundError: the folder does not exist, and `new` is false.
     """
     options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
     store = open_store(folder, options)
     if not new and not store.exists():
         raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
-    return store, Ledger(store)
+    ledger = Ledger(store)
+    if not new and not ledger.newest_first():
+        below = open_store(f"{folder.rstrip('/')}/{BELOW}", options)
+        if below.exists() and Ledger(below).newest_first():
+            print(f"{store.url} holds no checkpoint: using {below.url}", file=sys.stderr)
+            return below, Ledger(below)
+    return store, ledger
 
 
 def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T]) -> T:

@@ -14,6 +14,7 @@ def add_loads_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="draw the experts' loads of a run as an HTML page",
         description="Reads the JSON lines of callbacks.expert_load.file, also during the run, and writes one HTML file "
         "that opens in any browser without a server or a network.",
+        epilog="example: foundry-moe loads runs/demo/expert_load.jsonl --html loads.html",
     )
     parser.add_argument("file", type=Path, help="the path in callbacks.expert_load.file")
     parser.add_argument("--html", type=Path, metavar="OUT", help="the page (default: beside the file)")

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.commands.argument_types import local_path, positive, positive_int
+from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive, positive_int
 from foundry_moe.commands.plan.constants import CHIPS
 
 
@@ -30,6 +30,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
         "differences in loss, gradients, clipped norm, weights and checkpoint. With a run's YAML it trains a shrunk "
         "copy of the run with LLM Foundry's trainer and also compares its layers with their formulas. Exit code 1 if "
         "any difference exceeds its tolerance.",
+        epilog="example: foundry-moe verify run.yaml --mesh 1,2,2 2,1,2",
     )
     parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py")
     add_overrides(parser)
@@ -45,7 +46,7 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="default: fp64 on cpu, fp32 on cuda")
     parser.add_argument("--tolerance", type=positive, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
     parser.add_argument("--gpus-per-node", type=positive_int, help="treat this many ranks as one node (default: all)")
-    parser.add_argument("--all-to-all", choices=ALL_TO_ALL, default="auto")
+    parser.add_argument("--all-to-all", choices=ALL_TO_ALL, default="auto", help="as the key of mesh (default: auto)")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="backend of the experts (default: auto)")
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
 
@@ -72,13 +73,14 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Reads a run's YAML and prints the mesh, the parameters, the memory of each GPU, and the messages "
         "and time of a step. Starts no training. Warns if the run does not fit or is slow. Exit code 1 if the run does "
         "not fit.",
+        epilog="example: foundry-moe plan run.yaml --gpus 64 --chip h100 --search",
     )
     parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py; not with --calibrate")
     add_overrides(parser)
     parser.add_argument(
         "--gpus", type=int, help="GPUs of the run; with --calibrate, GPUs that exchange messages (default: all)"
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpus-per-node", type=positive_int, default=8, help="GPUs of one node (default: 8)")
     parser.add_argument("--gpu-memory-gib", type=positive, help="memory of one GPU (default: that of --chip)")
     parser.add_argument(
         "--chip", choices=CHIPS, default="h100", help="decides memory, kernels and times (default: h100)"
@@ -120,7 +122,8 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="a trained model as a Hugging Face folder, for transformers, vLLM and SGLang",
         description="Writes a checkpoint's model in the names, layouts and configuration of its Hugging Face family, a "
         "block in memory at a time, and compares it with the checkpoint: each tensor's hash, and the logits of plain "
-        "transformers. OUT appears once all of this is done, or not at all.",
+        "transformers. OUT is created once all of this is done, or not at all.",
+        epilog="example: foundry-moe export s3://bucket/run exported --dtype bf16",
     )
     parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://bucket/run or a path")
     parser.add_argument("out", metavar="OUT", type=local_path, help="a new folder")
@@ -135,10 +138,8 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="write nothing but the certificate: OUT is there already")
     parser.add_argument("--tokenizer", help="its folder or name, or none (default: the run's)")
     parser.add_argument("--config", metavar="RUN.yaml", help="the run, for checkpoints that do not record their model")
-    parser.add_argument("--file-gb", type=positive, default=5.0, help="size of one file (default 5)")
-    parser.add_argument("--endpoint-url", help="the S3 server, if it is not AWS")
-    parser.add_argument("--profile")
-    parser.add_argument("--region")
+    parser.add_argument("--file-gb", type=file_size_gb, default=5.0, help="size of one file in GB (default: 5)")
+    add_store_arguments(parser)
 
     def run(arguments: argparse.Namespace) -> int:
         from foundry_moe.commands.export import export_command

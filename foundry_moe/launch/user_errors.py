@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -63,6 +64,11 @@ def run_cleanly(action: Callable[[], int]) -> int:
         rank, first_line = os.environ.get("RANK", "0"), text.splitlines()[0]
         print(f"error: rank {rank} lost its connection to another rank ({first_line})", file=sys.stderr, flush=True)
         return PASSING_ERROR
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {str(error.filename)[:80]}...: {error.strerror}; name a shorter path", file=sys.stderr)
+        return USER_ERROR
 
 
 def _report(error: Exception, code: int) -> int:

@@ -14,7 +14,7 @@ from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.models.families import FAMILIES, Blocks, Family, Part, family_of
-from foundry_moe.models.ffn import DenseFFN, describe, find_ffns
+from foundry_moe.models.ffn import DenseFFN, UnknownExpertsError, describe, find_ffns
 from foundry_moe.models.upcycling import check_upcycle, upcycled_parts
 from foundry_moe.schema import nearest
 
@@ -130,7 +130,7 @@ def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] 
 def _known_dense(model: nn.Module) -> list[tuple[str, DenseFFN]]:
     try:
         return list(find_ffns(model))
-    except ValueError:
+    except UnknownExpertsError:
         for module in model.modules():
             if _model_type(module):
                 family_of(_model_type(module))  # its error is specific to this model type

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+class UnknownExpertsError(ValueError):
+    """The model has a block of experts, and is of no known family."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseFFN:
     """A dense block: act(w1 x + b1) * (v1 x) or, without v1, act(w1 x + b1); then w2.
@@ -149,14 +153,33 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
         raise ValueError(
             f"blocks: {name} ({type(module).__name__}): {', '.join(names.values())} are not all linear maps of it"
         )
-    return DenseFFN(module=module, names=names, transposed=kind == "Conv1D", activation=parts.get("activation"))
+    block = DenseFFN(module=module, names=names, transposed=kind == "Conv1D", activation=parts.get("activation"))
+    _check_nothing_else(name, block)
+    return block
+
+
+def _check_nothing_else(name: str, block: DenseFFN) -> None:
+    """Refuses a block with parameters beside its linear maps: replacing it would remove them.
+
+    Raises:
+        ValueError: names these parameters.
+    """
+    known = tuple(f"{linear}." for linear in block.names.values())
+    others = [parameter for parameter, _ in block.module.named_parameters() if not parameter.startswith(known)]
+    if others:
+        shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        raise ValueError(
+            f"blocks: {name} ({type(block.module).__name__}) also holds {shown}, which experts would replace: name a "
+            "module that holds the feed-forward block alone, if need be by moving its linear maps into one"
+        )
 
 
 def find_ffns(model: nn.Module) -> Iterator[tuple[str, DenseFFN]]:
     """(name, parts) of each dense feed-forward block, in the order of layers.
 
     Raises:
-        ValueError: a block of experts, whose experts would be taken for blocks.
+        UnknownExpertsError: a block of experts, whose experts would be taken for blocks.
+        ValueError: a block with other parameters.
     """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -164,11 +187,12 @@ def find_ffns(model: nn.Module) -> Iterator[tuple[str, DenseFFN]]:
             continue
         block = read_dense(module)
         if block is None and _holds_experts(module):
-            raise ValueError(
+            raise UnknownExpertsError(
                 f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
                 "docs/how-to/hugging_face.md for those that can be taken over"
             )
         if block is not None:
+            _check_nothing_else(name, block)
             inside = (*inside, f"{name}.")
             yield name, block
 

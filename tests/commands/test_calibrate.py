@@ -52,7 +52,7 @@ def test_a_file_is_read_as_it_was_written_and_found_beside_the_tiles(
     shipped = constants_of("h200")
     mine = replace(shipped, source="mine")
     (tmp_path / "constants-h200.json").write_text(json.dumps(asdict(mine)))
-    assert constants_of("h200") == mine != shipped and constants_of("h100").device == "NVIDIA H100"
+    assert constants_of("h200") == mine != shipped and constants_of("h100").device.startswith("NVIDIA H100")
     with pytest.raises(ValueError, match=r"--chip \(a100\) has not been measured: run foundry-moe plan --calibrate"):
         constants_of("a100")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,8 +37,41 @@ def test_ls_and_show_say_what_is_there(folder, capsys) -> None:
     assert "step 3, attempt" in out and "mesh.expert must divide 4, and beside it mesh.shard must divide 16" in out
     assert "(8,1,1)" in out and "(2,1,4)" in out and "(1,1,8)" not in out and "(1,8,1)" in out
     assert "model.experts bfloat16 [4, 16, 64] 1 blocks" in out or "4 blocks" in out
-    assert tool("show", folder, "--step", 7) == 1
+    assert tool("show", folder, "--step", 7) == 2
     assert "holds no checkpoint of step 7; it holds: 1, 2, 3" in capsys.readouterr().err
+
+
+def test_a_runs_own_folder_stands_for_its_checkpoints(tmp_path, capsys) -> None:
+    save(open_store(str(tmp_path / "run" / "checkpoints")), 1, 2)
+    for command in ("ls", "show", "verify"):
+        assert tool(command, tmp_path / "run") == 0
+        printed = capsys.readouterr()
+        assert f"using {tmp_path / 'run' / 'checkpoints'}" in printed.err and "2" in printed.out
+    assert tool("export", tmp_path / "run", tmp_path / "out") == 0
+    assert (tmp_path / "out").is_dir()
+
+
+def test_gc_says_what_it_would_do(folder, capsys) -> None:
+    assert tool("gc", folder, "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines()[0] == "would remove nothing"
+    assert tool("gc", folder, "--dry-run", "--keep", 1) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["would remove the checkpoint of step 1", "would remove the checkpoint of step 2"]
+    assert lines[-1].startswith("1 checkpoints would stay in ")
+    assert len(Ledger(open_store(str(folder))).newest_first()) == 3
+
+
+def test_listing_imports_no_torch() -> None:
+    """torch takes two seconds to import."""
+    code = "import sys, foundry_moe.cli, foundry_moe.commands.checkpoints; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("size", ["1e300", "0", "nan", "-1"])
+def test_a_size_of_files_that_cannot_be_is_refused(folder, tmp_path, capsys, size) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool("export", folder, tmp_path / "out", f"--file-gb={size}")
+    assert ended.value.code == 2 and "must be a size in GB between" in capsys.readouterr().err
 
 
 def test_a_mesh_that_cannot_hold_it_is_named_by_its_sizes(folder) -> None:
@@ -66,7 +101,7 @@ def test_verify_reads_everything(folder, capsys) -> None:
 def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
     store = open_store(str(folder))
     store.put("steps/000000000009/20260101T000000-deadbeef/data/000000.bin", b"12345")
-    assert tool("gc", folder) == 0 and "removed" not in capsys.readouterr().out
+    assert tool("gc", folder) == 0 and capsys.readouterr().out.startswith("removed nothing")
     assert tool("gc", folder, "--older-than", "0.001s", "--dry-run", "--keep", 1) == 0
     out = capsys.readouterr().out
     assert "would remove the unfinished attempt steps/000000000009" in out and "would remove the checkpoint" in out
@@ -238,7 +273,7 @@ def test_what_is_no_weights_is_refused(tmp_path, capsys) -> None:
 
 
 def test_a_folder_that_cannot_be_reached_is_one_sentence(moto, capsys) -> None:
-    assert tool("ls", "s3://nowhere/run", "--endpoint-url", f"http://{moto[0]}:{moto[1]}") == 1
+    assert tool("ls", "s3://nowhere/run", "--endpoint-url", f"http://{moto[0]}:{moto[1]}") == 2
     assert capsys.readouterr().err.startswith("error: could not list in s3://nowhere/run: bucket 'nowhere'")
 
 
@@ -251,7 +286,7 @@ def test_a_folder_that_is_not_there_is_one_sentence(kind, tmp_path, command, cap
         host, port = request.getfixturevalue("moto")
         url, words = "s3://bucket/nowhere", ["--endpoint-url", f"http://{host}:{port}"]
     words += [tmp_path / "out"] if command == "export" else []
-    assert tool(command, url, *words) == 1
+    assert tool(command, url, *words) == 2
     out, err = capsys.readouterr()
     assert out == "" and err == f"error: there is nothing at {url}: name the folder of a run that has saved\n"
 

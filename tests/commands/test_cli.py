@@ -1,5 +1,6 @@
 """The command `foundry-moe`: its parts are there, and a mistake is one line."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foundry_moe import __version__
-from foundry_moe.cli import main
+from foundry_moe.cli import build_parser, main
 
 BIN = Path(sys.executable).parent
 FOLDER = Path(__file__).parents[2] / "yamls"
@@ -36,6 +37,28 @@ def test_each_command_explains_itself(capsys, command):
 def test_an_unknown_command_is_refused(capsys):
     code, _, error = outcome(capsys, "chekpoints")
     assert code == 2 and "chekpoints" in error
+
+
+@pytest.mark.parametrize("words", [["check"], ["plan", "--gpus", "2"], ["loads"], ["checkpoints", "ls"]])
+@pytest.mark.parametrize("length", [300, 5000])
+def test_an_overlong_name_is_one_line(capsys, words, length):
+    code, _, error = outcome(capsys, *words, "x" * length)
+    assert code in (1, 2) and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_every_option_has_a_help_text_and_every_command_an_example():
+    def parsers(parser):
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for below in action.choices.values():
+                    yield from parsers(below)
+
+    for parser in parsers(build_parser("checkpoints")):
+        last = not any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
+        assert not last or (parser.epilog or "").startswith(f"example: {parser.prog}"), parser.prog
+        for action in parser._actions:
+            assert action.help or not action.option_strings, (parser.prog, action.option_strings)
 
 
 @pytest.mark.quick
@@ -167,8 +190,8 @@ def test_a_plan_of_an_impossible_machine_is_refused(capsys, value):
         (["verify", "--timeout-s", "0"], "argument --timeout-s: 0 must be a finite number above 0"),
         (["verify", "--gpus-per-node", "0"], "argument --gpus-per-node: 0 must be 1 or more"),
         (["export", "RUN", "OUT", "--dtype", "int8"], "--dtype (int8) must be bf16, fp16 or fp32"),
-        (["export", "RUN", "OUT", "--file-gb", "nan"], "argument --file-gb: nan must be a finite number above 0"),
-        (["checkpoints", "export", "RUN", "OUT", "--file-gb", "0"], "argument --file-gb: 0 must be a finite number"),
+        (["export", "RUN", "OUT", "--file-gb", "nan"], "argument --file-gb: nan must be a size in GB"),
+        (["checkpoints", "export", "RUN", "OUT", "--file-gb", "0"], "argument --file-gb: 0 must be a size in GB"),
         (["checkpoints", "show", "RUN", "--gpus", "-2"], "argument --gpus: -2 must be 1 or more"),
         (["export", "RUN", "s3://bucket/out"], "s3://bucket/out must be a path of this host"),
         (["checkpoints", "gc", "RUN", "--keep", "0"], "argument --keep: 0 must be 1 or more"),

@@ -8,6 +8,7 @@ import pytest
 
 from foundry_moe.cli import main
 from foundry_moe.commands.checkpoints import add_parser
+from foundry_moe.launch.user_errors import run_cleanly
 
 
 def tool(*words: object) -> int:
@@ -15,7 +16,7 @@ def tool(*words: object) -> int:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     arguments = parser.parse_args(["checkpoints", *(str(word) for word in words)])
-    return arguments.run(arguments)
+    return run_cleanly(lambda: arguments.run(arguments))
 
 
 def export(*words: object) -> int:

@@ -17,7 +17,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def link_tree(folder: Path) -> None:
     """Links what commands name, so that relative paths work and results stay in `folder`."""
-    for name in ("foundry_moe", "yamls", "examples", "LICENSE"):
+    for name in ("foundry_moe", "yamls", "examples", "docker", "LICENSE"):
         (folder / name).symlink_to(ROOT / name)
 
 

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from foundry_moe import MoEConfig, MoELayer, apply_dmoe
 from foundry_moe.layers.moe import MoELayer as Layer
@@ -149,6 +158,25 @@ def test_blocks_are_named_by_hand() -> None:
 def test_known_blocks_are_named_by_hand_too() -> None:
     layers = apply_dmoe(llama(), MoEConfig(num_experts=4), blocks={"model.layers.1.mlp": None})
     assert len(layers) == 1 and layers[0].experts.w1_EFD.shape == (4, 48, 32)
+
+
+def test_a_block_with_other_parameters_is_refused_by_their_names() -> None:
+    """A whole encoder layer would lose its attention and its norms."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    with pytest.raises(ValueError, match=r"layers\.0 \(TransformerEncoderLayer\) also holds self_attn\.in_proj_weight"):
+        apply_dmoe(
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            MoEConfig(num_experts=4),
+            blocks={"layers.*": {"w1": "linear1", "w2": "linear2", "activation": "relu"}},
+        )
+
+
+def test_an_opt_layer_is_not_taken_for_its_feed_forward_block() -> None:
+    """OPT has the two linear maps in the decoder layer itself."""
+    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=32, word_embed_proj_dim=16))
+    with pytest.raises(ValueError, match=r"\(OPTDecoderLayer\) also holds self_attn"):
+        apply_dmoe(model, MoEConfig(num_experts=4))
 
 
 @pytest.mark.parametrize(

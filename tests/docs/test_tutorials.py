@@ -1,22 +1,29 @@
-"""The commands of docs/tutorials/own_text.md in order, as printed, but for fewer batches."""
+"""The commands of the tutorials in order, as printed, but for fewer batches."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.pages import blocks, link_tree, run_block
 
-PAGE = "tutorials/own_text.md"
+PAGE, HUGGING_FACE, CLUSTER = (f"tutorials/{name}.md" for name in ("own_text", "hugging_face", "cluster"))
 FIRST, WHOLE = 6, 9
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> list[tuple[str, str]]:
-    """Each block and its output."""
-    folder = tmp_path_factory.mktemp("own_text")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tutorials")
     link_tree(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(folder) -> list[tuple[str, str]]:
+    """Each block of the first page and its output."""
     pairs = []
     for block in blocks(PAGE, "bash"):
         command = block.replace("max_duration=60ba", f"max_duration={FIRST}ba")
@@ -53,3 +60,25 @@ def test_the_numbers_of_parameters_are_those_of_the_page(said):
     plan = output_of(said, "foundry-moe plan")
     total, active = map(float, re.search(r"parameters: ([\d.]+) M, ([\d.]+) M active", plan).groups())
     assert (round(total / 1000, 2), round(active / 1000, 2)) == (0.23, 0.05)
+
+
+@pytest.fixture(scope="module")
+def hugging_face(folder, said) -> list[tuple[str, str]]:
+    return [(block, run_block(block, folder)) for block in blocks(HUGGING_FACE, "bash")]
+
+
+def test_a_hugging_face_model_is_trained_and_leaves_as_one(folder, hugging_face):
+    assert output_of(hugging_face, "foundry-moe check").startswith("ok: hf_causal_lm")
+    assert "as Mixtral" in output_of(hugging_face, "export runs/instructions")
+    assert "as Mixtral" in output_of(hugging_face, "init=upcycle")
+    for run in ("instructions", "upcycled"):
+        model = AutoModelForCausalLM.from_pretrained(folder / "runs" / run / "exported")
+        assert model.config.model_type == "mixtral"
+
+
+def test_a_lost_process_is_replaced_and_the_run_completes(folder, said):
+    outputs = [(block, run_block(block, folder)) for block in blocks(CLUSTER, "bash")]
+    assert output_of(outputs, "foundry-moe check").startswith("ok: ")
+    assert "tokens/s a GPU" in output_of(outputs, "foundry-moe plan")
+    rehearsal = output_of(outputs, "docker/entrypoint.sh")
+    assert re.search(r"resuming at batch (10|20)\b", rehearsal) and "(batch 40)" in rehearsal
