@@ -92,7 +92,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_instructions_are_packed_and_trained_on_and_the_page_is_there(folder, finetuned):
     first, second = finetuned
-    assert "loss/train/total" in first and "[batch=5/5]" in second and "[batch=3/5]" not in second
+    assert "batch 1/3ba" in first and "resuming at batch 3" in second and "batch 5/5ba" in second
     found = lines(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     asked = map(json.loads, (folder / "data" / "train.jsonl").read_text().splitlines())
