@@ -17,6 +17,7 @@ from composer.utils import dist
 
 from foundry_moe.callbacks.nonfinite import NO_NEWS, FiniteWatch, NonfiniteCount, name_ranks
 from foundry_moe.callbacks.preemption import StopSignals, shield_workers
+from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
@@ -115,7 +116,10 @@ class RunWatch:
         """
         count, batch = count_microbatches(state), state.timestamp.batch.value + 1
         status, rows = self._exchange(microbatches=count, busy=busy)
-        check_microbatches([row.microbatches for row in rows], batch, state.device_train_microbatch_size)
+        try:
+            check_microbatches([row.microbatches for row in rows], batch, state.device_train_microbatch_size)
+        except ValueError as error:
+            raise_on_all_ranks(error)
         if self.finite is not None:
             # the number of automatic microbatches is not known yet
             self.finite.before_batch(batch, 0 if state.auto_microbatching else count)

@@ -117,3 +117,11 @@ def test_a_complete_run_started_again_is_one_sentence(tiny_arguments, tmp_path, 
         assert done.returncode == 0, done.stdout + done.stderr
         assert [line for line in done.stdout.splitlines() if line.startswith("this run")] == words
         assert "Traceback" not in done.stderr
+
+
+def test_uneven_microbatches_under_plain_ddp_are_one_sentence_on_two_ranks(tmp_path) -> None:
+    done = run(*COMPOSER, "tests/launch/uneven_worker.py", tmp_path)
+    text = done.stdout + done.stderr
+    assert done.returncode == 2, text
+    assert text.count("error: ") == 1 and "batch 3 does not have the same number of microbatches" in text, text
+    assert "Traceback" not in text
