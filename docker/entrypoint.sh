@@ -2,6 +2,7 @@
 # Starts training from what the cluster says about this node.
 #
 #   entrypoint.sh RUN.yaml [key=value ...]    trains: foundry_moe/train.py under a launcher
+#   entrypoint.sh store                       serves the rendezvous of all nodes from a machine that has no part in them
 #   entrypoint.sh -- COMMAND ...              runs a command instead
 #
 # Where the nodes are comes from the first of these that is there:
@@ -12,8 +13,12 @@
 # LAUNCHER     torchrun (default: restarts, on fewer nodes too; through foundry_moe/launch/torchrun.py) or composer
 # NPROC        processes on this node (default: the GPUs here, or 1)
 # MIN_NODES    continue with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
+# STORE        HOST:PORT of that store; unset: it is on node 0, whose loss then ends the job
 # MAX_RESTARTS restarts after failures (default 100); a user's mistake ends the job at once, with exit code 2, values
-#              that are not finite with 3
+#              that are not finite with 3, a folder that another run has taken over with 4
+# NODE_CHECK   1: check this node's processors before it joins, 0: do not (default: 1 on several nodes). A node that fails
+#              exits with code 5 and should not be started again
+# HEARTBEAT    a file that is touched at each start and at each batch, for healthcheck.sh
 # SIGTERM, or another of elastic_checkpoint.signals, is passed on; the last batch is saved within elastic_checkpoint.grace,
 # and the exit code is 75: start it again
 # MASTER_PORT  default 29500
@@ -35,6 +40,9 @@ if [ $# -eq 0 ] || [ "$1" = --help ]; then
     sed -n '2,/^set -eu/s/^# \{0,1\}//p' "$0"
     exit 0
 fi
+if [ "$1" = store ]; then
+    exec python -m foundry_moe.launch.store "${MASTER_PORT:-29500}"
+fi
 if [ "$1" = -- ]; then
     shift
     [ $# -gt 0 ] || die "-- wants a command after it"
@@ -46,16 +54,17 @@ where="one node"
 nodes=${NNODES:-1}
 rank=${NODE_RANK:-0}
 master=${MASTER_ADDR:-}
+STORE=${STORE:-}
 job=${RUN_NAME:-foundry-moe}
 if [ -n "${SLURM_JOB_ID:-}" ]; then
     where=Slurm
     nodes=${SLURM_NNODES:-${SLURM_JOB_NUM_NODES:-1}}
     rank=${SLURM_NODEID:-0}
     job=slurm-$SLURM_JOB_ID
-    if [ -z "$master" ] && [ "$nodes" != 1 ]; then
+    if [ -z "$master$STORE" ] && [ "$nodes" != 1 ]; then
         [ -n "${SLURM_JOB_NODELIST:-}" ] || die "SLURM_JOB_NODELIST and MASTER_ADDR are both unset: set MASTER_ADDR"
-        command -v scontrol >/dev/null 2>&1 || die "scontrol is not in this container: set MASTER_ADDR in the job script"
-        master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | head -n 1)
+        [ -n "$master" ] || die "scontrol is not in this container or names no node: set MASTER_ADDR in the job script"
     fi
 elif [ -n "${JOB_COMPLETION_INDEX:-}" ]; then
     where=Kubernetes
@@ -69,9 +78,10 @@ fi
 is_count "$nodes" || die "the number of nodes ($nodes) must be a positive whole number"
 case $rank in '' | *[!0-9]*) die "this node's number ($rank) must be a whole number from 0" ;; esac
 [ "$rank" -lt "$nodes" ] || die "this node's number ($rank) must be below the number of nodes ($nodes)"
-if [ "$nodes" -gt 1 ]; then
-    [ -n "$master" ] || die "MASTER_ADDR is unset: set it to the name of node 0"
+if [ "$nodes" -gt 1 ] && [ -z "$STORE" ]; then
+    [ -n "$master" ] || die "MASTER_ADDR is unset: set it to the name of node 0, or set STORE"
 fi
+case ${STORE:-HOST:PORT} in *:*) ;; *) die "STORE ($STORE) must be HOST:PORT" ;; esac
 port=${MASTER_PORT:-29500}
 { is_count "$port" && [ "$port" -le 65535 ]; } || die "MASTER_PORT ($port) must be from 1 to 65535"
 
@@ -86,6 +96,13 @@ least=${MIN_NODES:-$nodes}
 { is_count "$least" && [ "$least" -le "$nodes" ]; } || die "MIN_NODES ($least) must be from 1 to the number of nodes ($nodes)"
 restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
+
+# gloo opens a connection, thus a descriptor, to every other rank in each group: 9,225 a process of 3,072 ranks.
+ulimit -S -n "$(ulimit -H -n)"
+export TORCH_GLOO_LAZY_INIT="${TORCH_GLOO_LAZY_INIT:-1}" # only connections that are used
+if [ -d /dev/infiniband ] && [ "$(ulimit -l)" != unlimited ] && [ "$(id -u)" -ne 0 ]; then
+    echo "entrypoint: RDMA pins memory, and the limit here is $(ulimit -l) KiB (ulimit -l): make it unlimited" >&2
+fi
 
 if [ "${DRY_RUN:-}" != 1 ] && command -v foundry-moe >/dev/null 2>&1; then
     # A mistake in the YAML fails every time: torchrun would restart it MAX_RESTARTS times.
@@ -108,11 +125,11 @@ case ${LAUNCHER:-torchrun} in
         else
             span=$nodes
             [ "$least" -eq "$nodes" ] || span=$least:$nodes
-            # the store lives on node 0, also when a node is restarted there under another rank
+            # the store is on node 0, also when a node is restarted there under another rank
             is_host=false
-            [ "$rank" -ne 0 ] || is_host=true
+            [ "$rank" -ne 0 ] || [ -n "$STORE" ] || is_host=true
             set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
-                --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "$master:$port" \
+                --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \
                 --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30}" "$script" "$@"
         fi
         ;;
@@ -128,6 +145,10 @@ esac
 if [ "${DRY_RUN:-}" = 1 ]; then
     printf '%s\n' "$@"
     exit 0
+fi
+[ -z "${HEARTBEAT:-}" ] || touch "$HEARTBEAT"
+if [ "${NODE_CHECK:-$((nodes > 1))}" = 1 ]; then
+    python -m foundry_moe.launch.node_check >&2 || exit $?
 fi
 echo "entrypoint: $where, node $rank of $nodes, $processes processes: $*" >&2
 exec "$@"

@@ -1,10 +1,13 @@
 #!/bin/sh
 # Plain hosts over ssh, without a cluster's scheduler:  docker/hosts.sh "host0 host1" IMAGE RUN.yaml [key=value ...]
-# Starts the container on each host and waits; a container that fails is restarted by Docker. If a host is
-# gone for good, the others continue: MIN_NODES=1. DATA of each host is /data in its container; checkpoints must lie where
-# all hosts see them: variables.run=s3://BUCKET/RUN, or a DATA that the hosts share.
+# Starts a detached container on each host. Docker restarts one that fails, and none whose exit code is final: a user's
+# mistake (2), values that are not finite (3), a folder that another run took over (4), a bad node (5), a stop on request
+# (75, 130). If a host is gone for good, the others continue: MIN_NODES=1. STORE=HOST:PORT names a rendezvous store off
+# these hosts (entrypoint.sh). DATA of each host is /data in its container; checkpoints must lie where all hosts see them:
+# variables.run=s3://BUCKET/RUN, or a DATA that the hosts share.
+# Stop a host's containers:  docker stop $(docker ps --quiet --filter label=foundry-moe)
 set -eu
-[ $# -ge 3 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,8s/^# //p' "$0" >&2; exit 2; }
 hosts=$1 image=$2
 shift 2
 count=0
@@ -15,11 +18,18 @@ quoted=
 for word in "$@"; do
     quoted="$quoted '$(printf %s "$word" | sed "s/'/'\\\\''/g")'"
 done
+# Docker restarts after every code but 0. The shell outlives the signal that tini sends to the whole group.
+# shellcheck disable=SC2016
+obey='trap : TERM INT USR1; entrypoint.sh "$@"; code=$?
+case $code in 2 | 3 | 4 | 5 | 75 | 130) echo "ended with exit code $code, which is final" >&2; exit 0 ;; esac; exit $code'
+# shellcheck disable=SC2016
+devices='$(test ! -d /dev/infiniband || echo --device /dev/infiniband)'
 for host in $hosts; do
     # AWS_* go by name alone: their values come from the remote user's own environment and stand in no command line
-    ${SSH:-ssh} "$host" "docker run --detach --name foundry-moe --restart on-failure:100 --gpus all --network host \
---shm-size 64g --volume ${DATA:-/data}:/data --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY \
+    ${SSH:-ssh} "$host" "docker run --detach --label foundry-moe --restart on-failure:100 --stop-timeout 120 --gpus all \
+--network host --shm-size 64g --ulimit memlock=-1 --ulimit nofile=1048576 $devices \
+--volume ${DATA:-/data}:/data --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY \
 --env AWS_SESSION_TOKEN --env NNODES=$count --env NODE_RANK=$number --env MASTER_ADDR=$master \
---env MIN_NODES=${MIN_NODES:-1} $image$quoted"
+--env MIN_NODES=${MIN_NODES:-1} --env STORE=${STORE:-} --entrypoint tini $image -g -- sh -c '$obey' sh$quoted"
     number=$((number + 1))
 done

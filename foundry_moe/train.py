@@ -56,6 +56,13 @@ def train(arguments: list[str]) -> int:
 
     exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
     quiet_third_parties()
+    if launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)):
+        from composer.utils import dist, get_device
+
+        from foundry_moe.launch.network import log_network_speed
+
+        dist.initialize_dist(get_device(None), timeout=float(run.get("dist_timeout", 600.0)))
+        log_network_speed()
     if is_first_rank():
         print(f"run {arguments[0]}, {len(arguments) - 1} overrides, {ranks} processes", flush=True)
     try:

@@ -17,6 +17,7 @@ from composer.utils import dist
 
 from foundry_moe.callbacks.nonfinite import NO_NEWS, FiniteWatch, NonfiniteCount, name_ranks
 from foundry_moe.callbacks.preemption import StopSignals, shield_workers
+from foundry_moe.launch.ending import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
 
@@ -145,6 +146,7 @@ class RunWatch:
             busy=int(busy),
         )
         rows = exchange(mine, self._group)
+        beat()
         asked = [rank for rank, row in enumerate(rows) if row.stop]
         stop = f"{self.signals.reason or 'a signal'} on {name_ranks(asked)}" if asked else None
         bad_batches = self.count.add([row.health for row in rows])

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from foundry_moe.config import MeshConfig, check_batch_size
+from foundry_moe.launch.ending import beat
 from foundry_moe.parallel.mesh import plan_mesh
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def wait_as_spare() -> None:
             store = store or _store()
             over = store.check(["over"])
             seen, heard = True, time.monotonic()
+            beat()
             if over:
                 store.add("left", 1)
                 return

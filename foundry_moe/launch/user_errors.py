@@ -16,7 +16,7 @@ from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError, Taken
 from foundry_moe.launch.ending import code_here, is_first_rank
 from foundry_moe.schema import sentences_of
 
-PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER = 1, 2, 3, 4
+PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER, BAD_NODE = 1, 2, 3, 4, 5
 NO_RESTART = (NONFINITE, TAKEN_OVER)  # a restart would fail again, or stop the process that took over
 _PEER_S = 3.0  # for the launcher, which ends the other processes once one has failed
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "DistNetworkError")

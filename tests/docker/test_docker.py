@@ -89,7 +89,7 @@ def test_kubernetes_and_plain_hosts_and_composer() -> None:
         ({"NNODES": "two", "NODE_RANK": "0"}, "number of nodes (two) must be a positive whole number"),
         ({"NNODES": "2"}, "NODE_RANK is unset"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "number (2) must be below the number of nodes (2)"),
-        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is unset: set it to the name of node 0"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR is unset: set it to the name of node 0, or set STORE"),
         ({"JOB_COMPLETION_INDEX": "0"}, "NNODES is unset: set it to the Job's completions"),
         ({"NPROC": "0"}, "NPROC (0) must be a positive"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT (99999) must be from 1 to 65535"),
@@ -305,7 +305,7 @@ def test_dockerfile_passes_hadolint() -> None:
 def test_manifest_follows_the_schema_of_kubernetes() -> None:
     words = [checker("kubernetes-validate"), "--strict", str(DOCKER / "kubernetes.yaml")]
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0 and (done.stdout + done.stderr).count("passed") == 2, done.stdout + done.stderr
+    assert done.returncode == 0 and (done.stdout + done.stderr).count("passed") == 3, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -381,25 +381,73 @@ def test_image_takes_what_exists_and_the_versions_of_the_stack() -> None:
 
 @pytest.mark.quick
 def test_manifest_gives_what_the_entrypoint_reads() -> None:
-    service, job = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+    service, store, job = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
     spec = job["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    variables = {item["name"]: item["value"] for item in container["env"]}
+    variables = {item["name"]: item.get("value", "10.0.0.1") for item in container["env"]}
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
     assert variables["NNODES"] == str(spec["completions"]) and int(variables["MIN_NODES"]) < spec["completions"]
-    assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
-    assert pod["restartPolicy"] == "Never" and pod["securityContext"]["runAsNonRoot"]
+    # the store's pod, its service and the address that all nodes have
+    assert service["spec"]["selector"] == store["spec"]["template"]["metadata"]["labels"]
+    assert variables["STORE"] == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    (server,) = store["spec"]["template"]["spec"]["containers"]
+    assert server["args"] == ["store"] and server["image"] == container["image"]
+    assert pod["restartPolicy"] == "Never"
+    assert (
+        pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]["labelSelector"][
+            "matchLabels"
+        ]
+        == (spec["template"]["metadata"]["labels"])
+    )
     uid = re.search(r"useradd --uid (\d+)", (DOCKER / "Dockerfile").read_text())
-    assert uid and pod["securityContext"]["runAsUser"] == int(uid.group(1))
+    assert uid and store["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == int(uid.group(1))
+    # root without any right but to pin memory
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     words = command(*container["args"], JOB_COMPLETION_INDEX="1", NPROC="8", **variables)
-    assert after(words, "--nnodes") == "1:2"
+    assert after(words, "--nnodes") == "1:3" and after(words, "--rdzv-endpoint") == variables["STORE"]
     mounts = tuple(mount["mountPath"] + "/" for mount in container["volumeMounts"])
     given = dict(word.split("=", 1) for word in container["args"][1:])
     assert all(given[f"variables.{name}"].startswith(mounts) for name in ("data", "run"))
+    grace_s = int(given["callbacks.elastic_checkpoint.grace"].removesuffix("s"))
+    assert grace_s < pod["terminationGracePeriodSeconds"]
     known = ENTRYPOINT.read_text()
-    assert all(name in known for name in variables)
+    assert all(name in known for name in variables if not name.startswith("PET_"))
+
+
+@pytest.mark.quick
+def test_final_exit_codes_end_the_job_and_a_bad_node_its_index() -> None:
+    job = list(yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text()))[-1]
+    rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
+    assert actions == {2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailIndex", 75: "Ignore"}
+    hosts = (DOCKER / "hosts.sh").read_text()
+    assert "2 | 3 | 4 | 5 | 75" in hosts
+
+
+@pytest.mark.quick
+def test_a_store_off_the_nodes_is_on_none_of_them() -> None:
+    for rank in ("0", "1"):
+        words = command("run.yaml", NNODES="2", NODE_RANK=rank, STORE="store:4000", NPROC="1")
+        assert after(words, "--rdzv-endpoint") == "store:4000" and "is_host=false" in after(words, "--rdzv-conf")
+    done = enter("run.yaml", NNODES="2", NODE_RANK="0", STORE="store")
+    assert done.returncode == 2 and "STORE (store) must be HOST:PORT" in done.stderr
+
+
+@pytest.mark.quick
+def test_the_platforms_file_gives_what_the_entrypoint_reads(tmp_path) -> None:
+    run = yaml.safe_load((DOCKER / "mcli.yaml").read_text())
+    (tmp_path / "entrypoint.sh").symlink_to(ENTRYPOINT)
+    platform = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7501", "DRY_RUN": "1"}
+    assert run["compute"]["gpus"] == int(platform["NUM_NODES"]) * int(run["env_variables"]["NPROC"])
+    done = subprocess.run(
+        ["/bin/sh", "-c", run["command"]],
+        env={**PLAIN, **platform, **run["env_variables"], "PATH": f"{tmp_path}:{PLAIN['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    words = done.stdout.splitlines()
+    assert after(words, "--nnodes") == "2" and after(words, "--rdzv-endpoint") == "a:7501", done.stderr
 
 
 def test_hosts_are_started_one_by_one_without_secrets_in_the_command(tmp_path) -> None:
@@ -412,10 +460,75 @@ def test_hosts_are_started_one_by_one_without_secrets_in_the_command(tmp_path) -
         text=True,
         check=True,
     )
-    first, second = done.stdout.splitlines()
+    first, second = re.split(r"\n(?=b: )", done.stdout)
     assert first.startswith("a: docker run") and "NODE_RANK=0 --env MASTER_ADDR=a" in first
     assert second.startswith("b: docker run") and "NODE_RANK=1 --env MASTER_ADDR=a" in second
     assert "hidden" not in done.stdout and "'key=it'\\''s'" in first
+    assert "--name" not in first and "--ulimit memlock=-1" in first
+
+
+# `docker run --restart on-failure`, as far as it matters: options, the command in the image, again after a failure
+FAKE_DOCKER = """#!/bin/bash
+while [ "$1" != tini ]; do shift; done
+shift 4
+echo "$@" | head -c 6 >> calls
+until "$@"; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(("codes", "starts"), [("0", 1), ("1 137 0", 3), ("2", 1), ("4", 1), ("5", 1), ("1 75", 2)])
+def test_hosts_restart_a_failure_and_no_final_exit_code(tmp_path, codes, starts) -> None:
+    scripts = {
+        "ssh": '#!/bin/sh\nexec sh -c "$2"\n',
+        "docker": FAKE_DOCKER,
+        "entrypoint.sh": f'#!/bin/bash\necho "$@" >> starts\ncodes=({codes})\n'
+        "exit ${codes[$(($(wc -l < starts) - 1))]}\n",
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", str(DOCKER / "hosts.sh"), "a", "image:1", "run.yaml", "key=it's"],
+        env={**PLAIN, "PATH": f"{tmp_path}:{PLAIN['PATH']}", "SSH": "ssh"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "starts").read_text() == "run.yaml key=it's\n" * starts
+    last = codes.split()[-1]
+    assert (f"ended with exit code {last}, which is final" in done.stderr) == (last != "0")
+
+
+def test_the_images_packages_bring_the_libraries_that_nccl_loads(tmp_path) -> None:
+    """The same packages, unpacked in a folder by this machine's apt."""
+    install = next(line for line in instructions() if "apt-get install" in line and "tini" in line)
+    packages = [word for word in re.findall(r"[\w.+-]+", install) if "ibverbs" in word]
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        pytest.skip("no apt-get, or not root")
+    (tmp_path / "archives" / "partial").mkdir(parents=True)
+    options = ["--download-only", "--reinstall", "--yes", "--no-install-recommends"]
+    options += ["-o", f"Dir::Cache::archives={tmp_path}/archives"]
+    done = subprocess.run([apt, "install", *options, *packages], capture_output=True, text=True)
+    found = list((tmp_path / "archives").glob("*.deb"))
+    if done.returncode or not found:
+        pytest.skip(f"apt-get cannot download {' '.join(packages)}: {done.stderr.strip()[-200:]}")
+    for package in found:
+        subprocess.run(["dpkg", "-x", str(package), str(tmp_path / "root")], check=True)
+    folders = {str(path.parent) for path in (tmp_path / "root").rglob("*.so.*")}
+    code = (
+        "import ctypes; verbs = ctypes.CDLL('libibverbs.so.1'); ctypes.CDLL('libmlx5.so.1')\n"
+        "count = ctypes.c_int(); verbs.ibv_get_device_list(ctypes.byref(count)); print('devices', count.value)\n"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**PLAIN, "LD_LIBRARY_PATH": ":".join(folders)},
+        capture_output=True,
+        text=True,
+    )
+    assert loaded.stdout.startswith("devices "), loaded.stderr
 
 
 @pytest.mark.parametrize("script", ["entrypoint.sh", "healthcheck.sh", "hosts.sh", "slurm.sbatch"])
