@@ -17,7 +17,7 @@ from composer.utils import dist
 
 from foundry_moe.callbacks.nonfinite import NO_NEWS, FiniteWatch, NonfiniteCount, name_ranks
 from foundry_moe.callbacks.preemption import StopSignals, shield_workers
-from foundry_moe.launch.ending import beat
+from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
 

@@ -72,12 +72,6 @@ def launcher_of(pid: int) -> str:
     return next((launcher for launcher in _LAUNCHERS if any(launcher in name for name in names)), "")
 
 
-def beat() -> None:
-    """Touches the file that HEARTBEAT of the environment names, which `docker/healthcheck.sh` reads."""
-    if (path := os.environ.get("HEARTBEAT")) and os.environ.get("LOCAL_RANK", "0") == "0":
-        Path(path).touch()
-
-
 def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Protocol
 
 BEAT_S = 5.0
@@ -36,6 +37,12 @@ def silent_s() -> float:
         return max(float(os.environ.get("NODE_SILENCE_S", SILENT_S)), 2 * BEAT_S)
     except ValueError:
         return SILENT_S
+
+
+def beat() -> None:
+    """Touches the file that HEARTBEAT of the environment names, which `docker/healthcheck.sh` reads."""
+    if (path := os.environ.get("HEARTBEAT")) and os.environ.get("LOCAL_RANK", "0") == "0":
+        Path(path).touch()
 
 
 class NodeWatch:

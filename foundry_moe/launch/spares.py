@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from foundry_moe.config import MeshConfig, check_batch_size
-from foundry_moe.launch.ending import beat
+from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.parallel.mesh import plan_mesh
 
 if TYPE_CHECKING:
