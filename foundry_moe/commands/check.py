@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import resource
 from collections.abc import Mapping
 from typing import Any
 
 from foundry_moe.commands.argument_types import positive_int
 from foundry_moe.commands.parsers import add_overrides
+
+GLOO_GROUPS = 3  # those of a run with `elastic_checkpoint` on a GPU: two of its own, and one between batches
 
 
 def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -61,9 +64,20 @@ def check_command(arguments: argparse.Namespace) -> int:
     if arguments.data:
         check_files(run)
     print(f"ok: {describe(run)}{mesh}")
-    for sentence in [*missing_files(run), *device_notes(run)]:
+    for sentence in [*missing_files(run), *device_notes(run), *descriptor_notes(arguments.gpus or 1)]:
         print(f"note: {sentence}")
     return 0
+
+
+def descriptor_notes(gpus: int) -> list[str]:
+    """A sentence if this machine's limit of open files is too low for gloo's connections between so many ranks."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    needed = GLOO_GROUPS * (gpus + 3)  # measured; rank 0 needs them with TORCH_GLOO_LAZY_INIT=1 too
+    if limit == resource.RLIM_INFINITY or needed <= limit:
+        return []
+    return [
+        f"a process of {gpus} opens up to {needed} files; the limit here is {limit} (ulimit -Hn): raise it on the nodes"
+    ]
 
 
 def describe(run: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,8 @@ def submit(slurm: Slurm, home: Path, environment: dict[str, str]) -> str:
 
 
 def start_again(slurm: Slurm, job: str) -> None:
-    """A requeued job would wait for two minutes."""
+    """A requeued job would wait for two minutes. Its nodes refuse it in the second in which they ended it."""
+    time.sleep(3)
 
     def runs() -> bool:
         state = slurm.job(job)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from foundry_moe.launch.lost_nodes import SILENT_S, NodeWatch, silent_s
+from foundry_moe.launch.lost_nodes import SILENT_S, NodeWatch, beat, silent_s
 from tests.helpers.launching import free_port
 from tests.helpers.stop_worker import ROOT, WORKER
 
@@ -118,3 +118,15 @@ def test_the_rest_starts_anew_when_a_node_stops_without_a_word(tmp_path) -> None
                 process.kill()
     assert "node 1 of 2 has been silent for 1" in agents[0].communicate()[1]
     agents[1].communicate()
+
+
+@pytest.mark.quick
+def test_one_process_of_a_node_touches_the_heartbeat(tmp_path, monkeypatch) -> None:
+    beat()
+    monkeypatch.setenv("HEARTBEAT", str(tmp_path / "beat"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    beat()
+    assert not (tmp_path / "beat").exists()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    beat()
+    assert (tmp_path / "beat").exists()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from foundry_moe.cli import main
+from foundry_moe.commands import check
 from foundry_moe.launch import foundry_keys
 from foundry_moe.launch.run_config import check_device, check_whole_run, load_run, missing_files, plain
 from foundry_moe.schema import MistakesError
@@ -184,3 +185,12 @@ def test_a_precision_that_needs_a_gpu_is_refused_without_one(
     with pytest.raises(SystemExit) as ended:
         main(["check", str(ROOT / "yamls/pretrain/1gpu.yaml")])
     assert ended.value.code == 0 and "note: precision (amp_bf16) needs a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_a_limit_of_open_files_that_gloo_would_exceed_is_a_note(monkeypatch) -> None:
+    monkeypatch.setattr(check.resource, "getrlimit", lambda kind: (1024, 4096))
+    assert check.descriptor_notes(512) == []
+    (note,) = check.descriptor_notes(3072)
+    assert "each of 3072" in note or "process of 3072" in note
+    assert "9225 files; the limit here is 4096" in note
