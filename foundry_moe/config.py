@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -41,6 +42,7 @@ FREEZABLE = ("router",)
 BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 REDUCE = ("microbatch", "batch")
+MATRICES = ("w1", "v1", "w2")
 COMPILE = ("none", "blocks", "auto")
 MOST_EXPERTS = 4096  # of a layer; the kernels sort no more
 
@@ -61,6 +63,15 @@ def refuse_hot_experts_of_several_widths(hot_experts: int) -> None:
     if hot_experts:
         raise ValueError(
             f"mesh.hot_experts ({hot_experts}) supports no experts of different widths: use hot_experts: 0"
+        )
+
+
+def refuse_dropout_over_ranks(dropout: float, expert: int) -> None:
+    """Raises ValueError for LoRA's dropout with expert parallelism, whose rounds are computed twice."""
+    if dropout and expert > 1:
+        raise ValueError(
+            f"lora.dropout ({dropout}) supports no mesh.expert ({expert}) above 1: rows that are dispatched in rounds "
+            "are computed again, with other random numbers; use lora.dropout: 0.0 or mesh.expert: 1"
         )
 
 
@@ -158,6 +169,59 @@ class MeshConfig:
 
 @suggests_keys
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA adapters of the experts (Hu et al. 2021): W x + scale * B A x, with W frozen and A and B trained in fp32.
+
+    r: rank of an adapter, the columns of B and rows of A.
+    alpha: scale = alpha / r.
+    dropout: probability that an element of an adapter's input is zero in training.
+    targets: matrices with an adapter, a list of w1 (gate projection, or the first of an MLP), v1 (up) and w2 (down);
+        auto = all of them. The others are frozen too.
+    rslora: scale = alpha / sqrt(r) (Kalajdzievski 2023).
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] | Literal["auto"] = field(
+        default=AUTO, metadata=form("auto, or a list of matrices such as [w1, v1, w2]")
+    )
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        raise_mistakes(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.r < 1:
+            yield f"lora.r ({self.r}) must be 1 or more"
+        if self.alpha <= 0:
+            yield f"lora.alpha ({self.alpha}) must be above 0"
+        if not 0 <= self.dropout < 1:
+            yield f"lora.dropout ({self.dropout}) must be at least 0 and below 1"
+        if self.targets == AUTO:
+            return
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            yield f"lora.targets ({list(self.targets)}) must be different matrices, at least one of w1, v1, w2"
+        for name in self.targets:
+            yield from caught(one_of, "lora.targets", name, MATRICES)
+
+    @property
+    def scale(self) -> float:
+        """Of the products B A."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def targets_of(self, activation: str) -> tuple[str, ...]:
+        """The matrices with an adapter, in order. Raises ValueError for `v1` with an MLP, which has none."""
+        gated = ACTIVATIONS[activation].gated
+        if self.targets == AUTO:
+            return tuple(name for name in MATRICES if gated or name != "v1")
+        if "v1" in self.targets and not gated:
+            raise ValueError(f"lora.targets (v1): experts with activation ({activation}) have no v1; use w1 and w2")
+        return tuple(name for name in MATRICES if name in self.targets)
+
+
+@suggests_keys
+@dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """The keys of the MoE layers, in Python and in YAML (docs/reference/configuration.md).
 
@@ -176,6 +240,7 @@ class MoEConfig:
         forward pass if there are several).
     freeze: parts of the layers that are not trained: [router] = the gate's weights and balancing bias. The gate's
         losses still have gradients for earlier layers.
+    lora: see LoRAConfig; absent = no adapters, and experts are trained themselves.
     init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle if
         the dense FFN was loaded, else random). The weights of an MoE block are always kept.
     init_std: standard deviation of random weights; divided by sqrt(2 * number of layers) for projections back to the
@@ -208,6 +273,7 @@ class MoEConfig:
     )
     balance_over: str = "microbatch"
     freeze: tuple[str, ...] = field(default=(), metadata=form("a list of parts such as [router]"))
+    lora: dict[str, Any] | None = field(default=None, metadata=form("a mapping such as {r: 16, alpha: 32}"))
     init: str = AUTO
     init_std: float = 0.02
     shared_expert_hidden_size: int = 0
@@ -255,6 +321,7 @@ class MoEConfig:
         hot_experts = 0 if mesh_mistakes or self.mesh_config is None else self.mesh_config.hot_experts
         if hot_experts > self.num_experts:
             yield f"mesh.hot_experts ({hot_experts}) must be at most num_experts ({self.num_experts})"
+        yield from self._lora_mistakes(hot_experts)
         if isinstance(self.expert_hidden_size, tuple):
             yield from caught(refuse_hot_experts_of_several_widths, hot_experts)
         if self.init_std <= 0:
@@ -270,6 +337,18 @@ class MoEConfig:
             yield f"capacity ({self.capacity}) must be above 0, dynamic, or null for dropless"
         if self.drop == "weight" and not factor:
             yield f"drop ({self.drop}) needs a capacity factor: set capacity ({self.capacity}) to a number such as 1.25"
+
+    def _lora_mistakes(self, hot_experts: int) -> Iterator[str]:
+        mistakes = caught(lambda: self.lora_config)
+        yield from mistakes
+        if mistakes or self.lora_config is None:
+            return
+        if self.activation in ACTIVATIONS:
+            yield from caught(self.lora_config.targets_of, self.activation)
+        if isinstance(self.expert_hidden_size, tuple):
+            yield "lora supports no experts of different widths: give expert_hidden_size one number, or delete lora"
+        if hot_experts:
+            yield f"mesh.hot_experts ({hot_experts}) supports no lora: use hot_experts: 0"
 
     def _width_mistakes(self) -> Iterator[str]:
         widths = self.expert_hidden_size
@@ -309,6 +388,11 @@ class MoEConfig:
     def mesh_config(self) -> MeshConfig | None:
         """The parsed `mesh`, or None."""
         return None if self.mesh is None else from_mapping(MeshConfig, self.mesh, "mesh")
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """The parsed `lora`, or None."""
+        return None if self.lora is None else from_mapping(LoRAConfig, self.lora, "lora")
 
     def check_layers_of(self, num_layers: int) -> None:
         """Raises ValueError if `layers` has an index that a model of `num_layers` does not have."""

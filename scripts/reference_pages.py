@@ -16,13 +16,14 @@ from foundry_moe.callbacks.nonfinite_guard import NonfiniteGuard
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.checkpoint.settings import CheckpointConfig
 from foundry_moe.cli import build_parser
-from foundry_moe.config import MeshConfig, MoEConfig
+from foundry_moe.config import LoRAConfig, MeshConfig, MoEConfig
 from foundry_moe.layers.gates.keys import KEYS
 from foundry_moe.schema import yaml_value
 
 SECTIONS: dict[str, type] = {
     "model.moe, algorithms.dmoe": MoEConfig,
     "mesh (of these), algorithms.dmoe_mesh": MeshConfig,
+    "lora (of the first)": LoRAConfig,
     **{f"gate: {{name: {name}}}": keys for name, keys in KEYS.items()},
     "callbacks.elastic_checkpoint": CheckpointConfig,
     "callbacks.expert_load": ExpertLoad,

@@ -1,6 +1,6 @@
 """The experts of a layer: their weights and what they compute. Knows no gate and no rank; E may be global or local.
 
-Shapes: Q rows received, K choices, D model width, F expert width, E experts.
+Shapes: Q rows received, K choices, D model width, F expert width, E experts, L rank of LoRA adapters.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from foundry_moe.config import ACTIVATIONS
+from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.dispatch import Dispatched, Dispatcher, run_experts
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.ops import POINTWISE, Biases, PermutePlan, expert_mlp
+from foundry_moe.ops.lora import Adapter, Adapters
 
 
 class Experts(nn.Module):
@@ -24,6 +25,8 @@ class Experts(nn.Module):
         activation: a name in `foundry_moe.config.ACTIVATIONS`.
         bias: add biases to all projections: w1_bias_EF, v1_bias_EF (of a GLU), w2_bias_ED. They begin at zero.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
+        lora: adapters beside the weights, which are frozen: w1_A_EDL (transposed) and w1_B_EFL, v1_A_EDL and v1_B_EFL,
+            w2_A_EFL and w2_B_EDL, in fp32 or better. The rows of both are those of weights, for placement to cut.
 
     `most_rounds`: in which tokens of a call were sent and computed, since it was set to one (see `layers/rounds.py`).
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
@@ -42,6 +45,7 @@ class Experts(nn.Module):
         init_std: float = 0.02,
         backend: str = "auto",
         memory: str = "save",
+        lora: LoRAConfig | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -66,12 +70,25 @@ class Experts(nn.Module):
         self.w1_bias_EF = bias_of(hidden_size)
         self.v1_bias_EF = bias_of(hidden_size) if kind.gated else None
         self.w2_bias_ED = bias_of(d_model)
+        self.lora = lora
+        self.adapter_names: dict[str, tuple[str, str]] = {}
+        if lora is not None:
+            self.requires_grad_(False)
+            precise = torch.promote_types(self.w1_EFD.dtype, torch.float32)
+            for target in lora.targets_of(activation):
+                inputs, outputs = ("F", "D") if target == "w2" else ("D", "F")
+                names = f"{target}_A_E{inputs}L", f"{target}_B_E{outputs}L"
+                for name, axis in zip(names, (inputs, outputs), strict=True):
+                    shape = (num_experts, d_model if axis == "D" else hidden_size, lora.r)
+                    self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=precise)))
+                self.adapter_names[target] = names
 
     def extra_repr(self) -> str:
         """Sizes and backend for `print(model)`; parameters of FSDP2 show the sizes of the whole layer."""
         num_experts, hidden_size, d_model = self.w1_EFD.shape
         gated = "" if self.v1_EFD is None else ", gated"
-        return f"{num_experts} experts, {d_model} -> {hidden_size} -> {d_model}{gated}, backend={self.backend}"
+        lora = "" if self.lora is None else f", lora r={self.lora.r} of {', '.join(self.adapter_names)}"
+        return f"{num_experts} experts, {d_model} -> {hidden_size} -> {d_model}{gated}{lora}, backend={self.backend}"
 
     def rows_of(self, experts: range) -> range:
         """The indices of consecutive experts along a parameter's first dimension."""
@@ -80,8 +97,11 @@ class Experts(nn.Module):
     def initial(self, name: str, expert: int, *, seed: int, layer: int, device: torch.device) -> Tensor:
         """The initial fp32 matrix of one global expert, for example `w1_EFD` -> [F, D]; a shard is a slice of it."""
         shape = tuple(self.get_parameter(name).shape[1:])
-        if "_bias_" in name:
+        if "_bias_" in name or "_B_" in name:
             return torch.zeros(shape, device=device)
+        if "_A_" in name:  # the variance of peft's uniform distribution
+            std = (3 * shape[0]) ** -0.5
+            return normal_matrix(shape, std, seed=seed, layer=layer, name=name, expert=expert, device=device)
         std = residual_std(self.init_std, self.num_layers) if name == "w2_EDF" else self.init_std
         return normal_matrix(shape, std, seed=seed, layer=layer, name=name, expert=expert, device=device)
 
@@ -103,8 +123,9 @@ class Experts(nn.Module):
                 self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED
             )
         )  # fmt: skip
+        factors = (self.local(self.get_parameter(name)) for names in self.adapter_names.values() for name in names)
         self.most_rounds = max(self.most_rounds, len(rows.rounds))
-        return run_experts(rows, dispatcher, self._compute, self.with_copies(parameters))
+        return run_experts(rows, dispatcher, self._compute, (*self.with_copies(parameters), *factors))
 
     def _compute(
         self,
@@ -117,8 +138,14 @@ class Experts(nn.Module):
         w1_bias_EF: Tensor | None,
         v1_bias_EF: Tensor | None,
         w2_bias_ED: Tensor | None,
+        *factors: Tensor,
     ) -> Tensor:
-        biases = None
+        adapters = biases = None
+        if self.lora is not None:
+            pairs = map(Adapter, factors[::2], factors[1::2])
+            by_target = {"w1": None, "v1": None, "w2": None, **dict(zip(self.adapter_names, pairs, strict=True))}
+            dropout = self.lora.dropout if self.training else 0.0
+            adapters = Adapters(**by_target, scale=self.lora.scale, dropout=dropout)
         if w1_bias_EF is not None and w2_bias_ED is not None:
             biases = Biases(w1_EF=w1_bias_EF, v1_EF=v1_bias_EF, w2_ED=w2_bias_ED)
         return expert_mlp(
@@ -132,6 +159,7 @@ class Experts(nn.Module):
             activation=self.activation,
             backend=self.backend,
             memory=self.memory,
+            adapters=adapters,
         )
 
 

@@ -105,6 +105,7 @@ class MoELayer(nn.Module):
                 num_experts=config.num_experts,
                 hidden_size=config.expert_hidden_size,
                 bias=config.bias is True,
+                lora=config.lora_config,
                 **computed,
             )
         self.shared_expert = (

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from foundry_moe.ops.backends import FLOATS, choose_backend
 from foundry_moe.ops.blocksparse import blocksparse_mlp
+from foundry_moe.ops.lora import Adapters, lora_mlp
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.permute import PermutePlan, permute, unpermute
 from foundry_moe.ops.reference import POINTWISE, batched_mlp, grouped_mlp, reference_mlp
@@ -42,6 +43,7 @@ def expert_mlp(
     memory: str = "save",
     biases: Biases | None = None,
     widths: Sequence[int] | None = None,
+    adapters: Adapters | None = None,
 ) -> Tensor:
     """y_TD: for each token the weighted sum of its experts' outputs.
 
@@ -61,16 +63,18 @@ def expert_mlp(
         biases: of experts of one width.
         widths: of experts of different widths. Then w1, v1 and w2 are [H, D], the rows of expert 0 first, and row j of
             an expert in `w2` is what hidden unit j adds to the output.
+        adapters: LoRA, of frozen weights of experts of one width (see `foundry_moe.ops.lora`).
 
     Raises:
         ValueError: shapes that do not fit, an unknown activation, a backend that cannot run here.
     """
     weights = (w1, v1, w2)
-    _check(x_TD, plan, weights, activation, backend, widths)
+    _check(x_TD, plan, weights, activation, backend, widths, adapters)
     if biases is not None:
         y_TP = expert_mlp(
             _with_ones(x_TD), weights_TK, plan, *_with_biases(weights, biases),
             activation=activation, backend=backend, memory=memory,
+            adapters=None if adapters is None else adapters.padded(_BIAS_COLUMNS),
         )  # fmt: skip
         return y_TP[:, : x_TD.shape[1]] + _last_biases(biases.w2_ED, weights_TK, plan).to(y_TP.dtype)
     device_type = x_TD.device.type
@@ -80,8 +84,14 @@ def expert_mlp(
         with torch.autocast(device_type, enabled=False):
             return expert_mlp(
                 x_TD.to(dtype), weights_TK, plan, *cast,
-                activation=activation, backend=backend, memory=memory, widths=widths,
+                activation=activation, backend=backend, memory=memory, widths=widths, adapters=adapters,
             )  # fmt: skip
+    if adapters is not None:
+        backend = "batched" if plan.capacity is not None else choose_backend(backend, x_TD.device, x_TD.dtype)
+        y_RD = lora_mlp(
+            permute(x_TD, plan), plan, weights, adapters, activation=activation, backend=backend, memory=memory
+        )
+        return unpermute(y_RD, weights_TK, plan)
     if plan.capacity is not None:
         # in a compiled graph the plain version, whose activation inductor fuses
         on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling()
@@ -107,10 +117,13 @@ def _check(
     activation: str,
     backend: str,
     widths: Sequence[int] | None,
+    adapters: Adapters | None,
 ) -> None:
     w1, v1, w2 = weights
     experts = w1.shape[0] if widths is None else len(widths)
     if widths is not None:
+        if adapters is not None:
+            raise ValueError(f"adapters are for experts of one width, not of {list(widths)}")
         if w1.shape != (sum(widths), x_TD.shape[-1]):
             raise ValueError(
                 f"w1 {tuple(w1.shape)} must be {(sum(widths), x_TD.shape[-1])} to fit x_TD {tuple(x_TD.shape)} and "

@@ -18,7 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from foundry_moe.config import MeshConfig, can_cut_rows, refuse_hot_experts_of_several_widths
+from foundry_moe.config import (
+    MeshConfig,
+    can_cut_rows,
+    refuse_dropout_over_ranks,
+    refuse_hot_experts_of_several_widths,
+)
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.mixed_experts import MixedExperts
@@ -137,6 +142,10 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
         if isinstance(layer.experts, MixedExperts):
             check_expert_widths(layer.experts.widths, plan.expert)
             refuse_hot_experts_of_several_widths(mesh_config.hot_experts)
+        elif layer.experts.lora is not None:
+            refuse_dropout_over_ranks(layer.experts.lora.dropout, plan.expert)
+            if mesh_config.hot_experts:
+                raise ValueError(f"mesh.hot_experts ({mesh_config.hot_experts}) supports no lora: use hot_experts: 0")
     return plan
 
 

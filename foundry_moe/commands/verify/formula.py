@@ -39,6 +39,7 @@ class Formula:
     bias_E: of the choice, not of the weight.
     losses: weights of auxiliary losses.
     by_sequence: the balance loss is of each sequence by itself.
+    lora_scale: of adapters' products B A.
     """
 
     gate: str
@@ -50,6 +51,7 @@ class Formula:
     losses: Mapping[str, float]
     bias_E: Tensor | None = None
     by_sequence: bool = False
+    lora_scale: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +133,15 @@ def experts_output(formula: Formula, x_TD: Tensor, weights_TE: Tensor) -> Tensor
     def bias(name: str) -> Tensor | float:
         return weights[name][:, None] if name in weights else 0.0
 
-    h_ETF = pointwise(torch.einsum("td,efd->etf", x_TD, weights["experts.w1_EFD"]) + bias("experts.w1_bias_EF"))
+    def matrices(name: str, inputs: str, outputs: str) -> Tensor:
+        base = weights[f"experts.{name}_E{outputs}{inputs}"]
+        a, b = (weights.get(f"experts.{name}_{factor}L") for factor in (f"A_E{inputs}", f"B_E{outputs}"))
+        return base if a is None or b is None else base + formula.lora_scale * b @ a.mT
+
+    h_ETF = pointwise(torch.einsum("td,efd->etf", x_TD, matrices("w1", "D", "F")) + bias("experts.w1_bias_EF"))
     if "experts.v1_EFD" in weights:
-        h_ETF = h_ETF * (torch.einsum("td,efd->etf", x_TD, weights["experts.v1_EFD"]) + bias("experts.v1_bias_EF"))
-    out_ETD = torch.einsum("etf,edf->etd", h_ETF, weights["experts.w2_EDF"]) + bias("experts.w2_bias_ED")
+        h_ETF = h_ETF * (torch.einsum("td,efd->etf", x_TD, matrices("v1", "D", "F")) + bias("experts.v1_bias_EF"))
+    out_ETD = torch.einsum("etf,edf->etd", h_ETF, matrices("w2", "F", "D")) + bias("experts.w2_bias_ED")
     y_TD = torch.einsum("te,etd->td", weights_TE, out_ETD)
     if "shared_expert.w1.weight" in weights:
         h_TF = pointwise(x_TD @ weights["shared_expert.w1.weight"].T)
@@ -253,6 +260,8 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
     config = layer.config
     name = config.gate["name"]
     why = why_not(name, keys, capacity=config.capacity, widths=config.expert_hidden_size)
+    if not why and config.lora_config is not None and config.lora_config.dropout:
+        why = "lora.dropout draws random numbers"
     if not why and any(seen.dy_TD is None for seen in passes):
         why = "the layer's output has no gradient"
     if why or not passes:
@@ -269,6 +278,7 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
         losses=layer.loss_weights,
         bias_E=None if bias is None else _whole(bias),
         by_sequence=config.balance_over == "sequence",
+        lora_scale=0.0 if config.lora_config is None else config.lora_config.scale,
     )
     tokens = sum(len(seen.x_TD) for seen in passes)
     routed = [route(formula, _jittered(seen)) for seen in passes]

@@ -36,7 +36,10 @@ from foundry_moe.parallel.transformer_blocks import prefetch_in_order
 VOCABULARY, WIDTH, HIDDEN, LAYERS, POSITIONS, SEQUENCES, STEPS = 40, 16, 24, 2, 6, 12, 3
 LEARNING_RATE = 0.01
 EPSILON = 1e-3  # AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
-KINDS = ("embed", "head", "norm", "mix", "gate.", "shared", "w1_EFD", "v1_EFD", "w2_EDF", "w1_HD", "v1_HD", "w2_HD")
+KINDS = (
+    *("embed", "head", "norm", "mix", "gate.", "shared", "w1_EFD", "v1_EFD", "w2_EDF", "w1_HD", "v1_HD", "w2_HD"),
+    *("w1_A_EDL", "w1_B_EFL", "v1_A_EDL", "v1_B_EFL", "w2_A_EFL", "w2_B_EDL"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,6 +125,11 @@ def native_of(architecture: Architecture) -> Native:
         ValueError: none does; names the key in the way and the value that would do.
     """
     model_type, config = architecture.model_type, dict(architecture.config)
+    if architecture.experts.lora is not None:
+        raise ValueError(
+            f"lora ({architecture.experts.lora}): no Hugging Face model has adapters in its weights; use `foundry-moe "
+            "export --merge` for the whole model or --adapter for a PEFT folder"
+        )
     blocks = blocks_of(
         architecture.experts,
         d_model=int(config.get("d_model") or config.get("hidden_size") or 0),
