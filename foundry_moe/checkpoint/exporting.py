@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -41,12 +41,20 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One tensor of a commit: stored in blocks as the manifest's `item`, or `inline` in the manifest."""
+    """One tensor of a commit: stored in blocks as the manifest's `item`, or `inline` in the manifest.
+
+    added: gives the fp64 numbers that are added to a box of it, such as a LoRA adapter's; None = nothing.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     item: int | None = None
     inline: Tensor | None = None
+    added: Callable[[Box], Tensor] | None = None
+
+    def sum(self, box: Box, stored: Tensor) -> Tensor:
+        """The numbers of a box as they are exported, in the stored dtype."""
+        return stored if self.added is None else (stored.double() + self.added(box)).to(stored.dtype)
 
 
 def sources_of(found: Found, section: str) -> dict[str, Source]:
@@ -82,7 +90,11 @@ def read_whole(store: Store, found: Found, sources: Mapping[str, Source], names:
     items = {source.item: name for name, source in chosen.items() if source.item is not None}
     read = Fetcher(store, found.commit.attempt, found.manifest).whole(items)
     inline = {name: source.inline for name, source in chosen.items() if source.inline is not None}
-    return inline | {items[item]: tensor for item, tensor in read.items()}
+    found_tensors = inline | {items[item]: tensor for item, tensor in read.items()}
+    return {
+        name: chosen[name].sum(((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+        for name, tensor in found_tensors.items()
+    }
 
 
 def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int = FILE_BYTES) -> Path:
@@ -206,7 +218,7 @@ def _fill_file(
         placed.sort(key=lambda piece: piece[0])
 
     def put(name: str, box: Box, tensor: Tensor) -> None:
-        placed = pieces[name]
+        placed, tensor = pieces[name], sources[name].sum(box, tensor)
         behind = box[0][0] + box[1][0] if box[0] else 1
         for _, target, part in placed[: bisect.bisect_left(placed, behind, key=lambda piece: piece[0])]:
             common = intersect(box, part.box)

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from foundry_moe import __version__
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.exporting import INDEX, sources_of, write_targets
-from foundry_moe.checkpoint.ledger import Found
+from foundry_moe.checkpoint.exporting import INDEX, Source, sources_of, write_targets
+from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
+from foundry_moe.commands.export_adapter import merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
@@ -42,12 +44,14 @@ def export_command(arguments: argparse.Namespace) -> int:
     dtype = _dtype_named(arguments.dtype)
     store, ledger = open_folder(arguments.run_folder, arguments)
     step, out = arguments.step, arguments.out
+    if arguments.adapter:
+        return _export_adapter(arguments, store, ledger, dtype)
     if arguments.check:
         step, dtype = _exported_as(out, step, dtype)
 
     def write(found: Found) -> Certificate:
         architecture = _architecture(found, store, arguments.config, arguments.overrides)
-        exported = plan_export(store, found, architecture, dtype)
+        exported = plan_export(store, found, architecture, dtype, merged=arguments.merge)
         if arguments.check:
             certificate = certify(exported, out, with_logits=arguments.certify)
             certificate.write(out)
@@ -56,6 +60,28 @@ def export_command(arguments: argparse.Namespace) -> int:
         return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
 
     return _tell(with_checkpoint(ledger, step, write), out)
+
+
+def _export_adapter(arguments: argparse.Namespace, store: Store, ledger: Ledger, dtype: str | None) -> int:
+    """`--adapter`: the adapters alone."""
+
+    def write(found: Found) -> str:
+        architecture = _architecture(found, store, arguments.config, arguments.overrides)
+        sources = _sources(found, architecture)
+        with _beside(arguments.out.resolve()) as partial:
+            return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
+
+    print(f"{arguments.out}: {with_checkpoint(ledger, arguments.step, write)}")
+    return 0
+
+
+def _sources(found: Found, architecture: Architecture) -> dict[str, Source]:
+    """The checkpoint's tensors, by name without the architecture's prefix."""
+    return {
+        name.removeprefix(architecture.prefix): source
+        for name, source in sources_of(found, "model").items()
+        if name.startswith(architecture.prefix)
+    }
 
 
 def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
@@ -89,18 +115,23 @@ def _dtype_named(name: str | None) -> str | None:
     return dtype
 
 
-def plan_export(store: Store, found: Found, architecture: Architecture, dtype: str | None) -> Exported:
-    """What is to be written, and of what. dtype: as torch names it; None = as it was trained.
+def plan_export(
+    store: Store, found: Found, architecture: Architecture, dtype: str | None, *, merged: bool = False
+) -> Exported:
+    """What is to be written, and of what.
+
+    Args:
+        dtype: as torch names it; None = as it was trained.
+        merged: LoRA adapters are added to the weights.
 
     Raises:
-        ValueError: no family computes this.
+        ValueError: no family computes this, or there are no adapters to merge.
     """
+    sources = _sources(found, architecture)
+    if merged:
+        sources = merge(store, found, architecture, sources)
+        architecture = replace(architecture, experts=replace(architecture.experts, lora=None))
     native = native_of(architecture)
-    sources = {
-        name.removeprefix(architecture.prefix): source
-        for name, source in sources_of(found, "model").items()
-        if name.startswith(architecture.prefix)
-    }
     targets = native.targets({name: source.shape for name, source in sources.items()})
     kinds = {source.dtype for source in sources.values()}
     native.config.torch_dtype = dtype or (kinds.pop() if len(kinds) == 1 else "float32")

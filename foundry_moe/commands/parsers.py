@@ -138,6 +138,16 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="write nothing but the certificate: OUT is there already")
     parser.add_argument("--tokenizer", help="its folder or name, or none (default: the run's)")
     parser.add_argument("--config", metavar="RUN.yaml", help="the run, for checkpoints that do not record their model")
+    lora = parser.add_mutually_exclusive_group()
+    lora.add_argument("--merge", action="store_true", help="add LoRA adapters to the experts' weights")
+    lora.add_argument("--adapter", action="store_true", help="write LoRA adapters alone, as a PEFT folder")
+    parser.add_argument(
+        "--format",
+        choices=("peft", "per-expert"),
+        default="peft",
+        help="of --adapter: peft's fused tensors for transformers 5, or one pair for each expert's matrix, for vLLM "
+        "and SGLang (default: peft)",
+    )
     parser.add_argument("--file-gb", type=file_size_gb, default=5.0, help="size of one file in GB (default: 5)")
     add_store_arguments(parser)
 

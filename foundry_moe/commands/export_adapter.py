@@ -1,0 +1,160 @@
+"""LoRA adapters of a checkpoint: added to the experts' weights, or as a PEFT folder of their own.
+
+Shapes: E experts, K inputs and N outputs of a matrix, L rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.exporting import Source, read_whole
+from foundry_moe.checkpoint.layout import Box
+from foundry_moe.checkpoint.ledger import Found
+from foundry_moe.checkpoint.store import Store
+from foundry_moe.models.families import Family
+from foundry_moe.models.families.family import Part
+from foundry_moe.models.native.architecture import Architecture
+from foundry_moe.models.native.state_dict import native_of
+
+_FACTOR = re.compile(r"(.*?\.(\d+)\..*\.experts\.)(w1|v1|w2)_([AB])_E([DF])L")
+_FUSED = "base_model.model.model.layers.{layer}.mlp.experts."  # transformers 5's name in all families with such experts
+
+# (layer, matrix, factor) -> A [E, K, L] or B [E, N, L]
+Factors = dict[tuple[int, str, str], Tensor]
+
+
+def _scale_of(architecture: Architecture) -> float:
+    lora = architecture.experts.lora_config
+    if lora is None:
+        raise ValueError("--merge and --adapter are for runs with lora, and this checkpoint has no adapters")
+    return lora.scale
+
+
+def merge(store: Store, found: Found, architecture: Architecture, sources: Mapping[str, Source]) -> dict[str, Source]:
+    """The sources without adapters, which are added to the weights when these are read.
+
+    Raises:
+        ValueError: there are no adapters.
+    """
+    scale = _scale_of(architecture)
+    factors = {name: match for name in sources if (match := _FACTOR.fullmatch(name))}
+    tensors = read_whole(store, found, sources, factors)
+    kept = {name: source for name, source in sources.items() if name not in factors}
+    for name, match in factors.items():
+        prefix, _, matrix, factor, inputs = match.groups()
+        if factor == "A":
+            outputs = "D" if inputs == "F" else "F"
+            weight = f"{prefix}{matrix}_E{outputs}{inputs}"
+            added = partial(_product, tensors[name], tensors[f"{prefix}{matrix}_B_E{outputs}L"], scale)
+            kept[weight] = replace(kept[weight], added=added)
+    return kept
+
+
+def _product(a_EKL: Tensor, b_ENL: Tensor, scale: float, box: Box) -> Tensor:
+    """A box of scale * B A. Whole matrices are computed and then cut: a product's rounding depends on its shape."""
+    (first, row, column), (experts, rows, columns) = box
+    chosen = range(first, first + experts)
+    products = (scale * (b_ENL[e].double() @ a_EKL[e].double().T) for e in chosen)
+    return torch.stack([one[row : row + rows, column : column + columns] for one in products])
+
+
+def write_adapter(
+    store: Store,
+    found: Found,
+    architecture: Architecture,
+    sources: Mapping[str, Source],
+    out: Path,
+    *,
+    form: str,
+    dtype: str | None,
+) -> str:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`.
+
+    Args:
+        form: peft | per-expert.
+        dtype: of the tensors, as torch names it; None = fp32.
+
+    Returns:
+        A sentence on what was written.
+
+    Raises:
+        ValueError: there are no adapters, or the model's family has no such experts.
+    """
+    scale = _scale_of(architecture)
+    native = native_of(replace(architecture, experts=replace(architecture.experts, lora=None)))
+    parts = [part for part in native.family.parts(native.blocks) if part.expert is not None]
+    if any(part.their_shape != part.shape or part.transposed for part in parts):
+        raise ValueError(f"--adapter: {native.family.name} has no matrix of its own for each expert; use --merge")
+    names = {name: match for name in sources if (match := _FACTOR.fullmatch(name))}
+    tensors = read_whole(store, found, sources, names)
+    factors = {(int(match[2]), match[3], match[4]): tensors[name] for name, match in names.items()}
+    rank = next(iter(tensors.values())).shape[2]
+    shapes = {part.ours.removeprefix("experts.")[:2]: part.shape for part in parts}
+    for layer in native.blocks.layers:  # servers expect all matrices: those without an adapter get zeros
+        for matrix, (outputs, inputs) in shapes.items():
+            for factor, rows in (("A", inputs), ("B", outputs)):
+                factors.setdefault((layer, matrix, factor), torch.zeros(native.blocks.num_experts, rows, rank))
+    if form == "peft":
+        written, rank = dict(_fused(factors, native.blocks.layers)), 2 * rank
+        targets: dict[str, Any] = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    else:
+        written = dict(_per_expert(factors, native.blocks.layers, native.family, parts))
+        targets = {"target_modules": sorted({part.theirs.split(".")[-2] for part in parts})}
+    kind = DTYPES[dtype] if dtype else torch.float32
+    save_file(
+        {name: tensor.to(kind).contiguous() for name, tensor in written.items()}, out / "adapter_model.safetensors"
+    )
+    # SGLang does not read rsLoRA's scale: alpha has it
+    config = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True},
+        **{"r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none", "use_rslora": False},
+        **{"target_modules": [], **targets},
+    }
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    layers = len(native.blocks.layers)
+    return f"step {found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}"
+
+
+def _per_expert(
+    factors: Factors, layers: tuple[int, ...], family: Family, parts: list[Part]
+) -> Iterator[tuple[str, Tensor]]:
+    """A pair for each matrix of each expert: A [L, K] and B [N, L]."""
+    for layer in layers:
+        for part in parts:
+            matrix = part.ours.removeprefix("experts.")[:2]
+            name = f"base_model.model.{family.block_name(layer)}.{part.theirs.removesuffix('.weight')}"
+            yield f"{name}.lora_A.weight", factors[layer, matrix, "A"][part.expert].T
+            yield f"{name}.lora_B.weight", factors[layer, matrix, "B"][part.expert]
+
+
+def _fused(factors: Factors, layers: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    """A pair for `gate_up_proj` and one for `down_proj` of all experts: A [E M, K] and B [N, M E], columns by rank first.
+
+    M = 2 L: gate and up have factors of their own, and one rank is for all.
+    """
+    for layer in layers:
+        a1, b1, a3, b3, a2, b2 = (factors[layer, matrix, factor] for matrix in ("w1", "v1", "w2") for factor in "AB")
+        wide_a, wide_b = torch.cat([a1, a3], dim=2), torch.cat([_beside(b1, 0), _beside(b3, 1)], dim=1)
+        # the second target wraps the first, whose names so have `base_layer`
+        for place, a_EKM, b_ENM in (("base_layer.", wide_a, wide_b), ("", _beside(a2, 0), _beside(b2, 0))):
+            name = f"{_FUSED.format(layer=layer)}{place}"
+            yield f"{name}lora_A.weight", a_EKM.mT.flatten(0, 1)
+            yield f"{name}lora_B.weight", b_ENM.permute(1, 2, 0).flatten(1)
+
+
+def _beside(factor: Tensor, side: int) -> Tensor:
+    """[..., 2 L]: the factor on the left (0) or right (1), zeros on the other side."""
+    halves = [torch.zeros_like(factor), torch.zeros_like(factor)]
+    halves[side] = factor
+    return torch.cat(halves, dim=-1)

@@ -1,0 +1,168 @@
+"""`foundry-moe export --merge` and `--adapter`: what leaves computes what the run with adapters computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.models.families import family_of
+from tests.helpers.commands import export
+from tests.helpers.exporting import Wrapped, commit, mpt
+from tests.helpers.families import small
+
+ROOT = Path(__file__).parents[2]
+PEFT = Path(os.environ.get("PEFT_PYTHON", ROOT / ".venv-transformers" / "bin" / "python"))
+IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """With adapters as if they had been trained: B starts as zeros."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_B_E" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def adapted(kind: str, **lora: Any) -> nn.Module:
+    """A small model of a family whose experts have adapters."""
+    native = small(kind)
+    blocks = family_of(native.config.model_type).read(native.config)
+    keys: Any = {"r": 3, "alpha": 4, **lora}
+    apply_dmoe(native, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k, lora=keys))
+    return drawn(native)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "dbrx", "granitemoe"])
+def test_a_merged_export_is_the_model_with_adapters(kind: str, tmp_path: Path) -> None:
+    model = adapted(kind, rslora=True)
+    assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--merge", "--certify") == 0
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(there), logits(model), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(there), logits(small(kind)), rtol=1e-2, atol=1e-2)
+    assert json.loads((tmp_path / "out" / "certificate.json").read_text())["good"]
+
+
+def test_a_merged_mpt_in_bf16_is_certified(tmp_path: Path) -> None:
+    model = drawn(mpt(moe={"lora": {"r": 4, "targets": ["w1", "w2"]}}))
+    assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--merge", "--dtype", "bf16", "--certify") == 0
+
+
+def tensors_of(model: nn.Module, tmp_path: Path, *words: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--adapter", *words) == 0
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    return load_file(tmp_path / "out" / "adapter_model.safetensors"), config
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("targets", ["auto", ["v1", "w2"]])
+def test_per_expert_pairs_add_up_to_the_model_in_plain_transformers(kind: str, targets: Any, tmp_path: Path) -> None:
+    """As vLLM and SGLang apply them: every matrix of every expert has a pair, all of one rank."""
+    model = adapted(kind, targets=targets)
+    pairs, config = tensors_of(model, tmp_path, "--format", "per-expert")
+    plain = small(kind)
+    state = plain.state_dict()
+    experts = [name for name in state if ".experts." in name]
+    assert len(pairs) == 2 * len(experts) and {name.split(".")[-2] for name in experts} == set(config["target_modules"])
+    for name in experts:
+        pair = f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = pairs[f"{pair}.lora_A.weight"], pairs[f"{pair}.lora_B.weight"]
+        assert a.shape[0] == b.shape[1] == config["r"] == 3
+        state[name] = state[name] + config["lora_alpha"] / config["r"] * b @ a
+    plain.load_state_dict(state)
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_fused_tensors_are_pefts(kind: str, tmp_path: Path) -> None:
+    """Expert e is A[e * r : (e + 1) * r] and B[:, e::E], gate above up."""
+    model = adapted(kind)
+    fused, config = tensors_of(model, tmp_path)
+    plain = small(kind)
+    family = family_of(kind)
+    blocks = family.read(plain.config)
+    state, rank, count = plain.state_dict(), config["r"], blocks.num_experts
+    assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    names = {part.ours[8:10]: part.theirs.split(".")[-2] for part in family.parts(blocks) if part.expert is not None}
+    for layer in blocks.layers:
+        below = f"base_model.model.model.layers.{layer}.mlp.experts."
+        for e in range(count):
+
+            def delta(place: str, e: int = e, below: str = below) -> torch.Tensor:
+                a, b = (fused[f"{below}{place}lora_{factor}.weight"] for factor in "AB")
+                return config["lora_alpha"] / rank * b[:, e::count] @ a[e * rank : (e + 1) * rank]
+
+            gate, up = delta("base_layer.").chunk(2)
+            for matrix, added in (("w1", gate), ("v1", up), ("w2", delta(""))):
+                name = f"{family.block_name(layer)}.experts.{e}.{names[matrix]}.weight"
+                state[name] = state[name] + added
+    plain.load_state_dict(state)
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_peft_loads_the_folder_onto_the_original_model(kind: str, tmp_path: Path) -> None:
+    if not PEFT.exists() or subprocess.run([PEFT, "-c", "import peft"], capture_output=True).returncode:
+        pytest.skip("no environment with transformers 5 and peft: make test-peft")
+    model = adapted(kind)
+    tensors_of(model, tmp_path)
+    small(kind).save_pretrained(tmp_path / "base")
+    save_file({"ids": IDS, "logits": logits(model).contiguous()}, tmp_path / "expected.safetensors")
+    script = """
+import sys, torch
+from pathlib import Path
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+folder = Path(sys.argv[1])
+expected = load_file(folder / "expected.safetensors")
+model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+model = PeftModel.from_pretrained(model, str(folder / "out")).eval()
+with torch.no_grad():
+    found = model(input_ids=expected["ids"]).logits
+torch.testing.assert_close(found, expected["logits"], rtol=1e-4, atol=1e-5)
+"""
+    done = subprocess.run(
+        [PEFT, "-W", "error::UserWarning:peft", "-c", script, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "missing adapter keys" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lora", "words", "sentence"),
+    [
+        (True, (), "use `foundry-moe export --merge` for the whole model or --adapter"),
+        (False, ("--merge",), "are for runs with lora, and this checkpoint has no adapters"),
+        (False, ("--adapter",), "are for runs with lora, and this checkpoint has no adapters"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_one_sentence(
+    lora: bool, words: tuple[str, ...], sentence: str, tmp_path: Path, capsys: Any
+) -> None:
+    run = commit(mpt(moe={"lora": {"r": 2}} if lora else {}), tmp_path / "run")
+    assert export(run, tmp_path / "out", *words) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_family_with_fused_experts_has_no_adapter_folder(tmp_path: Path, capsys: Any) -> None:
+    run = commit(Wrapped(adapted("dbrx")), tmp_path / "run")
+    assert export(run, tmp_path / "out", "--adapter") == 2
+    assert "DBRX has no matrix of its own for each expert; use --merge" in capsys.readouterr().err
