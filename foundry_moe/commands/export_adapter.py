@@ -139,7 +139,7 @@ def _per_expert(
 
 
 def _fused(factors: Factors, layers: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-    """A pair for `gate_up_proj` and one for `down_proj` of all experts: A [E M, K] and B [N, M E], columns by rank first.
+    """A pair for `gate_up_proj` and one for `down_proj`: A [E M, K] and B [N, M E], whose columns are by rank first.
 
     M = 2 L: gate and up have factors of their own, and one rank is for all.
     """

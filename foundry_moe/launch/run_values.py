@@ -29,7 +29,13 @@ _MPT_NAMES = (
 _DEVICES = ("cpu", "meta", "mixed")
 _CLIPPING = ("norm", "value", "adaptive")
 _LOSSES = ("torch_crossentropy", "fused_crossentropy")
-_ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias")  # a pattern that matches these matches every name
+_ANY_NAMES = (
+    "0",
+    "_",
+    "wq",
+    "model.lm_head.bias",
+    "experts.w1_A_EDL",
+)  # a pattern that matches these matches every name
 # names in config.json of the MoE families that models/families supports
 _HUGGING_FACE_EXPERTS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),

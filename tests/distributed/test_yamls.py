@@ -47,7 +47,8 @@ def load(name: str) -> dict[str, Any]:
 def test_all_runs_for_gpus_are_here() -> None:
     """The others have tests of their own (tests/end_to_end, tests/docs)."""
     found = {str(path.relative_to(ROOT / "yamls").with_suffix("")) for path in (ROOT / "yamls").rglob("*.yaml")}
-    assert found == {*CLUSTERS, "demo/cpu", "own_text/cpu", "finetune/instructions", "eval/exported"}
+    finetune = {"finetune/instructions", "finetune/lora", "finetune/lora_cpu"}
+    assert found == {*CLUSTERS, *finetune, "demo/cpu", "own_text/cpu", "eval/exported"}
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTERS if "bench" not in name])

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from tests.helpers.demo import BIN, ROOT
 
 FINETUNE = ROOT / "yamls" / "finetune" / "instructions.yaml"
+LORA = ROOT / "yamls" / "finetune" / "lora_cpu.yaml"
 EVAL = ROOT / "yamls" / "eval" / "exported.yaml"
 ANSWERS = [("Who speaks?", "The President"), ("To whom?", "Congress"), ("Count to three.", "One, two, three")]
 
@@ -147,3 +148,30 @@ def test_llm_foundry_evaluates_an_exported_model(folder, exported):
     )  # fmt: skip
     assert "Printing complete results for all models" in said
     assert "| answers" in said and "exported" in said
+
+
+def test_adapters_are_trained_on_a_mesh_resumed_on_one_process_and_exported(folder):
+    def train(processes: int, *overrides: str) -> str:
+        places = [f"variables.{name}={folder / name}" for name in ("model", "data")]
+        launcher = (BIN / "composer", "-n", processes, ROOT / "foundry_moe" / "train.py")
+        return run(*launcher, LORA, *places, f"variables.run={folder / 'lora'}", *overrides, cwd=folder)
+
+    def export(name: str, *words: str) -> dict[str, torch.Tensor]:
+        tool = (sys.executable, "-m", "foundry_moe.cli", "export", folder / "lora" / "checkpoints")
+        run(*tool, folder / name, *words, cwd=folder)
+        return tensors(folder / name)
+
+    train(2, "algorithms.dmoe.mesh.expert=2", "max_duration=3ba")
+    first = export("adapter", "--adapter", "--format", "per-expert")
+    said = train(1, "max_duration=5ba")
+    assert "resuming at batch 3" in said
+    merged, pairs = export("merged", "--merge"), export("adapter_5", "--adapter", "--format", "per-expert")
+    before = tensors(folder / "model")
+    assert before.keys() == merged.keys() and first.keys() == pairs.keys()
+    assert any(not torch.equal(first[name], pairs[name]) for name in pairs), "the resumed run trained"
+    for name, weight in before.items():
+        pair = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{pair}.lora_A.weight" in pairs:  # alpha is twice r
+            weight = weight + 2 * pairs[f"{pair}.lora_B.weight"] @ pairs[f"{pair}.lora_A.weight"]
+        torch.testing.assert_close(merged[name], weight, rtol=1e-5, atol=1e-6)
+    assert any(bool(tensor.any()) for name, tensor in first.items() if ".lora_B." in name)

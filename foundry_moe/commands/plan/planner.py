@@ -163,6 +163,7 @@ def plan_run(
         state_bytes=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
         checkpointed=bool(fsdp.get("activation_checkpointing")),
         resharded=bool(fsdp.get("reshard_after_forward", True)),
+        stored=2 if "16" in str(section(run, "model").get("master_weights_dtype")) else 4,
     )
     # memory is that of the largest microbatch, time that of the mean one
     mean = replace(step, tokens=sequences * shape.sequence // step.microbatches)

@@ -78,6 +78,23 @@ class ModelShape:
         return round(self.moe.num_experts * self.expert)
 
     @property
+    def adapter(self) -> float:
+        """Parameters of one expert's LoRA adapters. With any, experts themselves are frozen."""
+        lora = self.moe.lora_config
+        if lora is None:
+            return 0
+        return len(lora.targets_of(self.moe.activation)) * lora.r * (self.d_model + self.expert_hidden)
+
+    @property
+    def adapters_a_layer(self) -> int:
+        return round(self.moe.num_experts * self.adapter)
+
+    @property
+    def trained_experts_a_layer(self) -> int:
+        """Parameters of experts, or of their adapters, that have gradients."""
+        return self.adapters_a_layer or self.experts_a_layer
+
+    @property
     def moe_block(self) -> float:
         """Parameters of a block with experts, outside its experts."""
         return self.around_ffn + self.beside_experts
@@ -94,12 +111,12 @@ class ModelShape:
 
     @property
     def total(self) -> int:
-        return self.dense + self.experts
+        return self.dense + self.experts + self.moe_layers * self.adapters_a_layer
 
     @property
     def active(self) -> float:
         """Parameters that a token passes through."""
-        return self.dense + self.moe_layers * self.moe.top_k * self.expert
+        return self.dense + self.moe_layers * self.moe.top_k * (self.expert + self.adapter)
 
     @property
     def flops_per_token(self) -> float:

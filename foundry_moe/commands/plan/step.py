@@ -38,7 +38,8 @@ class Step:
 
     tokens: of a microbatch on one GPU. microbatches: in a step.
     skew: rows of the fullest expert rank over the mean.
-    width: bytes of a number in matrix products. state_bytes: of the optimizer, for each parameter.
+    width: bytes of a number in matrix products. stored: of a parameter. state_bytes: of the optimizer, for each
+        parameter.
     checkpointed: activations are recomputed. resharded: weights are gathered again for the backward pass.
     """
 
@@ -50,6 +51,7 @@ class Step:
     state_bytes: int
     checkpointed: bool
     resharded: bool
+    stored: int = 4
 
     @property
     def reductions(self) -> int:
@@ -64,7 +66,14 @@ class Step:
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
     """Parameters that one GPU stores."""
-    return shape.dense / mesh.dense_shard + shape.experts / (mesh.shard * mesh.expert)
+    experts = shape.moe_layers * (shape.experts_a_layer + shape.adapters_a_layer)
+    return shape.dense / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
+
+
+def trained_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
+    """Of these, the ones with gradients and optimizer state; `optimizer.disable_grad` is not read."""
+    experts = shape.moe_layers * shape.trained_experts_a_layer
+    return shape.dense / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
 
 
 def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
@@ -94,18 +103,22 @@ class Message:
 def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message, ...]:
     """The messages that one GPU sends in a step."""
     gathers = step.microbatches * (2 if step.resharded else 1)
-    # FSDP's units: their number, the parameters of one, the ranks that shard it, and the distance between these ranks
-    units = {"dense": (shape.layers + 1, shape.dense / (shape.layers + 1), mesh.dense_shard, 1)}
+    # FSDP's units: their number, the parameters of one, those with gradients, the ranks that shard it, and the
+    # distance between these ranks
+    block = shape.dense / (shape.layers + 1)
+    units = {"dense": (shape.layers + 1, block, block, mesh.dense_shard, 1)}
     if shape.moe_layers:
-        units["experts"] = (shape.moe_layers, shape.experts_a_layer / mesh.expert, mesh.shard, mesh.expert)
+        size = (shape.experts_a_layer + shape.adapters_a_layer) / mesh.expert
+        trained = shape.trained_experts_a_layer / mesh.expert
+        units["experts"] = (shape.moe_layers, size, trained, mesh.shard, mesh.expert)
     found = []
-    for what, (units_, size, ranks, stride) in units.items():
+    for what, (units_, size, trained, ranks, stride) in units.items():
         found += [
             _collective(mesh, f"{GATHER} {what}", GATHER, units_ * gathers, step.width * size, ranks, stride),
-            _collective(mesh, f"{REDUCE} {what}", REDUCE, units_ * step.reductions, 4 * size, ranks, stride),
+            _collective(mesh, f"{REDUCE} {what}", REDUCE, units_ * step.reductions, 4 * trained, ranks, stride),
             # two messages of 4 bytes a parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(
-                mesh, f"{ALL_REDUCE} {what}", ALL_REDUCE, units_, 8 * size / ranks, mesh.replicate, mesh.dense_shard
+                mesh, f"{ALL_REDUCE} {what}", ALL_REDUCE, units_, 8 * trained / ranks, mesh.replicate, mesh.dense_shard
             ),
         ]
     if mesh.expert > 1:
@@ -172,7 +185,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     Within 4% of runs of three models on one to four H200s (benchmarks/RESULTS.md).
     """
     tokens, width = step.tokens, step.width
-    held = held_parameters(shape, mesh)
+    held, trained = held_parameters(shape, mesh), trained_parameters(shape, mesh)
     layer = _saved_by_moe_block(shape, mesh, step)
     if step.checkpointed:
         saved = shape.layers * tokens * shape.d_model * width + layer
@@ -181,21 +194,23 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     # Two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and one
     # layer's activations. Gradients of earlier microbatches are held at both.
     logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
-    kept = shape.dense + shape.experts / mesh.expert if step.reductions < step.microbatches else held
+    unsharded = shape.dense + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
+    kept = unsharded if step.reductions < step.microbatches else trained
     at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
+    trained_unit = shape.trained_experts_a_layer / mesh.expert + shape.moe_block
     if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
-        gathered: float = width * shape.total
-        at_end = 4 * held + layer + 2 * width * unit - gathered
+        gathered: float = width * shape.total if step.stored == 4 else 0.0
+        at_end = 4 * trained + layer + width * (unit + trained_unit) - gathered
     else:
         gathered = width * shape.outside_blocks
         # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
-        at_end = 4 * held + layer + (2 * width + width + 4) * unit
+        at_end = 4 * trained + layer + 2 * width * unit + (width + 4) * trained_unit
     if step.in_later_rounds:  # each round's gradient of experts is added to that of the others
-        at_end += width * shape.experts_a_layer / mesh.expert
+        at_end += width * shape.trained_experts_a_layer / mesh.expert
     return {
-        "weights": 4 * held,
-        "optimizer": step.state_bytes * held,
+        "weights": step.stored * held,
+        "optimizer": step.state_bytes * trained,
         "gathered weights": gathered,
         "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
         "CUDA and NCCL": CONTEXT_BYTES,
@@ -221,7 +236,9 @@ def _saved_by_moe_block(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     received = 0.0  # rows of the fullest rank for each token: one copy, however many of its experts are there
     if mesh.expert > 1:
         received = min(at_once * ranks_per_token(shape.moe.num_experts, k, mesh.expert), mesh.expert)
-    if shape.moe.backend in ("grouped", "reference"):
+    if shape.adapter and shape.moe.memory == "recompute":
+        rows = at_once * k * 2 * d
+    elif shape.adapter or shape.moe.backend in ("grouped", "reference"):
         rows = at_once * k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
     else:
         rows = 0 if shape.moe.memory == "recompute" else at_once * k * hidden * f  # block-sparse: pre-activations alone
@@ -292,9 +309,9 @@ def _work(shape: ModelShape, mesh: MeshPlan, step: Step, constants: Constants) -
     if shape.moe_layers:
         rows = t * shape.moe.top_k * max(step.skew, 1 + UNEVEN * (1 - 1 / mesh.expert))
         repeated = again + FORWARD * step.in_later_rounds
-        arithmetic = (
-            6 * rows * shape.expert * repeated * slower / rate_at(constants.expert_flops_per_s, shape.expert_hidden)
-        )
+        # two products backward for a trained matrix, one for a frozen one
+        work = 4 * shape.expert + 6 * shape.adapter if shape.adapter else 6 * shape.expert
+        arithmetic = rows * work * repeated * slower / rate_at(constants.expert_flops_per_s, shape.expert_hidden)
         # weights are read forward and backward, and their gradient is written
         weights = (3 + again) * step.width * shape.experts_a_layer / mesh.expert / memory
         # the transition between two roofs is smooth: 0.92 ms for roofs of 0.77 and 0.51 (RESULTS)
