@@ -138,16 +138,12 @@ def test_a_job_outlives_nodes_and_preemption(tiny_text, tmp_path) -> None:
         assert slurm.job(job)["BatchHost"] != before["BatchHost"]
         batches_after(len(read_log(log)))
 
-    # the same batches and losses as undisturbed
-    lines = read_log(log)
-    last = max(line["batch"] for line in lines)
-    calm.mkdir()
-    words = entrypoint.arguments(tiny_text, calm / "checkpoints", calm / "log.jsonl", BATCHES)
-    undisturbed = subprocess.Popen(
-        [entrypoint.SCRIPT, *words], env=entrypoint.environment(NPROC="2"), cwd=calm, start_new_session=True
-    )
-    try:
+        # the same batches and losses as undisturbed
+        slurm.run("scancel", job)
+        slurm.start_node(before["BatchHost"])
+        wait_for(lambda: slurm.run("sinfo", "-h", "-o", "%T %D", "-p", "low").strip() == "idle 3", 90)
+        lines = read_log(log)
+        last = max(line["batch"] for line in lines)
+        job = submit(slurm, calm, prepare(calm, tiny_text, BATCHES))
         wait_for(lambda: len(read_log(calm / "log.jsonl")) >= last, START_S)
-    finally:
-        entrypoint.kill_group(undisturbed)
     check(Outcome(), lines, read_log(calm / "log.jsonl")[:last], last)
