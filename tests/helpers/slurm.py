@@ -101,7 +101,14 @@ class Slurm:
 
     def start_node(self, node: str) -> None:
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
-        self._start("slurmd", "-D", "-N", node)
+
+        def is_up() -> bool:
+            if node not in self._daemons or self._daemons[node].poll() is not None:  # its port was not free yet
+                self._start("slurmd", "-D", "-N", node)
+            state = self.run("sinfo", "-h", "-n", node, "-o", "%T").split("\n")[0]
+            return state in ("idle", "allocated", "mixed")
+
+        wait_for(is_up, 60)
 
     def lose_node(self, node: str) -> None:
         """Kills a node's slurmd and all that it has started."""
