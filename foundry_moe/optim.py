@@ -1,4 +1,4 @@
-"""`decoupled_adamw_fused`: Composer's DecoupledAdamW in one kernel for all parameters, also on different meshes.
+"""`decoupled_adamw_fused`: Composer's DecoupledAdamW in one pass over each parameter, also on different meshes.
 
 Composer's DecoupledAdamW launches six kernels and synchronises the host once for each parameter; torch's fused AdamW
 refuses lists of DTensors on different meshes. This optimizer updates each rank's local shards, which AdamW, being
@@ -11,22 +11,34 @@ from typing import Any
 
 import torch
 from composer.optim import DecoupledAdamW
+from foundry_moe_kernels.adamw import adamw
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def _parts(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class DecoupledAdamWFused(DecoupledAdamW):
-    """DecoupledAdamW, stepped by `torch._fused_adamw_`; the same keys, state and checkpoints.
+    """DecoupledAdamW in one kernel a parameter; the same keys, state and checkpoints.
 
     YAML: `optimizer: {name: decoupled_adamw_fused, lr: 4.0e-4, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 1.0e-5}`
+
+    `gradient_factor`: a scalar that multiplies all gradients in the next step, which saves a pass over them to clip.
+    Gradients themselves stay as they are.
     """
 
-    @staticmethod
-    def adamw(
+    gradient_factor: Tensor | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        try:
+            return super().step(closure)
+        finally:
+            self.gradient_factor = None
+
+    def adamw(  # type: ignore[override]  # a static method of Composer, called on the instance
+        self,
         params: list[Tensor],
         grads: list[Tensor],
         exp_avgs: list[Tensor],
@@ -34,19 +46,44 @@ class DecoupledAdamWFused(DecoupledAdamW):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
         *,
+        amsgrad: bool,
+        beta1: float,
+        beta2: float,
         lr: float,
         initial_lr: float,
         weight_decay: float,
-        **keys: Any,
+        eps: float,
     ) -> None:
-        """`DecoupledAdamW.adamw` with one kernel; the same arguments."""
-        if not params:
-            return
-        # the kernel multiplies weights by 1 - lr * weight_decay, Composer by 1 - (lr / initial_lr) * weight_decay
-        decay = weight_decay / initial_lr if initial_lr else (weight_decay / lr if lr else 0.0)
-        groups = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        """`DecoupledAdamW.adamw` with one kernel a parameter; the same arguments."""
+        lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
         # a rank may have an empty shard of a small parameter
-        kept = [i for i, part in enumerate(_parts(params)) if part.numel()]
-        if kept:
-            parts: Any = [_parts([group[i] for i in kept]) if group else [] for group in groups]
-            torch._fused_adamw_(*parts, lr=lr, weight_decay=decay, maximize=False, **keys)
+        kept = [i for i, part in enumerate(map(_part, params)) if part.numel()]
+        if not kept:
+            return
+        parts: list[Any] = [[_part(tensors[i]) for i in kept] if tensors else [] for tensors in lists]
+        params, grads, exp_avgs, exp_avg_sqs, _, state_steps = parts
+        factor = self.gradient_factor
+        if amsgrad or not all(_fits_kernel(*tensors) for tensors in zip(*parts[:4], strict=True)):
+            # torch removes lr * weight_decay of a weight, Composer (lr / initial_lr) * weight_decay
+            decay = weight_decay / initial_lr if initial_lr else (weight_decay / lr if lr else 0.0)
+            if factor is not None:
+                parts[1] = torch._foreach_mul(grads, factor.to(grads[0].dtype))
+            torch._fused_adamw_(
+                *parts, lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=amsgrad, maximize=False
+            )
+            return
+        steps_N = torch.stack(state_steps).double()
+        corrections_N2 = torch.stack([1 - beta1**steps_N, 1 - beta2**steps_N], dim=1).float()
+        factor = None if factor is None else factor.float()
+        decay = weight_decay * (lr / initial_lr if initial_lr else 1.0)
+        for param, grad, mean, square, corrections in zip(
+            params, grads, exp_avgs, exp_avg_sqs, corrections_N2, strict=True
+        ):
+            adamw(
+                param, grad, (mean, square), corrections, factor,
+                lr=lr, beta1=beta1, beta2=beta2, eps=eps, decay=decay,
+            )  # fmt: skip
+
+
+def _fits_kernel(*tensors: Tensor) -> bool:
+    return all(tensor.is_cuda and tensor.dtype != torch.float64 and tensor.is_contiguous() for tensor in tensors)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "checkpoint": {"config", "schema"},
     "integrations": CORE,
     "models": CORE | {"checkpoint"},
-    "algorithms": LIBRARY,
+    "algorithms": LIBRARY | {"optim"},
     "loads": set(),
     "launch": LIBRARY,
     "callbacks": LIBRARY | {"launch", "loads", "__init__"},

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.config import MeshConfig, check_compilation
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.parallel.gradients import clip_norm, clip_value
+from foundry_moe.optim import DecoupledAdamWFused
+from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.parallel.placement import Placement, parallelize
 from foundry_moe.parallel.transformer_blocks import compile_blocks, prefetch_in_order
@@ -43,6 +44,9 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
     if dist.get_world_size() == 1:
         for layer in moe_layers(state.model):
             plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=layer.num_experts)
+        fused = isinstance(state.optimizers[0], DecoupledAdamWFused)
+        if fused and all(clipping.clipping_type in CLIPPING for clipping in _clippings(state)):
+            _replace_clipping(state, replicated=False, once_a_batch=False)
         _compile(state, mesh_config)
         return None
     if not isinstance(state.fsdp_config, FSDP2Config):
@@ -61,7 +65,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         ranks_per_node=dist.get_local_world_size(),
     )
     state.fsdp_config.device_mesh = placement.mesh
-    _replace_clipping(state, placement, mesh_config)
+    _replace_clipping(state, replicated=placement.plan.replicate > 1, once_a_batch=mesh_config.reduce == "batch")
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         log.warning("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
@@ -86,10 +90,14 @@ def _compile(state: State, mesh_config: MeshConfig) -> None:
         raise ValueError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
 
 
-def _replace_clipping(state: State, placement: Placement, mesh_config: MeshConfig) -> None:
+def _clippings(state: State) -> list[GradientClipping]:
+    return [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]
+
+
+def _replace_clipping(state: State, *, replicated: bool, once_a_batch: bool) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
     kind, threshold = None, 0.0
-    for clipping in [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]:
+    for clipping in _clippings(state):
         kind, threshold = clipping.clipping_type, clipping.clipping_threshold
         if kind not in CLIPPING:
             raise ValueError(
@@ -98,10 +106,7 @@ def _replace_clipping(state: State, placement: Placement, mesh_config: MeshConfi
         state.algorithms.remove(clipping)
     state.algorithms.append(
         MeshGradients(
-            replicated=placement.plan.replicate > 1,
-            once_a_batch=mesh_config.reduce == "batch",
-            clipping_type=kind,
-            clipping_threshold=threshold,
+            replicated=replicated, once_a_batch=once_a_batch, clipping_type=kind, clipping_threshold=threshold
         )
     )
 
@@ -178,7 +183,14 @@ class MeshGradients(Algorithm):
                 "summed over all ranks: use mesh: {replicate: 1, reduce: microbatch} with this data loader"
             )
         if self.clipping_type == "norm":
-            norm = clip_norm(state.model.parameters(), self.clipping_threshold)
+            parameters = list(state.model.parameters())
+            norm = gradient_norm(parameters)
+            factor = clip_factor(norm, self.clipping_threshold)
+            optimizer = state.optimizers[0]
+            if isinstance(optimizer, DecoupledAdamWFused):
+                optimizer.gradient_factor = factor  # scales while it reads the gradients
+            else:
+                scale_gradients(parameters, factor)
             logger.log_metrics({"mesh/gradient_norm": norm})  # type: ignore[dict-item]
         elif self.clipping_type == "value":
             clip_value(state.model.parameters(), self.clipping_threshold)

@@ -167,13 +167,23 @@ def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: fl
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale_gradients(parameters, clip_factor(norm, max_norm))
+    return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor, 1 at most, that makes gradients of norm `norm` no longer than `max_norm`; a scalar of its dtype."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiplies all gradients by a scalar."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for grad, _ in _local_gradients(parameters):
         by_dtype.setdefault(grad.dtype, []).append(grad)
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, factor.to(dtype))
-    return norm
 
 
 @torch.no_grad()

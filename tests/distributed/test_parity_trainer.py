@@ -44,6 +44,9 @@ def test_two_processes_equal_one() -> None:
         assert len(run["norms"]) == 3 and min(run["norms"]) > 0.5, "the threshold must bite"
         assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert largest_difference(run, expected) < TOLERANCE
+    fused = alone(2, **{"optimizer.name": "decoupled_adamw_fused"})
+    assert "MeshGradients" in fused["algorithms"], "clips inside the optimizer"
+    assert largest_difference(fused, expected) < TOLERANCE
     assert largest_difference(results[-1], alone(2, **value)) < TOLERANCE
     assert largest_difference(results[-1], expected) > 100 * TOLERANCE, "clipping by value is another training"
 

@@ -1,0 +1,60 @@
+"""`decoupled_adamw_fused` updates as Composer's DecoupledAdamW does, on gradients that `gradient_factor` scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composer.optim import DecoupledAdamW
+from torch import nn
+
+from foundry_moe import optim
+from foundry_moe.optim import DecoupledAdamWFused
+
+pytestmark = pytest.mark.quick
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KEYS = {"lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-4}
+SHAPES = [(), (1,), (3, 5), (2, 1024), (2049,)]
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in SHAPES]
+
+
+def train(optimizer: torch.optim.Optimizer, fused: bool, factor: float) -> list[torch.Tensor]:
+    """Five steps at a falling rate; gradients are scaled before the step where the optimizer does not scale them."""
+    group = optimizer.param_groups[0]
+    generator = torch.Generator().manual_seed(5)
+    for step in range(5):
+        group["lr"] = 0.03 * 0.8**step
+        for parameter in group["params"]:
+            grad = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            parameter.grad = grad if fused else grad * factor
+        if isinstance(optimizer, DecoupledAdamWFused) and factor != 1:
+            optimizer.gradient_factor = torch.tensor(factor, dtype=torch.float64, device=DEVICE)
+        optimizer.step()
+    state = [optimizer.state[parameter][key] for parameter in group["params"] for key in ("exp_avg", "exp_avg_sq")]
+    return [parameter.detach() for parameter in group["params"]] + state
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_updates_equal_decoupled_adamw(monkeypatch: pytest.MonkeyPatch, kernel: bool, factor: float) -> None:
+    monkeypatch.setattr(optim, "_fits_kernel", lambda *_: kernel)
+    expected = train(DecoupledAdamW(parameters(), **KEYS), False, factor)
+    updated = train(DecoupledAdamWFused(parameters(), **KEYS), True, factor)
+    for ours, theirs in zip(updated, expected, strict=True):
+        # fp32 in another order of rounding, five steps
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-7)
+
+
+def test_factor_holds_for_one_step_and_leaves_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(3, device=DEVICE))
+    optimizer = DecoupledAdamWFused([parameter], lr=0.1, weight_decay=0.0)
+    parameter.grad = torch.full((3,), 2.0, device=DEVICE)
+    optimizer.gradient_factor = torch.tensor(0.0, device=DEVICE)
+    optimizer.step()
+    assert (parameter == 1).all() and (parameter.grad == 2).all()
+    optimizer.step()
+    assert (parameter < 1).all()
