@@ -28,6 +28,7 @@ EXTRAS = {
         "mlflow-skinny",  # llm-foundry imports mlflow.transformers without asking for it
         "setuptools<82",  # llm-foundry imports pkg_resources
         "matplotlib>=3.8",
+        "liger-kernel>=0.5.10",  # the loss without logits; Triton only
     ],
     "transformers": ["transformers>=5,<6"],
     "test": [

@@ -9,8 +9,9 @@ from typing import Any
 from llmfoundry.layers_registry import attention_implementations
 from llmfoundry.models.mpt.configuration_mpt import MPTConfig
 from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig
 from foundry_moe.layers.context import BatchContext
@@ -18,11 +19,13 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Gate
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.models import loss_head
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.models.native.saving import let_save
 from foundry_moe.schema import from_mapping
 
 _ATTENTION = "sdpa"
+_FUSED_LOSS = "fused_linear_crossentropy"
 
 
 class DMoEMPTConfig(MPTConfig):
@@ -46,16 +49,16 @@ class DMoECausalLM(ComposerMPTCausalLM):
 
     Args:
         moe: mapping of keys of `MoEConfig`.
-        loss_fn: torch_crossentropy, since fused_crossentropy needs flash-attn.
+        loss_fn: fused_linear_crossentropy | torch_crossentropy | auto. The first computes the loss in training without
+            ever holding all logits, and needs a GPU and Liger-Kernel; `auto` takes it where it can, which is not with
+            `use_train_metrics`, whose metrics read logits. Evaluation has logits always.
 
     Raises:
         ValueError: a key or value of `moe` that cannot be (`init: upcycle` has nothing to copy), no layer selected, or
-            both ways of configuring at once.
+            both ways of configuring at once; a fused loss that cannot be had.
     """
 
-    def __init__(
-        self, moe: Mapping[str, Any] | None = None, loss_fn: str = "torch_crossentropy", **kwargs: Any
-    ) -> None:
+    def __init__(self, moe: Mapping[str, Any] | None = None, loss_fn: str = "auto", **kwargs: Any) -> None:
         in_ffn = (kwargs.get("ffn_config") or {}).get("ffn_type") == "dmoe"
         if in_ffn and moe is not None:
             raise ValueError(
@@ -65,7 +68,11 @@ class DMoECausalLM(ComposerMPTCausalLM):
         if config is not None and config.init == "upcycle":
             raise ValueError(UPCYCLE_NEEDS_WEIGHTS)
         kwargs["attn_config"] = {"attn_impl": _ATTENTION, **(kwargs.get("attn_config") or {})}
-        super().__init__(loss_fn=loss_fn, **kwargs)
+        fused = loss_fn in ("auto", _FUSED_LOSS)
+        super().__init__(loss_fn="torch_crossentropy" if fused else loss_fn, **kwargs)
+        self.fuses_loss = fused and self._can_fuse_loss(required=loss_fn == _FUSED_LOSS)
+        if self.fuses_loss:
+            loss_head.make_loss_head(self.model.get_output_embeddings())
         self._use_sdpa()
         if config is not None:
             if not apply_dmoe(self.model, config):
@@ -101,10 +108,39 @@ class DMoECausalLM(ComposerMPTCausalLM):
         mask = batch.get("attention_mask")
         if mask is not None and bool(mask.all()):
             batch = {key: value for key, value in batch.items() if key != "attention_mask"}
-        return super().forward(batch)
+        labels = batch.get("labels")
+        if not (self.fuses_loss and self.training and labels is not None and loss_head.runs_on(labels.device)):
+            return super().forward(batch)
+        head = self.model.get_output_embeddings()
+        head.targets = self._targets(batch)
+        try:
+            outputs = super().forward(batch)
+        finally:
+            head.targets = None
+        return CausalLMOutputWithPast(loss=outputs.logits)
+
+    def _targets(self, batch: Mapping) -> Tensor:
+        return self.get_targets(batch) if self.shift_labels else batch["labels"]
 
     def loss(self, outputs: Any, batch: Mapping) -> Any:
-        return self.context.anchor(super().loss(outputs, batch))
+        if outputs.logits is not None:
+            loss = super().loss(outputs, batch)
+        else:
+            loss = outputs.loss / (self._targets(batch) != loss_head.IGNORED).sum().clamp(min=1)
+        return self.context.anchor(loss)
+
+    def _can_fuse_loss(self, *, required: bool) -> bool:
+        if not loss_head.is_installed():
+            reason = "needs Liger-Kernel: pip install liger-kernel"
+        elif self.train_metrics:
+            reason = "computes no logits, which model.use_train_metrics (true) reads: set it to false"
+        elif self.model.logit_scale is not None or self.model.final_logit_softcapping is not None:
+            reason = "does not support model.logit_scale and model.final_logit_softcapping"
+        else:
+            return True
+        if required:
+            raise ValueError(f"model.loss_fn ({_FUSED_LOSS}) {reason}; or use loss_fn: torch_crossentropy")
+        return False
 
     @cached_property
     def n_active_params(self) -> int:

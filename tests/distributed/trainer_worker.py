@@ -48,6 +48,14 @@ def train_runs(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train_run(path, overrides) for overrides in runs]
 
 
+def train_runs_without_logits(path: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`train_runs` with the loss computed in the output projection, on a CPU too."""
+    from foundry_moe.models import loss_head
+
+    loss_head.runs_on = lambda device: True
+    return train_runs(path, runs)
+
+
 def train_through_the_door(runs: list[list[str]]) -> list[dict[str, Any]]:
     """Each run's arguments through `foundry_moe/train.py`: losses, and placements of experts by layer."""
     import llmfoundry.command_utils as foundry
