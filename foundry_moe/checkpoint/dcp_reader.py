@@ -10,11 +10,9 @@ import dataclasses
 import io
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,15 +32,11 @@ from foundry_moe.checkpoint.codec import DTYPES, decode
 from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, portable_errors
 from foundry_moe.checkpoint.dcp_writer import Writer, step_of
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NotFoundError, worst
-from foundry_moe.checkpoint.exchange import Traffic
-from foundry_moe.checkpoint.layout import Block, Box, deal, intersect, narrow_to
+from foundry_moe.checkpoint.exchange import Place, Targets, Traffic, read_blocks
+from foundry_moe.checkpoint.layout import Box, Chunks, narrow_to
 from foundry_moe.checkpoint.ledger import Found, Ledger
-from foundry_moe.checkpoint.manifest import Manifest, TensorEntry
-from foundry_moe.checkpoint.moving import Targets
-from foundry_moe.checkpoint.range_reads import ReadPlan, block_of
-from foundry_moe.checkpoint.reader import read_blocks
+from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.retention import distrust
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.checkpoint.strict import shown
@@ -50,8 +44,7 @@ from foundry_moe.checkpoint.strict import shown
 log = logging.getLogger(__name__)
 
 Items = list[tuple[ReadItem, Tensor]]  # what a plan asks for, with where it belongs
-Needs = dict[tuple[int, int], Box]  # what a rank needs of each block, by its item and index
-Fetched = dict[tuple[int, int], dict[int, Box]]  # for each block that a rank fetches, what which ranks need of it
+Needs = dict[str, list[Box]]  # what a rank needs of each tensor
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,6 @@ class Reader(StorageReader):
         self.traffic = Traffic()  # what that cost this rank
         self._group = group
         self._asked: int | None = None
-        self._skip: set[CommitKey] = set()  # commits whose data turned out damaged
         self._found: Found | None = None
         self._error: Exception | None = None
 
@@ -154,11 +146,11 @@ class Reader(StorageReader):
             except RanksError as failed:
                 reason = worst(failed.reasons.values())
                 if not isinstance(reason, DamagedError) or (ranks.size == 1 and told.ranks > 1):
-                    self._skip |= {where} if isinstance(reason, DamagedError) else set()
+                    if isinstance(reason, DamagedError):
+                        self.ledger.damaged.add(where)
                     raise reason from failed  # alone among others, who may have found it good
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, reason)
-                self._skip.add(where)
-                distrust(self.ledger.store, [where])
+                self.ledger.damaged.add(where)
                 where = ranks.first(lambda: self._choose().commit.where)  # the newest that is left
         assert self._found is not None
         for item, tensor in items:
@@ -175,7 +167,7 @@ class Reader(StorageReader):
     def _choose(self) -> Found:
         asked = self._asked
         keys = [key for key in self.ledger.newest_first() if asked is None or key.step == asked]
-        found, rejected = self.ledger.first_good(keys, skip=self._skip, finite=asked is None)
+        found, rejected = self.ledger.first_good(keys, finite=asked is None)
         for sentence in rejected:
             log.warning("Passed over a checkpoint: %s", sentence)
         if found is None:
@@ -196,101 +188,63 @@ class Reader(StorageReader):
 
     def _load(self, where: CommitKey, asked: LoadPlan, planner: LoadPlanner, items: Items, ranks: Ranks) -> None:
         """Fills all tensors from one commit. Collective."""
-        targets: list[_Boxes] = []
+        places: dict[str, list[Place]] = {}
 
-        def plan() -> Needs:
+        def look() -> Needs:
             if not items:
                 items.extend((item, planner.resolve_tensor(item)) for item in asked.items if _is_tensor(item))
             if self._found is None or self._found.commit.where != where:  # gone back, or one more was just committed
                 self._found = self.ledger.open(where)
-            targets.append(_Boxes(self._found.manifest, Contents(self._found.manifest), items, ranks.rank))
-            return targets[0].needs
+            places.update(_placed(self._found, items))
+            return {name: [box for box, _ in mine] for name, mine in places.items()}
 
-        def deal_out(needs: list[Needs]) -> list[Fetched]:
-            assert self._found is not None
-            return deal_reads(self._found.manifest, needs)
-
-        dealt = ranks.deal(plan, deal_out)
-        targets[0].take(dealt)
+        needs = ranks.decide(look, _chunks)
         assert self._found is not None
-        self.traffic = read_blocks(self.ledger.store, self._found, ranks, targets[0])
+        found = self._found
+        self.traffic = read_blocks(
+            self.ledger.store, found, ranks, lambda: Targets(found.manifest, ranks.rank, needs, places)
+        )
 
 
-def deal_reads(manifest: Manifest, needs: Sequence[Needs]) -> list[Fetched]:
-    """Who fetches which block for whom: of those that need any of it one, evenly by bytes."""
-    entries = list(manifest.tensors.values())
-    needers: dict[tuple[int, int], list[int]] = {}
+def _chunks(needs: list[Needs]) -> dict[str, Chunks]:
+    """Which ranks need which boxes of each tensor; tensors that are needed alike share one object."""
+    ranks_of: dict[str, dict[Box, list[int]]] = {}
     for rank, mine in enumerate(needs):
-        for key in mine:
-            needers.setdefault(key, []).append(rank)
-    groups: dict[tuple[int, ...], list[Block]] = {}
-    for (item, index), among in needers.items():
-        groups.setdefault(tuple(among), []).append(block_of(entries[item], item, index))
-    fetched: list[Fetched] = [{} for _ in needs]
-    for ranks, blocks in groups.items():
-        for rank, dealt in deal(blocks, ranks).items():
-            for block in dealt:
-                key = block.item, block.index
-                fetched[rank][key] = {other: needs[other][key] for other in ranks}
-    return fetched
+        for name, boxes in mine.items():
+            for box in dict.fromkeys(boxes):
+                ranks_of.setdefault(name, {}).setdefault(box, []).append(rank)
+    alike: dict[tuple[tuple[Box, tuple[int, ...]], ...], Chunks] = {}
+    found = {}
+    for name, by_box in ranks_of.items():
+        chunks = tuple((box, tuple(ranks)) for box, ranks in sorted(by_box.items()))
+        found[name] = alike.setdefault(chunks, Chunks(list(chunks)))
+    return found
 
 
-class _Boxes(Targets):
-    """Targets of a load: boxes of tensors, as a plan's items ask for them."""
+def _placed(found: Found, items: Items) -> dict[str, list[Place]]:
+    """Where the boxes of stored tensors go that a plan's items ask for; small tensors are filled at once.
 
-    def __init__(self, manifest: Manifest, contents: Contents, items: Items, rank: int) -> None:
-        """Raises MismatchError if a tensor is not in this commit, or has other bounds there."""
-        self.rank, self.manifest, self._entries = rank, manifest, list(manifest.tensors.values())
-        self._boxes: dict[tuple[int, int], list[tuple[Box, Tensor]]] = {}  # of each block that is needed
-        numbers = {name: number for number, name in enumerate(manifest.tensors)}
-        for item, target in items:
-            tensor = target.detach()
-            name, box = item.storage_index.fqn, _box_of(item)
-            small = contents.leaves.get(name)
-            if name not in numbers and not isinstance(small, Tensor):
-                raise MismatchError(f"{name} is no tensor of the checkpoint of step {manifest.info['step']}")
-            shape: tuple[int, ...] = tuple(small.shape) if isinstance(small, Tensor) else manifest.tensors[name].shape
-            ends = tuple(offset + size for offset, size in zip(*box, strict=True))
-            if len(shape) != len(ends) or any(end > most for end, most in zip(ends, shape, strict=True)):
-                raise MismatchError(f"{name} is {list(shape)} in the checkpoint of step {manifest.info['step']}")
-            if tuple(tensor.shape) != box[1]:
-                raise CheckpointError(f"{name}: the planner gives {list(tensor.shape)} for {list(box[1])}")
-            if name in numbers:
-                for index in _hit(manifest.tensors[name], box):
-                    self._boxes.setdefault((numbers[name], index), []).append((box, tensor))
-            elif isinstance(small, Tensor):
-                tensor.copy_(narrow_to(small, (0,) * len(shape), box))
-        blocks = [block_of(self._entries[item], item, index) for item, index in sorted(self._boxes)]
-        self.needs: Needs = {(block.item, block.index): self._bounds(block) for block in blocks}
-        self._pieces = {(*key, rank): box for key, box in self.needs.items()}
-        self.reads = ReadPlan(needed=blocks, fetched=[], needers={})
-
-    def _bounds(self, block: Block) -> Box:
-        """The smallest box that holds all that is needed of a block."""
-        boxes = [intersect(block.box, box) for box, _ in self._boxes[block.item, block.index]]
-        lower = tuple(min(box[0][dim] for box in boxes if box) for dim in range(len(block.box[0])))
-        upper = [max(box[0][dim] + box[1][dim] for box in boxes if box) for dim in range(len(lower))]
-        return lower, tuple(end - start for start, end in zip(lower, upper, strict=True))
-
-    def take(self, fetched: Fetched) -> None:
-        """What this rank fetches, and for whom."""
-        blocks = [block_of(self._entries[item], item, index) for item, index in fetched]
-        needers = {key: tuple(boxes) for key, boxes in fetched.items()}
-        self._pieces |= {(*key, rank): box for key, boxes in fetched.items() for rank, box in boxes.items()}
-        self.reads = ReadPlan(needed=self.reads.needed, fetched=blocks, needers=needers)
-
-    def piece(self, block: Block, rank: int) -> Box:
-        return self._pieces[block.item, block.index, rank]
-
-    def boxes(self, block: Block) -> list[tuple[Box, Tensor]]:
-        return self._boxes[block.item, block.index]
-
-
-def _hit(entry: TensorEntry, box: Box) -> list[int]:
-    """The blocks that a box meets."""
-    lower, sizes = np.array(box[0], dtype=np.int64), np.array(box[1], dtype=np.int64)
-    hit_B = np.all((entry.offsets_BN < lower + sizes) & (entry.offsets_BN + entry.sizes_BN > lower), axis=1)
-    return np.flatnonzero(hit_B).tolist()
+    Raises:
+        MismatchError: a tensor is not in this commit, or has other bounds there.
+    """
+    manifest, step = found.manifest, found.commit.step
+    leaves = Contents(manifest).leaves
+    places: dict[str, list[Place]] = {}
+    for item, target in items:
+        tensor, name, box = target.detach(), item.storage_index.fqn, _box_of(item)
+        small = leaves.get(name)
+        if not isinstance(small, Tensor):
+            raise MismatchError(f"{name} is no tensor of the checkpoint of step {step}")
+        shape = tuple(small.shape)
+        if len(shape) != len(box[0]) or any(o + s > most for o, s, most in zip(*box, shape, strict=True)):
+            raise MismatchError(f"{name} is {list(shape)} in the checkpoint of step {step}")
+        if tuple(tensor.shape) != box[1]:
+            raise CheckpointError(f"{name}: the planner gives {list(tensor.shape)} for {list(box[1])}")
+        if name in manifest.tensors:
+            places.setdefault(name, []).append((box, tensor))
+        else:
+            tensor.copy_(narrow_to(small, (0,) * len(shape), box))
+    return places
 
 
 def _is_tensor(item: ReadItem) -> bool:
@@ -353,20 +307,17 @@ def _holds_stub(value: Any) -> bool:
 
 
 def metadata_of(manifest: Manifest) -> Metadata:
-    """PyTorch's index of a commit, from ours: a chunk is a block."""
+    """PyTorch's index of a commit, from ours. A tensor is one chunk, so that planners ask for what a rank needs of it
+    as one item, and not for each block."""
     contents = Contents(manifest)
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, leaf in contents.leaves.items():
         if not isinstance(leaf, Tensor):
             found[name] = BytesStorageMetadata()
             continue
-        entry = manifest.tensors.get(name)
-        chunks = [((0,) * leaf.ndim, tuple(leaf.shape))]
-        if entry is not None:
-            chunks = list(zip(entry.offsets_BN.tolist(), entry.sizes_BN.tolist(), strict=True))
         found[name] = TensorStorageMetadata(
             properties=TensorProperties(dtype=leaf.dtype),
             size=torch.Size(leaf.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks],
+            chunks=[ChunkStorageMetadata(torch.Size([0] * leaf.ndim), torch.Size(leaf.shape))],
         )
     return Metadata(state_dict_metadata=found, planner_data=contents.paths)

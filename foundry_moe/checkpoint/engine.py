@@ -26,13 +26,11 @@ from foundry_moe.checkpoint.errors import (
     TooManyFailuresError,
     worst,
 )
-from foundry_moe.checkpoint.exchange import Traffic
+from foundry_moe.checkpoint.exchange import Traffic, read_blocks
 from foundry_moe.checkpoint.finite_weights import is_finite
 from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
 from foundry_moe.checkpoint.owners import Heart, Identity
-from foundry_moe.checkpoint.reader import read_blocks
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.retention import distrust
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
@@ -383,9 +381,8 @@ class CheckpointEngine:
             StoreError: the store does not answer.
             Exception: what else failed on a rank, on all of them; the checkpoint may well be good.
         """
-        skip: list[CommitKey] = []
         while True:
-            choice = self._choose(resume, skip)
+            choice = self._choose(resume)
             self.generation, self._forked_from = choice.generation, choice.forked_from
             if choice.found is None:
                 if self._other_model is not None:
@@ -400,15 +397,15 @@ class CheckpointEngine:
                     raise self._other_model
                 return loaded
             except DamagedError as error:
-                skip.append(choice.found.commit.where)
-                distrust(self.ledger.store, skip)
-                log.warning("Checkpoint of step %d is damaged, trying the one before: %s", skip[-1].step, error)
+                where = choice.found.commit.where
+                self.ledger.damaged.add(where)
+                log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, error)
 
-    def _choose(self, resume: str | int, skip: list[CommitKey]) -> Choice:
+    def _choose(self, resume: str | int) -> Choice:
         """`Ledger.choose` on rank 0, for all."""
 
         def look() -> Choice:
-            choice = self.ledger.choose(resume, skip=skip)
+            choice = self.ledger.choose(resume)
             fault_injection.point("load.listed")
             return choice
 
@@ -422,12 +419,12 @@ class CheckpointEngine:
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
         made: list[StateTargets] = []
 
-        def plan() -> None:
+        def plan() -> StateTargets:
             made.append(StateTargets(found.manifest, state_dict, rank=self.rank, world_size=self.world_size))
+            return made[0]
 
         try:
-            self._ranks.decide(plan, lambda _: None)
-            traffic = read_blocks(self.ledger.store, found, self._ranks, made[0])
+            traffic = read_blocks(self.ledger.store, found, self._ranks, plan)
         except RanksError as failed:
             raise worst(failed.reasons.values()) from failed
         self._last_step = found.commit.step

@@ -1,35 +1,47 @@
-"""Ranks give each other what they fetched: as messages over a CPU group, in rounds of one range each.
+"""Reading blocks of one commit to where ranks need them: each block once, whoever needs any of it.
 
-Every rank first tells the others which pieces it will give in which round; after that each round is point-to-point
-between ranks that share something, so that a large job's replica groups do not wait for each other. Neighbours, which
-find in the memory of their host what another has read, are told the blocks and sent nothing. A rank that has failed, at
-whatever, goes on giving (its bytes are not used then), so that no rank waits for ever; its error is raised when all
-rounds are done.
+Each stored block is fetched by one of the ranks that need any of it and given to the others, so that the store sends
+every byte once. `Targets` say what a rank needs, and where it belongs; this module knows no state dict and no planner.
+
+Ranks give each other what they fetched as messages over a CPU group, in rounds of one range each. Every rank first
+tells the others which pieces it will give in which round; after that each round is point-to-point between ranks that
+share something, so that a large job's replica groups do not wait for each other. Neighbours, which find in the memory
+of their host what another has read, are told the blocks and sent nothing. A rank that has failed, at whatever, goes on
+giving (its bytes are not used then), so that no rank waits for ever; its error is raised when all rounds are done.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.checkpoint.collective_errors import FirstError
+from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.collective_errors import FirstError, Ranks
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.layout import Block, Box
-from foundry_moe.checkpoint.moving import Fetch, Mover
-from foundry_moe.checkpoint.range_reads import READS_IN_FLIGHT, Range, Reading
+from foundry_moe.checkpoint.layout import Block, Box, Chunks, bounds, intersect, narrow_to
+from foundry_moe.checkpoint.ledger import Found
+from foundry_moe.checkpoint.manifest import Manifest
+from foundry_moe.checkpoint.range_reads import READS_IN_FLIGHT, Fetcher, Range, Reading, coalesce, plan_reads
+from foundry_moe.checkpoint.store import Store
 
+Place = tuple[Box, Tensor]  # a box of a whole tensor, and the memory that it fills
 Pieces = list[tuple[Block, int]]  # blocks, with where each begins in its range
 Pending = tuple[dist.Work | None, Tensor]  # a message that is under way, and its memory
 Told = dict[int, dict[int, list[tuple[int, int, int]]]]  # for each source, by round: (item, index, start) of its blocks
 
 AHEAD = 3  # rounds that a giver may be ahead of who receives
 SLOTS = READS_IN_FLIGHT + 1 + AHEAD  # ranges that are being read, and those that are being sent
+DIRECT_BYTES = 2**18  # blocks below this on average are read together and copied to their places
 
 
 @dataclass(kw_only=True)
@@ -39,6 +51,175 @@ class Traffic:
     bytes_fetched: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
+
+
+class Targets:
+    """What one rank needs of a commit, and where it belongs."""
+
+    def __init__(
+        self, manifest: Manifest, rank: int, needs: Mapping[str, Chunks], places: Mapping[str, Sequence[Place]]
+    ) -> None:
+        """Plans this rank's part of a load.
+
+        Args:
+            needs: for each tensor that is loaded, which ranks need which boxes of it; the same on all ranks.
+            places: for each tensor this rank's boxes, with their memory.
+        """
+        self.manifest, self.rank = manifest, rank
+        self.reads = plan_reads(manifest, needs, rank)
+        self.dtypes = [DTYPES[entry.dtype] for entry in manifest.tensors.values()]
+        self._needs = [needs.get(name) for name in manifest.tensors]
+        self._places = [places.get(name, ()) for name in manifest.tensors]
+        self._pieces: dict[tuple[int, int, int], Box] = {}
+
+    def piece(self, block: Block, rank: int) -> Box:
+        """The smallest box that holds all that a rank needs of a block."""
+        key = (block.item, block.index, rank)
+        if key not in self._pieces:
+            needs = self._needs[block.item]
+            assert needs is not None
+            common = (intersect(block.box, box) for box in needs.boxes_of(rank))
+            self._pieces[key] = bounds([box for box in common if box is not None])
+        return self._pieces[key]
+
+    def places(self, block: Block) -> list[Place]:
+        """Where this rank needs a block: boxes of the whole tensor that meet it, and the memory of each box."""
+        return [place for place in self._places[block.item] if intersect(block.box, place[0]) is not None]
+
+    def place(self, block: Block, piece: Tensor) -> None:
+        """Puts this rank's piece of a block, in its dtype and flat, where it belongs."""
+        mine = self.piece(block, self.rank)
+        for box, tensor in self.places(block):
+            common = intersect(mine, box)
+            assert common is not None
+            narrow_to(tensor, box[0], common).copy_(narrow_to(piece.view(mine[1]), mine[0], common))
+
+    def memory(self, block: Block) -> memoryview | None:
+        """The final memory of a block, if the rank needs it whole and its bytes lie together."""
+        (box, tensor), *more = self.places(block)
+        if more or intersect(block.box, box) != block.box:
+            return None
+        view = narrow_to(tensor, box[0], block.box)
+        if view.device.type != "cpu" or view.dtype != self.dtypes[block.item] or not view.is_contiguous():
+            return None
+        return view.view(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """A range that this rank fetches. `into` is the final memory of each of its blocks, if it is read straight there:
+    then all others that need any of it are neighbours. None: it is read, and then copied or sent."""
+
+    part: Range
+    into: Sequence[memoryview] | None
+
+
+class Mover:
+    """Brings blocks to their places on one rank, and cuts pieces of them for others.
+
+    `neighbours` are ranks that can read again, from the memory of their host, what this one has read, and the other
+    way.
+    """
+
+    def __init__(self, targets: Targets, fetcher: Fetcher, neighbours: frozenset[int]) -> None:
+        self.fetcher, self.rank, self.neighbours = fetcher, targets.rank, neighbours
+        self.piece, self._targets = targets.piece, targets
+        self._needed = {(block.item, block.index): block for block in targets.reads.needed}
+
+    def fetches(self) -> list[Fetch]:
+        """What this rank fetches, in order."""
+        here = self.neighbours | {self.rank}
+        fetches = []
+        for part in coalesce(self.fetcher.manifest, self._targets.reads.fetched, self.fetcher.store.range_bytes):
+            among_us = all(here.issuperset(self.receivers(block)) for block, _ in part.blocks)
+            fetches.append(Fetch(part=part, into=self._memories(part) if among_us else None))
+        return fetches
+
+    def _memories(self, part: Range) -> list[memoryview] | None:
+        """The final memory of each of a range's blocks, if this rank needs all of them whole and can read to it."""
+        if part.size_bytes < DIRECT_BYTES * len(part.blocks):
+            return None  # small blocks: one request, and then copies
+        found = [self._targets.memory(block) for block, _ in part.blocks]
+        return None if any(memory is None for memory in found) else [m for m in found if m is not None]
+
+    def receivers(self, block: Block) -> Sequence[int]:
+        """For a fetched block, all ranks that need some of it, this one among them."""
+        return self._targets.reads.needers[block.item, block.index]
+
+    def block(self, item: int, index: int) -> Block:
+        """One of those that this rank needs."""
+        return self._needed[item, index]
+
+    def piece_bytes(self, block: Block, rank: int) -> int:
+        return math.prod(self.piece(block, rank)[1]) * self._targets.dtypes[block.item].itemsize
+
+    def cut(self, block: Block, raw: Tensor, rank: int) -> Tensor:
+        """A rank's piece of a block's bytes, contiguous."""
+        box = self.piece(block, rank)
+        if box == block.box:
+            return raw
+        whole = raw.view(self._targets.dtypes[block.item]).view(block.box[1])
+        return narrow_to(whole, block.box[0], box).contiguous().view(-1).view(torch.uint8)
+
+    def place(self, block: Block, piece: Tensor) -> None:
+        """Puts this rank's piece of a block, as uint8, where it belongs."""
+        dtype = self._targets.dtypes[block.item]
+        if piece.storage_offset() % dtype.itemsize:
+            piece = piece.clone()  # it came behind a piece of a smaller dtype
+        self._targets.place(block, piece.view(dtype))
+
+    def read_again(self, block: Block) -> None:
+        """Reads a block that a neighbour has read and checked, and puts this rank's piece of it in its place."""
+        memory = self._targets.memory(block)
+        if memory is not None:
+            self.fetcher.read_again(block, memory)
+            return
+        raw = torch.empty(block.size_bytes, dtype=torch.uint8)
+        self.fetcher.read_again(block, raw.numpy().data)
+        self.place(block, self.cut(block, raw, self.rank))
+
+
+def read_blocks(store: Store, found: Found, ranks: Ranks, plan: Callable[[], Targets]) -> Traffic:
+    """Brings every block to its places on all ranks. Collective.
+
+    Args:
+        plan: makes this rank's targets.
+
+    Raises:
+        RanksError: what failed on which ranks, on all of them.
+    """
+    traffic, began = Traffic(), time.perf_counter()
+    objects = found.manifest.objects
+    made: list[Targets] = []
+
+    def look() -> str | None:
+        made.append(plan())
+        return store.identity(f"{found.commit.attempt}/{objects[0][0]}") if objects else None
+
+    neighbours = ranks.deal(look, _neighbours)
+    mover = Mover(made[0], Fetcher(store, found.commit.attempt, found.manifest), neighbours)
+    again: list[Block] = []
+    ranks.decide(lambda: again.extend(exchange(mover, ranks.group, traffic)), lambda _: None)
+
+    def read_again() -> None:  # what others have read, now that every hash is known to be right
+        with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
+            list(pool.map(mover.read_again, again))
+
+    ranks.decide(read_again, lambda _: None)
+    traffic.bytes_fetched = mover.fetcher.bytes_read
+    traffic.seconds = time.perf_counter() - began
+    fault_injection.point("load.done")
+    return traffic
+
+
+def _neighbours(seen: list[str | None]) -> list[frozenset[int]]:
+    """For each rank those that see its files through the memory of the same host."""
+    alike: dict[str | None, set[int]] = {}
+    for rank, identity in enumerate(seen):
+        alike.setdefault(identity, set()).add(rank)
+    return [
+        frozenset() if identity is None else frozenset(alike[identity] - {rank}) for rank, identity in enumerate(seen)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,15 @@ def intersect(a: Box, b: Box) -> Box | None:
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 
 
+def bounds(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of some."""
+    if len(boxes) == 1:
+        return boxes[0]
+    starts = tuple(min(starts) for starts in zip(*(box[0] for box in boxes), strict=True))
+    ends = (max(ends) for ends in zip(*([o + s for o, s in zip(*box, strict=True)] for box in boxes), strict=True))
+    return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
+
+
 def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
     """The part of a tensor, whose first element is at `origin`, that is `box`."""
     for dim, (start, size) in enumerate(zip(*box, strict=True)):
@@ -56,7 +65,34 @@ def _intern(shape: tuple[int, ...], ranks: bytes) -> Grid:
     return Grid(shape, tuple(np.frombuffer(ranks, dtype=np.int64).tolist()))
 
 
-class Layout:
+class Chunks:
+    """The boxes of one tensor that ranks hold or need, each with all ranks that have the same one."""
+
+    def __init__(self, chunks: list[tuple[Box, tuple[int, ...]]]) -> None:
+        self.chunks = chunks
+
+    @functools.cached_property
+    def chunks_of_rank(self) -> dict[int, list[int]]:
+        """For each rank that has anything, its chunks' indices."""
+        found: dict[int, list[int]] = {}
+        for index, (_, ranks) in enumerate(self.chunks):
+            for rank in ranks:
+                found.setdefault(rank, []).append(index)
+        return found
+
+    def boxes_of(self, rank: int) -> list[Box]:
+        """What a rank has."""
+        return [self.chunks[index][0] for index in self.chunks_of_rank.get(rank, ())]
+
+    @functools.cached_property
+    def corners(self) -> tuple[np.ndarray, np.ndarray]:
+        """All chunks' first and last-plus-one corners, each [chunks, dims]."""
+        starts = np.array([box[0] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
+        sizes = np.array([box[1] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
+        return starts, starts + sizes
+
+
+class Layout(Chunks):
     """How one tensor lies over the ranks: its global shape, the mesh, and for each mesh dimension the tensor
     dimension that it shards, or None where it replicates. Equal layouts are one object (see `layout_of`)."""
 
@@ -64,8 +100,8 @@ class Layout:
         self.shape, self.grid, self.sharded = shape, grid, sharded
 
     @functools.cached_property
-    def chunks(self) -> list[tuple[Box, tuple[int, ...]]]:
-        """The distinct boxes, each with the ranks that hold it; empty boxes are left out."""
+    def chunks(self) -> list[tuple[Box, tuple[int, ...]]]:  # type: ignore[override]
+        """The distinct boxes, of which a rank holds one at most; empty boxes are left out."""
         ranks = np.asarray(self.grid.ranks).reshape(self.grid.shape)
         counts = [n if dim is not None else 1 for n, dim in zip(self.grid.shape, self.sharded, strict=True)]
         found = []
@@ -84,18 +120,6 @@ class Layout:
                 )
                 found.append(((tuple(offsets), tuple(sizes)), tuple(ranks[where].reshape(-1).tolist())))
         return found
-
-    @functools.cached_property
-    def chunk_of_rank(self) -> dict[int, int]:
-        """For each rank that holds anything, its chunk's index."""
-        return {rank: index for index, (_, ranks) in enumerate(self.chunks) for rank in ranks}
-
-    @functools.cached_property
-    def boxes(self) -> tuple[np.ndarray, np.ndarray]:
-        """All chunks' first and last-plus-one corners, each [chunks, dims]."""
-        starts = np.array([box[0] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
-        sizes = np.array([box[1] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
-        return starts, starts + sizes
 
 
 @functools.lru_cache(maxsize=65536)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ from foundry_moe.checkpoint.store import Store
 
 BURIED = "BURIED"  # below an attempt: somebody is about to delete it as stale
 CONFIRM_WAITS_S = (0.2, 0.4, 0.8, 1.6)  # between two looks whether who wants to delete an attempt leaves it after all
+_damaged: defaultdict[str, set[CommitKey]] = defaultdict(set)  # by store: see `Ledger.damaged`
 
 
 def new_attempt(step: int) -> str:
@@ -78,6 +80,15 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self.store = store
 
+    @property
+    def damaged(self) -> set[CommitKey]:
+        """Commits whose data turned out damaged when this process read it, through whichever object.
+
+        They are not opened again, so that no load takes one and no retention counts one as kept: record, manifest and
+        sizes do not show such damage, and reading all data before each deletion would take too long.
+        """
+        return _damaged[self.store.url]
+
     def newest_first(self) -> list[CommitKey]:
         """All commits, newest first."""
         parsed = (CommitKey.parse(entry.key) for entry in self.store.scan("commits/"))
@@ -104,8 +115,11 @@ class Ledger:
         """Reads a commit and its manifest and looks at the objects' sizes.
 
         Raises:
-            DamagedError: something is missing, short, or has another hash. Data blocks are not read here.
+            DamagedError: something is missing, short, or has another hash. Data blocks are not read here; one of
+                `damaged` is refused.
         """
+        if key in self.damaged:
+            raise DamagedError(f"{key.key}: its data is damaged")
         try:
             return self._open(key, self.read(key))
         except NotAnObjectError as error:
@@ -191,17 +205,14 @@ class Ledger:
             "short --older-than does; older checkpoints are kept"
         )
 
-    def choose(self, resume: str | int, *, skip: Iterable[CommitKey] = ()) -> Choice:
+    def choose(self, resume: str | int) -> Choice:
         """Picks the commit to go on from; see `CheckpointConfig.resume`.
-
-        Args:
-            skip: commits that turned out damaged when their data was read.
 
         Raises:
             DamagedError: there are commits, and none can be used.
             ResumeError: the step asked for is not there, or `never` meets commits.
         """
-        skip, keys = set(skip), self.newest_first()
+        keys = self.newest_first()
         newest = self.newest(keys)
         if resume == "never":
             if keys:
@@ -220,7 +231,7 @@ class Ledger:
                 have = f"it holds: {listed_steps(keys) or 'none'}"
                 raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; {have}")
         try:  # a step that the user names is theirs to look at
-            found, rejected = self.first_good(candidates, skip=skip, finite=resume == "auto")
+            found, rejected = self.first_good(candidates, finite=resume == "auto")
         except DamagedError as error:
             tried = {key.step for key in candidates}
             others = listed_steps(key for key in keys if key.step not in tried)
@@ -237,13 +248,10 @@ class Ledger:
             rejected=rejected,
         )
 
-    def first_good(
-        self, candidates: Iterable[CommitKey], *, skip: Iterable[CommitKey] = (), finite: bool = False
-    ) -> tuple[Found | None, list[str]]:
+    def first_good(self, candidates: Iterable[CommitKey], *, finite: bool = False) -> tuple[Found | None, list[str]]:
         """The first of some commits that can be used, None if there are none; and why those before it cannot.
 
         Args:
-            skip: commits that turned out damaged when their data was read.
             finite: pass over those whose weights are not.
 
         Raises:
@@ -251,9 +259,6 @@ class Ledger:
         """
         rejected: list[str] = []
         for key in candidates:
-            if key in skip:
-                rejected.append(f"{key.key} is damaged")
-                continue
             try:
                 found = self.open(key)
             except DamagedError as error:

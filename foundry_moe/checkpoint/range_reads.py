@@ -20,7 +20,7 @@ from torch import Tensor
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
-from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Layout, deal, narrow_to
+from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Chunks, deal, narrow_to
 from foundry_moe.checkpoint.manifest import BlockHash, Manifest, TensorEntry, block_hash
 from foundry_moe.checkpoint.store import Store
 
@@ -55,19 +55,20 @@ class ReadPlan:
     needers: dict[tuple[int, int], tuple[int, ...]]  # (item, index) of fetched blocks: all ranks, this one among them
 
 
-def plan_reads(manifest: Manifest, targets: Mapping[str, Layout], rank: int) -> ReadPlan:
+def plan_reads(manifest: Manifest, targets: Mapping[str, Chunks], rank: int) -> ReadPlan:
     """The plan of one rank, which fits those that all other ranks make for themselves."""
     groups: dict[tuple[int, ...], list[Block]] = {}
     unions: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
     needed = []
     for item, (name, entry) in enumerate(manifest.tensors.items()):
         layout = targets.get(name)
-        if layout is None or rank not in layout.chunk_of_rank:
+        if layout is None or rank not in layout.chunks_of_rank:
             continue
-        starts_CN, ends_CN = layout.boxes
-        mine = layout.chunk_of_rank[rank]
+        starts_CN, ends_CN = layout.corners
         ends_BN = entry.offsets_BN + entry.sizes_BN
-        hit_B = np.all((entry.offsets_BN < ends_CN[mine]) & (ends_BN > starts_CN[mine]), axis=1)
+        hit_B = np.zeros(len(ends_BN), dtype=bool)
+        for mine in layout.chunks_of_rank[rank]:
+            hit_B |= np.all((entry.offsets_BN < ends_CN[mine]) & (ends_BN > starts_CN[mine]), axis=1)
         for index in np.flatnonzero(hit_B).tolist():
             hit_C = np.all((starts_CN < ends_BN[index]) & (ends_CN > entry.offsets_BN[index]), axis=1)
             chunks = tuple(np.flatnonzero(hit_C).tolist())

@@ -8,29 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotAnObjectError, StoreError
 from foundry_moe.checkpoint.ledger import BURIED, Ledger, is_finite
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import ATTEMPT, Commit, CommitKey
-from foundry_moe.checkpoint.store import Store
 
 log = logging.getLogger(__name__)
 
 HOLD_S = 24 * 3600.0  # a reader that died is forgotten after this
 UNFINISHED_IN = ("steps/", "commits/", "owners/", "holds/")
-_damaged: defaultdict[str, set[CommitKey]] = defaultdict(set)  # by store, found by whoever read them in this process
-
-
-def distrust(store: Store, keys: Iterable[CommitKey]) -> None:
-    """Has no `Retention` of this process count these commits as kept: their data turned out damaged when it was read.
-
-    Records, manifests and sizes do not show that, and reading all data before each deletion would take too long.
-    """
-    _damaged[store.url].update(keys)
 
 
 class Retention:
@@ -93,9 +82,7 @@ class Retention:
 
     def _is_good(self, key: CommitKey) -> bool:
         """Raises DamagedError if it is not."""
-        if key in _damaged[self.store.url]:
-            raise DamagedError(f"{key.key}: its data is damaged")
-        if key not in self._good:
+        if key not in self._good or key in self.ledger.damaged:
             self.ledger.open(key)
             self._good.add(key)
         return True

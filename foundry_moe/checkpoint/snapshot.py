@@ -160,7 +160,7 @@ class Snapshotter:
             if block.item not in locals_:
                 locals_[block.item] = local_part(tensors[block.item])
             local, layout = locals_[block.item], snapshot.layouts[block.item]
-            (origin, sizes), _ = layout.chunks[layout.chunk_of_rank[self.rank]]
+            (origin, sizes), _ = layout.chunks[layout.chunks_of_rank[self.rank][0]]
             assert tuple(local.shape) == sizes, (tuple(local.shape), sizes)
             copies.append((snapshot.staged_block(index), narrow_to(local, origin, block.box)))
         for target, source in merge(copies):

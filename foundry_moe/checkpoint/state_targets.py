@@ -13,10 +13,9 @@ from torch import Tensor
 
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, inline_tensors
 from foundry_moe.checkpoint.errors import MismatchError
-from foundry_moe.checkpoint.layout import Block, Box, intersect, narrow_to
+from foundry_moe.checkpoint.exchange import Targets
+from foundry_moe.checkpoint.layout import narrow_to
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.moving import Targets
-from foundry_moe.checkpoint.range_reads import plan_reads
 from foundry_moe.checkpoint.snapshot import flatten, local_part
 
 STRICT = ("model", "optim")  # sections whose tensors must be there, no more and no fewer
@@ -30,13 +29,9 @@ class StateTargets(Targets):
         self, manifest: Manifest, state_dict: Mapping[str, Any], *, rank: int = 0, world_size: int = 1
     ) -> None:
         """Raises MismatchError if the checkpoint is that of another model."""
-        self.manifest = manifest
-        self.rank, self._world_size = rank, world_size
+        self.manifest, self.rank = manifest, rank
         flat = flatten(state_dict, world_size, inline=False)
         self.tensors, self.layouts = dict(flat.tensors), dict(flat.layouts)
-        self._names = list(manifest.tensors)
-        self._pieces: dict[tuple[int, int, int], Box] = {}
-        self._locals: dict[int, Tensor] = {}
         inline = inline_tensors(self.manifest.values)
         saved = {name: (entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
         saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in inline.items()}
@@ -45,14 +40,19 @@ class StateTargets(Targets):
             # of a lenient section, and not here or another one here: the reader brings it anew, in full, on every rank
             if name not in self.tensors or self._described(name) != saved[name]:
                 tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-                fresh = flatten({name: tensor}, self._world_size, inline=False)
+                fresh = flatten({name: tensor}, world_size, inline=False)
                 self.tensors[name], self.layouts[name] = tensor, fresh.layouts[name]
         for name, tensor in inline.items():
             if name in self.tensors and self._described(name) == saved[name]:
                 self._fill(name, tensor)
             else:
                 self.tensors.pop(name, None)  # of a lenient section: what was saved comes as it is
-        self.reads = plan_reads(self.manifest, self.layouts, self.rank)
+        places = {
+            name: [(box, local_part(self.tensors[name])) for box in layout.boxes_of(rank)]
+            for name, layout in self.layouts.items()
+            if name in manifest.tensors
+        }
+        super().__init__(manifest, rank, self.layouts, places)
 
     def _described(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a tensor of this model."""
@@ -82,29 +82,8 @@ class StateTargets(Targets):
             )
 
     def _fill(self, name: str, value: Tensor) -> None:
-        layout = self.layouts[name]
-        if self.rank in layout.chunk_of_rank:
-            box, _ = layout.chunks[layout.chunk_of_rank[self.rank]]
+        for box in self.layouts[name].boxes_of(self.rank):
             local_part(self.tensors[name]).copy_(narrow_to(value, (0,) * value.ndim, box))
-
-    def _box(self, item: int, rank: int) -> Box:
-        """What a rank holds of a tensor."""
-        layout = self.layouts[self._names[item]]
-        return layout.chunks[layout.chunk_of_rank[rank]][0]
-
-    def piece(self, block: Block, rank: int) -> Box:
-        """What a rank needs of a stored block."""
-        key = (block.item, block.index, rank)
-        if key not in self._pieces:
-            box = intersect(block.box, self._box(block.item, rank))
-            assert box is not None
-            self._pieces[key] = box
-        return self._pieces[key]
-
-    def boxes(self, block: Block) -> list[tuple[Box, Tensor]]:
-        if block.item not in self._locals:
-            self._locals[block.item] = local_part(self.tensors[self._names[block.item]])
-        return [(self._box(block.item, self.rank), self._locals[block.item])]
 
     @property
     def result(self) -> dict[str, Any]:

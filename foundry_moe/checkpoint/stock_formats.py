@@ -103,11 +103,18 @@ class _Blocks(SavePlanner):
             if not isinstance(entry, TensorStorageMetadata):
                 items.append(WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO))
                 continue
-            for chunk in entry.chunks or [_whole(entry)]:
+            for chunk in self._chunks(name) or [_whole(entry)]:
                 data = TensorWriteData(chunk=chunk, properties=entry.properties, size=entry.size)
                 index = MetadataIndex(name, chunk.offsets)
                 items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items)
+
+    def _chunks(self, name: str) -> list[ChunkStorageMetadata]:
+        """A stored tensor's blocks; none for others."""
+        if name not in self._entries:
+            return []
+        boxes = zip(self._entries[name].offsets_BN.tolist(), self._entries[name].sizes_BN.tolist(), strict=True)
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
@@ -131,5 +138,5 @@ class _Blocks(SavePlanner):
 
 
 def _whole(entry: TensorStorageMetadata) -> ChunkStorageMetadata:
-    """The chunk of a tensor that has no blocks, because it has no elements."""
+    """The chunk of a tensor that has no blocks, because it has no elements or is in the manifest."""
     return ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)

@@ -11,7 +11,7 @@ from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoun
 from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.retention import Retention, distrust
+from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive_int
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
@@ -241,7 +241,7 @@ def _distrust_damaged(ledger: Ledger) -> None:
             problems = verify(ledger.store, found)
         if not problems:
             return
-        distrust(ledger.store, [key])
+        ledger.damaged.add(key)
         print(f"step {key.step} is damaged, and does not count as one that is kept: {problems[0]}", file=sys.stderr)
 
 

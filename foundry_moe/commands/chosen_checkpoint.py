@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from foundry_moe.checkpoint.errors import DamagedError, NotFoundError
 from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
-from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 
@@ -52,12 +51,11 @@ def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T])
     Raises:
         CheckpointError: there is none, or none can be used; for a step that is damaged the others are named.
     """
-    damaged: list[CommitKey] = []
     told: set[str] = set()
     while True:
-        choice = ledger.choose("auto" if step is None else step, skip=damaged)
+        choice = ledger.choose("auto" if step is None else step)
         for sentence in choice.rejected:
-            if sentence not in told and not any(sentence.startswith(key.key) for key in damaged):
+            if sentence not in told and not any(sentence.startswith(key.key) for key in ledger.damaged):
                 print(f"passed over: {sentence}", file=sys.stderr)
             told.add(sentence)
         if choice.found is None:
@@ -71,5 +69,5 @@ def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T])
                 others = listed_steps(key for key in ledger.newest_first() if key.step != step)
                 there = f"; other steps: {others}" if others else ""
                 raise DamagedError(f"step {step} is damaged: {error}{there}") from error
-            damaged.append(commit.where)
+            ledger.damaged.add(commit.where)
             print(f"step {commit.step} is damaged, trying the one before: {error}", file=sys.stderr)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import state_targets
+from foundry_moe.checkpoint import exchange
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
+from foundry_moe.checkpoint.exchange import Mover
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.moving import Mover
 from foundry_moe.checkpoint.range_reads import Fetcher
 from foundry_moe.checkpoint.store_file import FileStore
 
@@ -163,6 +163,7 @@ def fail_each(folder: str, cases: list[Case], timeout_s: float) -> list[tuple[Ca
     results = []
     for case in cases:
         store = FileStore(folder)
+        Ledger(store).damaged.clear()  # of the case before
         store.range_bytes = 2**20  # several rounds
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         engine = CheckpointEngine(store, group=group)
@@ -199,7 +200,7 @@ def fail_beside_the_exchange(folder: str, timeout_s: float) -> dict[str, list[En
         results[f"save: {name}"] = _of_all(Ended("", report.error or "", time.perf_counter() - began, None, False))
     with mock.patch.object(Ledger, "choose", bug):
         results["load: choose"] = _of_all(load(engine, whole=True))
-    with mock.patch.object(state_targets, "plan_reads", bug if dist.get_rank() == 1 else state_targets.plan_reads):
+    with mock.patch.object(exchange, "plan_reads", bug if dist.get_rank() == 1 else exchange.plan_reads):
         results["load: plan"] = _of_all(load(engine, whole=True))
     results["nothing"] = _of_all(load(engine, whole=True))
     return results

@@ -42,7 +42,8 @@ def test_a_rank_that_fails_ends_the_load_on_all_ranks_with_its_error(tmp_path) -
         assert [rank for rank in range(RANKS) if ended[rank].struck] == sorted(case.errors), at
         assert max(one.seconds for one in ended) < AT_ONCE_S, f"{at}: {ended}"
         assert all((one.kind, one.message, one.step) == _expected(case) for one in ended), f"{at}: {ended}"
-        assert all((one.kind, one.step) == ("loaded", 2) for one in again), f"{at}, after it: {again}"
+        newest = 1 if _expected(case)[2] == 1 else 2  # what was found damaged is not tried again
+        assert all((one.kind, one.step) == ("loaded", newest) for one in again), f"{at}, after it: {again}"
     assert len(results) == len(cases)
 
 

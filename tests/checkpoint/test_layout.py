@@ -67,9 +67,9 @@ def test_boxes_are_those_of_pytorch(layout) -> None:
         coordinate = [int(i) for i in np.unravel_index(rank, layout.grid.shape)]
         sizes, offsets = pytorchs_box(layout.shape, layout.grid.shape, coordinate, placements)
         if math.prod(sizes) == 0:
-            assert rank not in layout.chunk_of_rank
+            assert rank not in layout.chunks_of_rank
         else:
-            box, _ = layout.chunks[layout.chunk_of_rank[rank]]
+            (box,) = layout.boxes_of(rank)
             assert box == (tuple(offsets), tuple(sizes))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from foundry_moe.checkpoint import reader
+from foundry_moe.checkpoint import exchange
 from foundry_moe.checkpoint.codec import tensor_bytes
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.stores import open_store
@@ -127,7 +127,7 @@ def load_each(root: str, folders: list[str], meshes: list[tuple[int, int, int]])
     results = []
     for turn, mesh in enumerate(meshes):
         for number, folder in enumerate(folders, turn):
-            reader.DIRECT_BYTES = (2**18, 2**10)[number % 2]
+            exchange.DIRECT_BYTES = (2**18, 2**10)[number % 2]
             engine = make_engine(f"{root}/{folder}")
             engine.ledger.store.range_bytes = (2**24, 2**14)[number % 2]
             model, optimizer = build(mesh, seed=99)
