@@ -61,7 +61,7 @@ class DecoupledAdamWFused(DecoupledAdamW):
         if not kept:
             return
         parts: list[Any] = [[_part(tensors[i]) for i in kept] if tensors else [] for tensors in lists]
-        params, grads, exp_avgs, exp_avg_sqs, _, state_steps = parts
+        params, grads, means, squares, _, state_steps = parts
         factor = self.gradient_factor
         if amsgrad or not all(_fits_kernel(*tensors) for tensors in zip(*parts[:4], strict=True)):
             # torch removes lr * weight_decay of a weight, Composer (lr / initial_lr) * weight_decay
@@ -72,13 +72,12 @@ class DecoupledAdamWFused(DecoupledAdamW):
                 *parts, lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=amsgrad, maximize=False
             )
             return
+        torch.autograd.graph.increment_version([*params, *means, *squares])  # as operators of torch do
         steps_N = torch.stack(state_steps).double()
         corrections_N2 = torch.stack([1 - beta1**steps_N, 1 - beta2**steps_N], dim=1).float()
         factor = None if factor is None else factor.float()
         decay = weight_decay * (lr / initial_lr if initial_lr else 1.0)
-        for param, grad, mean, square, corrections in zip(
-            params, grads, exp_avgs, exp_avg_sqs, corrections_N2, strict=True
-        ):
+        for param, grad, mean, square, corrections in zip(params, grads, means, squares, corrections_N2, strict=True):
             adamw(
                 param, grad, (mean, square), corrections, factor,
                 lr=lr, beta1=beta1, beta2=beta2, eps=eps, decay=decay,
