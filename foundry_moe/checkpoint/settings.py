@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foundry_moe.checkpoint.errors import without_password
-from foundry_moe.checkpoint.store import StoreOptions, folder_problem
+from foundry_moe.checkpoint.store import FORM, StoreOptions, folder_problem
 from foundry_moe.schema import form, from_mapping
 
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever starts it again loses nothing
@@ -53,7 +53,8 @@ def parse_interval(text: str, where: str) -> Interval:
 class CheckpointConfig:
     """The keys of `elastic_checkpoint`.
 
-    folder: `s3://bucket/prefix`, or a path that all nodes see. One run, one folder.
+    folder: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a path that all nodes see. One run,
+        one folder.
     interval: how often: `30m`, `500ba`, `1ep`. The end of training is always saved.
     keep: how many of the newest checkpoints stay.
     keep_every: `1000ba`: the first checkpoint at or after each multiple stays for ever.
@@ -64,7 +65,8 @@ class CheckpointConfig:
     reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
         uninterrupted one would have drawn.
     stale_after: unfinished attempts of dead runs are removed when so old.
-    endpoint_url, region, profile: as boto3 takes them; null follows AWS_* variables and profiles.
+    endpoint_url: of a store that is not the cloud's own.
+    region, profile: of S3, as boto3 takes them; null follows AWS_* variables and profiles.
     timeout: for one connection, one silence of the store, or, plus the time that its bytes need at 64 KiB/s, one
         request.
     save_timeout: a save that takes longer is said every minute, and each time that it has taken so long counts as a
@@ -76,7 +78,7 @@ class CheckpointConfig:
     on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
     """
 
-    folder: str = field(metadata=form("s3://bucket/run or a path"))
+    folder: str = field(metadata=form(FORM))
     interval: str = field(
         default="30m", metadata=form("a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)")
     )
@@ -102,10 +104,13 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if not self.folder.strip():
-            raise ValueError("folder is empty: write s3://bucket/run or a path")
+            raise ValueError(f"folder is empty: write {FORM}")
         problem = folder_problem(self.folder)
         if problem:
             raise ValueError(f"folder ({self.folder}): {problem}")
+        for name in ("region", "profile"):
+            if getattr(self, name) is not None and self.folder.partition("://")[0] in ("gs", "az"):
+                raise ValueError(f"{name} ({getattr(self, name)}) is of s3:// alone, and folder is {self.folder}")
         parse_interval(self.interval, "interval")
         for name in ("timeout", "stale_after", "grace", "save_timeout"):
             if parse_interval(getattr(self, name), name).unit != "s":

@@ -1,7 +1,8 @@
 """The one place through which checkpoints reach storage: `Store`, and what it promises.
 
 A store holds named byte strings ("objects") below one folder. It knows nothing of checkpoints. `store_s3` speaks to
-S3 through boto3, `store_file` keeps the same promises on a file system.
+S3 through boto3, `store_cloud` to Google and Azure through obstore; `store_file` keeps the same promises on a file
+system.
 """
 
 from __future__ import annotations
@@ -9,18 +10,16 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-import random
 import re
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, StoreError
 
-T = TypeVar("T")
+CLOUDS = ("s3", "gs", "az")  # schemes of addresses
+FORM = "s3://bucket/run, gs://bucket/run, az://container/run or a path"
 
 PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 wants 5 MiB at least
 SMALL_BYTES = 2**20  # the most that `get` holds in memory unless it is told otherwise
@@ -73,8 +72,29 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
+    def size_bytes(self, key: str) -> int | None:
+        """An object's size; None if there is none."""
+
+    @abc.abstractmethod
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        """All objects whose key begins with `prefix`, by key."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects; one that is not there is no error."""
+
+    @abc.abstractmethod
     def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
-        """Writes an object of any size straight from memory, in parts; `on_part` is called after each."""
+        """Writes an object of any size straight from memory, in parts; `on_part` is called for each."""
+
+    def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
+        """Drops what interrupted `put_large` calls left below `prefix`; returns how many there were."""
+        return 0
+
+    def identity(self, key: str) -> str | None:
+        """Equal in two processes if what one has read of this object the other reads from the memory of their host;
+        None if that is not to be had."""
+        return None
 
     @abc.abstractmethod
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
@@ -89,34 +109,13 @@ class Store(abc.ABC):
         self.read_into(key, start, out)
         see(out)
 
-    def identity(self, key: str) -> str | None:
-        """Equal in two processes if what one has read of this object the other reads from the memory of their host;
-        None if that is not to be had."""
-        return None
-
-    @abc.abstractmethod
-    def size_bytes(self, key: str) -> int | None:
-        """An object's size; None if there is none."""
-
-    @abc.abstractmethod
-    def scan(self, prefix: str = "") -> Iterator[Entry]:
-        """All objects whose key begins with `prefix`, by key."""
-
-    @abc.abstractmethod
-    def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; one that is not there is no error."""
-
-    @abc.abstractmethod
-    def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
-        """Drops what interrupted `put_large` calls left below `prefix`; returns how many there were."""
-
     @abc.abstractmethod
     def now_s(self) -> float:
         """The store's clock, in seconds since 1970, comparable with `Entry.modified_s`."""
 
     @abc.abstractmethod
     def exists(self) -> bool:
-        """Whether the folder is there; on S3, which has no folders, whether it holds an object."""
+        """Whether the folder is there; on a cloud's store, which has no folders, whether it holds an object."""
 
     def check(self) -> None:
         """Raises a StoreError with one sentence if the folder cannot be listed or written to.
@@ -160,13 +159,14 @@ def folder_problem(folder: str) -> str | None:
     `s3:/bucket/run` would be the local folder `s3:`, and a file in the way would be found by the first save.
     """
     scheme, separator, rest = folder.partition("://")
-    if separator and scheme not in ("s3", "file"):
+    if separator and scheme not in (*CLOUDS, "file"):
         return _unknown_scheme(scheme, rest)
-    if scheme == "s3" and separator:
-        return None if rest.partition("/")[0] else "it names no bucket: write s3://bucket/run"
-    if not separator and (slip := re.match(r"(?i)(s3|file):/*", folder)):
-        right = f"s3://{folder[slip.end() :]}" if slip[1].lower() == "s3" else f"file:///{folder[slip.end() :]}"
-        return f"an address begins with {slip[1].lower()}://; write {right}"
+    if separator and scheme in CLOUDS:
+        return None if rest.partition("/")[0] else f"it names no bucket: write {scheme}://bucket/run"
+    if not separator and (slip := re.match(rf"(?i)({'|'.join(CLOUDS)}|file):/*", folder)):
+        kind, rest = slip[1].lower(), folder[slip.end() :]
+        right = f"file:///{rest}" if kind == "file" else f"{kind}://{rest}"
+        return f"an address begins with {kind}://; write {right}"
     if not separator and (other := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", folder)):
         return _unknown_scheme(other[1], folder[other.end() :])
     path = Path(rest if separator else folder).expanduser().absolute()
@@ -192,21 +192,9 @@ def _unknown_scheme(scheme: str, rest: str) -> str:
         volume = "/" + rest.lstrip("/")
         instead = volume if volume.startswith("/Volumes/") else "/Volumes/CATALOG/SCHEMA/VOLUME/run"
         return f"dbfs: is not supported; a Unity Catalog volume is a path: write {instead}"
-    if scheme.lower() == "oci":
-        return "oci: is not supported; write s3://bucket/run, with the bucket's S3 Compatibility API as endpoint_url"
-    return f"{scheme}: is not supported; use s3://bucket/run or a path (./{scheme}:... for a local folder of that name)"
-
-
-def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:
-    """Runs `action` until it succeeds, at most `attempts` times; waits double, with jitter.
-
-    A StoreError that is `lasting` is raised at once.
-    """
-    for attempt in range(1, attempts + 1):
-        try:
-            return action()
-        except StoreError as error:
-            if error.lasting or attempt == attempts:
-                raise
-            time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
-    raise AssertionError("attempts must be at least 1")
+    instead = {
+        "oci": "write s3://bucket/run, with the bucket's S3 Compatibility API as endpoint_url",
+        **dict.fromkeys(("abfs", "abfss", "adl", "azure", "wasb", "wasbs"), "write az://container/run"),
+        **dict.fromkeys(("gcs", "gcp"), "write gs://bucket/run"),
+    }.get(scheme.lower(), f"use {FORM} (./{scheme}:... for a local folder of that name)")
+    return f"{scheme}: is not supported; {instead}"

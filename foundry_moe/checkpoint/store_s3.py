@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
@@ -30,11 +29,11 @@ from foundry_moe.checkpoint.errors import (
     NotFoundError,
     StoreError,
 )
-from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key, with_retries
+from foundry_moe.checkpoint.store import Entry, StoreOptions, checked_key
+from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, with_retries, without_userinfo
 
 SEND_BYTES = 2**20
 PIECE_BYTES = 2**18  # the most that is taken from a connection at once
-SLOWEST_BYTES_PER_S = 2**16  # a transfer that is slower is taken for one that stands still
 MAX_PARTS = 10_000  # S3's own limit
 DELETE_BATCH = 1_000  # S3's own limit
 MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
@@ -97,11 +96,6 @@ class _View:
         return self.position
 
 
-def limit_of(timeout_s: float, size_bytes: int) -> float:
-    """How long one try of a request may take in all that moves so many bytes."""
-    return timeout_s + size_bytes / SLOWEST_BYTES_PER_S
-
-
 class _Limited:
     """A botocore HTTP session whose requests end in time: each wait for a byte has a limit already, their sum has not.
 
@@ -156,7 +150,7 @@ def _length(request: Any) -> int:
     return int(value)
 
 
-class S3Store(Store):
+class S3Store(RemoteStore):
     """Objects below `s3://bucket/prefix`."""
 
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
@@ -187,10 +181,10 @@ class S3Store(Store):
         )
         try:
             session = boto3.session.Session(profile_name=options.profile, region_name=options.region)
-            client = session.client("s3", endpoint_url=_bare(options.endpoint_url), config=config)
+            client = session.client("s3", endpoint_url=without_userinfo(options.endpoint_url), config=config)
             found = client.meta.endpoint_url  # that of AWS_ENDPOINT_URL or of the profile, if none was given
-            if _bare(found) != found:
-                client = session.client("s3", endpoint_url=_bare(found), config=config)
+            if without_userinfo(found) != found:
+                client = session.client("s3", endpoint_url=without_userinfo(found), config=config)
             # a try ends in time though the store sends a byte now and then; botocore has no place for such a limit
             client._endpoint.http_session = _Limited(client._endpoint.http_session, options.timeout_s)
             return client
@@ -199,9 +193,6 @@ class S3Store(Store):
 
     def _key(self, key: str) -> str:
         return self.prefix + checked_key(key)
-
-    def exists(self) -> bool:
-        return next(self.scan(), None) is not None
 
     def _call(self, action: str, operation: str, **arguments: Any) -> Any:
         client = self._client  # outside of the `try`: what is wrong with the user's address is no answer
@@ -319,66 +310,21 @@ class S3Store(Store):
             if self.size_bytes(key) != size_bytes:  # else an earlier try won and its answer was lost
                 raise
 
-    def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
-        def attempt() -> bytes:
-            answer = self._call(f"read {key}", "get_object", Key=self._key(key))
-            if answer["ContentLength"] > most_bytes:
-                answer["Body"].close()
-                raise NotAnObjectError(
-                    f"{self.url}/{key} has {answer['ContentLength']} bytes, more than {most_bytes}, the most that it "
-                    "may have"
-                )
-            pieces: list[bytes] = []
-            self._receive(key, answer, answer["ContentLength"], pieces.append)
-            return b"".join(pieces)
+    def open(self, key: str, span: tuple[int, int] | None) -> Opened:
+        wanted = {} if span is None else {"Range": f"bytes={span[0]}-{sum(span) - 1}"}
+        answer = self._call(f"read {key}", "get_object", Key=self._key(key), **wanted)
+        size_bytes, body = answer["ContentLength"], answer["Body"]
 
-        return with_retries(attempt, attempts=self.options.attempts)
+        def pieces() -> Iterator[bytes]:
+            left = size_bytes
+            try:
+                while left and (piece := body._raw_stream.read1(min(PIECE_BYTES, left))):
+                    left -= len(piece)
+                    yield piece
+            except (bce.BotoCoreError, HTTPError, OSError) as error:
+                raise self._translate(error, f"read {key}") from error
 
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
-        if not len(out):
-            return
-
-        def attempt() -> None:
-            wanted = f"bytes={start}-{start + len(out) - 1}"
-            answer = self._call(f"read {key}", "get_object", Key=self._key(key), Range=wanted)
-            done = 0
-
-            def place(piece: bytes) -> None:
-                nonlocal done
-                out[done : done + len(piece)] = piece
-                done += len(piece)
-
-            if answer["ContentLength"] > len(out):
-                answer["Body"].close()
-                raise StoreError(f"{self.url}/{key}: {answer['ContentLength']} bytes came where {len(out)} were asked")
-            self._receive(key, answer, len(out), place)
-
-        with_retries(attempt, attempts=self.options.attempts)
-
-    def _receive(self, key: str, answer: Any, size_bytes: int, take: Callable[[bytes], None]) -> None:
-        """Gives an answer's body to `take`, in pieces as they come.
-
-        Raises:
-            StoreError: it is shorter, or comes so slowly that it would take longer than `timeout` and its size allow.
-        """
-        limit_s = limit_of(self.options.timeout_s, size_bytes)
-        body, done, began_s = answer["Body"], 0, time.monotonic()
-        try:
-            while done < size_bytes and (piece := body._raw_stream.read1(min(PIECE_BYTES, size_bytes - done))):
-                take(piece)
-                done += len(piece)
-                if done < size_bytes and time.monotonic() - began_s > limit_s:
-                    raise StoreError(
-                        f"could not read {key} in {self.url}: {done} of {size_bytes} bytes came in {limit_s:.0f} s"
-                    )
-        except (bce.BotoCoreError, HTTPError, OSError) as error:
-            raise self._translate(error, f"read {key}") from error
-        finally:
-            if done < size_bytes:
-                body._raw_stream.close()  # the connection is of no more use
-            body.close()
-        if done < size_bytes:
-            raise StoreError(f"{self.url}/{key}: {done} of {size_bytes} bytes came")
+        return Opened(size_bytes=size_bytes, pieces=pieces(), close=body.close)
 
     def size_bytes(self, key: str) -> int | None:
         name = self._key(key)
@@ -460,20 +406,6 @@ class S3Store(Store):
         if code in FULL:
             return FullError(f"{where}: the store is full ({code}); free some space or lower `keep`")
         return StoreError(f"{where}: {code} {message}".rstrip())
-
-
-def _bare(address: str | None) -> str | None:
-    """An address without user and password: S3 has keys of its own, and boto3 would print these in logs and errors."""
-    if address is None or "@" not in address:
-        return address
-    scheme, separator, rest = address.partition("://")
-    host, slash, path = rest.partition("/")
-    if not separator or "@" not in host or "@" in path:
-        raise ValueError(
-            "endpoint_url holds an @ where no address has one: write http://host:port, and credentials in "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
-    return scheme + separator + host.rpartition("@")[2] + slash + path
 
 
 def _code(error: bce.ClientError) -> str:

@@ -1,4 +1,4 @@
-"""The store of a folder: S3 or a file system, by the folder's address."""
+"""The store of a folder: a cloud's or a file system, by the folder's address."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ def is_remote(folder: str) -> bool:
 
 
 def open_store(folder: str, options: StoreOptions | None = None) -> Store:
-    """The store for `s3://bucket/prefix`, `/a/path` or `file:///a/path`. Nothing is asked of it yet.
+    """The store for `s3://bucket/prefix`, `gs://...`, `az://...`, `/a/path` or `file:///a/path`. Nothing is asked of it
+    yet.
 
     Raises:
-        ValueError: an address of another kind, or a path at which something else is.
+        ValueError: an address of another kind, a path at which something else is, or the cloud's client is missing.
     """
     options = options or StoreOptions()
     problem = folder_problem(folder)
@@ -25,6 +26,15 @@ def open_store(folder: str, options: StoreOptions | None = None) -> Store:
         from foundry_moe.checkpoint.store_file import FileStore
 
         return FileStore(rest if separator else folder, options)
-    from foundry_moe.checkpoint.store_s3 import S3Store
+    if scheme == "s3":
+        from foundry_moe.checkpoint.store_s3 import S3Store
 
-    return S3Store(folder, options)
+        return S3Store(folder, options)
+    try:
+        from foundry_moe.checkpoint.store_cloud import CloudStore
+    except ImportError as error:
+        extra = {"gs": "gcs", "az": "azure"}[scheme]
+        raise ValueError(
+            f"folder {folder!r}: {scheme}:// needs obstore ({error}): pip install 'foundry_moe[{extra}]'"
+        ) from error
+    return CloudStore(folder, options)

@@ -31,7 +31,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             description=help_text[0].upper() + help_text[1:] + ".",
             epilog=f"example: foundry-moe checkpoints {name} {example}",
         )
-        sub.add_argument("folder", help="s3://bucket/run or a path; a run's own folder stands for its checkpoints/")
+        sub.add_argument(
+            "folder", help="s3://, gs:// or az://, or a path; a run's own folder stands for its checkpoints/"
+        )
         add_store_arguments(sub)
         return sub
 

@@ -125,7 +125,7 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
         "transformers. OUT is created once all of this is done, or not at all.",
         epilog="example: foundry-moe export s3://bucket/run exported --dtype bf16",
     )
-    parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://bucket/run or a path")
+    parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://, gs:// or az://, or a path")
     parser.add_argument("out", metavar="OUT", type=local_path, help="a new folder")
     add_overrides(parser, help="with --config, keys of the run")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint that is good")

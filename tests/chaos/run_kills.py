@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -95,10 +96,12 @@ def storm(
     random.seed(seed)
     outcome, points = Outcome(), list(fault_injection.POINTS)
     random.shuffle(points)
-    proxy = None
+    proxy, proxied_endpoint = None, endpoint
     if endpoint and proxied:
-        host, _, port = endpoint.removeprefix("http://").partition(":")
-        proxy = Proxy((host, int(port)), at_random(fault_rate, seed), stall_s=6.0)
+        server = urlsplit(endpoint)
+        assert server.hostname and server.port, endpoint
+        proxy = Proxy((server.hostname, server.port), at_random(fault_rate, seed), stall_s=6.0)
+        proxied_endpoint = proxy.url + server.path
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "chaos.jsonl"
         calm = Path(scratch) / "calm.jsonl"
@@ -120,7 +123,7 @@ def storm(
                     rank = random.randrange(world) if point.startswith(("save", "load.range", "load.done")) else 0
                     fault = f"{point}:{rank}:1"
                     kill_after += 2  # by then the point should have been met
-            words = command(data, folder, proxy.url if proxy else endpoint, log, mesh, batches)
+            words = command(data, folder, proxied_endpoint, log, mesh, batches)
             before = len(read_log(log))
             code, output, killed = live(words, fault, log, kill_after)
             lines = read_log(log)

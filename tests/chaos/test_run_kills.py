@@ -30,6 +30,13 @@ def test_three_kills_lose_steps_and_nothing_else(tiny_text) -> None:
     assert "3 kills in" in output and "commits at the end, all good" in output
 
 
+@pytest.mark.timeout(1500)
+def test_a_kill_of_a_run_that_saves_to_azure_loses_steps_and_nothing_else(tiny_text, azurite) -> None:
+    words = ["--kills", "1", "--batches", "6", "--meshes", "1,1,2", "1,1,1", "--seed", "3"]
+    output = kill(tiny_text, *words, "--folder", "az://bucket/run", "--endpoint-url", azurite)
+    assert "1 kills in 2 lives" in output and "commits at the end, all good" in output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_two_dozen_kills_on_four_two_eight_and_one_processes(tiny_text) -> None:

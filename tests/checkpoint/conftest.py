@@ -1,4 +1,4 @@
-"""Stores for the checkpoint tests: files, and S3 as moto serves it over HTTP."""
+"""Stores for the checkpoint tests: files, and clouds as moto, Azurite and a server of ours stand for them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,30 @@ def s3(moto) -> Store:
     return open_store(f"s3://bucket/{uuid.uuid4()}", StoreOptions(endpoint_url=f"http://{moto[0]}:{moto[1]}", **QUICK))
 
 
+@pytest.fixture
+def gs(google) -> Store:
+    """An empty folder on Google's API."""
+    return open_store(f"gs://bucket/{uuid.uuid4()}", StoreOptions(endpoint_url=google.url, **QUICK))
+
+
+@pytest.fixture
+def az(azurite) -> Store:
+    """An empty folder on Azure's API."""
+    options = StoreOptions(endpoint_url=azurite, **{**QUICK, "timeout_s": 10.0})
+    return open_store(f"az://bucket/{uuid.uuid4()}", options)
+
+
+@pytest.fixture(params=["files", "s3", "gs", "az"])
+def every_store(request, tmp_path) -> Store:
+    """An empty folder, of each kind."""
+    if request.param == "files":
+        return open_store(str(tmp_path / "store"), StoreOptions(part_bytes=5 * 2**20))
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(params=["files", "s3"])
 def store(request, tmp_path) -> Store:
-    """An empty folder, of each kind."""
+    """An empty folder, of the two kinds that are tested most."""
     if request.param == "files":
         return open_store(str(tmp_path / "store"), StoreOptions(part_bytes=5 * 2**20))
     return request.getfixturevalue("s3")

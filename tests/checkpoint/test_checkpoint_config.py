@@ -23,7 +23,7 @@ def test_defaults_and_units() -> None:
     [
         ({}, r"callbacks.elastic_checkpoint.folder is missing"),
         ({"folder": "/a", "intervall": "1ba"}, "intervall is not a key.*did you mean 'interval'"),
-        ({"folder": "gs://b/run"}, "gs: is not supported; use s3://bucket/run or a path"),
+        ({"folder": "hdfs://b/run"}, "hdfs: is not supported; use s3://bucket/run, gs://bucket/run, az://"),
         ({"folder": " "}, "folder is empty"),
         ({"folder": "/a", "interval": "often"}, r"interval \(often\) must be a time \(90s, 30m, 2h\)"),
         ({"folder": "/a", "interval": 500}, r"interval must be a time \(90s, 30m, 2h\) or a whole count .*, not 500"),

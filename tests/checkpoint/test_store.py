@@ -32,7 +32,8 @@ LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one s
 
 
 @pytest.mark.quick
-def test_objects_come_back_as_they_were(store) -> None:
+def test_objects_come_back_as_they_were(every_store) -> None:
+    store = every_store
     store.put("a/b", b"one")
     store.put("a/b", b"two")
     store.put("a/empty", b"")
@@ -46,7 +47,8 @@ def test_objects_come_back_as_they_were(store) -> None:
         store.get("a/b")
 
 
-def test_large_objects_go_in_parts_and_come_in_ranges(store) -> None:
+def test_large_objects_go_in_parts_and_come_in_ranges(every_store) -> None:
+    store = every_store
     parts = []
     store.put_large("large", memoryview(LARGE), on_part=lambda: parts.append(1))
     assert len(parts) == 3 and store.size_bytes("large") == len(LARGE)
@@ -59,14 +61,17 @@ def test_large_objects_go_in_parts_and_come_in_ranges(store) -> None:
 
 
 @pytest.mark.quick
-def test_of_many_writers_of_a_new_object_one_wins(store) -> None:
+def test_of_many_writers_of_a_new_object_one_wins(every_store) -> None:
+    store = every_store
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(lambda n: store.put_new("commit", str(n).encode()), range(8)))
     assert sum(won) == 1 and store.get("commit") == str(won.index(True)).encode()
 
 
 @pytest.mark.quick
-def test_an_interrupted_upload_shows_nothing_and_is_collected(store) -> None:
+def test_an_interrupted_upload_shows_nothing_and_is_collected(every_store) -> None:
+    store = every_store
+
     def die() -> None:
         raise KeyboardInterrupt
 
@@ -356,7 +361,7 @@ def test_a_file_system_without_hard_links_is_named(tmp_path, monkeypatch, number
 
 def test_addresses_of_other_kinds_are_refused() -> None:
     for address, words in {
-        "hdfs://host/run": r"hdfs: is not supported; use s3://bucket/run or a path",
+        "hdfs://host/run": r"hdfs: is not supported; use s3://bucket/run, gs://bucket/run, az://.*or a path",
         "oci://bucket/run": "S3 Compatibility API as endpoint_url",
         "dbfs:/Volumes/main/x/y/run": r"a path: write /Volumes/main/x/y/run$",
         "dbfs:/mnt/run": r"write /Volumes/CATALOG/SCHEMA/VOLUME/run$",
@@ -364,6 +369,12 @@ def test_addresses_of_other_kinds_are_refused() -> None:
         "hdfs:/host/run": r"hdfs: is not supported.*\./hdfs:\.\.\. for a local folder",
         "run:1/x": r"run: is not supported",
         "s3:///run": "names no bucket",
+        "gs:/bucket/run": r"begins with gs://; write gs://bucket/run$",
+        "az:container/run": r"begins with az://; write az://container/run$",
+        "az:///run": "names no bucket: write az://bucket/run",
+        "azure://container/run": "write az://container/run$",
+        "abfss://container@account.dfs.core.windows.net/run": "write az://container/run$",
+        "gcs://bucket/run": "write gs://bucket/run$",
     }.items():
         with pytest.raises(ValueError, match=words):
             open_store(address)

@@ -1,0 +1,262 @@
+"""Stores on Google Cloud Storage (`gs://`) and Azure Blob Storage (`az://`), through obstore, the only importer of it.
+
+Credentials come the way obstore reads them: from the environment (`GOOGLE_*`, `AZURE_*`), a file, or the machine's
+identity. obstore repeats what fails on the way; we bound what it takes and waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import AzureStore, GCSStore
+
+from foundry_moe.checkpoint.errors import (
+    ClockError,
+    DeniedError,
+    FullError,
+    NotAnObjectError,
+    NotFoundError,
+    StoreError,
+)
+from foundry_moe.checkpoint.store import PART_BYTES, Entry, StoreOptions, checked_key
+from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, limit_of, with_retries, without_userinfo
+
+PIECE_BYTES = 2**18  # the least that obstore hands over at once
+REQUEST_BYTES = PART_BYTES  # what the limit of time of one request is reckoned for
+MAX_PARTS = 10_000  # Google's limit; Azure's is 50,000
+MAX_OBJECTS = 20_000_000  # of a listing: no folder of checkpoints has so many
+LISTED_AT_ONCE = 1000
+ERRORS = (BaseError, OSError, ValueError, TypeError, KeyError, OverflowError)
+CREDENTIALS = {
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT, or give the machine a service account",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN or give the "
+    "machine an identity",
+}
+NAMES = {"gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
+ROLES = {"gs": "the role Storage Object Admin", "az": "the role Storage Blob Data Contributor"}
+ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
+
+_forked_after_use = False
+_used = False
+
+
+def _note_fork() -> None:
+    global _forked_after_use
+    _forked_after_use = _used
+
+
+os.register_at_fork(after_in_child=_note_fork)  # obstore's threads are not in the child, where each call would hang
+
+
+class CloudStore(RemoteStore):
+    """Objects below `gs://bucket/prefix` or `az://container/prefix`."""
+
+    def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
+        self.options = options or StoreOptions()
+        self.scheme, _, rest = folder.partition("://")
+        self.bucket, _, prefix = rest.partition("/")
+        self.prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        self.url = f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+        self._made: Any = None
+
+    @property
+    def _client(self) -> Any:
+        global _used
+        if _forked_after_use:
+            raise StoreError(
+                f"{self.url}: this process was forked from one that had used obstore, whose threads it lacks; start it "
+                "with multiprocessing's spawn"
+            )
+        _used = True
+        if self._made is None:
+            options, limit_s = self.options, limit_of(self.options.timeout_s, REQUEST_BYTES)
+            endpoint = without_userinfo(options.endpoint_url)
+            plain = any((address or "").startswith("http://") for address in (endpoint, *map(os.getenv, ENDPOINTS)))
+            given: Any = {} if endpoint is None else {"endpoint" if self.scheme == "az" else "base_url": endpoint}
+            kind: Any = AzureStore if self.scheme == "az" else GCSStore
+            try:
+                self._made = kind(
+                    self.bucket,
+                    config=given,
+                    client_options={
+                        "allow_http": plain,
+                        "connect_timeout": timedelta(seconds=min(options.timeout_s, 10.0)),
+                        "read_timeout": timedelta(seconds=options.timeout_s),
+                        "timeout": timedelta(seconds=limit_s),
+                    },
+                    retry_config={
+                        "max_retries": options.attempts - 1,
+                        "retry_timeout": timedelta(seconds=limit_s),
+                        "backoff": {
+                            "init_backoff": timedelta(seconds=0.2),
+                            "max_backoff": timedelta(seconds=5),
+                            "base": 2,
+                        },
+                    },
+                )
+            except ERRORS as error:
+                raise self._translate(error, "reach") from None
+        return self._made
+
+    def _call(self, action: str, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        client = self._client
+        try:
+            return function(client, *arguments, **more)
+        except ERRORS as error:
+            raise self._translate(error, action) from error
+
+    def _key(self, key: str) -> str:
+        return self.prefix + checked_key(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        self._call(f"write {key}", obstore.put, self._key(key), data, use_multipart=False)
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        def attempt() -> bool:
+            try:
+                self._call(f"write {key}", obstore.put, self._key(key), data, mode="create")
+            except StoreError as error:
+                if isinstance(error.__cause__, AlreadyExistsError):
+                    return False
+                raise
+            return True
+
+        return with_retries(attempt, attempts=self.options.attempts)
+
+    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
+        part_bytes = max(self.options.part_bytes, -(-len(data) // MAX_PARTS))
+
+        def parts() -> Iterator[memoryview]:
+            for start in range(0, len(data), part_bytes):
+                yield data[start : start + part_bytes]
+                on_part()
+
+        def attempt() -> None:
+            more = {"chunk_size": part_bytes, "max_concurrency": self.options.parts_in_flight}
+            try:
+                self._call(f"write {key}", obstore.put, self._key(key), parts(), **more)
+            except StoreError:
+                if self.size_bytes(key) != len(data):  # else it was completed, and the answer was lost
+                    raise
+
+        with_retries(attempt, attempts=self.options.attempts)
+
+    def open(self, key: str, span: tuple[int, int] | None) -> Opened:
+        action = f"read {key}"
+        wanted = {} if span is None else {"range": (span[0], sum(span))}
+        answer = self._call(action, obstore.get, self._key(key), options=wanted)
+        begin, end = answer.range
+        if begin != (span[0] if span else 0) or end < begin:
+            raise self._not_a_cloud(action, f"it sent bytes {begin} to {end}, which were not asked for")
+        stream = answer.stream(min_chunk_size=PIECE_BYTES)
+
+        def pieces() -> Iterator[bytes]:
+            try:
+                yield from stream
+            except ERRORS as error:
+                raise self._translate(error, action) from error
+
+        return Opened(size_bytes=end - begin, pieces=pieces())
+
+    def size_bytes(self, key: str) -> int | None:
+        try:
+            return self._call(f"look at {key}", obstore.head, self._key(key))["size"]
+        except NotFoundError:
+            return None
+
+    def scan(self, prefix: str = "") -> Iterator[Entry]:
+        action, whole = f"list {prefix}".rstrip(), self.prefix + prefix
+
+        def attempt() -> list[Any]:
+            with ThreadPoolExecutor(1, "checkpoint-list") as pool:  # the caller's thread may run a loop of its own
+                try:
+                    return pool.submit(asyncio.run, self._list(self._client, whole, action)).result()
+                except ERRORS as error:
+                    raise self._translate(error, action) from error
+
+        found = with_retries(attempt, attempts=self.options.attempts)
+        if not found and self.size_bytes(f"{CLOCK}-{secrets.token_hex(8)}") is not None:
+            raise self._not_a_cloud(action, "it has an object of any name")  # obstore takes a page for an empty listing
+        entries = []
+        for item in found:
+            key = item["path"].removeprefix(self.prefix)
+            try:
+                if item["path"].startswith(whole):
+                    entries.append(
+                        Entry(
+                            key=checked_key(key), size_bytes=item["size"], modified_s=item["last_modified"].timestamp()
+                        )
+                    )
+            except NotAnObjectError:
+                continue  # a name by which somebody wants to lead us out
+        return iter(sorted(entries, key=lambda entry: entry.key))
+
+    async def _list(self, client: Any, prefix: str, action: str) -> list[Any]:
+        """All objects below the folder of a prefix. A store that goes on sending empty pages is given up in time."""
+        above = prefix.rpartition("/")[0] or None
+        stream, found = obstore.list(client, above, chunk_size=LISTED_AT_ONCE).__aiter__(), []
+        limit_s = limit_of(self.options.timeout_s, REQUEST_BYTES)
+        while True:
+            try:
+                found += await asyncio.wait_for(stream.__anext__(), limit_s)
+            except StopAsyncIteration:
+                return found
+            except (asyncio.TimeoutError, TimeoutError) as error:
+                raise StoreError(f"could not {action} in {self.url}: nothing came in {limit_s:.0f} s") from error
+            if len(found) > MAX_OBJECTS:
+                raise StoreError(f"could not {action} in {self.url}: its listing has more than {MAX_OBJECTS} objects")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        todo = [self._key(key) for key in keys]
+        for start in range(0, len(todo), LISTED_AT_ONCE):
+            batch = todo[start : start + LISTED_AT_ONCE]
+            try:
+                self._call("delete old objects", obstore.delete, batch)
+            except NotFoundError:  # one of them, and then the others may not be deleted
+                for name in batch:
+                    try:
+                        self._call("delete old objects", obstore.delete, name)
+                    except NotFoundError:
+                        continue
+
+    def _not_a_cloud(self, action: str, reason: str) -> StoreError:
+        return StoreError(
+            f"could not {action} in {self.url}: the endpoint did not answer as {NAMES[self.scheme]} ({reason}); check "
+            "`endpoint_url`, and the proxies in between"
+        )
+
+    def _translate(self, error: Exception, action: str) -> StoreError:
+        where = f"could not {action} in {self.url}"
+        text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+        text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)  # what follows the ? may be a signature
+        status, code = (re.search(form, text) for form in (r"status code: (\d+)", r"<Code>(\w+)</Code>"))
+        text = text.partition(" <")[0][:400] + (f" ({code[1]})" if code else "")
+        number, name = status[1] if status else "", code[1] if code else ""
+        if name in ("ContainerNotFound", "NoSuchBucket"):
+            return NotFoundError(f"{where}: {self.bucket!r} does not exist; create it or correct `folder`")
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"{where}: no such object")
+        if name == "RequestTimeTooSkewed":
+            return ClockError(f"{where}: this machine's clock is far off; set it right, for example by NTP")
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or number in (
+            "401",
+            "403",
+        ):
+            return DeniedError(
+                f"{where}: the store refuses these credentials, or they lack permission: give them "
+                f"{ROLES[self.scheme]}, or {CREDENTIALS[self.scheme]} ({text})"
+            )
+        if re.search(r"token request|must be specified|[Cc]redential|Access Key|account", text):
+            return DeniedError(f"{where}: no valid credentials: {CREDENTIALS[self.scheme]} ({text})")
+        if name in ("AccountIsFull", "QuotaExceeded", "InsufficientStorage") or number == "507":
+            return FullError(f"{where}: the store is full; free some space or lower `keep` ({text})")
+        return StoreError(f"{where}: {text}")

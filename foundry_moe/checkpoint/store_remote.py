@@ -1,0 +1,146 @@
+"""What stores behind HTTP have in common: reads as the bytes come, limits of time and size, and retries."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, StoreError
+from foundry_moe.checkpoint.store import SMALL_BYTES, Store
+
+T = TypeVar("T")
+
+SLOWEST_BYTES_PER_S = 2**16  # a transfer that is slower is taken for one that stands still
+CLOCK = "owners/clock"  # an empty object, written to read the store's clock from its time, and deleted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """An object, or a part of one, that is being read: `size_bytes` are announced."""
+
+    size_bytes: int
+    pieces: Iterator[bytes]
+    close: Callable[[], None] = lambda: None
+
+
+class RemoteStore(Store):
+    """A store that announces how many bytes an answer has, and may send others."""
+
+    @abc.abstractmethod
+    def open(self, key: str, span: tuple[int, int] | None) -> Opened:
+        """The bytes of an object, or those of a span (start, count), as they come."""
+
+    def now_s(self) -> float:
+        key = f"{CLOCK}-{secrets.token_hex(8)}"
+        try:
+            self.put(key, b"")
+        except DeniedError:
+            return time.time()  # who may only read deletes nothing by this clock
+        found = [entry.modified_s for entry in self.scan(CLOCK) if entry.key == key]
+        with contextlib.suppress(StoreError):
+            self.delete([key])
+        if not found:
+            raise StoreError(f"{self.url} does not list {key}, which was written: its clock cannot be read")
+        return found[0]
+
+    def exists(self) -> bool:
+        """Whether the folder is there; on a cloud's store, which has no folders, whether it holds an object."""
+        return next(self.scan(), None) is not None
+
+    def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
+        """A small object's bytes. A larger one is a NotAnObjectError; no more than the limit is held in memory."""
+
+        def attempt() -> bytes:
+            opened, pieces = self.open(key, None), []
+            with contextlib.closing(opened):
+                if opened.size_bytes > most_bytes:
+                    raise NotAnObjectError(
+                        f"{self.url}/{key} has {opened.size_bytes} bytes, more than {most_bytes}, the most that it may "
+                        "have"
+                    )
+                pieces = list(self._receive(key, opened))
+            return b"".join(pieces)
+
+        return with_retries(attempt, attempts=self.options.attempts)
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fills `out` with the bytes from `start` on. A shorter object is a StoreError."""
+        if not len(out):
+            return
+
+        def attempt() -> None:
+            with contextlib.closing(self.open(key, (start, len(out)))) as opened:
+                if opened.size_bytes > len(out):
+                    raise StoreError(f"{self.url}/{key}: {opened.size_bytes} bytes came where {len(out)} were asked")
+                done = 0
+                for piece in self._receive(key, opened):
+                    out[done : done + len(piece)] = piece
+                    done += len(piece)
+            if done < len(out):
+                raise StoreError(f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}")
+
+        with_retries(attempt, attempts=self.options.attempts)
+
+    def _receive(self, key: str, opened: Opened) -> Iterator[bytes]:
+        """As many bytes as were announced.
+
+        Raises:
+            StoreError: fewer come, or so slowly that it would take longer than `timeout` and their number allow.
+        """
+        limit_s = limit_of(self.options.timeout_s, opened.size_bytes)
+        done, began_s = 0, time.monotonic()
+        for piece in opened.pieces:
+            done += len(piece)
+            if done > opened.size_bytes:
+                raise StoreError(f"{self.url}/{key}: more than {opened.size_bytes} bytes came")
+            yield piece
+            if done < opened.size_bytes and time.monotonic() - began_s > limit_s:
+                raise StoreError(
+                    f"could not read {key} in {self.url}: {done} of {opened.size_bytes} bytes came in {limit_s:.0f} s"
+                )
+        if done < opened.size_bytes:
+            raise StoreError(f"{self.url}/{key}: {done} of {opened.size_bytes} bytes came")
+
+
+def limit_of(timeout_s: float, size_bytes: int) -> float:
+    """How long one try of a request may take in all that moves so many bytes."""
+    return timeout_s + size_bytes / SLOWEST_BYTES_PER_S
+
+
+def without_userinfo(address: str | None) -> str | None:
+    """An address without user and password: clouds have keys of their own, and clients print these in logs and errors.
+
+    Raises:
+        ValueError: it holds an @ elsewhere.
+    """
+    if address is None or "@" not in address:
+        return address
+    scheme, separator, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    if not separator or "@" not in host or "@" in path:
+        raise ValueError(
+            "endpoint_url holds an @ where no address has one: write http://host:port, and credentials in the "
+            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for S3)"
+        )
+    return scheme + separator + host.rpartition("@")[2] + slash + path
+
+
+def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:
+    """Runs `action` until it succeeds, at most `attempts` times; waits double, with jitter.
+
+    A StoreError that is `lasting` is raised at once.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return action()
+        except StoreError as error:
+            if error.lasting or attempt == attempts:
+                raise
+            time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
+    raise AssertionError("attempts must be at least 1")
