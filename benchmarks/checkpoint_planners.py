@@ -45,7 +45,8 @@ from foundry_moe.checkpoint import dcp_reader, dcp_writer
 from foundry_moe.checkpoint.layout import cut, plan_writes
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.range_reads import plan_reads
-from foundry_moe.checkpoint.snapshot import Flat, flatten, place
+from foundry_moe.checkpoint.snapshot import Flat, flatten
+from foundry_moe.checkpoint.writer import place
 
 Row = tuple[str, float, float]  # what, MB through rank 0, seconds of rank 0
 
@@ -86,7 +87,8 @@ def written(plan: SavePlan, rng: np.random.Generator) -> list[WriteResult]:
         boxes = cut((tuple(chunk.offsets), tuple(chunk.sizes)), itemsize)
         hashes = rng.integers(0, 2**63, len(boxes)).tolist()
         rows = [
-            (box, end + 64 * number, digest) for number, (box, digest) in enumerate(zip(boxes, hashes, strict=True))
+            (item.index.fqn, box, end + 64 * number, digest)
+            for number, (box, digest) in enumerate(zip(boxes, hashes, strict=True))
         ]
         stored = dcp_writer._Stored(rows=rows, object_bytes=1)
         results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=stored))

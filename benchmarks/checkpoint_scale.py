@@ -23,13 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from foundry_moe.checkpoint.engine import rows_of
 from foundry_moe.checkpoint.layout import Block, Layout, plan_writes
 from foundry_moe.checkpoint.ledger import new_attempt
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.range_reads import coalesce, plan_reads
-from foundry_moe.checkpoint.snapshot import Snapshot, flatten, place
+from foundry_moe.checkpoint.snapshot import flatten
 from foundry_moe.checkpoint.store import PART_BYTES
-from foundry_moe.checkpoint.writer import build_manifest
+from foundry_moe.checkpoint.writer import build_manifest, place
 
 
 class Layer(nn.Module):
@@ -119,27 +120,15 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     assert size == sum(tensor.numel() * tensor.element_size() for tensor in flat.tensors.values())
 
     placed = {rank: (blocks, *place(blocks)) for rank, blocks in plans.items()}
-    blocks, starts, _ = placed[0]
-    snapshot = Snapshot(
-        names=list(flat.tensors),
-        dtypes=[tensor.dtype for tensor in flat.tensors.values()],
-        layouts=layouts,
-        digest=flat.digest(),
-        rank=0,
-        blocks=blocks,
-        starts=starts,
-        staged=torch.empty(0, dtype=torch.uint8),
-        values=flat.values,
-    )
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in flat.tensors.items()}
     hashes = np.random.default_rng(0)
     reports = {
         rank: (size_bytes, hashes.bytes(8 * len(blocks)))  # as incompressible as real hashes
         for rank, (blocks, _, size_bytes) in placed.items()
     }
     began = time.perf_counter()
-    manifest = build_manifest(
-        snapshot, placed, reports, {"step": 0, "attempt": new_attempt(0), "world_size": len(placed)}
-    )
+    info = {"step": 0, "attempt": new_attempt(0), "world_size": len(placed)}
+    manifest = build_manifest(described, rows_of(list(flat.tensors), placed, reports), flat.values, info)
     raw = manifest.to_bytes()
     manifest_seconds = time.perf_counter() - began
     began = time.perf_counter()

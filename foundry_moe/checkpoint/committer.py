@@ -6,6 +6,7 @@ It knows neither what is saved nor how ranks talk.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ STALE_S = 6 * 3600.0  # an uncommitted attempt to which nothing was added for so
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommitRequest:
-    """What is written beside the data: where the commit goes, and what tools show of it."""
+class Attempt:
+    """One try at a checkpoint. The manifest says `info`, the record `summary`."""
 
+    name: str
     where: CommitKey
-    nonce: str
     info: Mapping[str, Any]
     summary: Mapping[str, Any]
-    forked_from: int | None = None
+    forked_from: int | None
 
 
 class Committer:
@@ -42,8 +43,9 @@ class Committer:
         self.ledger, self.keep, self.stale_s = ledger, keep, stale_s
         self.retention, self.owners = Retention(ledger), Owners(ledger.store)
         self.claimed: Claim | None = None
-        self._attempt: str | None = None  # that is under way
+        self.attempt: Attempt | None = None  # that is under way
         self._recording = False  # from here on its commit may exist
+        self._made: Commit | None = None
         self._collected_s: float | None = None
 
     def claim(self, identity: Identity, life: str = "") -> Claim:
@@ -62,39 +64,60 @@ class Committer:
             self.owners.check(self.claimed)
             self.owners.beat(self.claimed)
 
-    def begin(self, step: int) -> str:
-        """A name for one attempt at saving `step`."""
-        self.check_owner()
-        self._attempt, self._recording = new_attempt(step), False
-        return self._attempt
+    def begin(
+        self,
+        where: CommitKey,
+        *,
+        info: Mapping[str, Any],
+        summary: Mapping[str, Any] | None = None,
+        forked_from: int | None = None,
+    ) -> Attempt:
+        """Names one attempt at a checkpoint.
 
-    def commit(self, request: CommitRequest, manifest: Manifest, *, finite: bool | None = None) -> Commit:
-        """Makes the attempt that was begun a checkpoint.
+        Args:
+            info: what the manifest and the record say of the writer: world size, mesh, versions.
+            summary: what the record says besides.
+        """
+        self.check_owner()
+        name = new_attempt(where.step)
+        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._recording, self._made = False, None
+        self.attempt = Attempt(
+            name=name,
+            where=where,
+            info={**info, "step": where.step, "attempt": name},
+            summary={**(summary or {}), "saved": saved, **info},
+            forked_from=forked_from,
+        )
+        return self.attempt
+
+    def commit(self, manifest: Manifest, *, finite: bool | None = None) -> Commit:
+        """Makes the attempt that was begun a checkpoint; `manifest` has its `info`.
 
         Raises:
             CheckpointError: data is missing, or another writer was first: then nothing was committed.
             TakenOverError: the folder is another process's.
         """
-        attempt, where = self._attempt, request.where
-        assert attempt is not None and manifest.info["attempt"] == attempt
-        problems = self.ledger.size_problems(attempt, manifest.objects)
+        attempt = self.attempt
+        assert attempt is not None and manifest.info["attempt"] == attempt.name
+        problems = self.ledger.size_problems(attempt.name, manifest.objects)
         if problems:
             raise CheckpointError(
-                f"step {where.step} was not committed: {'; '.join(problems)}; older checkpoints are kept"
+                f"step {attempt.where.step} was not committed: {'; '.join(problems)}; older checkpoints are kept"
             )
         fault_injection.point("commit.sizes_checked")
         raw = manifest.to_bytes()
-        self.ledger.store.put(f"{attempt}/MANIFEST", raw)
+        self.ledger.store.put(f"{attempt.name}/MANIFEST", raw)
         fault_injection.point("commit.manifest_written")
         commit = Commit(
-            where=where,
-            attempt=attempt,
-            nonce=request.nonce,
+            where=attempt.where,
+            attempt=attempt.name,
+            nonce=secrets.token_hex(8),
             manifest_bytes=len(raw),
             manifest_hash=file_hash(raw),
-            forked_from=request.forked_from,
+            forked_from=attempt.forked_from,
             summary={
-                **request.summary,
+                **attempt.summary,
                 "bytes": manifest.size_bytes,
                 "objects": len(manifest.objects),
                 "tensors": len(manifest.tensors),
@@ -107,21 +130,22 @@ class Committer:
         fault_injection.point("commit.recorded")
         self.ledger.confirm(commit, manifest.objects)
         fault_injection.point("commit.confirmed")
+        self._made = commit
         return commit
 
-    def tidy(self, made: CommitKey | None) -> None:
-        """Retention after the commit `made`; after a failure the attempt goes, unless it may exist after all."""
+    def tidy(self) -> None:
+        """Retention after a commit; after a failure the attempt goes, unless its commit may exist after all."""
         try:
-            if made is not None:
+            if self._made is not None:
                 self.check_owner()
                 if self.keep is not None:
-                    self.retention.retain(self.keep, made=made)
+                    self.retention.retain(self.keep, made=self._made.where)
                 self._collect()
-            elif self._attempt is not None and not self._recording:
-                self.retention.delete_attempt(self._attempt)
+            elif self.attempt is not None and not self._recording:
+                self.retention.delete_attempt(self.attempt.name)
         except Exception as error:  # else this rank would have no report, and count failures otherwise than the others
             log.warning("Old checkpoints were not cleaned up, the new ones are safe: %s", error)
-        self._attempt = None
+        self.attempt = self._made = None
 
     def _collect(self) -> None:
         now = time.monotonic()

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +21,17 @@ from torch.futures import Future
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, Encoded, encode
 from foundry_moe.checkpoint.collective_errors import portable_errors
-from foundry_moe.checkpoint.committer import CommitRequest, Committer
+from foundry_moe.checkpoint.committer import Committer
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
-from foundry_moe.checkpoint.layout import Block, Box, cut, narrow_to
+from foundry_moe.checkpoint.layout import Block, cut, narrow_to
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.records import Commit, CommitKey
-from foundry_moe.checkpoint.snapshot import INLINE_BYTES, StagingBuffer, place
+from foundry_moe.checkpoint.snapshot import INLINE_BYTES
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.checkpoint.writer import Row, entry_of, hash_blocks, object_key, write_object
+from foundry_moe.checkpoint.writer import Row, Staged, StagingBuffer, build_manifest, place
 
 _LIFE = secrets.token_hex(8)  # all writers of one process are one owner of a folder
 
@@ -47,9 +46,9 @@ class _Told:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a rank has put one tensor of its plan: its blocks, with first bytes and hashes, in an object of a size."""
+    """Where a rank has put one tensor of its plan, in an object of a size."""
 
-    rows: list[tuple[Box, int, int]]
+    rows: list[Row]
     object_bytes: int
 
 
@@ -96,11 +95,10 @@ class Writer(StorageWriter):
         self._buffer = StagingBuffer()
         self._store: Store = open_store(self.folder, options)
         self._committer: Committer | None = None  # on rank 0
-        self._request: CommitRequest | None = None  # on rank 0, of the save under way
 
     def __getstate__(self) -> dict[str, Any]:
         """For `async_save` with a process: that one opens the store itself, and is the same owner."""
-        return {**self.__dict__, "_buffer": None, "_store": None, "_committer": None, "_request": None}
+        return {**self.__dict__, "_buffer": None, "_store": None, "_committer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _buffer=StagingBuffer(), _store=open_store(state["folder"], state["options"]))
@@ -132,19 +130,12 @@ class Writer(StorageWriter):
             committer.claim(Identity(run_name=self.run_name, model=_digest(plans)), self._life)
             self._committer = committer
         else:
-            self._committer.tidy(None)  # of a save that failed on another rank
+            self._committer.tidy()  # of a save that failed on another rank
         where = _next(self._committer.ledger, self._asked)
-        attempt = self._committer.begin(where.step)
         info = {"world_size": len(plans), "torch": torch.__version__, **self.info}
-        self._request = CommitRequest(
-            where=where,
-            nonce=secrets.token_hex(8),
-            info={**info, "step": where.step, "attempt": attempt},
-            summary={**info, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())},
-        )
-        return [
-            dataclasses.replace(plan, storage_data=_Told(rank=rank, attempt=attempt)) for rank, plan in enumerate(plans)
-        ]
+        attempt = self._committer.begin(where, info=info).name
+        told = [_Told(rank=rank, attempt=attempt) for rank in range(len(plans))]
+        return [dataclasses.replace(plan, storage_data=mine) for plan, mine in zip(plans, told, strict=True)]
 
     @portable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -162,39 +153,37 @@ class Writer(StorageWriter):
             blocks += mine
             whole.append((item, len(mine)))
         starts, size_bytes = place(blocks)
-        staged = self._buffer.reserve(size_bytes, pinned=False)
-        at = 0
+        staged = Staged(blocks=blocks, starts=starts, raw=self._buffer.reserve(size_bytes, pinned=False))
+        parts, end = [], 0
         for item, count in whole:
-            _stage(item, planner, staged, blocks[at : at + count], starts[at : at + count])
-            at += count
-        hashes = hash_blocks(staged, blocks, starts).tolist()
-        write_object(self._store, told.attempt, told.rank, staged)
-        at = 0
-        for item, count in whole:
-            part = slice(at, at + count)
-            boxes = [block.box for block in blocks[part]]
-            rows = list(zip(boxes, starts[part], hashes[part], strict=True))
+            parts.append((item, range(end, end + count)))
+            _stage(item, planner, staged, parts[-1][1])
+            end += count
+        hashes = staged.hashes().tolist()
+        staged.write(self._store, told.attempt, told.rank)
+        for item, part in parts:
+            rows = [(item.index.fqn, blocks[index].box, starts[index], hashes[index]) for index in part]
+            size = sum(blocks[index].size_bytes for index in part)
             stored = _Stored(rows=rows, object_bytes=size_bytes)
-            size = sum(block.size_bytes for block in blocks[part])
             results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=stored))
-            at += count
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._committer is not None and self._request is not None
+        assert self._committer is not None and self._committer.attempt is not None
         self.commit, self._asked = None, None
+        attempt = self._committer.attempt
         try:
-            manifest = _manifest(metadata, results, self._request.info)
+            manifest = _manifest(metadata, results, attempt.info)
             try:
                 Manifest.from_bytes(manifest.to_bytes())  # what would not be read again is not committed
             except DamagedError as error:
-                raise CheckpointError(f"step {self._request.where.step} cannot be stored: {error}") from error
-            self.commit = self._committer.commit(self._request, manifest)
+                raise CheckpointError(f"step {attempt.where.step} cannot be stored: {error}") from error
+            self.commit = self._committer.commit(manifest)
         finally:
-            self._committer.tidy(None if self.commit is None else self.commit.where)
+            self._committer.tidy()
 
 
 def step_of(checkpoint_id: Any) -> int:
@@ -255,11 +244,11 @@ def _blocks(item: WriteItem, number: int) -> list[Block]:
     return [Block(number, index, box, itemsize * torch.Size(box[1]).numel()) for index, box in enumerate(boxes)]
 
 
-def _stage(item: WriteItem, planner: SavePlanner, staged: Tensor, blocks: list[Block], starts: list[int]) -> None:
+def _stage(item: WriteItem, planner: SavePlanner, staged: Staged, part: range) -> None:
     """Copies a tensor to its blocks. It is resolved here and freed after: a planner may make it for the call."""
     data = item.tensor_data
     assert data is not None
-    if not blocks:
+    if not part:
         return
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor)
@@ -269,37 +258,27 @@ def _stage(item: WriteItem, planner: SavePlanner, staged: Tensor, blocks: list[B
             f"{item.index.fqn} is {tensor.dtype} {list(tensor.shape)}, its plan says {data.properties.dtype} "
             f"{list(data.chunk.sizes)}"
         )
-    for block, start in zip(blocks, starts, strict=True):
-        target = staged[start : start + block.size_bytes].view(tensor.dtype).view(block.box[1])
-        target.copy_(narrow_to(tensor, data.chunk.offsets, block.box))
+    for index in part:
+        source = narrow_to(tensor, data.chunk.offsets, staged.blocks[index].box)
+        staged.block(index, tensor.dtype).copy_(source)
 
 
 def _manifest(metadata: Metadata, results: list[list[WriteResult]], info: Mapping[str, Any]) -> Manifest:
     """The table of contents of what all ranks wrote; `metadata` says what the state is made of."""
-    objects: list[tuple[str, int]] = []
-    rows: dict[str, list[Row]] = {}
     leaves: dict[str, Encoded] = {}
-    for rank, written in enumerate(results):
-        object_bytes = 0
-        for result in written:
-            name, stored = result.index.fqn, result.storage_data
-            if isinstance(stored, Encoded):
-                leaves[name] = stored
-            else:
-                rows.setdefault(name, []).extend(
-                    (box, len(objects), start, digest) for box, start, digest in stored.rows
-                )
-                object_bytes = stored.object_bytes
-        if object_bytes:
-            objects.append((object_key(rank), object_bytes))
-    tensors = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and name not in leaves:
-            dtype = DTYPE_NAMES[entry.properties.dtype]
-            tensors[name] = entry_of(dtype, tuple(entry.size), sorted(rows.get(name, [])))
-            leaves[name] = Encoded({"$ref": name})
+    rows: dict[int, tuple[int, list[Row]]] = {}
+    for rank, mine in enumerate(results):
+        stored = [result.storage_data for result in mine if isinstance(result.storage_data, _Stored)]
+        rows[rank] = (stored[0].object_bytes if stored else 0), [row for part in stored for row in part.rows]
+        leaves |= {result.index.fqn: result.storage_data for result in mine if isinstance(result.storage_data, Encoded)}
+    tensors = {
+        name: (entry.properties.dtype, tuple(entry.size))
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name not in leaves
+    }
+    leaves |= {name: Encoded({"$ref": name}) for name in tensors}
     paths = metadata.planner_data or {}
     state: dict[str, Any] = {}
     for name, leaf in leaves.items():
         set_element(state, paths.get(name, (name,)), leaf)
-    return Manifest(info=info, objects=objects, tensors=tensors, values=encode(state))
+    return build_manifest(tensors, rows, encode(state), info)

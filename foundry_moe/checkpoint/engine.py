@@ -6,18 +6,18 @@ Every public method is collective: all ranks call it, with the same arguments. D
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.collective_errors import Ranks, RanksError
-from foundry_moe.checkpoint.committer import STALE_S, CommitRequest, Committer
+from foundry_moe.checkpoint.committer import STALE_S, Committer
 from foundry_moe.checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -28,13 +28,14 @@ from foundry_moe.checkpoint.errors import (
 )
 from foundry_moe.checkpoint.exchange import Traffic, read_blocks
 from foundry_moe.checkpoint.finite_weights import is_finite
+from foundry_moe.checkpoint.layout import Block, plan_writes
 from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
 from foundry_moe.checkpoint.owners import Heart, Identity
 from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.checkpoint.writer import PlanCache, build_manifest, hash_blocks, write_object
+from foundry_moe.checkpoint.writer import Row, build_manifest, place
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class CheckpointEngine:
         self._forked_from: int | None = None
         self._last_step: int | None = None  # newest commit of this run, for milestones
         self._snapshotter = Snapshotter(self.rank, self.world_size)
-        self._plans = PlanCache()
+        self._plans: tuple[str, dict[int, tuple[list[Block], list[int], int]]] = ("", {})  # of all ranks, by digest
         self._thread: threading.Thread | None = None
         self._seconds: dict[str, float] = {}  # of the newest save: how long each of its parts took
         self._began_s, self._saving = 0.0, 0  # of the newest save: when, and its step
@@ -147,7 +148,7 @@ class CheckpointEngine:
         """Touches the staging memory and makes plans, so that the first save is as quick as others."""
         snapshot = self._snapshotter.take(state_dict)
         if self.rank == 0:
-            self._plans.get(snapshot)  # in the save's thread it would keep the interpreter from a step's launches
+            self._plan_all(snapshot)  # in the save's thread it would keep the interpreter from a step's launches
 
     @property
     def busy(self) -> bool:
@@ -173,17 +174,10 @@ class CheckpointEngine:
         self.poll()
         began = time.perf_counter()
         snapshot = self._snapshotter.take(state_dict)
-        request = CommitRequest(
-            where=CommitKey(generation=self.generation, step=step),
-            nonce=secrets.token_hex(8),
-            info={**self.info, "step": step},
-            summary={**(summary or {}), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **self.info}
-            | self._milestone(step),
-            forked_from=self._forked_from,
-        )
+        where, told = CommitKey(generation=self.generation, step=step), {**(summary or {}), **self._milestone(step)}
         blocked = time.perf_counter() - began
         self._thread = threading.Thread(
-            target=self._run, args=(snapshot, request, began, blocked), name="checkpoint-save", daemon=True
+            target=self._run, args=(snapshot, where, told, began, blocked), name="checkpoint-save", daemon=True
         )
         self._began_s, self._saving, self._seconds = time.monotonic(), step, {}
         self._thread.start()
@@ -260,10 +254,12 @@ class CheckpointEngine:
         before = -1 if self._last_step is None else self._last_step // every
         return {"milestone": True} if step // every > max(before, 0) else {}
 
-    def _run(self, snapshot: Snapshot, request: CommitRequest, began: float, blocked: float) -> None:
+    def _run(
+        self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any], began: float, blocked: float
+    ) -> None:
         error: str | None = None
         try:
-            self._write(snapshot, request)
+            self._write(snapshot, where, summary)
         except RanksError as failed:
             error = str(failed)
             reasons = failed.reasons.values()
@@ -271,17 +267,26 @@ class CheckpointEngine:
         except Exception as failed:  # a lost connection to another rank, or a fault of ours: never silently
             error = f"{type(failed).__name__}: {failed}"
         if self.rank == 0:
-            self._committer.tidy(request.where if error is None else None)
+            self._committer.tidy()
         self._report = SaveReport(
-            step=request.where.step,
+            step=where.step,
             error=error,
-            bytes_staged=snapshot.staged.numel(),
+            bytes_staged=snapshot.staged.raw.numel(),
             seconds_blocked=blocked,
             seconds_total=time.perf_counter() - began,
             seconds=dict(self._seconds),
         )
 
-    def _write(self, snapshot: Snapshot, request: CommitRequest) -> None:
+    def _plan_all(self, snapshot: Snapshot) -> dict[int, tuple[list[Block], list[int], int]]:
+        """What each rank writes, as rank 0 needs it: kept while the layout stays the same."""
+        if self._plans[0] != snapshot.digest:
+            dtypes = [dtype for dtype, _ in snapshot.tensors.values()]
+            planned = [(layout, dtype.itemsize) for layout, dtype in zip(snapshot.layouts, dtypes, strict=True)]
+            plans = {rank: (blocks, *place(blocks)) for rank, blocks in plan_writes(planned).items()}
+            self._plans = snapshot.digest, plans
+        return self._plans[1]
+
+    def _write(self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any]) -> None:
         """One attempt: a digest of the layout goes to rank 0, the attempt's name to all, and hashes come back."""
         seconds, began = self._seconds, time.perf_counter()
         fault_injection.point("save.planned")
@@ -293,23 +298,24 @@ class CheckpointEngine:
                     f"ranks {strange[:8]} hold other tensors, or otherwise laid out, than rank 0: every rank must give "
                     "the same state dict"
                 )
-            return self._committer.begin(request.where.step)
+            return self._committer.begin(where, info=self.info, summary=summary, forked_from=self._forked_from).name
 
         attempt = self._ranks.decide(lambda: snapshot.digest, begin)
 
         def write() -> tuple[int, bytes, bool]:
-            hashes = hash_blocks(snapshot.staged, snapshot.blocks, snapshot.starts)
+            hashes = snapshot.staged.hashes()
             seconds["hash"] = time.perf_counter() - began
-            write_object(self.ledger.store, attempt, self.rank, snapshot.staged)
+            snapshot.staged.write(self.ledger.store, attempt, self.rank)
             seconds["write"] = time.perf_counter() - began
-            return snapshot.staged.numel(), hashes.tobytes(), is_finite(snapshot)
+            return snapshot.staged.raw.numel(), hashes.tobytes(), is_finite(snapshot)
 
         def commit(reports: list[tuple[int, bytes, bool]]) -> None:
             written = time.perf_counter()
-            info = {**request.info, "attempt": attempt}
             wrote = {rank: (size, hashes) for rank, (size, hashes, _) in enumerate(reports)}
-            manifest = build_manifest(snapshot, self._plans.get(snapshot), wrote, info)
-            self._committer.commit(request, manifest, finite=all(finite for *_, finite in reports))
+            rows = rows_of(list(snapshot.tensors), self._plan_all(snapshot), wrote)
+            assert self._committer.attempt is not None
+            manifest = build_manifest(snapshot.tensors, rows, snapshot.values, self._committer.attempt.info)
+            self._committer.commit(manifest, finite=all(finite for *_, finite in reports))
             seconds["commit"] = time.perf_counter() - written
 
         self._ranks.decide(write, commit)
@@ -436,3 +442,26 @@ class CheckpointEngine:
             traffic=traffic,
             rejected=rejected,
         )
+
+
+def rows_of(
+    names: list[str],
+    plans: Mapping[int, tuple[list[Block], list[int], int]],
+    reports: Mapping[int, tuple[int, bytes]],
+) -> dict[int, tuple[int, list[Row]]]:
+    """What each rank wrote, from the plan of all and what they report: (bytes written, hashes in plan order).
+
+    Raises:
+        CheckpointError: a rank wrote something else than the plan says.
+    """
+    rows = {}
+    for rank, (blocks, starts, size_bytes) in plans.items():
+        wrote, raw = reports[rank]
+        hashes = np.frombuffer(raw, dtype=np.uint64).tolist()
+        if wrote != size_bytes or len(hashes) != len(blocks):
+            raise CheckpointError(
+                f"rank {rank} wrote {wrote} bytes in {len(hashes)} blocks, the plan says {size_bytes} in {len(blocks)}"
+            )
+        mine = zip(blocks, starts, hashes, strict=True)
+        rows[rank] = size_bytes, [(names[block.item], block.box, start, digest) for block, start, digest in mine]
+    return rows

@@ -19,10 +19,9 @@ from foundry_moe.checkpoint.snapshot import Snapshot
 def is_finite(snapshot: Snapshot) -> bool:
     """Whether all that this rank has staged of trained tensors is finite; rank 0 looks at small ones as well."""
     parameters = _parameters(snapshot.values)
-    trained = {name for name in snapshot.names if _is_trained(name, parameters)}
-    for index, block in enumerate(snapshot.blocks):
-        if snapshot.names[block.item] in trained and not _tensor_is_finite(snapshot.staged_block(index)):
-            return False
+    trained = {name for name in snapshot.tensors if _is_trained(name, parameters)}
+    if not all(_tensor_is_finite(tensor) for name, tensor in snapshot.staged_tensors() if name in trained):
+        return False
     if snapshot.rank != 0:  # small tensors are values of the manifest, and rank 0's
         return True
     return all(_tensor_is_finite(tensor) for tensor in _small_tensors(snapshot.values, parameters))

@@ -6,7 +6,7 @@ and is used again for the next save; pinned where there is a GPU. Nothing here t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, encode
 from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes
-from foundry_moe.checkpoint.manifest import ALIGN_BYTES
+from foundry_moe.checkpoint.writer import Staged, StagingBuffer, place
 
 INLINE_BYTES = 256  # a replicated tensor up to this size lives in the manifest: optimizer step counters
 
@@ -81,48 +81,23 @@ def local_part(tensor: Tensor) -> Tensor:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def place(blocks: list[Block]) -> tuple[list[int], int]:
-    """Where each of a rank's blocks begins in its object, and the object's size."""
-    starts, end = [], 0
-    for block in blocks:
-        starts.append(end)
-        end = -(-(end + block.size_bytes) // ALIGN_BYTES) * ALIGN_BYTES
-    return starts, (starts[-1] + blocks[-1].size_bytes if blocks else 0)
-
-
-class StagingBuffer:
-    """Memory that is kept from save to save, so that its pages are touched, and pinned, once."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, size_bytes: int, *, pinned: bool) -> Tensor:
-        """A uint8 tensor of `size_bytes`; valid until the next call. New memory is touched here, not in a save."""
-        if self._memory.numel() < size_bytes or self._memory.is_pinned() is not pinned:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._memory = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
-        return self._memory[:size_bytes]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a save needs, independent of the live model."""
+    """What a save needs, independent of the live model. `staged` is this rank's part of the tensors."""
 
-    names: list[str]
-    dtypes: list[torch.dtype]
+    rank: int
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     layouts: list[Layout]
     digest: str
-    rank: int
-    blocks: list[Block]
-    starts: list[int]
-    staged: Tensor  # uint8: this rank's object
+    staged: Staged
     values: Any
 
-    def staged_block(self, index: int) -> Tensor:
-        """A block's staged elements."""
-        block, start = self.blocks[index], self.starts[index]
-        flat = self.staged[start : start + block.size_bytes]
-        return flat.view(self.dtypes[block.item]).view(block.box[1])
+    def staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The staged blocks, each with the name of its tensor."""
+        described = list(self.tensors.items())
+        for index, block in enumerate(self.staged.blocks):
+            name, (dtype, _) = described[block.item]
+            yield name, self.staged.block(index, dtype)
 
 
 class Snapshotter:
@@ -141,33 +116,29 @@ class Snapshotter:
             blocks = plan_writes(flat.planned, rank=self.rank)[self.rank]
             self._plans = {digest: (blocks, *place(blocks))}
         blocks, starts, size_bytes = self._plans[digest]
-        names, tensors = list(flat.tensors), list(flat.tensors.values())
+        tensors, layouts = list(flat.tensors.values()), list(flat.layouts.values())
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
-        snapshot = Snapshot(
-            names=names,
-            dtypes=[tensor.dtype for tensor in tensors],
-            layouts=[flat.layouts[name] for name in flat.tensors],
-            digest=digest,
-            rank=self.rank,
-            blocks=blocks,
-            starts=starts,
-            staged=self._buffer.reserve(size_bytes, pinned=on_gpu),
-            values=flat.values,
-        )
+        staged = Staged(blocks=blocks, starts=starts, raw=self._buffer.reserve(size_bytes, pinned=on_gpu))
         copies: list[tuple[Tensor, Tensor]] = []
         locals_: dict[int, Tensor] = {}
         for index, block in enumerate(blocks):
             if block.item not in locals_:
                 locals_[block.item] = local_part(tensors[block.item])
-            local, layout = locals_[block.item], snapshot.layouts[block.item]
-            (origin, sizes), _ = layout.chunks[layout.chunks_of_rank[self.rank][0]]
+            local, ((origin, sizes),) = locals_[block.item], layouts[block.item].boxes_of(self.rank)
             assert tuple(local.shape) == sizes, (tuple(local.shape), sizes)
-            copies.append((snapshot.staged_block(index), narrow_to(local, origin, block.box)))
+            copies.append((staged.block(index, tensors[block.item].dtype), narrow_to(local, origin, block.box)))
         for target, source in merge(copies):
             target.copy_(source, non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
-        return snapshot
+        return Snapshot(
+            rank=self.rank,
+            tensors={name: (tensor.dtype, flat.layouts[name].shape) for name, tensor in flat.tensors.items()},
+            layouts=layouts,
+            digest=digest,
+            staged=staged,
+            values=flat.values,
+        )
 
 
 def merge(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

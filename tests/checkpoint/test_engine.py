@@ -338,8 +338,8 @@ def test_another_model_is_told_by_its_tensors_and_changes_nothing(store) -> None
 def test_staging_memory_is_taken_once() -> None:
     snapshotter = Snapshotter(0, 1)
     state = {"model": {"w": torch.zeros(1_000_000)}}
-    first = snapshotter.take(state).staged.data_ptr()
-    assert snapshotter.take(state).staged.data_ptr() == first
+    first = snapshotter.take(state).staged.raw.data_ptr()
+    assert snapshotter.take(state).staged.raw.data_ptr() == first
 
 
 def test_manifests_and_commits_are_plain_json(store) -> None:
