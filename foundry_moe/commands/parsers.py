@@ -20,44 +20,39 @@ def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> N
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     """`foundry-moe verify`: sets `run` to a function of the parsed arguments that returns an exit code."""
-    from foundry_moe.config import ALL_TO_ALL, BACKENDS
+    from foundry_moe.config import BACKENDS
     from foundry_moe.parallel.mesh import parse_mesh
 
     parser = subparsers.add_parser(
         "verify",
         help="certify that training on meshes equals training on one process",
-        description="Trains small dMoE models on each mesh and on one process, and prints the largest relative "
-        "differences in loss, gradients, clipped norm, weights and checkpoint. With a run's YAML it trains a shrunk "
-        "copy of the run with LLM Foundry's trainer and also compares its layers with their formulas. Exit code 1 if "
-        "any difference exceeds its tolerance.",
+        description="Trains a shrunk copy of the run, or five small models without a run, on a mesh and on one process "
+        "with LLM Foundry's trainer, and prints the largest relative differences of losses, gradients, weights, "
+        "checkpoints, and layers from their formulas. Exit code 1 if any difference exceeds its tolerance.",
         epilog="example: foundry-moe verify run.yaml --mesh 1,2,2 2,1,2",
     )
     parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py")
     add_overrides(parser)
-    parser.add_argument("--json", action="store_true", help="with a run: print one JSON object instead of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each mesh and run")
     parser.add_argument(
         "--mesh",
         type=parse_mesh,
         nargs="+",
         metavar="R,S,E",
-        help="replicate,shard,expert; several may follow (default: meshes of 1, 2, 4 and 8 processes)",
+        help="replicate,shard,expert; several may follow (default: the run's; without one, ten of 1 to 8 processes)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cpu, NCCL on cuda")
-    parser.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="default: fp64 on cpu, fp32 on cuda")
-    parser.add_argument("--tolerance", type=positive, help="default: 1e-10 in fp64, 1e-4 in fp32; in bf16 a ratio, 3")
-    parser.add_argument("--gpus-per-node", type=positive_int, help="treat this many ranks as one node (default: all)")
-    parser.add_argument("--all-to-all", choices=ALL_TO_ALL, default="auto", help="as the key of mesh (default: auto)")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="backend of the experts (default: auto)")
+    parser.add_argument(
+        "--precision",
+        choices=("fp64", "fp32", "bf16"),
+        help="tolerances are 1e-10, 1e-4, and in bf16 a ratio of 3 (default: on cpu fp64, a run fp32; on cuda fp32, a "
+        "run its own)",
+    )
+    parser.add_argument("--backend", choices=BACKENDS, help="of the experts, without a run (default: auto)")
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
 
     def run(arguments: argparse.Namespace) -> int:
-        if arguments.yaml is not None:
-            from foundry_moe.commands.verify.runs import verify_run_command
-
-            return verify_run_command(arguments)
-        if arguments.json:
-            raise ValueError("--json: verify without a run prints a table; give it a run's YAML")
-        from foundry_moe.commands.verify.meshes import verify_command
+        from foundry_moe.commands.verify.certify import verify_command
 
         return verify_command(arguments)
 
@@ -84,9 +79,6 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory-gib", type=positive, help="memory of one GPU (default: that of --chip)")
     parser.add_argument(
         "--chip", choices=CHIPS, default="h100", help="decides memory, kernels and times (default: h100)"
-    )
-    parser.add_argument(
-        "--skew", type=float, default=1.0, help="rows of the fullest expert rank over the mean (default: 1)"
     )
     parser.add_argument(
         "--search", action="store_true", help="also list every mesh of these GPUs, fastest first, with reasons"

@@ -78,7 +78,7 @@ def run_processes(
     world_size: int,
     backend: str = "gloo",
     timeout_s: float = 300.0,
-    preload: Sequence[str] = ("foundry_moe.commands.verify.parity",),
+    preload: Sequence[str] = ("torch",),
 ) -> Any:
     """Runs `function(*arguments)` on `world_size` new processes that form a process group.
 

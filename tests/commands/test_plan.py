@@ -21,8 +21,8 @@ from tests.helpers.plans import ROOT, RUNS, load
 pytestmark = pytest.mark.quick
 
 
-def planned(run: dict[str, Any], *, gpus: int, per_node: int, gib: float, skew: float = 1.0) -> RunPlan:
-    return plan_run(run, Machine(gpus=gpus, gpus_per_node=per_node, gpu_bytes=gib * GIB, skew=skew))
+def planned(run: dict[str, Any], *, gpus: int, per_node: int, gib: float) -> RunPlan:
+    return plan_run(run, Machine(gpus=gpus, gpus_per_node=per_node, gpu_bytes=gib * GIB))
 
 
 @pytest.mark.parametrize("path", RUNS)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.commands.plan.planner import Machine, plan_run
-from foundry_moe.commands.plan.search import search_meshes
+from foundry_moe.commands.plan.planner import Machine, plan_run, search_meshes
 from foundry_moe.commands.plan.shape import read_shape
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
@@ -99,10 +98,10 @@ def test_every_moe_family_is_planned_from_its_configuration_alone(kind: str, tmp
     assert (shape.query_width, shape.key_width) == (32, 32 if kind == "deepseek_v3" else 16)
 
 
-def test_an_upcycled_dense_model_is_planned_with_all_that_search_and_skew_say(tmp_path: Path) -> None:
+def test_an_upcycled_dense_model_is_planned_with_every_mesh(tmp_path: Path) -> None:
     run = run_of(folder_of("llama", tmp_path), {"num_experts": 4, "top_k": 2, "init": "upcycle"}, pretrained=True)
     run["max_duration"] = "10ba"
-    plans, invalid = search_meshes(run, Machine(gpus=4, gpus_per_node=4, gpu_bytes=80e9, skew=2))
+    plans, invalid = search_meshes(run, Machine(gpus=4, gpus_per_node=4, gpu_bytes=80e9))
     assert len(plans) == 6 and not invalid and plans[0].fits
 
 

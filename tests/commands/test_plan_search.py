@@ -1,4 +1,4 @@
-"""`foundry-moe plan --search`, `--skew` and `--json`: every mesh, best first, with reasons."""
+"""`foundry-moe plan --search` and `--json`: every mesh, best first, with reasons."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from foundry_moe.cli import parse
 from foundry_moe.commands.plan import command as module
 from foundry_moe.commands.plan.command import format_search, search_rows
-from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
-from foundry_moe.commands.plan.search import days_of, search_meshes, why_not
+from foundry_moe.commands.plan.planner import Machine, RunPlan, search_meshes, why_not
 from foundry_moe.commands.plan.step import GIB
 from tests.helpers.plans import ROOT, load
 
@@ -62,45 +61,8 @@ def test_an_invalid_mesh_is_listed_with_its_reason() -> None:
     assert (1, 4, 1) in [mesh_of(plan) for plan in search_meshes(run, four())[0]], "whole experts are sharded"
     plans, invalid = search_meshes(load(BENCH, model__moe__expert_hidden_size=1023), four())
     assert "must divide expert_hidden_size (1023)" in invalid[1, 2, 2]
-    text = format_search(search_rows(run, plans, invalid), {}, four())
+    text = format_search(search_rows(plans, invalid), {}, four())
     assert "          1     2      2        -  invalid: mesh.shard (2) must divide" in text
-
-
-@pytest.mark.parametrize(
-    ("duration", "steps"), [("100ba", 100), ("1600sp", 100), (f"{16 * 4096 * 50}tok", 50), ("1ep", None), (3, None)]
-)
-def test_days_are_those_of_all_steps_to_max_duration(duration: object, steps: float | None) -> None:
-    run = load(BENCH, max_duration=duration)
-    plan = plan_run(run, four())
-    days = days_of(run, plan)
-    (row,) = search_rows(run, [plan], {})
-    if steps is None:
-        assert days is None and row["gpu_hours"] is None
-        assert "need max_duration in ba, sp or tok" in format_search([row], {}, four())
-    else:
-        assert days == pytest.approx(steps * plan.step_s / 86400)
-        assert row["gpu_hours"] == pytest.approx(4 * 24 * days)
-
-
-def test_skew_takes_memory_and_time_where_experts_are_divided_and_nothing_where_not() -> None:
-    def plans(mesh: dict[str, int]) -> list[Any]:
-        return [plan_run(load(BENCH, model__moe__mesh=mesh), four(skew=skew)) for skew in (1.0, 2.0, 4.0, 100.0)]
-
-    one, two, all_, more = plans({"expert": 4, "buffer": 4.0})
-    assert one.memory_bytes < two.memory_bytes < all_.memory_bytes == more.memory_bytes
-    assert one.step_s < two.step_s < all_.step_s and more.step.skew == 4
-    # rows of 16 layers: every token of four ranks, and pre-activations of gate and up for three means more of T tokens
-    came = (4 - 2.74 / 0.75) * 2048
-    rows = 16 * 16384 * (came + 3 * 8 * 2 * 1024) * 2
-    assert all_.memory_bytes - one.memory_bytes == pytest.approx(rows, rel=0.01)
-    # with a buffer of two means what is beyond them goes in rounds that keep nothing: one mean more
-    one, _, all_, _ = plans({"expert": 4})
-    rows = 16 * 16384 * (came + 8 * 2 * 1024) * 2
-    assert all_.memory_bytes - one.memory_bytes == pytest.approx(rows, rel=0.01)
-    even, skewed = plans({"expert": 1})[0::2]
-    assert even.memory == skewed.memory and even.time == skewed.time
-    with pytest.raises(ValueError, match=r"--skew \(0.5\) must be 1 or more"):
-        four(skew=0.5)
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -118,10 +80,10 @@ def test_json_has_the_plan_and_with_search_every_mesh(capsys: pytest.CaptureFixt
     assert sum(plan["time_s"].values()) == pytest.approx(plan["step_s"])
     assert plan["mesh"] == {"replicate": 1, "shard": 1, "expert": 4} and plan["fits"] is True
     assert plan["tokens_per_s_per_gpu"] == pytest.approx(4 * 4096 / plan["step_s"])
-    code, text = command(capsys, *memory, "--json", "--search", "--skew", "2")
+    code, text = command(capsys, *memory, "--json", "--search")
     more = json.loads(text)
-    assert more["skew"] == 2 and more["step_s"] > plan["step_s"]
-    assert len(more["search"]) == 6 and more["search"][0]["fits"] and more["search"][0]["gpu_hours"] > 0
+    assert more["step_s"] == plan["step_s"]
+    assert len(more["search"]) == 6 and more["search"][0]["fits"] and more["search"][0]["tokens_per_s_per_gpu"] > 0
 
 
 def test_code_says_whether_the_run_fits_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:

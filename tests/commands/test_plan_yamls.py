@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from foundry_moe.commands.plan.planner import Machine, plan_run
-from foundry_moe.commands.plan.search import search_meshes
+from foundry_moe.commands.plan.planner import Machine, plan_run, search_meshes
 from foundry_moe.commands.plan.shape import read_shape
 from foundry_moe.commands.plan.step import GIB
 from tests.helpers.plans import ROOT, RUNS, load

@@ -1,4 +1,4 @@
-"""Faults for the certificate of a run to find, each planted in the processes that train; and the runs they stand in.
+"""Faults that the certificate of a run must detect, each injected into the processes that train; and their runs.
 
 `python -m tests.commands.trial_faults OUT` certifies the clean run and each fault, and writes the certificates to OUT:
 a process of its own, whose fork server has LLM Foundry imported.
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from foundry_moe.commands.verify.runs import certify_run
+from foundry_moe.commands.verify.cases import small_runs
+from foundry_moe.commands.verify.certify import certify, certify_run
 from foundry_moe.commands.verify.trial import Trial, train_trials
 
 YAML = Path(__file__).parents[1] / "distributed" / "tiny.yaml"
@@ -115,6 +116,16 @@ def swapped(trials: Sequence[Trial]) -> Found:
     return train_trials(trials)
 
 
+def checked(trials: Sequence[Trial]) -> Found:
+    """No fault. In the crowded case the other experts of each layer have no tokens, and so no gradient."""
+    found = train_trials(trials)
+    for name, seen in found.items():
+        if name.startswith("every token to one expert") and "resumed" not in name:
+            gradients = [g for key, g in seen.items() if key.startswith("grad/0/experts/") and key.endswith("w1_EFD")]
+            assert len(gradients) == 2 and all(g.flatten(1).any(1).sum() == 1 for g in gradients), name
+    return found
+
+
 def failing(trials: Sequence[Trial]) -> Found:
     """A process ends with an error."""
     raise RuntimeError("this rank had enough")
@@ -146,6 +157,9 @@ def converted_run(folder: Path) -> dict[str, Any]:
 def certify_all(out: Path) -> None:
     """Each case's certificate, or the error's sentence, as JSON."""
     found: dict[str, Any] = {}
+    cases = small_runs([(1, 1, 2)], precision="fp64", backend="auto")
+    found["cases"] = [json.loads(certificate.as_json()) for certificate in certify(list(cases), train=checked)]
+    found["clean, fp64"] = json.loads(certify_run(run_with(), precision="fp64").as_json())
     found["converted"] = json.loads(certify_run(converted_run(out.parent / "llama")).as_json())
     for name, (moe, train) in CASES.items():
         found[name] = json.loads(certify_run(copy.deepcopy(run_with(**moe)), train=train).as_json())

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.commands.verify.parity import Case, build_model, run_case
 from foundry_moe.config import MeshConfig
 from foundry_moe.layers.gates import Gate
 from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.ops.assignment import assign
 from foundry_moe.parallel.collectives import GateCollectives
 from foundry_moe.parallel.placement import parallelize
+from tests.helpers.small_training import Case, build_model, run_case
 
 LOSS = {"balance": 0.1, "z": 0.01}
 # gates by which a token's choice does not depend on the other tokens of its rank

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from foundry_moe.commands.verify import parity
 from foundry_moe.config import MeshConfig
 from tests.distributed import elastic_mesh_worker
+from tests.helpers import small_training
 
-CASE = parity.Case(name="adapters", moe={"num_experts": 8, "top_k": 2, "lora": {"r": 3}})
+CASE = small_training.Case(name="adapters", moe={"num_experts": 8, "top_k": 2, "lora": {"r": 3}})
 
 
 def build(mesh: tuple[int, int, int], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer after one step; frozen weights are bf16."""
     replicate, shard, expert = mesh
     device = torch.device("cpu")
-    model = parity.build_model(CASE, torch.float32, device)
+    model = small_training.build_model(CASE, torch.float32, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(0.01 * seed)
@@ -29,8 +29,8 @@ def build(mesh: tuple[int, int, int], seed: int) -> tuple[nn.Module, torch.optim
                 setattr(model.get_submodule(module), last, frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     config = MeshConfig(replicate=replicate, shard=shard, expert=expert)
-    parity._place(model, config, optimizer, MixedPrecisionPolicy(param_dtype=torch.float32), device, None)
-    parity.accumulate_gradients(CASE, model, 0, torch.float32, distributed=True)
+    small_training.place(model, config, optimizer, MixedPrecisionPolicy(param_dtype=torch.float32), device, None)
+    small_training.accumulate_gradients(CASE, model, 0, torch.float32, distributed=True)
     optimizer.step()
     return model, optimizer
 

@@ -17,9 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foundry_moe.commands.verify import parity
-from foundry_moe.commands.verify.parity import CASES, Case, run_case
-from foundry_moe.commands.verify.parity import whole as full
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext
@@ -34,6 +31,9 @@ from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import compile_blocks
+from tests.helpers import small_training
+from tests.helpers.small_training import CASES, Case, run_case
+from tests.helpers.small_training import whole as full
 
 
 def without_gradient_scale() -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def without_gradient_scale() -> dict[str, Tensor]:
 
 def change_models(change: Callable[[Any], None]) -> list[Any]:
     """Has every model that a case builds on this rank changed before it is placed; the list gets each of them."""
-    build, models = parity.build_model, []
+    build, models = small_training.build_model, []
 
     def build_changed(*arguments: Any) -> Any:
         model = build(*arguments)
@@ -52,7 +52,7 @@ def change_models(change: Callable[[Any], None]) -> list[Any]:
         models.append(model)
         return model
 
-    parity.build_model = build_changed
+    small_training.build_model = build_changed
     return models
 
 
@@ -60,7 +60,7 @@ def compiled(meshes: list[tuple[int, int, int]]) -> dict[str, Any]:
     """Two cases on meshes, each block compiled: {case: {mesh: what it left}}, and how many frames were compiled."""
 
     def compile_model(model: Any) -> None:
-        assert compile_blocks(model, backend="aot_eager") == parity.LAYERS
+        assert compile_blocks(model, backend="aot_eager") == small_training.LAYERS
 
     change_models(compile_model)
     results: dict[str, Any] = {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foundry_moe.commands.verify.meshes import TOLERANCE, compare
-from foundry_moe.commands.verify.parity import CASES, run_case
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker
 from tests.helpers.launching import PRELOAD
+from tests.helpers.small_training import CASES, TOLERANCE, compare, run_case
 
 
 def test_copies_and_recomputed_blocks_train_as_one_process() -> None:
@@ -18,6 +17,6 @@ def test_copies_and_recomputed_blocks_train_as_one_process() -> None:
     seen, shares = run_processes(parity_worker.with_hot_experts, case, mesh, world_size=4, preload=PRELOAD)
     rows = compare(seen, run_case(case, None))
     assert {"loss", "gradient w1_EFD", "gradient v1_EFD", "gradient w2_EDF", "weights w1_EFD"} <= rows.keys()
-    assert max(rows.values()) < TOLERANCE["fp64"], rows
+    assert max(rows.values()) < TOLERANCE, rows
     # every token goes to one expert and two others; the first of three steps knows no loads yet
     assert min(shares) > 0.05, shares

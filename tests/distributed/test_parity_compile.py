@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_moe.commands.verify.meshes import TOLERANCE, compare
-from foundry_moe.commands.verify.parity import CASES, run_case
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker, trainer_worker
 from tests.helpers.launching import PRELOAD
+from tests.helpers.small_training import CASES, TOLERANCE, compare, run_case
 from tests.helpers.tiny_runs import YAML, largest_difference, mesh
 
 BLOCKS = {"algorithms.dmoe.mesh.compile": "blocks"}
@@ -21,7 +20,7 @@ def test_compiled_blocks_on_meshes_equal_one_process_in_fp64() -> None:
         expected = run_case(case, None)
         for mesh_, seen in results[case.name].items():
             rows = compare(seen, expected)
-            assert max(rows.values()) < TOLERANCE["fp64"], (case.name, mesh_, rows)
+            assert max(rows.values()) < TOLERANCE, (case.name, mesh_, rows)
     assert results["frames"] > 0, "nothing was compiled"
 
 

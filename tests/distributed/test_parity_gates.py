@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_moe.commands.verify.meshes import TOLERANCE, compare
-from foundry_moe.commands.verify.parity import run_case
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import gates_worker
 from tests.helpers.launching import PRELOAD
+from tests.helpers.small_training import TOLERANCE, compare, run_case
 from tests.helpers.stacks import needs_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
@@ -23,7 +22,7 @@ def test_gates_over_expert_ranks_train_as_one_process_does():
     for name, ours in results.items():
         expected = run_case(gates_worker.case_of(name), None)
         rows = compare(ours, expected)
-        assert max(rows.values()) < TOLERANCE["fp64"], (name, rows)
+        assert max(rows.values()) < TOLERANCE, (name, rows)
     bias = [key for key in results["noisy, in groups, with bias"] if key.endswith("bias_E")]
     assert bias and all(results["noisy, in groups, with bias"][key].any() for key in bias)
 
@@ -36,7 +35,7 @@ def test_gates_in_which_tokens_compete_do_not_depend_on_the_mesh():
     )
     for name in gates_worker.TOGETHER:
         rows = compare(first[name], second[name])
-        assert max(rows.values()) < TOLERANCE["fp64"], (name, rows)
+        assert max(rows.values()) < TOLERANCE, (name, rows)
 
 
 def test_a_shuffle_is_undone_and_balances_over_uneven_ranks():

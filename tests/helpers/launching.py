@@ -8,7 +8,7 @@ PRELOAD = (
     "foundry_moe.algorithms.dmoe",
     "foundry_moe.models.mpt",
     "llmfoundry.command_utils",
-    "foundry_moe.commands.verify.meshes",
+    "foundry_moe.commands.verify.rows",
 )
 
 

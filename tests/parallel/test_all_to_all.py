@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_moe.commands.verify.meshes import compare, difference
-from foundry_moe.commands.verify.parity import take_share
+from foundry_moe.commands.verify.rows import difference
 from foundry_moe.parallel.all_to_all import _transpose_blocks
+from tests.helpers.small_training import compare, take_share
 
 pytestmark = pytest.mark.quick
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from foundry_moe.commands.plan.constants import CHIPS, constants_of
-from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run
-from foundry_moe.commands.plan.search import days_of, search_meshes, why_not
+from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run, search_meshes, why_not
 from foundry_moe.commands.plan.shape import ModelShape
 from foundry_moe.commands.plan.step import GIB, message_s
 from foundry_moe.launch.run_config import check_run, load_run, plain
@@ -31,14 +30,13 @@ def plan_command(arguments: argparse.Namespace) -> int:
         gpus_per_node=arguments.gpus_per_node,
         gpu_bytes=(arguments.gpu_memory_gib or CHIPS[arguments.chip].memory_gib) * GIB,
         constants=constants_of(arguments.chip, arguments.constants),
-        skew=arguments.skew,
     )
     plan = plan_run(run, machine)
     backend = planned_backend(run, plan.shape, arguments.chip)
     found = {**plan_object(plan), "experts": backend}
     text = [format_plan(plan), backend]
     if arguments.search:
-        found["search"] = search_rows(run, *search_meshes(run, machine, plan.shape))
+        found["search"] = search_rows(*search_meshes(run, machine, plan.shape))
         text.append(format_search(found["search"], found["mesh"], machine))
     print(json.dumps(found, indent=1) if arguments.json else "\n".join(text))
     return 0 if plan.fits else 1
@@ -72,7 +70,6 @@ def plan_object(plan: RunPlan) -> dict[str, Any]:
         "gpus": plan.mesh.world_size,
         "nodes": plan.mesh.nodes,
         "spare_gpus": plan.spares,
-        "skew": plan.step.skew,
         "parameters": {
             "total": shape.total,
             "active": round(shape.active),
@@ -101,15 +98,11 @@ def plan_object(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def search_rows(run: Mapping[str, Any], plans: list[RunPlan], invalid: Mapping[Mesh, str]) -> list[dict[str, Any]]:
-    """The result of `search_meshes`: `plan_object` of each mesh with reason and costs. Invalid ones have no numbers."""
-    rows = []
-    for plan in plans:
-        days = days_of(run, plan)
-        hours = None if days is None else 24 * days * plan.machine.gpus
-        rows.append({**plan_object(plan), "why": why_not(plan, plans[0]), "days": days, "gpu_hours": hours})
+def search_rows(plans: list[RunPlan], invalid: Mapping[Mesh, str]) -> list[dict[str, Any]]:
+    """The result of `search_meshes`: `plan_object` of each mesh with the reason. Invalid ones have no numbers."""
+    rows = [{**plan_object(plan), "why": why_not(plan, plans[0])} for plan in plans]
     return rows + [
-        {"mesh": dict(zip(WIDTHS, mesh, strict=True)), "fits": False, "why": f"invalid: {why}", "days": None}
+        {"mesh": dict(zip(WIDTHS, mesh, strict=True)), "fits": False, "why": f"invalid: {why}"}
         for mesh, why in invalid.items()
     ]
 
@@ -141,7 +134,6 @@ def _sharded(ranks: int) -> str:
 def format_plan(plan: RunPlan) -> str:
     """The plan as text."""
     mesh, shape, step, constants = plan.mesh, plan.shape, plan.step, plan.machine.constants
-    whose = "a GPU" if step.skew == 1 else f"the fullest GPU, with {step.skew:g} times the mean's rows"
     at_most = "at most " if plan.sequences % plan.microbatch else ""
     lines = [
         f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = "
@@ -153,7 +145,7 @@ def format_plan(plan: RunPlan) -> str:
         f"({shape.moe_layers} of {shape.layers} layers)",
         f"step: {_count(step.microbatches, 'microbatch')} of {at_most}{_count(plan.microbatch, 'sequence')} of "
         f"{shape.sequence:,} tokens on a GPU, {_short(plan.step_tokens)} tokens in all",
-        f"memory of {whose}:",
+        "memory of a GPU:",
         *(f"  {name:28}{_size(size)}" for name, size in plan.memory.items()),
         f"  {'in all':28}{_size(plan.memory_bytes)}",
     ]
@@ -164,7 +156,7 @@ def format_plan(plan: RunPlan) -> str:
         took = _time(message_s(message, constants)).strip()
         lines.append(f"  {message.count:6} x {message.name:34} {message.bytes / 1e6:10.3f} MB {where}, {took}")
     lines += [
-        f"time of a step of {whose}, by the constants of {constants.device} ({constants.source}):",
+        f"time of a step, by the constants of {constants.device} ({constants.source}):",
         *(f"  {name:28}{_time(seconds)}" for name, seconds in plan.time.items()),
         f"  {'in all':28}{_time(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s a GPU",
     ]
@@ -174,20 +166,17 @@ def format_plan(plan: RunPlan) -> str:
 def format_search(rows: list[dict[str, Any]], run_mesh: Mapping[str, int], machine: Machine) -> str:
     """The rows of a search as a table; `run_mesh`, that of the YAML, is marked."""
     constants = machine.constants
-    loads = f"skew {machine.skew:g}" if machine.skew > 1 else "loads as with a balance loss"
     lines = [
         f"meshes of {_count(machine.gpus, 'GPU')} ({machine.gpus_per_node} a node), best first; * is the run's own:",
-        "   replicate shard expert      GiB  tokens/s a GPU   step s      days  GPU hours",
+        "   replicate shard expert      GiB  tokens/s a GPU   step s",
         *(_line(row, "*" if row["mesh"] == run_mesh else " ") for row in rows),
         f"estimated with constants of {constants.device} ({constants.source}); assumed, not measured: "
         f"{', '.join(constants.assumed) or 'nothing'};",
-        f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s a GPU, {loads}; without stalls, late data, "
-        "checkpoints and restarts",
+        f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s a GPU, loads as with a balance loss; "
+        "without stalls, late data, checkpoints and restarts",
     ]
     if not any(row["fits"] for row in rows):
         lines.append("none fits: lower device_train_microbatch_size or use activation checkpointing")
-    if all(row["days"] is None for row in rows):
-        lines.append("days and GPU hours need max_duration in ba, sp or tok")
     return "\n".join(lines)
 
 
@@ -198,9 +187,4 @@ def _line(row: Mapping[str, Any], mark: str) -> str:
     start += f" {row['memory_total_bytes'] / GIB:8.1f}"
     if not row["fits"]:
         return f"{start}  {row['why']}"
-    days, hours = (
-        "?" if cost is None else f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
-        for cost in (row["days"], row["gpu_hours"])
-    )
-    speed = f"{row['tokens_per_s_per_gpu']:15,.0f} {row['step_s']:8.3f}"
-    return f"{start} {speed} {days:>9} {hours:>10}  {row['why']}".rstrip()
+    return f"{start} {row['tokens_per_s_per_gpu']:15,.0f} {row['step_s']:8.3f}  {row['why']}".rstrip()

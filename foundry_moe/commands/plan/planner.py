@@ -1,7 +1,7 @@
 """Plans a run from its YAML: mesh, bytes on each GPU, messages and time of a step, and warnings.
 
-The plan is arithmetic; no weights are created. Expert loads are assumed even, as with a balance loss, unless `skew` is
-given.
+The plan is arithmetic; no weights are created. Expert loads are assumed even, as with a balance loss.
+A search varies the mesh alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foundry_moe.commands.plan.shape import ModelShape, planned_moe, read_shape
 from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
 from foundry_moe.config import MeshConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.spares import ranks_in_use
-from foundry_moe.parallel.mesh import MeshPlan, check_expert_widths, plan_mesh
+from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
 from foundry_moe.schema import section
 
 TIGHT_SHARE = 0.92  # of the GPU's memory; the allocator reserves more than it allocates
@@ -27,17 +27,12 @@ FEW_ROWS = 256  # of an expert in a microbatch, below which matrix products are 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The GPUs of a run. gpu_bytes: memory of one. skew: rows of the fullest expert rank over the mean."""
+    """The GPUs of a run. gpu_bytes: memory of one."""
 
     gpus: int
     gpus_per_node: int
     gpu_bytes: float
     constants: Constants = field(default_factory=lambda: shipped_constants("h100"))
-    skew: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.skew < math.inf:
-            raise ValueError(f"--skew ({self.skew:g}) must be 1 or more: rows of the fullest expert rank over the mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +152,6 @@ def plan_run(
     step = Step(
         tokens=microbatch * shape.sequence,
         microbatches=math.ceil(sequences / microbatch),
-        skew=min(machine.skew, plan.expert),
         mesh=config,
         width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,
         state_bytes=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
@@ -183,3 +177,44 @@ def plan_run(
 def _check_rows(mesh: MeshPlan, rows: int, key: str) -> None:
     if not can_cut_rows(rows, shard=mesh.shard, expert=mesh.expert):
         raise ValueError(f"mesh.shard ({mesh.shard}) must divide {key} ({rows}), the rows of experts' matrices")
+
+
+def search_meshes(
+    run: Mapping[str, Any], machine: Machine, shape: ModelShape | None = None
+) -> tuple[list[RunPlan], dict[Mesh, str]]:
+    """Plans of all meshes, and the reasons why other meshes are invalid.
+
+    Returns:
+        Meshes that fit, fastest first, with tight ones last; then those that do not fit, by memory. The reasons by
+        (replicate, shard, expert).
+
+    Raises:
+        ValueError: the run has no experts, its model is not supported, or a key is invalid.
+    """
+    moe, given = planned_moe(run)
+    shape = shape or read_shape(run)
+    plans, invalid = [], {}
+    for expert in divisors(moe.num_experts):
+        for shard in divisors(machine.gpus // expert) if machine.gpus % expert == 0 else ():
+            replicate = machine.gpus // (expert * shard)
+            mesh = replace(given, replicate=replicate, shard=shard, expert=expert, spares=False)
+            try:
+                plans.append(plan_run(run, machine, shape=shape, mesh=mesh))
+            except ValueError as error:
+                invalid[replicate, shard, expert] = str(error)
+    return sorted(plans, key=lambda p: (p.tight, p.step_s) if p.fits else (2, p.memory_bytes)), invalid
+
+
+def why_not(plan: RunPlan, best: RunPlan) -> str:
+    """The memory that is missing, or the part of a step with the largest increase over the best mesh."""
+    if not plan.fits:
+        return f"does not fit by {(plan.memory_bytes - plan.machine.gpu_bytes) / GIB:.1f} GiB"
+    if plan is best:
+        return ""
+    more = {name: seconds - best.time.get(name, 0.0) for name, seconds in plan.time.items()}
+    name = max(more, key=lambda part: more[part])
+    room = f"tight, {plan.memory_bytes / GIB:.0f} GiB; " if plan.tight else ""
+    if more[name] < 0.001 * best.step_s:
+        return f"{room}as fast"
+    where = " between nodes" if name == "all-to-all" and plan.mesh.expert_nodes > 1 else ""
+    return f"{room}{name}{where} {plan.time[name]:.3g} s, not {best.time.get(name, 0.0):.3g}"

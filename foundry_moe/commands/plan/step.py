@@ -37,7 +37,6 @@ class Step:
     """The settings of a step that memory, messages and time depend on.
 
     tokens: of a microbatch on one GPU. microbatches: in a step.
-    skew: rows of the fullest expert rank over the mean.
     width: bytes of a number in matrix products. stored: of a parameter. state_bytes: of the optimizer, for each
         parameter.
     checkpointed: activations are recomputed. resharded: weights are gathered again for the backward pass.
@@ -45,7 +44,6 @@ class Step:
 
     tokens: int
     microbatches: int
-    skew: float
     mesh: MeshConfig
     width: int
     state_bytes: int
@@ -57,11 +55,6 @@ class Step:
     def reductions(self) -> int:
         """How often gradients are summed over `shard` in a step; they stay unsharded until then."""
         return 1 if self.mesh.reduce == "batch" else self.microbatches
-
-    @property
-    def in_later_rounds(self) -> float:
-        """The share of the tokens beyond `mesh.buffer`, which the backward pass sends and computes again."""
-        return max(1 - self.mesh.buffer / self.skew, 0.0)
 
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
@@ -206,8 +199,6 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         gathered = width * shape.outside_blocks
         # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
         at_end = 4 * trained + layer + 2 * width * unit + (width + 4) * trained_unit
-    if step.in_later_rounds:  # each round's gradient of experts is added to that of the others
-        at_end += width * shape.trained_experts_a_layer / mesh.expert
     return {
         "weights": step.stored * held,
         "optimizer": step.state_bytes * trained,
@@ -231,17 +222,16 @@ def _saved_by_moe_block(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     """Bytes that the backward pass of a block with experts needs."""
     d, k, width = shape.d_model, shape.moe.top_k, step.width
     f = max(shape.expert_widths)  # block-sparse: of different widths, all rows have room for the widest
-    at_once = min(step.skew, step.mesh.buffer)  # rounds beyond the buffer keep nothing
     hidden = shape.expert_matrices - 1
-    received = 0.0  # rows of the fullest rank for each token: one copy, however many of its experts are there
+    received = 0.0  # rows for each token: one copy, however many of its experts are there
     if mesh.expert > 1:
-        received = min(at_once * ranks_per_token(shape.moe.num_experts, k, mesh.expert), mesh.expert)
+        received = ranks_per_token(shape.moe.num_experts, k, mesh.expert)
     if shape.adapter and shape.moe.memory == "recompute":
-        rows = at_once * k * 2 * d
+        rows = k * 2 * d
     elif shape.adapter or shape.moe.backend in ("grouped", "reference"):
-        rows = at_once * k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
+        rows = k * (2 * d + 2 * hidden * f)  # rows in and out, and each step of the activation
     else:
-        rows = 0 if shape.moe.memory == "recompute" else at_once * k * hidden * f  # block-sparse: pre-activations alone
+        rows = 0 if shape.moe.memory == "recompute" else k * hidden * f  # block-sparse: pre-activations alone
     numbers = _attention_numbers(shape) + 2 * d + received * d + rows + 2 * hidden * shape.moe.shared_expert_hidden_size
     gate = 4 * d + 4 * 3 * shape.moe.num_experts  # fp32 copy of the input; logits, probabilities, sorted probabilities
     slots = 0  # with copies of hot experts, kernels read one tensor of own experts and copies
@@ -270,7 +260,7 @@ def step_time(
     """Seconds of one step on one GPU by what they are spent on; their sum is the step.
 
     products          FLOPs over the rate of matrix products of that width
-    experts           the same from routing to combine, and the bytes of the weights; times the skew
+    experts           the same from routing to combine, and the bytes of the weights
     attention         6 S D FLOPs a token and layer over the rate of attention
     norms and others  bytes of the operations between the products, over the memory's bandwidth
     optimizer         bytes of AdamW and of clipping
@@ -281,9 +271,8 @@ def step_time(
     """
     parts = _work(shape, mesh, step, constants)
     waits = shape.moe_layers * step.microbatches * (1 + step.checkpointed) if mesh.expert > 1 else 0
-    rounds = 1 + step.in_later_rounds / 2  # later rounds are sent and returned once more, as in the forward pass
     tokens_s = sum(message_s(m, constants) for m in messages if m.kind in (TOKENS, COUNTS))
-    all_to_all = tokens_s * step.skew * rounds + waits * LAUNCHES_WAITED * constants.launch_s
+    all_to_all = tokens_s + waits * LAUNCHES_WAITED * constants.launch_s
     exposed = _exposed_s(step, messages, sum(parts.values()) + all_to_all, constants)
     once = held_parameters(shape, mesh) * (CLIP_BYTES + STEP_BYTES + step.state_bytes)
     parts |= {
@@ -307,11 +296,10 @@ def _work(shape: ModelShape, mesh: MeshPlan, step: Step, constants: Constants) -
     products = 6 * t * (inside * again + head) * slower / rate_at(constants.dense_flops_per_s, shape.d_model)
     experts = 0.0
     if shape.moe_layers:
-        rows = t * shape.moe.top_k * max(step.skew, 1 + UNEVEN * (1 - 1 / mesh.expert))
-        repeated = again + FORWARD * step.in_later_rounds
+        rows = t * shape.moe.top_k * (1 + UNEVEN * (1 - 1 / mesh.expert))
         # two products backward for a trained matrix, one for a frozen one
         work = 4 * shape.expert + 6 * shape.adapter if shape.adapter else 6 * shape.expert
-        arithmetic = rows * work * repeated * slower / rate_at(constants.expert_flops_per_s, shape.expert_hidden)
+        arithmetic = rows * work * again * slower / rate_at(constants.expert_flops_per_s, shape.expert_hidden)
         # weights are read forward and backward, and their gradient is written
         weights = (3 + again) * step.width * shape.experts_a_layer / mesh.expert / memory
         # the transition between two roofs is smooth: 0.92 ms for roofs of 0.77 and 0.51 (RESULTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import llmfoundry.command_utils  # noqa: F401  (once in the fork server, not in each child)
 import torch
 from composer.core import Callback, DataSpec, State
 from composer.loggers import Logger
@@ -16,14 +17,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foundry_moe.commands.verify.formula import Capture
-from foundry_moe.commands.verify.parity import whole
 from foundry_moe.layers.lookup import named_moe_layers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 KINDS = {"gate": "router", "experts": "experts", "shared_expert": "shared"}
+# Composer's Hugging Face wrapper looks through all of them for each model: they are imported once, in the fork server
+CAUSAL_MODELS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING.values())
 IDS = (2, 8)  # sequences and positions of the tokens that a converted model is compared on
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on the CPU. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def plain_name(name: str) -> str:
@@ -125,7 +133,9 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 def whole_state(state: State) -> dict[str, Tensor]:
     """Every tensor of model and optimizer, whole, by name: equal on any mesh. Collective."""
     optimizer: Any = get_optimizer_state_dict(state.model, state.optimizers)["state"]
-    sections: dict[str, Any] = {"model": get_model_state_dict(state.model), **optimizer}
+    sections = {"model": get_model_state_dict(state.model)} | {
+        f"optimizer/{name}": optimizer[name] for name in optimizer
+    }
     found = {}
     for section, tensors in sections.items():
         for name, tensor in tensors.items():

@@ -41,26 +41,31 @@ _GPU_ONLY = {"flash": "sdpa", "fused_crossentropy": "torch_crossentropy", "trito
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shrunk:
-    """A run that trains in seconds, and what was changed.
+class SmallRun:
+    """A run that trains in seconds.
 
     run: without the data, callbacks and mesh sizes, which each trial adds.
+    config: its experts.
     mesh: (replicate, shard, expert); None = data parallelism over two processes, as Composer does it.
     microbatch: sequences of a rank in one.
     alone: sequences in a microbatch of one process, so that it sees what a rank, a group or all ranks see.
-    scale: of widths, shrunk over true.
+    precision: fp64 | fp32 | bf16, which stands for fp16 too.
+    vocabulary: tokens are drawn below it.
+    source: folder of the model that this one was converted from; empty = none.
     notes: sentences, one a change that matters.
     """
 
+    name: str = "run"
     run: Mapping[str, Any]
+    config: MoEConfig
     mesh: Mesh | None
     microbatch: int
     microbatches: int
     alone: int
-    scale: float
-    notes: tuple[str, ...]
-    config: MoEConfig
+    precision: str
     vocabulary: int = VOCABULARY
+    source: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def processes(self) -> int:
@@ -85,13 +90,16 @@ class _Work:
         where[key] = value
 
 
-def shrink(run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, device: str) -> Shrunk:
+def shrink(
+    run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, device: str, precision: str | None = None
+) -> SmallRun:
     """The run at a small size; `check_whole_run` has passed it.
 
     Args:
         config: its experts.
         mesh: to train on; None = the run's, each axis above 1 as small as can be above 1.
         device: cpu | cuda.
+        precision: fp64 | fp32 | bf16; None = fp32 on a CPU, the run's own on GPUs.
 
     Raises:
         ValueError: a mesh that does not fit the experts, or a model whose sizes are not known.
@@ -106,20 +114,20 @@ def shrink(run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, devi
         scale, vocabulary = _shrink_mpt(work, length, config)
     _shrink_experts(work, config, scale, chosen)
     _shrink_training(work)
-    _fit_device(work, device)
+    precision = _fit_device(work, device, precision)
     notes = [f"sequences of {run['max_seq_len']} -> {length} tokens, drawn at random in place of the run's data"]
     work.run["max_seq_len"] = length
     alone = _alone(work, config, chosen, microbatch)
-    return Shrunk(
+    return SmallRun(
         run=work.run,
+        config=config,
         mesh=chosen,
         microbatch=microbatch,
         microbatches=microbatches,
         alone=alone,
-        scale=scale,
-        notes=(*notes, *work.notes),
-        config=config,
+        precision=precision,
         vocabulary=vocabulary,
+        notes=(*notes, *work.notes),
     )
 
 
@@ -137,9 +145,29 @@ def mesh_keys(run: Mapping[str, Any]) -> MeshConfig | None:
     return None if given is None else from_mapping(MeshConfig, given, "mesh")
 
 
-def set_mesh(run: dict[str, Any], mesh: Mesh, **more: Any) -> None:
+def set_precision(run: dict[str, Any], precision: str) -> None:
+    """Sets the run's precision; bf16 leaves it in 16 bits as it is. In fp64 nothing is cast; a trial draws weights so.
+
+    Flash attention computes in 16 bits alone.
+    """
+    fsdp, attention = run.get("fsdp_config"), run["model"].get("attn_config")
+    if precision == "bf16":
+        run["precision"] = run.get("precision", "amp_bf16") if "16" in run.get("precision", "amp_bf16") else "amp_bf16"
+        return
+    run["precision"] = "fp32"
+    if isinstance(fsdp, dict):
+        fsdp.pop("mixed_precision", None)
+        if precision == "fp64":
+            fsdp["mixed_precision"] = "FULL"
+    if isinstance(attention, dict) and attention.get("attn_impl") == "flash":
+        attention["attn_impl"] = "sdpa" if run["model"].get("name") == MODEL else "torch"
+    if run["model"].get("use_flash_attention_2"):
+        run["model"]["use_flash_attention_2"] = False
+
+
+def set_mesh(run: dict[str, Any], mesh: Mesh) -> None:
     """Puts sizes into the run's mesh; the other keys stay."""
-    sizes = dict(zip(("replicate", "shard", "expert"), mesh, strict=True)) | more
+    sizes = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
     algorithms = run.get("algorithms") or {}
     places = [moe_keys(run)] if moe_keys(run).get("mesh") is not None else []
     for place in places:
@@ -320,17 +348,20 @@ def _shrink_training(work: _Work) -> None:
     )
 
 
-def _fit_device(work: _Work, device: str) -> None:
+def _fit_device(work: _Work, device: str, precision: str | None) -> str:
+    """Returns the precision."""
     run, model = work.run, work.run["model"]
     # drawn whole: those drawn on the mesh's pieces, from meta, are other numbers on another mesh
     work.set(model, "init_device", "cpu", "the same initial weights on every mesh")
     run["expandable_segments"] = False
+    own = str(run.get("precision", "amp_bf16"))
+    if precision is None:
+        precision = "fp32" if device == "cpu" else "bf16" if "16" in own else "fp32"
+    set_precision(run, precision)
+    if run["precision"] != own or precision == "fp64":
+        work.notes.append(f"precision: {own} -> {precision}{' (on a CPU)' if device == 'cpu' else ''}")
     if device == "cuda":
-        return
-    work.set(run, "precision", "fp32", "on a CPU")
-    if isinstance(run.get("fsdp_config"), dict) and "mixed_precision" in run["fsdp_config"]:
-        del run["fsdp_config"]["mixed_precision"]
-        work.notes.append("fsdp_config.mixed_precision: left out on a CPU")
+        return precision
     for where in (model, model.get("attn_config")):
         if not isinstance(where, dict):
             continue
@@ -347,3 +378,4 @@ def _fit_device(work: _Work, device: str) -> None:
         if model["attn_config"].get("attn_impl", "flash") == "flash":
             model["attn_config"]["attn_impl"] = "torch"
     model.pop("use_flash_attention_2", None)
+    return precision

@@ -18,12 +18,7 @@ import torch
 from foundry_moe.commands.verify.shrink import LOADER
 
 # modules that the fork server imports once for all children
-PRELOAD = (
-    "foundry_moe.commands.verify.trial_imports",
-    "foundry_moe.registry",
-    "foundry_moe.commands.verify.trial",
-    "foundry_moe.commands.verify.recorder",
-)
+PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
 RECORDER = "trial_recorder"
 
 
@@ -34,7 +29,8 @@ class Trial:
     run: of LLM Foundry, without data and callbacks.
     batch: sequences of all ranks in a step.
     microbatch: sequences of a rank.
-    with_formula: hold the layers' first step against `moe_formula`; on one process.
+    with_formula: compare the layers' first step with `formula`; on one process.
+    double: weights are drawn, and all is computed, in fp64.
     folder: of checkpoints; empty = none.
     resume: the step to go on from; 0 = a new run.
     source: folder of the model that this one was converted from; empty = none.
@@ -49,6 +45,7 @@ class Trial:
     steps: int
     save_after: int
     with_formula: bool = False
+    double: bool = False
     folder: str = ""
     resume: int = 0
     source: str = ""
@@ -66,6 +63,7 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     warnings.showwarning = lambda *_, **__: None
     logging.disable(logging.WARNING)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64 if trial.double else torch.float32)
     torch.set_num_threads(1)  # products are tiny: more threads cost more than they save
     from llmfoundry import registry
     from llmfoundry.command_utils import train

@@ -1,7 +1,8 @@
-"""A small training run, the same on one process and on any mesh, and what it leaves behind to compare.
+"""A small training run without a trainer, the same on one process and on any mesh, and the comparison of its results.
 
-One case is a model, its data for a few steps and an optimizer, all drawn from seeds, so that every process can
-make the whole of it. Must not know how results are compared, nor how processes are started.
+One case is a model, its data for a few steps and an optimizer, all drawn from seeds, so that every process can make the
+whole of it. `foundry-moe verify` does the same with LLM Foundry's trainer, which gives no rank an empty batch; these
+cases have uneven and empty ranks.
 
 Shapes: N sequences, S positions, D model width, V vocabulary.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +27,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from foundry_moe.commands.verify.rows import difference
 from foundry_moe.config import MeshConfig, MoEConfig
+from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.lookup import batch_context, moe_layers, note_loads, step_gates
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.parallel.gradients import clip_norm
+from foundry_moe.parallel.mesh import Mesh
 from foundry_moe.parallel.placement import parallelize, replace_parameters
 from foundry_moe.parallel.transformer_blocks import prefetch_in_order
+from tests.helpers.launching import PRELOAD
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, POSITIONS, SEQUENCES, STEPS = 40, 16, 24, 2, 6, 12, 3
 LEARNING_RATE = 0.01
 EPSILON = 1e-3  # AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
+TOLERANCE = 1e-10  # fp64: rounding over three steps of AdamW measures 3e-15
 KINDS = (
     *("embed", "head", "norm", "mix", "gate.", "shared", "w1_EFD", "v1_EFD", "w2_EDF", "w1_HD", "v1_HD", "w2_HD"),
     *("w1_A_EDL", "w1_B_EFL", "v1_A_EDL", "v1_B_EFL", "w2_A_EFL", "w2_B_EDL"),
@@ -212,7 +219,7 @@ def shard_rest(model: nn.Module, mesh: Any, mp_policy: MixedPrecisionPolicy) -> 
     fully_shard(model, mesh=mesh, mp_policy=mp_policy)
 
 
-def _place(
+def place(
     model: nn.Module,
     mesh: MeshConfig,
     optimizer: torch.optim.Optimizer,
@@ -236,8 +243,6 @@ def run_case(
     mesh: MeshConfig | None,
     *,
     dtype: torch.dtype = torch.float64,
-    compute_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
 ) -> dict[str, Tensor]:
     """Trains a case for a few steps.
@@ -245,23 +250,19 @@ def run_case(
     Args:
         mesh: None = this process alone.
         dtype: of parameters.
-        compute_dtype: mixed precision, on a mesh by FSDP2; None = `dtype`.
 
     Returns:
         What to compare, by name: `loss/step`, `norm/step`, `grad/step/kind/parameter` of the first and last step,
         `weight/kind/parameter`, `checkpoint/key`; the same on every rank, but checkpoints, which rank 0 reads.
     """
-    device = torch.device(device)
+    device = torch.device("cpu")
     model = build_model(case, dtype, device)
     context = batch_context(model)
     assert context is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
     if mesh is not None:
         mesh = replace(mesh, buffer=case.buffer, hot_experts=case.hot_experts)
-        _place(model, mesh, optimizer, policy, device, ranks_per_node)
-    else:
-        assert compute_dtype is None, "mixed precision is FSDP2's: give a mesh of one rank"
+        place(model, mesh, optimizer, MixedPrecisionPolicy(reduce_dtype=dtype), device, ranks_per_node)
 
     seen: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -332,3 +333,67 @@ def _flatten(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from _flatten(value, f"{path}/{key}")
+
+
+def run_meshes(
+    meshes: Sequence[Mesh], cases: Sequence[Case], ranks_per_node: int | None, keys: Mapping[str, Any]
+) -> dict[tuple[Mesh, str], dict[str, Tensor]]:
+    """On each rank of a launch: every case on every mesh of its size. `keys`: others of `MeshConfig`."""
+    results = {}
+    for mesh in meshes:
+        config = MeshConfig(**dict(zip(("replicate", "shard", "expert"), mesh, strict=True)), **keys)
+        for case in cases:
+            results[mesh, case.name] = run_case(case, config, ranks_per_node=ranks_per_node)
+    return results
+
+
+def _row_of(key: str) -> str:
+    quantity, *rest = key.split("/")
+    if quantity == "grad":
+        return f"gradient {rest[1]}"
+    if quantity == "weight":
+        return f"weights {rest[0]}"
+    return "clipped norm" if quantity == "norm" else quantity
+
+
+def compare(measured: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """For each kind of quantity, the largest difference of its tensors.
+
+    A quantity that only one side has is an infinite difference: a gradient that is missing is not a zero.
+    """
+    rows: dict[str, float] = defaultdict(float)
+    for key in measured.keys() | expected.keys():
+        row = _row_of(key)
+        rows[row] = max(rows[row], difference(measured.get(key), expected.get(key)))
+    return dict(sorted(rows.items()))
+
+
+def certify(
+    meshes: Iterable[Mesh], *, cases: Sequence[Case] = CASES, ranks_per_node: int | None = None, **keys: Any
+) -> dict[Mesh, dict[str, dict[str, float]]]:
+    """{mesh: {case: {row: largest relative difference from one process}}}; one launch for each number of processes.
+
+    Args:
+        ranks_per_node: as if this were the number of GPUs of a node; None = all on one.
+        keys: others of `MeshConfig`.
+    """
+    expected = {case.name: run_case(case, None) for case in cases}
+    by_size: dict[int, list[Mesh]] = defaultdict(list)
+    for mesh in meshes:
+        by_size[mesh[0] * mesh[1] * mesh[2]].append(mesh)
+    table: dict[Mesh, dict[str, dict[str, float]]] = {}
+    for size, group in sorted(by_size.items()):
+        results = run_processes(run_meshes, group, cases, ranks_per_node, keys, world_size=size, preload=PRELOAD)
+        for mesh in group:
+            table[mesh] = {case.name: compare(results[mesh, case.name], expected[case.name]) for case in cases}
+    return table
+
+
+def largest(table: dict[Mesh, dict[str, dict[str, float]]]) -> tuple[float, Mesh, str, str]:
+    """The largest difference in a table, and where it is."""
+    return max(
+        (value, mesh, case, row)
+        for mesh, cases in table.items()
+        for case, rows in cases.items()
+        for row, value in rows.items()
+    )

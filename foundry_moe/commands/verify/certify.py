@@ -1,0 +1,325 @@
+"""`foundry-moe verify`: compares small runs on their meshes with the same runs on one process.
+
+The small runs are shrunk copies of a user's run, or those of `cases`. Launches the trials and builds a certificate of
+each run from their results. Must not know how a trial trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foundry_moe.commands.verify.cases import check_mesh, default_meshes, small_runs
+from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, formula_rows, resume_rows, step_zero_row
+from foundry_moe.commands.verify.shrink import BATCHES, SmallRun, moe_keys, set_mesh, set_precision, shrink
+from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials
+from foundry_moe.launch.processes import run_processes
+from foundry_moe.launch.run_config import check_whole_run, load_run, plain
+from foundry_moe.parallel.mesh import Mesh, can_replicate
+
+SAVE_AFTER = BATCHES - 1
+Train = Callable[[Sequence[Trial]], dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """The table of one small run on one mesh."""
+
+    run: str
+    mesh: str
+    device: str
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [row.quantity for row in self.rows if row.verdict == "differs"]
+
+    @property
+    def verdict(self) -> str:
+        return "differs" if self.wrong else "pass"
+
+    @property
+    def worst(self) -> Row:
+        """The row with the largest difference from one process, relative to its tolerance."""
+        compared = [row for row in self.rows if row.difference is not None]
+        return max(compared, key=lambda row: row.difference / (row.tolerance or 1e-300))  # type: ignore[operator]
+
+    def as_text(self) -> str:
+        lines = [f"run     {self.run}", f"mesh    {self.mesh} against one process, on {self.device}"]
+        lines += [f"shrunk  {note}" for note in self.notes]
+        lines.append(f"{'quantity':58}{'difference':>12}{'tolerance':>11}  verdict")
+        for row in self.rows:
+            value = "" if row.difference is None else f"{row.difference:.1e}"
+            limit = "" if row.difference is None else f"{row.tolerance:.0e}"
+            why = f": {row.why}" if row.why else ""
+            lines.append(f"{row.quantity:58}{value:>12}{limit:>11}  {row.verdict}{why}")
+        return "\n".join([*lines, f"verdict: {self.verdict}{': ' if self.wrong else ''}{'; '.join(self.wrong)}"])
+
+    def as_line(self) -> str:
+        return f"{self.mesh:12}{self.run:48}{self.worst.difference:10.1e}  {self.verdict}: {self.worst.quantity}"
+
+    def as_json(self) -> str:
+        rows = [{**asdict(row), "verdict": row.verdict} for row in self.rows]
+        for row in rows:
+            if row["difference"] is not None and not math.isfinite(row["difference"]):
+                row["difference"] = str(row["difference"])  # JSON has no infinity
+        return json.dumps({**asdict(self), "rows": rows, "verdict": self.verdict})
+
+
+def certify_run(
+    run: Mapping[str, Any],
+    *,
+    name: str = "run",
+    mesh: Mesh | None = None,
+    device: str = "cpu",
+    precision: str | None = None,
+    timeout_s: float = 600.0,
+    train: Train = train_trials,
+) -> Certificate:
+    """Trains a shrunk copy of the run on its mesh and on one process, and compares the two.
+
+    Args:
+        run: resolved and plain, as of `plain`.
+        mesh: None = the run's, shrunk.
+        precision: fp64 | fp32 | bf16; None = fp32 on a CPU, the run's own on GPUs.
+        train: what the child processes run; tests plant faults with it.
+
+    Raises:
+        ValueError: the run is invalid, with the sentence of `check`, or the shrunk run fails.
+    """
+    config = check_whole_run(run)
+    if config is None:
+        raise ValueError("the run has no experts to verify: neither algorithms.dmoe nor model.moe is there")
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        source, notes = "", ()  # type: tuple[str, tuple[str, ...]]
+        if (run.get("model") or {}).get("name") == "hf_causal_lm":
+            from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
+
+            run, source, notes = write_small_model(run, config, Path(folder))
+        small = shrink(run, config, mesh=mesh, device=device, precision=precision)
+        small = replace(small, name=name, source=source, notes=(*notes, *small.notes))
+        return certify([small], device=device, timeout_s=timeout_s, train=train)[0]
+
+
+def certify(
+    runs: Sequence[SmallRun], *, device: str = "cpu", timeout_s: float = 600.0, train: Train = train_trials
+) -> list[Certificate]:
+    """A certificate of each run, with one launch for each number of processes.
+
+    Raises:
+        ValueError: a trial fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        trials = [_trials_of(run, device, f"{folder}/{index}") for index, run in enumerate(runs)]
+        by_size: dict[int, dict[str, Trial]] = defaultdict(dict)
+        for roles in trials:
+            for processes, trial in roles.values():
+                by_size[processes][trial.name] = trial
+        seen: dict[str, dict[str, Any]] = {}
+        for processes in sorted(by_size, reverse=True):  # one process resumes what several have saved
+            seen |= _launch(train, list(by_size[processes].values()), processes, device, timeout_s)
+    return [
+        _certificate(run, device, {role: seen[trial.name] for role, (_, trial) in roles.items()})
+        for run, roles in zip(runs, trials, strict=True)
+    ]
+
+
+def _launch(
+    train: Train, trials: Sequence[Trial], processes: int, device: str, timeout_s: float
+) -> dict[str, dict[str, Any]]:
+    os.environ.setdefault("FOUNDRY_MOE_COMPILE_AHEAD", "0")  # loads that four steps do not bring
+    try:
+        return run_processes(
+            train,
+            trials,
+            world_size=processes,
+            backend="nccl" if device == "cuda" else "gloo",
+            timeout_s=timeout_s,
+            # LLM Foundry initialises CUDA at import, and a process with CUDA must not fork
+            preload=() if device == "cuda" else PRELOAD,
+        )
+    except RuntimeError as error:
+        said = [line for line in str(error).splitlines() if line.strip()]
+        raise ValueError(
+            f"the small run ({trials[0].name}, {processes} processes) ended with: {said[-1].strip()}"
+        ) from error
+
+
+def _trials_of(run: SmallRun, device: str, saved: str) -> dict[str, tuple[int, Trial]]:
+    """The trainings that a certificate compares, by their role, with their processes.
+
+    mesh: on the mesh. alone: on one process. exact: in 16 bits, one process in fp32. more: one process with twice the
+    microbatches. resumed: another mesh, or one process, from the checkpoint of `mesh`. beside: another mesh.
+    """
+    low = run.precision == "bf16" and device == "cuda"
+    other = _other_mesh(run)
+    trials = {
+        "mesh": (run.processes, _trial(run, run.mesh, f"mesh {run.mesh}", folder=saved)),
+        "alone": (1, _trial_alone(run, "alone", with_formula=not low, source="" if low else run.source)),
+    }
+    resumed = {"folder": saved, "resume": SAVE_AFTER}
+    if other is not None:
+        trials["resumed"] = (run.processes, _trial(run, other, f"resumed {run.mesh}", **resumed))
+    else:
+        trials["resumed"] = (1, _trial_alone(run, f"resumed {run.mesh}", **resumed))
+    exact = replace(run, precision="fp32") if low else run
+    if low:
+        trials["exact"] = (1, _trial_alone(exact, "exact", with_formula=True, source=run.source))
+    if run.alone > 1:
+        more = _trial_alone(exact, "more", with_formula=True, steps=1, microbatch=run.alone // 2)
+        trials["more"] = (1, more)
+    if _shuffles(run) and other is not None:
+        trials["beside"] = (run.processes, _trial(run, other, f"beside {run.mesh}"))
+    return trials
+
+
+def _trial(run: SmallRun, mesh: Mesh | None, name: str, **more: Any) -> Trial:
+    """One training on a mesh, or by data parallelism as the run has it."""
+    keys = copy.deepcopy(dict(run.run))
+    if mesh is not None:
+        set_mesh(keys, mesh)
+    values = {
+        "batch": run.batch,
+        "microbatch": run.microbatch,
+        "length": int(keys["max_seq_len"]),
+        "vocabulary": run.vocabulary,
+        "steps": BATCHES,
+        "save_after": SAVE_AFTER,
+        "double": run.precision == "fp64",
+    }
+    return Trial(name=f"{run.name}, {name}", run=keys, **{**values, **more})
+
+
+def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
+    """One training on one process, with nothing compiled. Meshes of as many sequences share it."""
+    keys = copy.deepcopy(dict(run.run))
+    set_precision(keys, run.precision)
+    for mesh in (moe_keys(keys).get("mesh"), (keys.get("algorithms") or {}).get("dmoe_mesh")):
+        if mesh is not None:
+            mesh["compile"] = "none"
+    keys.pop("compile_config", None)
+    name = f"{name}, {run.batch} sequences"
+    return _trial(replace(run, run=keys), (1, 1, 1), name, **{"microbatch": run.alone, **more})
+
+
+def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any]]) -> Certificate:
+    low, other, notes = "exact" in seen, _other_mesh(run), run.notes
+    tolerance = TOLERANCE["fp32" if low else run.precision]
+    expected = seen.get("beside", seen["alone"])
+    compared = compare_trials(
+        seen["mesh"], expected, steps=SAVE_AFTER, clips=_clips(run), tolerance=tolerance, exact=seen.get("exact")
+    )
+    if low:
+        notes = (*notes, "in 16 bits a tolerance of 3 is of a ratio: the mesh's distance from fp32 over one process's")
+    if _shuffles(run):
+        why = "gate base shuffles tokens over ranks, where they compete"
+        peer = f"mesh {other}" if other else "nothing"
+        notes = (*notes, f"{why}: compared with {peer} in place of one process")
+        if other is None:
+            compared = [Row(quantity=row.quantity, why=why) for row in compared]
+    rows = [
+        *compared,
+        *formula_rows(seen, tolerance),
+        *resume_rows(
+            seen["mesh"],
+            seen["resumed"],
+            SAVE_AFTER,
+            "one process" if other is None else str(other),
+            TOLERANCE["16 bits"] if low else tolerance,
+        ),
+        step_zero_row(seen.get("exact", seen["alone"]), _why_no_source(run)),
+    ]
+    where = str(run.mesh) if run.mesh else "2 processes of data parallelism"
+    return Certificate(run=run.name, mesh=where, device=device, notes=notes, rows=tuple(rows))
+
+
+def _shuffles(run: SmallRun) -> bool:
+    """Whether tokens compete with those of other ranks, so that one process trains differently."""
+    return run.config.gate["name"] == "base" and run.processes > 1
+
+
+def _other_mesh(run: SmallRun) -> Mesh | None:
+    """Another mesh of as many processes, to resume on; None = one process."""
+    if run.mesh is None or isinstance(run.config.expert_hidden_size, tuple):
+        return None
+    replicate, shard, expert = run.mesh
+    ranks = math.prod(run.mesh)
+    for mesh in ((1, ranks, 1), (replicate, expert, shard), (1, 1, ranks), (ranks, 1, 1)):
+        fits = run.config.num_experts % mesh[2] == 0 and (mesh[0] == 1 or can_replicate("cpu"))
+        if mesh != run.mesh and fits:
+            return mesh
+    return None
+
+
+def _clips(run: SmallRun) -> bool:
+    return "gradient_clipping" in (run.run.get("algorithms") or {})
+
+
+def _why_no_source(run: SmallRun) -> str:
+    if run.run["model"]["name"] != "hf_causal_lm":
+        return "the model is not converted from another"
+    return "" if run.source else "nothing is loaded"
+
+
+def verify_command(arguments: argparse.Namespace) -> int:
+    """`foundry-moe verify`: prints the certificates; 0 if nothing differs.
+
+    Raises:
+        ValueError: what is wrong with the run or the options, in one sentence.
+    """
+    started = time.monotonic()
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of what the fork server imports
+    devices = torch.cuda.device_count() if arguments.device == "cuda" else None
+    for mesh in arguments.mesh or ():
+        if devices is not None and math.prod(mesh) > devices:
+            named = ",".join(map(str, mesh))
+            raise ValueError(f"--mesh {named} needs {math.prod(mesh)} GPUs and {devices} are here: use --device cpu")
+    if arguments.precision == "bf16" and devices is None:
+        raise ValueError("--precision bf16: Composer trains in 16 bits on GPUs alone: use --device cuda, or fp32")
+    certificates = _certify_yaml(arguments) if arguments.yaml is not None else _certify_cases(arguments, devices)
+    for certificate in certificates:
+        if arguments.json:
+            print(certificate.as_json())
+        elif arguments.yaml is not None or certificate.wrong:
+            print(certificate.as_text())
+    passed = all(not certificate.wrong for certificate in certificates)
+    if not arguments.json:
+        if arguments.yaml is None:
+            print(*(certificate.as_line() for certificate in certificates), sep="\n")
+        worst = max((certificate.worst for certificate in certificates), key=lambda row: row.difference or 0.0)
+        print(
+            f"{len(certificates)} certificates on {arguments.device}: largest difference {worst.difference:.1e} "
+            f"({worst.quantity}, tolerance {worst.tolerance:.0e}): {'pass' if passed else 'FAIL'} "
+            f"({time.monotonic() - started:.0f} s)"
+        )
+    return 0 if passed else 1
+
+
+def _certify_yaml(arguments: argparse.Namespace) -> list[Certificate]:
+    if arguments.backend is not None:
+        raise ValueError("--backend is for verify without a run: a run takes algorithms.dmoe.backend=NAME")
+    run = plain(load_run(arguments.yaml, arguments.overrides))
+    keys = {"device": arguments.device, "precision": arguments.precision, "timeout_s": arguments.timeout_s}
+    return [certify_run(run, name=arguments.yaml, mesh=mesh, **keys) for mesh in arguments.mesh or [None]]
+
+
+def _certify_cases(arguments: argparse.Namespace, devices: int | None) -> list[Certificate]:
+    meshes = arguments.mesh or default_meshes(devices)
+    for mesh in meshes:
+        check_mesh(mesh)
+    precision = arguments.precision or ("fp64" if devices is None else "fp32")
+    runs = list(small_runs(meshes, precision=precision, backend=arguments.backend or "auto"))
+    return certify(runs, device=arguments.device, timeout_s=arguments.timeout_s)
