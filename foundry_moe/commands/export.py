@@ -25,6 +25,7 @@ from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.export_adapter import merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
+from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
@@ -131,8 +132,16 @@ def plan_export(
     if merged:
         sources = merge(store, found, architecture, sources)
         architecture = replace(architecture, experts=replace(architecture.experts, lora=None))
-    native = native_of(architecture)
-    targets = native.targets({name: source.shape for name, source in sources.items()})
+    shapes = {name: source.shape for name, source in sources.items()}
+    architecture.check_fits(shapes)
+    try:
+        native = native_of(architecture)
+    except Exception as error:  # the configuration may hold anything, and transformers' classes read it
+        if is_users(error):
+            raise
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise ValueError(f"the checkpoint's configuration is none that a model can have: {reason}") from error
+    targets = native.targets(shapes)
     kinds = {source.dtype for source in sources.values()}
     native.config.torch_dtype = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
     return Exported(

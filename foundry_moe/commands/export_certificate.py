@@ -26,6 +26,7 @@ from foundry_moe.checkpoint.exporting import INDEX, Source, read_whole
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.targets import Target, assemble
+from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.rebuild import build, logits_of
 from foundry_moe.models.native.state_dict import Native
@@ -172,7 +173,13 @@ def _compare_logits(exported: Exported, folder: Path, certificate: Certificate, 
         return
     vocabulary = int(exported.native.config.vocab_size)
     ids = torch.randint(vocabulary, TOKENS, generator=torch.Generator().manual_seed(0))
-    ours = logits_of(_ours(exported), ids)
+    try:
+        ours = logits_of(_ours(exported), ids)
+    except Exception as error:  # a checkpoint's configuration may hold anything
+        if is_users(error) or isinstance(error, MemoryError):
+            raise
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"no model can be built of the checkpoint's configuration: {reason}") from error
     try:
         theirs_model, report = AutoModelForCausalLM.from_pretrained(
             folder, torch_dtype=torch.float32, output_loading_info=True

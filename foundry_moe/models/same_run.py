@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from composer.core import State
+from composer.core import State, Time
+from composer.optim import ComposerScheduler
 from composer.utils import dist
 from transformers import PretrainedConfig
 
+from foundry_moe.checkpoint.errors import printable
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.schema import yaml_value
 
 # of what every Hugging Face configuration has, only this says what the model computes; the rest is of generation
@@ -40,12 +43,15 @@ def describe_model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def describe_training(state: State) -> dict[str, Any]:
-    """How the run is trained, as far as the trainer knows it: optimizer, precision, batch and the model's dropout."""
+    """How the run is trained, as far as the trainer knows it: optimizer, schedule, losses, data, precision, dropout."""
     found = {key: value for key, value in _configuration(state.model).items() if _trains(key)}
     found["precision"] = str(getattr(state.precision, "value", state.precision))
     size = getattr(state.train_dataloader, "batch_size", None)
     if isinstance(size, int | float):
         found["global_train_batch_size"] = size * dist.get_world_size()
+    found |= {**_losses(state.model), **_data(state.train_dataloader), **_schedulers(state)}
+    if (seed := getattr(state, "rank_zero_seed", None)) is not None:
+        found["seed"] = seed
     for optimizer in state.optimizers or ():
         found["optimizer"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
@@ -53,6 +59,43 @@ def describe_training(state: State) -> dict[str, Any]:
             # the scheduler changes `lr`; what the user wrote is the initial one
             values = {**group, "lr": group.get("initial_lr", group.get("lr"))}
             found |= {f"{where}.{key}": _plain(values[key]) for key in optimizer.defaults if key in values}
+    return found
+
+
+def _losses(model: torch.nn.Module) -> dict[str, Any]:
+    """The weights of the auxiliary losses, and over what the balance loss is taken."""
+    layers = moe_layers(model)
+    if not layers:
+        return {}
+    config = layers[0].config
+    weights = config.loss if isinstance(config.loss, Mapping) else {"": config.loss}
+    named = {f"moe.loss.{name}".rstrip("."): _plain(weight) for name, weight in weights.items()}
+    return {**named, "moe.balance_over": config.balance_over}
+
+
+def _data(loader: Any) -> dict[str, Any]:
+    """What of a streaming dataset says which samples come, and in which order."""
+    dataset, where = getattr(loader, "dataset", None), "train_loader.dataset"
+    splits = sorted({str(getattr(stream, "split", None)) for stream in getattr(dataset, "streams", None) or ()})
+    found = {f"{where}.split": printable(", ".join(splits))} if splits else {}
+    for key in ("shuffle", "shuffle_seed", "shuffle_algo"):
+        if splits and hasattr(dataset, key):
+            found[f"{where}.{key}"] = _plain(getattr(dataset, key))
+    return found
+
+
+def _schedulers(state: State) -> dict[str, Any]:
+    """The schedules of the learning rate: Composer compiles its own into the closure of a function."""
+    found: dict[str, Any] = {}
+    for number, scheduler in enumerate(getattr(state, "schedulers", None) or ()):
+        where = f"schedulers.{number}" if number else "scheduler"
+        cells = [cell for fn in getattr(scheduler, "lr_lambdas", ()) for cell in getattr(fn, "__closure__", None) or ()]
+        held = [cell.cell_contents for cell in cells]
+        own = next((item for item in held if ComposerScheduler in type(item).__mro__), None)
+        found[where] = type(scheduler if own is None else own).__name__
+        for key, value in ({} if own is None else vars(own)).items():
+            if value is None or isinstance(value, bool | int | float | str | Time):
+                found[f"{where}.{key}"] = _plain(value)
     return found
 
 
@@ -126,4 +169,9 @@ def _trains(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+    """As JSON has it; texts as a checkpoint that is read has them, without control characters."""
+    if isinstance(value, Time):
+        value = value.to_timestring()
+    if isinstance(value, str):
+        return printable(value)
+    return value if value is None or isinstance(value, bool | int | float) else json.dumps(value, default=str)

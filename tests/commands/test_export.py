@@ -6,6 +6,8 @@ import json
 import re
 import resource
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from tests.helpers.checkpoints import damage
 from tests.helpers.commands import export
 from tests.helpers.exporting import BELOW_ZERO, MODEL_KINDS, MPTS, STRETCHED, Wrapped, commit, mpt, of_hugging_face
 from tests.helpers.families import small
+from tests.helpers.forging import manifest_of, packed, put_manifest
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -411,3 +414,55 @@ def test_safetensors_own_reader_takes_every_file(good: tuple[Path, Path]) -> Non
     for path in good[1].glob("*.safetensors"):
         with safe_open(path, framework="np") as file:
             assert file.metadata() == {"format": "pt", "step": "7"} and len(list(file.keys())) == 41
+
+
+def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        *above, last = path.split(".")
+        part = body["info"]["architecture"]
+        for name in above:
+            part = part[name]
+        part[last] = value
+
+    return change
+
+
+HUGE = 10**7
+FORGED = [
+    *((f"config.{key}", value) for key in ("d_model", "n_heads", "n_layers", "vocab_size", "max_seq_len")
+      for value in (-1, 0, "auto", 1.5, HUGE, 10**30, None, [1], {}, True, float("nan"))),
+    *((f"config.{key}", value) for key in ("attn_config", "ffn_config", "init_config", "config")
+      for value in ("text", 3, [["a", 1]])),
+    *((f"config.attn_config.{key}", value) for key in ("kv_n_heads", "rope_theta", "attn_type", "rope_hf_config")
+      for value in ("auto", {}, [0], -1, 0, 10**30, True)),
+    *((key, value) for key in ("layers", "num_layers", "prefix", "tokenizer", "experts", "config")
+      for value in (-1, "auto", [-1], [HUGE], HUGE, None, 1.5, {}, [[0]])),
+    *((f"experts.{key}", value) for key in ("num_experts", "top_k", "expert_hidden_size", "activation", "gate")
+      for value in (-1, 0, "x", HUGE, [HUGE], {})),
+    *((f"config.{key}", value) for key in ("model_type", "norm_eps", "head_dim", "no_bias", "norm_type", "resid_pdrop")
+      for value in ("text", -1, {}, [1], HUGE, 10**30)),
+]  # fmt: skip
+
+
+def test_a_forged_architecture_is_one_sentence_before_a_model_is_built(tmp_path: Path, capsys: Any) -> None:
+    """What says another model than the tensors are is refused; a few values here say the same, or nothing."""
+    run = commit(mpt(), tmp_path / "run")
+    store = open_store(str(run))
+    good = manifest_of(store, 7)
+    capsys.readouterr()
+    for number, (path, value) in enumerate(FORGED):
+        body = json.loads(json.dumps(good))
+        _set(path, value)(body)
+        put_manifest(store, 7, packed(body))
+        began_s = time.monotonic()
+        code = export(run, tmp_path / str(number), "--tokenizer", "none", "--no-certify")
+        told = capsys.readouterr()
+        assert time.monotonic() - began_s < 60, (path, value)
+        assert code in (0, 2) and "Traceback" not in told.err, (path, value, told.err)
+        if code:
+            assert told.err.startswith("error: ") and len(told.err) < 1000, (path, value, told.err)
+            assert not (tmp_path / str(number)).exists()
+        else:
+            shutil.rmtree(tmp_path / str(number))
+        if path.rpartition(".")[2] in ("d_model", "n_layers", "n_heads", "vocab_size", "num_layers", "num_experts"):
+            assert code == 2, (path, value)
