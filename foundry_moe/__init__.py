@@ -33,6 +33,10 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)

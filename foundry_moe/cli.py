@@ -1,22 +1,22 @@
-"""The command `foundry-moe`: check, verify, plan, loads, export, checkpoints. Each module adds its own parser."""
+"""The command `foundry-moe`: check, train, verify, plan, loads, export, checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 
 from foundry_moe import __version__
 from foundry_moe.commands.check import add_check_parser
 from foundry_moe.commands.loads import add_loads_parser
-from foundry_moe.commands.parsers import add_export_parser, add_plan_parser, add_verify_parser
+from foundry_moe.commands.parsers import add_export_parser, add_plan_parser, add_train_parser, add_verify_parser
+from foundry_moe.launch.console import quiet_third_parties
 from foundry_moe.launch.user_errors import run_cleanly
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 the answer is no (damaged, different, does not fit), or an error that may pass, such as a "
     "store that does not answer; 2 a mistake in the arguments or in the YAML; 3 a run whose numbers are not finite; "
-    "4 a run whose folder another run has taken over"
+    "4 a run whose folder another run has taken over; 75 a run that was stopped and saved"
 )
 
 
@@ -34,6 +34,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"foundry_moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_check_parser(commands)
+    add_train_parser(commands)
     add_verify_parser(commands)
     add_plan_parser(commands)
     add_loads_parser(commands)
@@ -62,7 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
     parsed = parse(arguments)
-    warnings.filterwarnings("ignore", message="pkg_resources is deprecated")  # imported by LLM Foundry
+    quiet_third_parties()
     sys.exit(run_cleanly(lambda: int(parsed.run(parsed))))
 
 

@@ -86,15 +86,21 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str], where: str) -> 
 
 
 def suggests_keys(cls: type[T]) -> type[T]:
-    """Decorates a dataclass: an unknown keyword argument is a TypeError that names the nearest known one."""
+    """Decorates a dataclass: an unknown keyword argument is a TypeError that names the nearest known one.
+
+    So is a value of another type.
+    """
     create: Callable[..., None] = cls.__init__
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
 
     @functools.wraps(create)
     def checked(self: T, *arguments: Any, **keys: Any) -> None:
-        for key in keys:
+        hints = typing.get_type_hints(cls)
+        for key, value in keys.items():
             if key not in known:
                 raise TypeError(f"{key} is not a key of {cls.__name__}; {nearest(key, known)}")
+            if not fits(value, hints[key]):
+                raise TypeError(f"{key} must be {known[key].metadata.get('form') or _plain(hints[key])}, not {value!r}")
         create(self, *arguments, **keys)
 
     cls.__init__ = checked  # type: ignore[method-assign, assignment]

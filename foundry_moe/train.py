@@ -1,8 +1,8 @@
-"""The training command: `composer -n 8 foundry_moe/train.py run.yaml key=value ...`.
+"""The training command: `foundry-moe train run.yaml -n 8 key=value ...`.
 
-Calls LLM Foundry's trainer. Before that it checks the run without slow imports, and sets FSDP_VERSION=2, so that
-`fsdp_config` means FSDP2. A run that is complete already ends without an error. Ranks that do not fit the mesh wait
-(`mesh.spares`).
+Each process runs this file; `composer`, `torchrun` and `docker/entrypoint.sh` start it too. It calls LLM Foundry's
+trainer. Before that it checks the run without slow imports, and sets FSDP_VERSION=2, so that `fsdp_config` means FSDP2.
+A run that is complete already ends without an error. Ranks that do not fit the mesh wait (`mesh.spares`).
 """
 
 from __future__ import annotations
@@ -76,6 +76,20 @@ def train(arguments: list[str]) -> int:
             print(f"this run is complete: max_duration ({settings['max_duration']}) is reached, nothing to train")
     dismiss(launched - ranks)
     return 0
+
+
+def start(arguments: list[str], processes: int | None) -> int:
+    """Checks a run, then trains it with so many processes of this machine; None = one a GPU. Returns the exit code."""
+    if processes is None:
+        import torch
+
+        processes = max(1, torch.cuda.device_count())
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(processes)
+    checked(arguments)
+
+    from foundry_moe.launch.composer import launch
+
+    return launch(["-n", str(processes), __file__, *arguments])
 
 
 def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:

@@ -91,6 +91,8 @@ def test_an_unknown_keyword_in_python_suggests_the_known_one():
         MoEConfig(num_expert=8)
     with pytest.raises(TypeError, match="experts is not a key of MeshConfig; did you mean 'expert'"):
         MeshConfig(experts=2)
+    with pytest.raises(TypeError, match=r"gate must be a mapping such as \{name: topk\}, not 'topk'"):
+        MoEConfig(num_experts=8, gate="topk")
 
 
 def test_a_mapping_that_is_none_of_that_is_refused():

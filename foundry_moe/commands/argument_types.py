@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 
 def positive(text: str) -> float:
     """A finite number above 0, as an argument's type."""
@@ -28,6 +30,18 @@ def file_size_gb(text: str) -> float:
     if not 1e-6 <= value <= 1e6:
         raise argparse.ArgumentTypeError(f"{text} must be a size in GB between 0.000001 and 1000000")
     return value
+
+
+def dtype_named(name: str | None) -> str | None:
+    """A floating-point dtype as torch names it.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    dtype = _SHORT_DTYPES.get(name, name) if name is not None else None
+    if dtype not in (None, *_SHORT_DTYPES.values(), "float64"):
+        raise ValueError(f"--dtype ({name}) must be bf16, fp16 or fp32")
+    return dtype
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:

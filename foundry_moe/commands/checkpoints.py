@@ -226,7 +226,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
     if owner.living_since_s() is not None:
         print(f"what {owner.newest()} has written since it began is left alone: it is running")
     left = len(ledger.newest_first()) - (len(gone) if arguments.dry_run else 0)
-    print(f"{left} checkpoints {'would stay ' if arguments.dry_run else ''}in {store.url}")
+    print(f"{left} checkpoint{'' if left == 1 else 's'} {'would stay ' if arguments.dry_run else ''}in {store.url}")
     return 0
 
 

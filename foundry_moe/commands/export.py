@@ -16,12 +16,12 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from foundry_moe import __version__
-from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.exporting import INDEX, Source, sources_of, write_targets
 from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
+from foundry_moe.commands.argument_types import dtype_named
+from foundry_moe.commands.chosen_checkpoint import with_checkpoint
 from foundry_moe.commands.export_adapter import merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
@@ -30,11 +30,10 @@ from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
 
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 NO_TOKENIZER = "none"
 
 
-def export_command(arguments: argparse.Namespace) -> int:
+def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) -> int:
     """Exports, certifies, and renames the folder last.
 
     Raises:
@@ -42,8 +41,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         CheckpointError: the checkpoint is not there or damaged, `out` is in use, no space is left, or the folder fails
             its certificate. Then nothing stays.
     """
-    dtype = _dtype_named(arguments.dtype)
-    store, ledger = open_folder(arguments.run_folder, arguments)
+    dtype = dtype_named(arguments.dtype)
     step, out = arguments.step, arguments.out
     if arguments.adapter:
         return _export_adapter(arguments, store, ledger, dtype)
@@ -98,22 +96,10 @@ def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | 
         recorded = int(certificate["checkpoint"]["step"]), str(certificate["dtype"])
     except (OSError, ValueError, KeyError, TypeError):
         return step, dtype
-    was = None if recorded[1] == AS_TRAINED else _dtype_named(recorded[1])
+    was = None if recorded[1] == AS_TRAINED else dtype_named(recorded[1])
     if step not in (None, recorded[0]) or dtype not in (None, was):
         raise ValueError(f"--check: {out} is of step {recorded[0]}, {recorded[1]}: leave out --step and --dtype")
     return recorded[0], was
-
-
-def _dtype_named(name: str | None) -> str | None:
-    """As torch names it.
-
-    Raises:
-        ValueError: there is no such dtype.
-    """
-    dtype = SHORT_DTYPES.get(name, name) if name is not None else None
-    if dtype is not None and (dtype not in DTYPES or not DTYPES[dtype].is_floating_point):
-        raise ValueError(f"--dtype ({name}) must be bf16, fp16 or fp32")
-    return dtype
 
 
 def plan_export(

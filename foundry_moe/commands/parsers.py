@@ -1,4 +1,4 @@
-"""Arguments of `foundry-moe verify`, `plan` and `export`.
+"""Arguments of `foundry-moe train`, `verify`, `plan` and `export`.
 
 A command's modules are imported when it runs, so that `--help` and `check` start in half a second.
 """
@@ -9,13 +9,42 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive, positive_int
+from foundry_moe.commands.argument_types import (
+    add_store_arguments,
+    dtype_named,
+    file_size_gb,
+    local_path,
+    positive,
+    positive_int,
+)
 from foundry_moe.commands.plan.constants import CHIPS
 
 
 def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> None:
     """Keys of a run after its YAML, or none. Without the default argparse lists them among required arguments."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
+
+
+def add_train_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """`foundry-moe train`: sets `run` to a function of the parsed arguments that returns an exit code."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a run on this machine",
+        description="Checks the run, then starts one process a GPU with Composer's launcher, and waits for the last "
+        "save when it is stopped (SIGTERM, Ctrl-C). The same command resumes the run.",
+        epilog="example: foundry-moe train run.yaml -n 8 max_duration=100ba",
+    )
+    parser.add_argument("yaml", help="the run")
+    add_overrides(parser, "keys of the run, as in max_duration=100ba")
+    parser.add_argument("-n", "--nproc", type=positive_int, help="processes (default: the GPUs of this machine, or 1)")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from foundry_moe.train import start
+
+        return start([arguments.yaml, *arguments.overrides], arguments.nproc)
+
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -144,9 +173,14 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_store_arguments(parser)
 
     def run(arguments: argparse.Namespace) -> int:
+        from foundry_moe.commands.chosen_checkpoint import open_folder
+
+        dtype_named(arguments.dtype)  # both before imports that take many seconds
+        folder = open_folder(arguments.run_folder, arguments)
+
         from foundry_moe.commands.export import export_command
 
-        return export_command(arguments)
+        return export_command(arguments, *folder)
 
     parser.set_defaults(run=run)
     return parser

@@ -1,22 +1,25 @@
 """`composer` that passes a stop signal on to its processes and waits for their last save.
 
-Usage: `python -m foundry_moe.launch.composer -n 8 SCRIPT ...`
+Usage: `foundry-moe train RUN.yaml -n 8`, or `python -m foundry_moe.launch.composer -n 8 SCRIPT ...`
 
 Composer's own launcher treats SIGTERM as an error: it prints a traceback and the output of all ranks, and waits 30 s
 at most. This one passes the signal on, waits for `elastic_checkpoint.grace`, and exits with 75. When a process fails,
-the others are killed at once, because they cannot complete a save without it. Composer's private functions that are
-replaced here are listed in `foundry_moe.launch`.
+the others are killed at once, because they cannot complete a save without it. It prints nothing of its own beside the
+output of a rank that failed. Composer's private functions that are replaced here are listed in `foundry_moe.launch`.
 """
 
 from __future__ import annotations
 
-import datetime
+import contextlib
+import logging
 import signal
 import subprocess
 import sys
 import time
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from foundry_moe.checkpoint.settings import RESTART
 from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
@@ -27,7 +30,7 @@ SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent proc
 
 
 class _Monitor:
-    """Replaces Composer's `_monitor_processes`.
+    """Replaces Composer's `_monitor_processes` (as a function) and `_cleanup_processes` (`clean_up`).
 
     signal: the first that arrived.
     interrupted: whether a SIGINT came more than a second after it, to end the processes at once.
@@ -68,9 +71,23 @@ class _Monitor:
                 deadline = time.monotonic() + self.wait_s
             late = deadline is not None and time.monotonic() > deadline
             if late or self.interrupted or (self.failure is not None and not passed_on):
-                self.launcher.CLEANUP_TIMEOUT = datetime.timedelta(0)
                 return
             time.sleep(POLL_S)
+
+    def clean_up(self, processes: dict[int, subprocess.Popen[str]]) -> None:
+        """Kills the processes that still run, and prints what a failed rank printed unless rank 0 reported the same."""
+        for process in processes.values():
+            if process.poll() is None:
+                ended = psutil.Process(process.pid)
+                for one in [*ended.children(recursive=True), ended]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+        reported = next((process.wait() for process in processes.values()), 0)
+        for rank, process in processes.items():
+            code = process.wait()
+            if code in (0, RESTART, -signal.SIGKILL) or code == reported in (USER_ERROR, *NO_RESTART):
+                continue
+            self.launcher._print_process_exit_status(rank, process)
 
 
 def launch(arguments: list[str]) -> int:
@@ -86,11 +103,8 @@ def launch(arguments: list[str]) -> int:
     config = stop_settings(arguments[script + 1 :])
     monitor = _Monitor(launcher, config.signals, config.grace_s + SLACK_S)
     launcher._monitor_processes = monitor
-    print_status = launcher._print_process_exit_status
-    launcher._print_process_exit_status = lambda rank, process: (
-        None if process.returncode == RESTART else print_status(rank, process)
-    )
-    launcher.log.addFilter(lambda record: RESTART not in (record.args or ()))  # its errors about exit code 75
+    launcher._cleanup_processes = monitor.clean_up
+    launcher.log.addFilter(lambda record: record.levelno < logging.WARNING)  # its sentences about exit codes
     sys.argv = ["composer", *arguments]
     code = int(launcher.main())
     if monitor.interrupted:

@@ -9,8 +9,10 @@ import logging
 import sys
 import warnings
 from functools import partial
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 # warnings of third parties about their own code, by how they begin
 _WARNINGS = (
@@ -31,7 +33,7 @@ _RECORDS = {
 
 
 def quiet_third_parties() -> None:
-    """Drops the warnings above; call it before the packages are imported."""
+    """Drops the warnings above. Call it before the packages are imported, and after Composer, which adds filters."""
     for message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for name, words in _RECORDS.items():

@@ -24,7 +24,8 @@ SLACK_S = 3.0  # beyond `grace`, for the exit after the save
 DEFAULTS = CheckpointConfig(folder="unknown")
 PROC = Path("/proc")
 _OURS = "foundry_moe.launch"
-_LAUNCHERS = (_OURS, "composer", "torchrun", "torch.distributed")
+_COMMAND = "foundry-moe"  # `foundry-moe train`
+_LAUNCHERS = (_OURS, _COMMAND, "composer", "torchrun", "torch.distributed")
 # Composer's and torch's launchers print exit codes and tracebacks once their processes have ended, so the last line is
 # printed by a process that waits for the rank (its parent) and then for the launcher, at most so long
 _PRINT_LAST = """
@@ -37,7 +38,7 @@ while os.path.exists(f"/proc/{launcher}") and time.monotonic() < end:
     time.sleep(0.02)
 print(text, file=sys.stderr, flush=True)
 """
-_WAIT_S = {_OURS: 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
+_WAIT_S = {_OURS: 0.4, _COMMAND: 0.4, "composer": 0.4, "torchrun": 5.0, "torch.distributed": 5.0}
 
 _code: int | None = None  # of a process that is leaving
 _last_line = ""

@@ -27,7 +27,7 @@ from foundry_moe.config import (
 from foundry_moe.launch.foundry_keys import key_mistakes
 from foundry_moe.launch.run_values import check_fit, value_mistakes
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
-from foundry_moe.layers.gates.registry import check_freeze, check_gate
+from foundry_moe.layers.gates.registry import check_freeze, check_gate, read_keys
 from foundry_moe.parallel.mesh import divisors, listed
 from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
 
@@ -171,7 +171,10 @@ def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
         yield from caught(lambda: checkpoint_config(section(run, "callbacks", "elastic_checkpoint")))
     mistakes = caught(read_moe, run)
     yield from mistakes
-    config = None if mistakes else read_moe(run)
+    if mistakes:
+        yield from _gate_mistakes(run)
+        return
+    config = read_moe(run)
     if config is None:
         return
     algorithms = section(run, "algorithms")
@@ -185,6 +188,14 @@ def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"model.{META_NEEDS_MESH}"
     if config.mesh_config is not None:
         yield from caught(_check_mesh, run, config, config.mesh_config)
+
+
+def _gate_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
+    """The gate's name and keys, where other keys of the experts are wrong."""
+    for path in (("model", "moe"), ("algorithms", "dmoe")):
+        gate = section(run, *path).get("gate")
+        if isinstance(gate, Mapping) and isinstance(gate.get("name"), str):
+            yield from caught(read_keys, gate)
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:

@@ -173,6 +173,8 @@ class MoELayer(nn.Module):
                     self.shared_expert.w2.weight.zero_()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        if x.shape[-1] != self.d_model:
+            raise ValueError(f"the layer's width is {self.d_model}, and the last dimension of its input {x.shape[-1]}")
         x_TD = x.reshape(-1, self.d_model)
         choices, mask_T = self.choose(x)
         measured, kept = dict(choices.losses), choices

@@ -17,9 +17,9 @@ from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.demo import BIN, DEMO, ROOT, run
 from tests.helpers.entrypoint import kill_group, wait_for
 
+COMMAND = (str(BIN / "foundry-moe"), "train", "-n", "2")
 COMPOSER = (str(BIN / "composer"), "-n", "2")
 TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2")
-OURS = (sys.executable, "-m", "foundry_moe.launch.composer", "-n", "2")
 OUR_TORCHRUN = (sys.executable, "-m", "foundry_moe.launch.torchrun", "--standalone", "--nproc-per-node=2")
 START_S, STOP_S = 300, 60
 
@@ -29,7 +29,8 @@ class Run:
 
     def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: list[str]) -> None:
         self.printed = folder / "printed"
-        words = [*launcher, f"{ROOT}/foundry_moe/train.py", str(DEMO), *arguments, "eval_interval=0"]
+        script = [] if launcher is COMMAND else [f"{ROOT}/foundry_moe/train.py"]
+        words = [*launcher, *script, str(DEMO), *arguments, "eval_interval=0"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with self.printed.open("w") as out:
             self.launcher = subprocess.Popen(
@@ -55,11 +56,12 @@ class Run:
 @pytest.mark.parametrize(
     ("launcher", "number", "group", "code"),
     [
-        (COMPOSER, signal.SIGINT, True, 75),  # Ctrl-C
-        (COMPOSER, signal.SIGTERM, False, 75),
+        (COMMAND, signal.SIGINT, True, 75),  # Ctrl-C
+        (COMMAND, signal.SIGTERM, False, 75),
+        (COMPOSER, signal.SIGINT, True, 75),
+        pytest.param(COMPOSER, signal.SIGTERM, False, 75, marks=pytest.mark.slow),
         pytest.param(COMPOSER, signal.SIGTERM, True, 75, marks=pytest.mark.slow),
         pytest.param(COMPOSER, signal.SIGINT, False, 75, marks=pytest.mark.slow),
-        pytest.param(OURS, signal.SIGINT, True, 75, marks=pytest.mark.slow),
         pytest.param(OUR_TORCHRUN, signal.SIGINT, True, 75, marks=pytest.mark.slow),
         (TORCHRUN, signal.SIGTERM, False, 1),
     ],
@@ -77,6 +79,10 @@ def test_the_last_line_says_which_batch_is_safe(tiny_arguments, tmp_path, launch
     assert f"batch {newest} is saved" in lines[-1] and "Start the run again to resume it." in lines[-1], lines[-10:]
     assert lines[-1].startswith("Stopped by SIG") and sum("Stopped by" in line for line in lines) == 1
     assert "Begin global rank 1" not in "\n".join(lines)
+    if launcher is COMMAND:
+        assert [line for line in lines if not line.startswith(("run ", "batch ")) and "WARNING" not in line] == lines[
+            -1:
+        ]
 
 
 @pytest.mark.timeout(400)

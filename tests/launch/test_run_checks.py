@@ -74,10 +74,18 @@ def test_what_is_wrong_with_a_run_is_named(override: str, sentence: str | None) 
 
 def test_all_mistakes_are_named_at_once() -> None:
     with pytest.raises(MistakesError) as caught:
-        check("optimzer.lr=3", "optimizer.lr=-1", "max_duration=9", "model.moe.top_k=99", "train_loader.num_workers=-1")
+        check(
+            "optimzer.lr=3",
+            "optimizer.lr=-1",
+            "max_duration=9",
+            "model.moe.top_k=99",
+            "train_loader.num_workers=-1",
+            "model.moe.gate.name=swich",
+        )
     assert [sentence.split(" ")[0] for sentence in caught.value.sentences] == [
         "model.moe:",
         "optimzer",
+        "gate.name:",
         "max_duration",
         "optimizer.lr",
         "train_loader.num_workers",

@@ -24,6 +24,12 @@ def build(config=CONFIG, context=None, dtype=torch.float64, **keys) -> MoELayer:
     return layer
 
 
+def test_an_input_of_another_width_is_refused():
+    """24 numbers would also be 4 tokens of width 6."""
+    with pytest.raises(ValueError, match="the layer's width is 6, and the last dimension of its input 3"):
+        build()(torch.zeros(8, 3, dtype=torch.float64))
+
+
 def naive(layer: MoELayer, x_TD, normalize, score):
     """Token by token, from the definition."""
     out = []

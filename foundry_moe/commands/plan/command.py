@@ -154,7 +154,8 @@ def format_plan(plan: RunPlan) -> str:
     for message in plan.messages:
         where = f"to {message.ranks} ranks, {'between nodes' if message.network_bytes else 'within a node'}"
         took = _time(message_s(message, constants)).strip()
-        lines.append(f"  {message.count:6} x {message.name:34} {message.bytes / 1e6:10.3f} MB {where}, {took}")
+        size = f"{message.bytes / 1e6:10.3f} MB" if message.bytes >= 1e5 else f"{message.bytes / 1e3:10.3f} kB"
+        lines.append(f"  {message.count:6} x {message.name:34} {size} {where}, {took}")
     lines += [
         f"time of a step, by the constants of {constants.device} ({constants.source}):",
         *(f"  {name:28}{_time(seconds)}" for name, seconds in plan.time.items()),

@@ -86,16 +86,25 @@ def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *
         ValueError: see `build_gate` and `resolve_losses`.
     """
     names = resolve_losses(settings, losses)
-    name, keys = settings["name"], {key: value for key, value in settings.items() if key != "name"}
+    keys = read_keys(settings)
     others = gates_of_others()
-    if name in others:
-        cls = others[name].load()
-        config = from_mapping(cls.Config, keys, "gate")
-        cls(config, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
+    if settings["name"] in others:
+        cls = others[settings["name"]].load()
+        cls(keys, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
         return
-    parsed = from_mapping(KEYS[name], keys, "gate")
-    parsed.check(num_experts, top_k)
-    parsed.check_losses(names, num_experts, top_k)
+    keys.check(num_experts, top_k)
+    keys.check_losses(names, num_experts, top_k)
+
+
+def read_keys(settings: Mapping[str, Any]) -> Any:
+    """A gate's keys, as its class reads them.
+
+    Raises:
+        ValueError: see `build_gate`.
+    """
+    name, keys = settings["name"], {key: value for key, value in settings.items() if key != "name"}
+    cls = _losses_of(name)
+    return from_mapping(cls.Config if name in gates_of_others() else cls, keys, "gate")
 
 
 def check_freeze(settings: Mapping[str, Any], freeze: Collection[str]) -> None:
