@@ -43,7 +43,7 @@ data/demo/facts.json: foundry_moe/demo.py | env
 	$(BIN)/python -m foundry_moe.demo data/demo
 
 demo: env data/demo/facts.json
-	$(BIN)/composer -n 2 foundry_moe/train.py yamls/demo/cpu.yaml $(DEMO)
+	$(BIN)/foundry-moe train yamls/demo/cpu.yaml -n 2 $(DEMO)
 
 test: env
 	$(BIN)/python -m pytest $(XDIST) -m quick $(TESTS)

@@ -25,7 +25,7 @@ from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_
 from foundry_moe.launch.user_errors import raise_on_all_ranks, run_cleanly
 from foundry_moe.schema import section
 
-USAGE = "usage: composer -n PROCESSES foundry_moe/train.py RUN.yaml [key=value ...]"
+USAGE = "usage: foundry-moe train RUN.yaml -n PROCESSES [key=value ...]"
 _COMPLETE = "No training would occur"  # in Composer's error for a run that has reached max_duration
 
 

@@ -28,7 +28,7 @@ def test_the_installed_command_answers():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("command", ["check", "verify", "plan", "loads", "checkpoints"])
+@pytest.mark.parametrize("command", ["check", "train", "verify", "plan", "loads", "checkpoints"])
 def test_each_command_explains_itself(capsys, command):
     code, out, _ = outcome(capsys, command, "--help")
     assert code == 0 and f"foundry-moe {command}" in out
@@ -76,6 +76,16 @@ def test_a_plan_checks_a_run_as_training_does(capsys):
     run = str(Path(__file__).parents[2] / "yamls/demo/cpu.yaml")
     code, _, error = outcome(capsys, "plan", run, "model.moe.gate.name=swich", "--gpus", "1")
     assert code == 2 and "there is no gate 'swich'; did you mean 'switch'?" in error
+
+
+def test_train_checks_the_run_for_its_processes_before_it_starts_them(capsys, tmp_path, monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")  # restored afterwards
+    for name in ("tokenizer", "train", "val"):
+        (tmp_path / name).mkdir()
+    run = [str(FOLDER / "demo/cpu.yaml"), f"variables.data={tmp_path}", "variables.run=runs/none"]
+    code, _, error = outcome(capsys, "train", *run, "-n", "3")
+    assert (code, error) == (2, "error: global_train_batch_size (4) must be a multiple of the number of GPUs (3)\n")
 
 
 def test_overrides_stand_anywhere_among_a_plans_options(capsys):
@@ -134,6 +144,7 @@ def test_data_that_is_not_there_is_a_note_with_what_to_do(capsys, tmp_path):
 def test_every_shipped_run_is_right(capsys, path):
     code, out, error = outcome(capsys, "check", str(path))
     assert (code, error) == (0, "") and out.startswith("ok: ")
+    assert "run_report" in path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -194,6 +205,7 @@ def test_a_plan_of_an_impossible_machine_is_refused(capsys, value):
         (["checkpoints", "show", "RUN", "--gpus", "-2"], "argument --gpus: -2 must be 1 or more"),
         (["export", "RUN", "s3://bucket/out"], "s3://bucket/out must be a path of this host"),
         (["checkpoints", "gc", "RUN", "--keep", "0"], "argument --keep: 0 must be 1 or more"),
+        (["export", "RUN", "OUT"], "error: there is nothing at"),
         (["plan", "--calibrate", "--out", "."], "--out (.) is a folder: name a file"),
         (["plan", "--calibrate", "--search"], "--calibrate takes no run: remove the YAML, --search and --json"),
         (["plan", "--calibrate", str(YAMLS[0])], "--calibrate takes no run: remove the YAML, --search and --json"),

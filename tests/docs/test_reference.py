@@ -20,6 +20,6 @@ def test_every_key_has_a_default_and_an_explanation(title):
 
 def test_every_command_and_public_name_is_there():
     commands = commands_page()
-    for command in ("check", "verify", "plan", "loads", "export", "checkpoints ls", "checkpoints import"):
+    for command in ("check", "train", "verify", "plan", "loads", "export", "checkpoints ls", "checkpoints import"):
         assert f"\n## foundry-moe {command}\n" in commands
     assert all(f".{name}\n" in python_page() for name in foundry_moe._PUBLIC)

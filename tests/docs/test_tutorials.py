@@ -27,7 +27,7 @@ def said(folder) -> list[tuple[str, str]]:
     pairs = []
     for block in blocks(PAGE, "bash"):
         command = block.replace("max_duration=60ba", f"max_duration={FIRST}ba")
-        if block.startswith("composer") and command == block:
+        if block.startswith("foundry-moe train") and command == block:
             command = block.rstrip() + f" max_duration={WHOLE}ba"
         pairs.append((block, run_block(command, folder)))
     return pairs
@@ -44,7 +44,7 @@ def test_a_folder_of_text_becomes_a_tokenizer_and_samples(said):
 
 def test_the_run_trains_resumes_and_is_exported(said):
     assert output_of(said, "foundry-moe check ").startswith("ok: dmoe_causal_lm, 4 layers of width 128, 8 experts")
-    first, second = [output for block, output in said if block.startswith("composer")]
+    first, second = [output for block, output in said if block.startswith("foundry-moe train")]
     losses = [float(re.search(rf"^{name} loss ([\d.]+)$", first, re.M)[1]) for name in ("first", "last")]
     assert losses[1] < losses[0] < 9
     assert f"resuming at batch {FIRST}" in second
