@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "loads": set(),
     "launch": LIBRARY,
     "callbacks": LIBRARY | {"launch", "loads", "__init__"},
-    "commands": LIBRARY | {"launch", "loads", "__init__"},
+    "commands": LIBRARY | {"launch", "loads", "train", "__init__"},
     "optim": set(),
     "demo": {"launch"},
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},
