@@ -22,8 +22,9 @@
 # SIGTERM, or another of elastic_checkpoint.signals, is passed on; the last batch is saved within elastic_checkpoint.grace,
 # and the exit code is 75: start it again
 # MASTER_PORT  default 29500
-# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30; a restart 10 at most)
-# NODE_SILENCE_S  a node whose launcher is silent for so long is lost, and the others restart without it (default 30)
+# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30; a restart 3 at most)
+# NODE_SILENCE_S  a node whose launcher is silent for so long is lost, and the others restart without it (default 15)
+# FOUNDRY_MOE_FORK_SERVER=0  each training process imports for itself, and none is forked (launch/fork_server.py)
 # DRY_RUN=1    prints the command, one word a line, and runs nothing
 set -eu
 
@@ -98,7 +99,7 @@ restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 
 # gloo opens a connection, thus a descriptor, to every other rank in each group: 9,225 a process of 3,072 ranks.
-ulimit -S -n "$(ulimit -H -n)"
+ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
 export TORCH_GLOO_LAZY_INIT="${TORCH_GLOO_LAZY_INIT:-1}" # only connections that are used
 if [ -d /dev/infiniband ] && [ "$(ulimit -l)" != unlimited ] && [ "$(id -u)" -ne 0 ]; then
     echo "entrypoint: RDMA pins memory, and the limit here is $(ulimit -l) KiB (ulimit -l): make it unlimited" >&2
@@ -127,10 +128,11 @@ case ${LAUNCHER:-torchrun} in
             [ "$least" -eq "$nodes" ] || span=$least:$nodes
             # the store is on node 0, also when a node is restarted there under another rank
             is_host=false
+            alive=keep_alive_interval=2,keep_alive_max_attempt=3 # a restart waits until a lost node is out: 6 s, not 15
             [ "$rank" -ne 0 ] || [ -n "$STORE" ] || is_host=true
             set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
                 --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \
-                --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30}" "$script" "$@"
+                --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30},$alive" "$script" "$@"
         fi
         ;;
     composer)

@@ -13,7 +13,9 @@ torch 2.7.0 and 2.11.0, `launch/torchrun.py`. torchrun creates its agent itself 
 - `LocalElasticAgent._shutdown`: a second signal does not end the wait for the save. Public way: none.
 - `SubprocessContext.close`: waits for `elastic_checkpoint.grace`, not 30 s, and kills the peers of a failed process at
   once. Public way: none; 30 s is a default argument that no flag sets.
-- `RendezvousTimeout._last_call`: a restart waits 10 s for more nodes, the first start as long as `--rdzv-conf
+- `SubprocessHandler._popen`: takes processes from `launch/fork_server.py`. Public way: `--run-path --start-method
+  forkserver` starts Python functions without a session of their own, without exit handlers, and reports one failure.
+- `RendezvousTimeout._last_call`: a restart waits 3 s for more nodes, the first start as long as `--rdzv-conf
   last_call_timeout` says. Public way: that key, which sets both.
 
 torch 2.7.0, CPU processes only:

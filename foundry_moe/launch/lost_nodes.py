@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-BEAT_S = 5.0
-LAST_CALL_S = 10.0  # of restarts: how long the nodes that have joined wait for others
-SILENT_S = 30.0  # six heartbeats; overridden by the environment variable NODE_SILENCE_S
+BEAT_S = 2.5
+LAST_CALL_S = 3.0  # of restarts: how long the nodes that have joined wait for others
+SILENT_S = 15.0  # six heartbeats; overridden by the environment variable NODE_SILENCE_S
 
 
 class _Store(Protocol):

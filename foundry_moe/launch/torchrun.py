@@ -38,9 +38,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from foundry_moe.checkpoint.settings import RESTART
 from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
+from foundry_moe.launch.fork_server import ForkServer, serves
 from foundry_moe.launch.lost_nodes import LAST_CALL_S, NodeWatch, silent_s
 from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 
@@ -65,7 +67,10 @@ def launch(arguments: list[str]) -> int:
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     final: list[int] = []
     watched = _watching_nodes() if nodes > 1 else contextlib.nullcontext()
-    with _waiting(config.signals, config.grace_s + SLACK_S, final), watched, _ending_at_once(nodes, final):
+    patches = _waiting(config.signals, config.grace_s + SLACK_S, final), watched, _ending_at_once(nodes, final)
+    with contextlib.ExitStack() as stack:
+        for patch in (*patches, _forking(parsed)):
+            stack.enter_context(patch)
         try:
             run.main(arguments)
         except ChildFailedError as error:
@@ -79,6 +84,29 @@ def launch(arguments: list[str]) -> int:
                 raise
             return final[0] if final else RESTART
     return 0
+
+
+@contextlib.contextmanager
+def _forking(parsed: Any) -> Iterator[None]:
+    """Takes processes from a fork server, if the training script has one."""
+    if parsed.module or parsed.no_python or parsed.run_path or not serves(parsed.training_script):
+        yield
+        return
+    server = ForkServer([sys.executable, "-u", parsed.training_script, *parsed.training_script_args])
+    kind: Any = SubprocessHandler
+    popen = kind._popen
+
+    def fork(handler: Any, words: tuple[str, ...], environment: dict[str, str]) -> Any:
+        redirected = handler._stdout or handler._stderr
+        forked = server.start(environment) if list(words) == server.command and not redirected else None
+        return forked or popen(handler, words, environment)
+
+    kind._popen = fork
+    try:
+        yield
+    finally:
+        kind._popen = popen
+        server.close()
 
 
 @contextlib.contextmanager

@@ -134,6 +134,14 @@ def test_a_mistake_in_the_run_starts_no_launcher(tmp_path, wrong, sentence) -> N
         assert done.returncode == 0 and done.stdout == "started\n"
 
 
+def test_the_limit_of_open_files_is_raised_and_gloo_connects_when_it_must(tmp_path) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$(ulimit -n) $TORCH_GLOO_LAZY_INIT"\n')
+    (tmp_path / "python").chmod(0o755)
+    words = ["/bin/sh", "-c", 'ulimit -S -n 64; ulimit -H -n 512; exec /bin/sh "$0" worker', str(ENTRYPOINT)]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NPROC": "1"}
+    assert subprocess.run(words, env=environment, capture_output=True, text=True).stdout == "512 1\n"
+
+
 def test_help_and_other_commands() -> None:
     assert "JOB_COMPLETION_INDEX" in enter("--help").stdout and "set -eu" not in enter("--help").stdout
     assert enter("--", "echo", "a b").stdout == "a b\n"
@@ -511,7 +519,8 @@ def test_the_images_packages_bring_the_libraries_that_nccl_loads(tmp_path) -> No
     (tmp_path / "archives" / "partial").mkdir(parents=True)
     options = ["--download-only", "--reinstall", "--yes", "--no-install-recommends"]
     options += ["-o", f"Dir::Cache::archives={tmp_path}/archives"]
-    done = subprocess.run([apt, "install", *options, *packages], capture_output=True, text=True)
+    words = ["timeout", "120", apt, "install", *options, *packages]  # an index may be out of reach
+    done = subprocess.run(words, capture_output=True, text=True)
     found = list((tmp_path / "archives").glob("*.deb"))
     if done.returncode or not found:
         pytest.skip(f"apt-get cannot download {' '.join(packages)}: {done.stderr.strip()[-200:]}")

@@ -77,12 +77,12 @@ def test_silence_counts_only_while_this_node_could_listen() -> None:
 @pytest.mark.quick
 def test_the_environment_says_how_long_a_silence_is(monkeypatch) -> None:
     assert silent_s() == SILENT_S
-    for text, seconds in (("60", 60.0), ("1", 10.0), ("soon", SILENT_S)):
+    for text, seconds in (("60", 60.0), ("1", 5.0), ("soon", SILENT_S)):
         monkeypatch.setenv("NODE_SILENCE_S", text)
         assert silent_s() == seconds
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_the_rest_starts_anew_when_a_node_stops_without_a_word(tmp_path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "run.yaml").write_text("callbacks: {elastic_checkpoint: {folder: x, grace: 60s}}\n")
@@ -91,7 +91,7 @@ def test_the_rest_starts_anew_when_a_node_stops_without_a_word(tmp_path) -> None
     environment = {**os.environ, "PYTHONPATH": paths, "NODE_SILENCE_S": "10"}
     for node in range(2):
         host = "true" if node == 0 else "false"
-        conf = f"is_host={host},last_call_timeout=2,keep_alive_interval=1"
+        conf = f"is_host={host},last_call_timeout=90,keep_alive_interval=1"
         words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=x"]
         words += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}", "--local-addr=127.0.0.1"]
         words += [f"{tmp_path}/worker.py", f"{tmp_path}/run.yaml", f"folder={tmp_path}", "kind=long"]
@@ -104,13 +104,13 @@ def test_the_rest_starts_anew_when_a_node_stops_without_a_word(tmp_path) -> None
             )
         )
     try:
-        assert wait_until(lambda: len(list(tmp_path.glob("life-?-0"))) == 2, 100)
+        assert wait_until(lambda: len(list(tmp_path.glob("life-?-0"))) == 2, 120)
         time.sleep(2)  # both have beaten
         for process in [psutil.Process(agents[1].pid), *psutil.Process(agents[1].pid).children(recursive=True)]:
             process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         # the one that is left was not asked to save, for which it would have 60 s
-        assert wait_until(lambda: list(tmp_path.glob("life-0-1")), 45)
+        assert wait_until(lambda: list(tmp_path.glob("life-0-1")), 55)
         assert time.monotonic() - began > 5 and not list(tmp_path.glob("signal-*"))
     finally:
         for agent in agents:

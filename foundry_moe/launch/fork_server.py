@@ -1,0 +1,176 @@
+"""Training processes that are forked from one that has imported what they import, which takes each 10 to 30 s.
+
+`launch.torchrun` starts the training script once more as a server, while its nodes meet. The server imports and waits;
+for each process of each start it forks one, which goes on in the script where the server stopped. The process becomes
+the launcher's own child, in a session of its own, as if the launcher had started it. Where no server runs, or it has
+ended, the launcher starts processes as torchrun does. This module must not know torch's launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from foundry_moe.launch.console import quiet_third_parties
+
+SERVER = "FOUNDRY_MOE_FORK_SERVER"  # names the server's socket in its environment; 0 in a launcher's: no server
+# what a training process imports before its first batch, a part of it where it is used
+MODULES = ("llmfoundry.command_utils", "foundry_moe.registry")
+FORK_S = 10.0
+PARENT_S = 5.0
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def serve() -> None:
+    """In the server: imports, and returns in each forked process; the server itself exits here. Elsewhere: nothing."""
+    number = os.environ.pop(SERVER, None)
+    if number is None or number == "0":
+        return
+    launcher = os.getppid()
+    requests = socket.socket(fileno=int(number))
+    os.environ.setdefault("FSDP_VERSION", "2")
+    quiet_third_parties()
+    # asked otherwise, CUDA starts, and no process forked from this one could use it
+    with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        for module in MODULES:
+            with contextlib.suppress(Exception):  # each process reports it
+                importlib.import_module(module)
+    if _cuda_is_open():
+        print("fork server: an import has started CUDA; processes start without it", file=sys.stderr, flush=True)
+        os._exit(0)
+    gc.collect()
+    gc.freeze()  # collections in the processes do not copy what they share
+    while True:
+        request = _receive(requests)
+        if request is None:
+            os._exit(0)  # the launcher has ended
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)  # whose end gives its child to the launcher
+            continue
+        if os.fork():
+            os._exit(0)
+        child = _become(request, launcher)
+        requests.sendall(f"{os.getpid() if child else 0}\n".encode())
+        if not child:
+            os._exit(1)
+        requests.close()
+        return
+
+
+def _become(request: Mapping[str, str], launcher: int) -> bool:
+    """Makes this process what the launcher would have started; False if it is not the launcher's child."""
+    deadline = time.monotonic() + PARENT_S
+    while os.getppid() != launcher:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    os.setsid()
+    for number in _SIGNALS:  # which imports may have changed
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request)
+    return True
+
+
+def _cuda_is_open() -> bool:
+    files = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
+    return any(file.startswith("/dev/nvidia") for file in files)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    yield
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _receive(connection: socket.socket) -> dict[str, str] | None:
+    """A line of JSON; None at the end."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = connection.recv(1 << 16)
+        if not more:
+            return None
+        data += more
+    return json.loads(data)
+
+
+class Forked:
+    """What torchrun uses of a `subprocess.Popen`, for a child of this process that it has not started itself."""
+
+    def __init__(self, pid: int, args: Sequence[str]) -> None:
+        self.pid, self.args = pid, args
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+
+class ForkServer:
+    """A launcher's side. `command` is that of the training processes: python, script and arguments."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                self.command,
+                env={**os.environ, SERVER: str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def start(self, environment: Mapping[str, str]) -> Forked | None:
+        """A new process with this environment; None if the server has ended."""
+        if self._process.poll() is not None:
+            return None
+        libc = ctypes.CDLL(None)
+        libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # for this moment: orphans of lost processes go to the init process
+        try:
+            self._connection.sendall(json.dumps(dict(environment)).encode() + b"\n")
+            pid = int(self._connection.makefile().readline() or 0)
+        except OSError:
+            return None
+        finally:
+            libc.prctl(_SUBREAPER, 0, 0, 0, 0)
+        return Forked(pid, self.command) if pid else None
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def serves(script: str) -> bool:
+    """Whether a script calls `serve`, and this machine and user allow it."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return os.environ.get(SERVER) != "0" and sys.platform == "linux" and "fork_server" in Path(script).read_text()
+    return False
