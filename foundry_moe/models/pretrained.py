@@ -7,6 +7,7 @@ the next tensor, so no rank holds the whole model.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -19,9 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from foundry_moe.checkpoint.safetensors_files import safetensors_in
+from foundry_moe.checkpoint.strict import shown
+from foundry_moe.config import MOST_EXPERTS
 from foundry_moe.layers.lookup import named_moe_layers
+from foundry_moe.models.configurations import HEADS, WIDTH, check_configuration, first_of
 from foundry_moe.models.families import FAMILIES, Part
 from foundry_moe.models.families.family import whole
+
+log = logging.getLogger(__name__)
 
 _ROOT = "model."  # where LLM Foundry's wrapper holds the Hugging Face model
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -199,19 +205,41 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     if not path.is_file():
         return None
     try:
-        model_type = json.loads(path.read_bytes()).get("model_type")
-    except (ValueError, AttributeError, RecursionError) as error:
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if model_type not in FAMILIES:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        log.warning(
+            "%s: model_type %s is no MoE family that is taken over (%s): the tensors keep their names",
+            path,
+            shown(model_type),
+            ", ".join(sorted(FAMILIES)),
+        )
         return None
+    check_configuration(config, str(path))
     from transformers import AutoConfig
 
     family = FAMILIES[model_type]
-    blocks = family.read(AutoConfig.from_pretrained(folder))
+    try:
+        blocks = family.read(AutoConfig.from_pretrained(folder))
+    except Exception as error:  # whatever transformers says of a configuration that it cannot read
+        if isinstance(error, ValueError) and str(error).startswith(f"{family.name}: "):
+            raise
+        raise ValueError(f"{path} is no configuration of {model_type}: {str(error).partition(chr(10))[0]}") from error
+    if not blocks.layers:
+        raise ValueError(f"{path}: no layer of this model has experts")
+    if not 1 <= blocks.top_k <= blocks.num_experts <= MOST_EXPERTS:
+        raise ValueError(
+            f"{path}: {blocks.top_k} of {blocks.num_experts} experts for a token, of at most {MOST_EXPERTS}"
+        )
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Removes tensors from its argument layer by layer, so that only one layer is in memory twice."""
         renamed = {}
+        _check_attention(config, tensors, path)
         for layer in blocks.layers:
             prefix = family.block_name(layer) + "."
             for ours, parts in by_tensor(family.parts(blocks)).items():
@@ -235,3 +263,17 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
         return renamed | {_ROOT + name: tensor for name, tensor in tensors.items()}
 
     return rename
+
+
+def _check_attention(config: dict[str, Any], tensors: dict[str, Tensor], path: Path) -> None:
+    """Raises ValueError if the projections of the attention are not those of so many heads."""
+    heads, width = first_of(config, HEADS), first_of(config, WIDTH)
+    for kind, count in (("q_proj", heads), ("k_proj", config.get("num_key_value_heads") or heads)):
+        name = f"model.layers.0.self_attn.{kind}.weight"
+        if heads is None or width is None or name not in tensors:
+            continue
+        rows = count * (config.get("head_dim") or width // heads)
+        if tensors[name].shape[0] != rows:
+            raise ValueError(
+                f"{path}: {count} heads would make {rows} rows of {name}, which has {tensors[name].shape[0]}"
+            )

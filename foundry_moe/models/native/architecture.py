@@ -16,25 +16,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from foundry_moe.checkpoint.strict import shown
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.models.configurations import LAYERS, MOST_LAYERS, WIDTH, check_configuration, first_of
 from foundry_moe.schema import from_mapping
 
 KEY = "architecture"  # of a checkpoint's `info`
-MOST_LAYERS = 10_000
-MOST_SIZE = 2**24  # of a width, a vocabulary or a sequence
-MOST_NUMBER = 1e15  # of any number in a configuration
-_WIDTH, _HEADS, _LAYERS = (
-    ("d_model", "hidden_size"),
-    ("n_heads", "num_attention_heads"),
-    ("n_layers", "num_hidden_layers"),
-)
-_SIZES = (
-    *(*_WIDTH, *_HEADS, *_LAYERS, "vocab_size", "max_seq_len", "max_position_embeddings", "num_key_value_heads"),
-    *("kv_n_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
-)
-_MAY_LACK = ("num_key_value_heads", "kv_n_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
-_POSITIVE = ("norm_eps", "rms_norm_eps", "rope_theta")
-_CHANCES = ("attn_pdrop", "resid_pdrop", "emb_pdrop", "attention_dropout", "hidden_dropout")
-_PARTS = ("attn_config", "ffn_config", "init_config", "rope_scaling", "rope_hf_config", "rope_dail_config")
 # of `MoEConfig`, what says nothing of the function that saved weights are
 _OF_THE_RUN = ("layers", "loss", "balance_over", "freeze", "init", "backend", "memory", "mesh")
 
@@ -95,7 +80,7 @@ class Architecture:
         for name in ("prefix", "tokenizer"):
             if not isinstance(found.get(name, ""), str):
                 raise ValueError(f"{where}: {KEY}.{name} ({shown(found[name])}) must be a text")
-        _check_config(found["config"], f"{where}: {KEY}.config")
+        check_configuration(found["config"], f"{where}: {KEY}.config")
         return Architecture(
             config=found["config"],
             experts=from_mapping(MoEConfig, found["experts"], f"{where}: experts"),
@@ -114,57 +99,17 @@ class Architecture:
         Raises:
             ValueError: the checkpoint does not hold such a model.
         """
-        width, words = (_first(self.config, keys) for keys in (_WIDTH, ("vocab_size",)))
+        width, words = (first_of(self.config, keys) for keys in (WIDTH, ("vocab_size",)))
         if not any(shape == (words, width) for shape in shapes.values()):
             raise ValueError(
                 f"the checkpoint holds no embedding of {shown(words)} x {shown(width)} (vocabulary, width)"
             )
-        layers = _first(self.config, _LAYERS)
+        layers = first_of(self.config, LAYERS)
         if layers != self.num_layers or self.num_layers > len(shapes):
             raise ValueError(f"{shown(layers)} layers: the checkpoint has {self.num_layers}, and {len(shapes)} tensors")
         for name, shape in shapes.items():
             if name.endswith(".experts.w1_EFD") and shape[0] != self.experts.num_experts:
                 raise ValueError(f"num_experts ({self.experts.num_experts}): the checkpoint has {shape[0]} in {name}")
-
-
-def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
-def _check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuses what a configuration cannot have: parts that are no mappings, sizes that are none, numbers out of bounds.
-
-    Raises:
-        ValueError: names the key.
-    """
-    if not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{where}.model_type ({shown(config.get('model_type'))}) must be a text")
-    todo: list[tuple[str, Any]] = [(where, config)]
-    while todo:
-        name, value = todo.pop()
-        key = name.rpartition(".")[2]
-        if key in _PARTS and not (value is None or isinstance(value, Mapping)):
-            raise ValueError(f"{name} ({shown(value)}) must be a mapping")
-        if key in _POSITIVE and not (type(value) in (int, float) and value > 0):
-            raise ValueError(f"{name} ({shown(value)}) must be a number above 0")
-        if key in _CHANCES and not (value is None or (type(value) in (int, float) and 0 <= value <= 1)):
-            raise ValueError(f"{name} ({shown(value)}) must be a number from 0 to 1")
-        if (
-            key in _SIZES
-            and not (value is None and key in _MAY_LACK)
-            and not (type(value) is int and 1 <= value <= MOST_SIZE)
-        ):
-            raise ValueError(f"{name} ({shown(value)}) must be a whole number from 1 to {MOST_SIZE}")
-        if isinstance(value, int | float) and not abs(value) <= MOST_NUMBER:
-            raise ValueError(f"{name} ({shown(value)}) must be a number of at most {MOST_NUMBER}")
-        if isinstance(value, Mapping):
-            todo.extend((f"{name}.{shown(inner)[1:-1]}", item) for inner, item in value.items())
-    heads, width = _first(config, _HEADS), _first(config, _WIDTH)
-    groups = _first(config, ("num_key_value_heads",))
-    if heads is None or width is None or heads > width:
-        raise ValueError(f"{where}: {heads} heads of a model of width {width}: both must be there, and heads fewer")
-    if groups is not None and (groups > heads or heads % groups):
-        raise ValueError(f"{where}.num_key_value_heads ({groups}) must divide the {heads} heads")
 
 
 def architecture_of(model: nn.Module) -> Architecture | None:

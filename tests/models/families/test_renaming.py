@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +46,55 @@ def test_the_command_commits_them(tmp_path: Path, capsys: pytest.CaptureFixture[
     small("mixtral", num_local_experts=6).config.save_pretrained(tmp_path / "hf")
     assert tool("import", tmp_path / "third", tmp_path / "hf") == 1
     assert "where its configuration says [6, 32]" in capsys.readouterr().err
+
+
+VALUES = (-1, 0, 10**9, 10**30, "auto", 1.5, [1], {}, True, float("nan"))
+KEYS = {
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "num_hidden_layers", "num_attention_heads"),
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "num_key_value_heads", "hidden_size", "moe_intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"),
+    "dbrx": ("n_layers", "n_heads", "d_model", "ffn_config", "attn_config"),
+}
+
+
+@pytest.mark.parametrize("model_type", KEYS)
+def test_a_forged_configuration_is_a_sentence_in_time(model_type: str, tmp_path: Path, capsys: Any) -> None:
+    small(model_type).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    good = json.loads(path.read_text())
+    for number, (key, value) in enumerate((key, value) for key in KEYS[model_type] for value in VALUES):
+        path.write_text(json.dumps({**good, key: value}))
+        began_s = time.monotonic()
+        code = tool("import", tmp_path / str(number), tmp_path / "hf")
+        told = capsys.readouterr().err
+        assert time.monotonic() - began_s < 30, (key, value)
+        assert "Traceback" not in told, (key, value, told)
+        if (key, value) not in (("attn_config", {}), ("first_k_dense_replace", True)):  # which say what holds anyway
+            assert code == 1 and told.startswith("error: ") and len(told) < 1000, (key, value, code, told)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"num_experts_per_tok": 6}, "6 experts for a token: there are 5"),
+        ({"num_attention_heads": 16, "num_key_value_heads": 16}, "16 heads would make"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, r"must divide the 3 heads"),
+        ({"num_key_value_heads": 1}, "1 heads would make"),
+    ],
+)
+def test_heads_and_choices_that_the_tensors_cannot_have_are_refused(keys, words, tmp_path: Path, capsys: Any) -> None:
+    small("mixtral").save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": 8, **keys}))
+    assert tool("import", tmp_path / "run", tmp_path / "hf") == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral\x1b[2J", 3, None])
+def test_an_unknown_model_type_is_said(model_type: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small("mixtral").save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": model_type}))
+    assert tool("import", tmp_path / "run", tmp_path / "hf") == 0
+    assert "is no MoE family that is taken over" in caplog.text and "the tensors keep their names" in caplog.text
+    assert "\x1b" not in caplog.text
