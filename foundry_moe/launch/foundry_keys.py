@@ -15,14 +15,14 @@ from typing import Any
 
 from foundry_moe.schema import caught, nearest, refuse_unknown, section
 
-# names of this package, for a checkout that is not installed; False: the class checks its own keys
-_OURS: Mapping[str, Mapping[str, bool]] = {
-    "models": {"dmoe_causal_lm": True},
-    "algorithms": {"dmoe": False, "dmoe_mesh": False, "dmoe_steps": False},
-    "callbacks": {"elastic_checkpoint": False},
-    "optimizers": {"decoupled_adamw_fused": True},
-    "attention_implementations": {"sdpa": True},
-    "ffns": {"dmoe": True},
+# names of this package, for a checkout that is not installed
+OURS: Mapping[str, tuple[str, ...]] = {
+    "models": ("dmoe_causal_lm",),
+    "algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
+    "callbacks": ("elastic_checkpoint", "expert_load", "nonfinite_guard", "run_report"),
+    "optimizers": ("decoupled_adamw_fused",),
+    "attention_implementations": ("sdpa",),
+    "ffns": ("dmoe",),
 }
 _GROUPS = {"callbacks": ("callbacks", "callbacks_with_config")}
 _EXTRA = {
@@ -149,7 +149,7 @@ def known_names(registry: str) -> list[str]:
     names = table()["registries"].get(registry) or table()["names"].get(registry) or ()
     groups = _GROUPS.get(registry, (registry,))
     installed = {entry.name for group in groups for entry in entry_points(group=f"llmfoundry_{group}")}
-    return sorted({*names, *_OURS.get(registry, ()), *installed})
+    return sorted({*names, *OURS.get(registry, ()), *installed})
 
 
 def _kind_mistake(where: str, value: Any, kinds: Iterable[str]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from foundry_moe.config import (
     check_compilation,
     refuse_other_parallelism,
 )
-from foundry_moe.launch.foundry_keys import key_mistakes
+from foundry_moe.launch.foundry_keys import OURS, key_mistakes, known_names
 from foundry_moe.launch.run_values import check_fit, value_mistakes
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate, read_keys
@@ -32,12 +31,6 @@ from foundry_moe.parallel.mesh import divisors, listed
 from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
 
 MODEL = "dmoe_causal_lm"
-# names of this package, by LLM Foundry's entry-point groups
-_NAMES = {
-    "llmfoundry_models": (MODEL,),
-    "llmfoundry_algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
-    "llmfoundry_callbacks": ("elastic_checkpoint", "expert_load", "nonfinite_guard", "run_report"),
-}
 MOST_BYTES = 2**22
 _ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
 _OF_FOUNDRY = ("ffn_type", "fc_type", "ffn_act_fn", "ffn_hidden_size")  # keys of ffn_config that LLM Foundry reads
@@ -161,11 +154,10 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
 
 
 def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
-    for key, group in (("algorithms", "llmfoundry_algorithms"), ("callbacks", "llmfoundry_callbacks")):
-        mistakes = caught(section, run, key)
-        yield from mistakes or caught(_check_name, f"{key}.", section(run, key), group)
+    for key in ("algorithms", "callbacks"):
+        yield from caught(section, run, key) or caught(_check_name, f"{key}.", section(run, key), key)
     model = section(run, "model")
-    yield from caught(_check_name, "model.name: ", [model.get("name")], "llmfoundry_models")
+    yield from caught(_check_name, "model.name: ", [model.get("name")], "models")
     callbacks = run.get("callbacks") or {}
     if isinstance(callbacks, Mapping) and "elastic_checkpoint" in callbacks:
         yield from caught(lambda: checkpoint_config(section(run, "callbacks", "elastic_checkpoint")))
@@ -226,14 +218,11 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
     return None
 
 
-def _check_name(where: str, names: Iterable[Any], group: str) -> None:
+def _check_name(where: str, names: Iterable[Any], registry: str) -> None:
     """Raises ValueError for a name that is similar to one of this package's and is not registered."""
-    installed = {entry.name for entry in entry_points(group=group)}
     for name in names:
-        if not isinstance(name, str) or name in installed or name in _NAMES[group]:
-            continue
-        near = difflib.get_close_matches(name, _NAMES[group], n=1, cutoff=_ALIKE)
-        if near:
+        near = difflib.get_close_matches(str(name), OURS[registry], n=1, cutoff=_ALIKE)
+        if near and name not in known_names(registry):
             raise ValueError(f"{where}{name} is not registered; did you mean {near[0]!r}?")
 
 
