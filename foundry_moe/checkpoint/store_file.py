@@ -2,7 +2,8 @@
 
 Files are written beside their place and linked or renamed into it after their bytes are on the device. Below the
 folder no symbolic link is followed: folders are opened one after the other, each from the one above, so that nobody
-who can write there leads a read or a deletion elsewhere.
+who can write there leads a read or a deletion elsewhere. obstore's LocalStore cannot stand in: it follows links out of
+its folder, and no file is on the device when its name appears.
 """
 
 from __future__ import annotations
