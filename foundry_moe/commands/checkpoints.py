@@ -14,7 +14,7 @@ from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive_int
-from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
+from foundry_moe.commands.chosen_checkpoint import describe_mesh, open_folder, with_checkpoint
 
 FAILED = 1
 
@@ -31,9 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             description=help_text[0].upper() + help_text[1:] + ".",
             epilog=f"example: foundry-moe checkpoints {name} {example}",
         )
-        sub.add_argument(
-            "folder", help="s3://, gs:// or az://, or a path; a run's own folder stands for its checkpoints/"
-        )
+        sub.add_argument("folder", help="s3://, gs:// or az://, or a path; for a run's folder its checkpoints/ is used")
         add_store_arguments(sub)
         return sub
 
@@ -44,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     show.add_argument("--step", type=int, help="default: the newest")
     show.add_argument(
-        "--gpus", type=positive_int, action="append", help="list the meshes of so many GPUs; may be repeated"
+        "--gpus", type=positive_int, action="append", help="list the meshes of this many GPUs; may be repeated"
     )
     show.add_argument("--tensors", action="store_true", help="list every tensor")
     show.set_defaults(run=run_show)
@@ -52,12 +50,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     verify.add_argument("--step", type=int, help="default: all")
     verify.set_defaults(run=run_verify)
     gc = command(
-        "gc", "remove what no checkpoint names, and old checkpoints with --keep", "s3://bucket/run --keep 3 --dry-run"
+        "gc", "remove objects of no checkpoint, and old checkpoints with --keep", "s3://bucket/run --keep 3 --dry-run"
     )
     gc.add_argument(
         "--older-than",
         default="6h",
-        help="remove unfinished attempts at a checkpoint that are at least so old (default: 6h)",
+        help="remove unfinished checkpoints that are at least this old (default: 6h)",
     )
     gc.add_argument(
         "--keep",
@@ -67,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     gc.add_argument("--dry-run", action="store_true", help="remove nothing; print what would be removed")
     gc.set_defaults(run=run_gc)
-    release = command("release", "let another run go on with this folder", "s3://bucket/run")
+    release = command("release", "allow another run to continue in this folder", "s3://bucket/run")
     release.set_defaults(run=run_release)
     export = command(
         "export", "a checkpoint in formats that others read", "s3://bucket/run weights --format safetensors"
@@ -92,11 +90,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     importing.add_argument(
         "source",
         help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files; a folder "
-        "of a Hugging Face family that can be taken over gets the names of a run of hf_causal_lm",
+        "of a supported Hugging Face family gets the names of a run of hf_causal_lm",
     )
     importing.add_argument("--prefix", default="", help="put this before each name, for example model.")
     importing.add_argument(
-        "--trust-pickle", action="store_true", help="read pickles as Python does: whoever made them can run code here"
+        "--trust-pickle", action="store_true", help="unpickle without restrictions: a malicious file can run code"
     )
     importing.set_defaults(run=run_import)
 
@@ -119,10 +117,6 @@ def _size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _mesh(mesh: object) -> str:
-    return " x ".join(f"{k} {v}" for k, v in mesh.items()) if isinstance(mesh, dict) else "?"
-
-
 def run_ls(arguments: argparse.Namespace) -> int:
     store, ledger = open_folder(arguments.folder, arguments)
     keys = ledger.newest_first()
@@ -139,11 +133,12 @@ def run_ls(arguments: argparse.Namespace) -> int:
             damaged += 1
             continue
         summary = commit.summary
-        kept = "  kept for ever" if summary.get("milestone") else ""
+        kept = "  milestone" if summary.get("milestone") else ""
         fork = f"  fork {key.generation}" if key.generation else ""
+        mesh = describe_mesh(summary.get("mesh"))
         print(
             f"{key.step:>10}  {_size(summary.get('bytes', 0)):>9}  {summary.get('objects', 0):>7}  "
-            f"{summary.get('saved', '?'):20}  {_mesh(summary.get('mesh'))}{kept}{fork}"
+            f"{summary.get('saved', '?'):20}  {mesh}{kept}{fork}"
         )
     return FAILED if damaged else 0
 
@@ -155,7 +150,8 @@ def run_show(arguments: argparse.Namespace) -> int:
     found = ledger.open(_pick(ledger, arguments.step))
     manifest, info = found.manifest, found.manifest.info
     print(f"step {found.commit.step}, attempt {found.commit.attempt.rpartition('/')[2]}")
-    print(f"written by {info.get('world_size')} processes: {_mesh(info.get('mesh'))}, torch {info.get('torch', '?')}")
+    mesh = describe_mesh(info.get("mesh"))
+    print(f"written by {info.get('world_size')} processes: {mesh}, torch {info.get('torch', '?')}")
     index = _size(found.commit.manifest_bytes)
     print(f"{_size(manifest.size_bytes)} in {len(manifest.objects)} objects; manifest {index}")
     sections: dict[str, list[int]] = {}
@@ -224,27 +220,27 @@ def run_gc(arguments: argparse.Namespace) -> int:
         print(f"{verb} nothing")
     owner = Owners(store)
     if owner.living_since_s() is not None:
-        print(f"what {owner.newest()} has written since it began is left alone: it is running")
+        print(f"{owner.newest()} is running: its unfinished checkpoints are kept")
     left = len(ledger.newest_first()) - (len(gone) if arguments.dry_run else 0)
     print(f"{left} checkpoint{'' if left == 1 else 's'} {'would stay ' if arguments.dry_run else ''}in {store.url}")
     return 0
 
 
 def _distrust_damaged(ledger: Ledger) -> None:
-    """Reads the newest checkpoints until one is good: others are about to go, and sizes do not show damaged data."""
+    """Reads the newest checkpoints until one is good, before others are removed: sizes do not show damaged data."""
     from foundry_moe.checkpoint.inspecting import verify
 
     for key in ledger.newest_first():
         try:
             found = ledger.open(key)
         except DamagedError:
-            continue  # which retention sees itself
+            continue  # retention checks it itself
         with ledger.hold(found.commit):
             problems = verify(ledger.store, found)
         if not problems:
             return
         ledger.damaged.add(key)
-        print(f"step {key.step} is damaged, and does not count as one that is kept: {problems[0]}", file=sys.stderr)
+        print(f"step {key.step} is damaged and is not counted by --keep: {problems[0]}", file=sys.stderr)
 
 
 def run_release(arguments: argparse.Namespace) -> int:
@@ -253,10 +249,10 @@ def run_release(arguments: argparse.Namespace) -> int:
     alive = owners.living_since_s() is not None
     owner = owners.release()
     if owner is None:
-        print(f"{store.url} belongs to nobody")
+        print(f"no run owns {store.url}")
     else:
-        then = "and that one stops at its next save" if alive else "as before: that one has ended"
-        print(f"{store.url} belonged to {owner}; now any run may go on with it, {then}")
+        then = f"; {owner} stops at its next save" if alive else ""
+        print(f"{store.url} is released from {owner}: any run can continue in it{then}")
     return 0
 
 
@@ -295,7 +291,5 @@ def run_import(arguments: argparse.Namespace) -> int:
     count, size = import_weights(
         arguments.source, store, prefix=arguments.prefix, trust_pickle=arguments.trust_pickle, rename=rename
     )
-    print(
-        f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; a run with this folder begins there"
-    )
+    print(f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; runs here start from it")
     return 0

@@ -1,4 +1,4 @@
-"""The folder that a command works on, and the checkpoint that it reads: of a step, or the newest whose data is good."""
+"""The checkpoint folder of a command, and the checkpoint that it reads: of a step, or the newest that is good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.checkpoint.stores import open_store
 
-BELOW = "checkpoints"  # where a run's own folder has them, in every shipped YAML
+BELOW = "checkpoints"  # the subfolder of a run's folder, in every shipped YAML
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def open_folder(folder: str, arguments: argparse.Namespace, *, new: bool = False) -> tuple[Store, Ledger]:
     """The folder of a run's checkpoints, with the options of the store among a command's arguments.
 
-    A folder without checkpoints that has some in `checkpoints/`, as the shipped runs save them, stands for that one.
+    If the folder has no checkpoints but its subfolder `checkpoints/` has, the subfolder is opened.
 
     Args:
         new: the command creates the folder if it does not exist.
@@ -41,23 +41,27 @@ def open_folder(folder: str, arguments: argparse.Namespace, *, new: bool = False
     return store, ledger
 
 
+def describe_mesh(mesh: object) -> str:
+    """The mesh that a checkpoint records, in words; `?` if it records none."""
+    return " x ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, dict) else "?"
+
+
 def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T]) -> T:
-    """What `use` gives, which reads the commit while retention leaves it alone.
+    """The result of `use`, which reads the commit while retention keeps it.
 
     Args:
-        step: None = the newest that is good. One whose data turns out damaged in `use` is passed over, and `use` is
-            called with the one before.
+        step: None = the newest that is good. If `use` finds its data damaged, `use` is called with the one before.
 
     Raises:
         CheckpointError: there is none, or none can be used; for a step that is damaged the others are named.
     """
-    told: set[str] = set()
+    printed: set[str] = set()
     while True:
         choice = ledger.choose("auto" if step is None else step)
         for sentence in choice.rejected:
-            if sentence not in told and not any(sentence.startswith(key.key) for key in ledger.damaged):
+            if sentence not in printed and not any(sentence.startswith(key.key) for key in ledger.damaged):
                 print(f"passed over: {sentence}", file=sys.stderr)
-            told.add(sentence)
+            printed.add(sentence)
         if choice.found is None:
             raise NotFoundError(f"{ledger.store.url} holds no checkpoint")
         commit = choice.found.commit

@@ -21,7 +21,7 @@ from foundry_moe.checkpoint.exporting import INDEX, Source, sources_of, write_ta
 from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.argument_types import dtype_named
-from foundry_moe.commands.chosen_checkpoint import with_checkpoint
+from foundry_moe.commands.chosen_checkpoint import describe_mesh, with_checkpoint
 from foundry_moe.commands.export_adapter import merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
@@ -39,7 +39,7 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
     Raises:
         ValueError: the model cannot leave, or an argument cannot be.
         CheckpointError: the checkpoint is not there or damaged, `out` is in use, no space is left, or the folder fails
-            its certificate. Then nothing stays.
+            its certificate. Nothing is left then.
     """
     dtype = dtype_named(arguments.dtype)
     step, out = arguments.step, arguments.out
@@ -58,7 +58,7 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
         tokenizer = read_tokenizer(arguments.tokenizer, architecture.tokenizer)
         return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
 
-    return _tell(with_checkpoint(ledger, step, write), out)
+    return _print_result(with_checkpoint(ledger, step, write), out)
 
 
 def _export_adapter(arguments: argparse.Namespace, store: Store, ledger: Ledger, dtype: str | None) -> int:
@@ -90,7 +90,7 @@ def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | 
         ValueError: there is no such folder, or it is of another step or dtype than asked for.
     """
     if not (out / INDEX).is_file():
-        raise ValueError(f"--check: {out} is no exported folder, for it has no {INDEX}")
+        raise ValueError(f"--check: {out} is no exported folder: it has no {INDEX}")
     try:
         certificate = json.loads((out / CERTIFICATE).read_text())
         recorded = int(certificate["checkpoint"]["step"]), str(certificate["dtype"])
@@ -177,7 +177,7 @@ def export_to(
         certificate.write(partial)
         if not certificate.good:
             raise CheckpointError(
-                f"{out} is not written, for what was written is not the checkpoint's model: "
+                f"{out} is not written: the exported tensors or logits differ from the checkpoint: "
                 + "; ".join(certificate.problems[:3])
             )
         write_model_card(exported, certificate, partial, has_tokenizer=tokenizer is not None)
@@ -225,7 +225,9 @@ def _first_line(error: Exception) -> str:
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     if len(tokenizer) > vocab_size:
-        raise ValueError(f"--tokenizer: it has {len(tokenizer)} tokens, and the model {vocab_size}: it is another's")
+        raise ValueError(
+            f"--tokenizer: it has {len(tokenizer)} tokens, and the model {vocab_size}: give the tokenizer of this model"
+        )
 
 
 def _architecture(found: Found, store: Store, config: str | None, overrides: list[str]) -> Architecture:
@@ -235,13 +237,13 @@ def _architecture(found: Found, store: Store, config: str | None, overrides: lis
             raise ValueError(f"{overrides[0]}: keys of a run go with --config RUN.yaml")
         return Architecture.from_info(found.manifest.info, where)
     if found.manifest.info.get(ARCHITECTURE) is not None:
-        raise ValueError(f"--config: {where} records its model, and goes by that: leave out --config and its keys")
+        raise ValueError(f"--config: {where} records its model: leave out --config and its keys")
     from foundry_moe.commands.architecture_of_run import architecture_of_run
 
     return architecture_of_run(config, overrides)
 
 
-def _tell(certificate: Certificate, out: Path) -> int:
+def _print_result(certificate: Certificate, out: Path) -> int:
     logits: dict[str, Any] = certificate.logits
     for problem in certificate.problems:
         print(f"  {problem}", file=sys.stderr)
@@ -280,7 +282,7 @@ def write_model_card(exported: Exported, certificate: Certificate, folder: Path,
         ("samples", f"{summary['sample']:,}" if isinstance(summary.get("sample"), int) else None),
         ("training loss at that step", f"{summary['loss']:.4f}" if isinstance(summary.get("loss"), float) else None),
         ("saved", summary.get("saved")),
-        ("mesh", _mesh(info.get("mesh"))),
+        ("mesh", describe_mesh(info["mesh"]) if info.get("mesh") else None),
         ("trained with", f"foundry_moe {info.get('foundry_moe', '?')}, torch {info.get('torch', '?')}"),
         ("exported with", f"foundry_moe {__version__}"),
     ]
@@ -323,7 +325,3 @@ def _count(number: float) -> str:
             return f"{number:.4g}{unit}"
         number /= 1000
     raise AssertionError
-
-
-def _mesh(mesh: Any) -> str | None:
-    return " x ".join(f"{name} {size}" for name, size in mesh.items()) if isinstance(mesh, dict) else None

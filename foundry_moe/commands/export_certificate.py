@@ -1,7 +1,7 @@
 """Whether an exported folder is the checkpoint's model: tensor by tensor, and by the logits of plain transformers.
 
-It goes by the files alone, through safetensors' own reader, and by the checkpoint: nothing that the writer knew is
-taken on trust but which tensor of theirs is made of which of ours; that is what the logits are compared for.
+Reads the files through safetensors and the checkpoint, and uses no state of the writer except which tensor is made of
+which; the logits check that.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Exported:
 def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> Certificate:
     """Compares a folder with the checkpoint.
 
-    Our model's logits are left in the folder, for whoever wants to compare another program's with them.
+    Writes our model's logits to the folder, so that those of other programs can be compared with them.
 
     Args:
         with_logits: None = where the model in fp32 fits into this machine's free memory.
@@ -184,7 +184,7 @@ def _compare_logits(exported: Exported, folder: Path, certificate: Certificate, 
         theirs_model, report = AutoModelForCausalLM.from_pretrained(
             folder, torch_dtype=torch.float32, output_loading_info=True
         )
-    except Exception as error:  # whatever transformers says of a folder that it cannot load
+    except Exception as error:  # transformers raises many kinds
         certificate.logits = {"compared": False, "why": f"transformers does not load the folder: {error}"}
         certificate.problems.append(certificate.logits["why"])
         return

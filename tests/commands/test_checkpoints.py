@@ -57,7 +57,7 @@ def test_gc_says_what_it_would_do(folder, capsys) -> None:
     assert tool("gc", folder, "--dry-run", "--keep", 1) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["would remove the checkpoint of step 1", "would remove the checkpoint of step 2"]
-    assert lines[-1].startswith("1 checkpoints would stay in ")
+    assert lines[-1].startswith("1 checkpoint would stay in ")
     assert len(Ledger(open_store(str(folder))).newest_first()) == 3
 
 
@@ -108,7 +108,7 @@ def test_gc_removes_what_no_commit_names(folder, capsys) -> None:
     assert len(Ledger(store).newest_first()) == 3
     assert tool("gc", folder, "--older-than", "0.001s", "--keep", 1) == 0
     out = capsys.readouterr().out
-    assert "removed the checkpoint of step 1" in out and "1 checkpoints in" in out
+    assert "removed the checkpoint of step 1" in out and "1 checkpoint in" in out
     assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000003"}
     with pytest.raises(SystemExit):
         tool("gc", folder, "--keep", 0)
@@ -128,7 +128,7 @@ def test_gc_reads_the_newest_that_stays_before_others_go(folder, capsys) -> None
     damage(open_store(str(folder)), 3, "bit flipped")
     assert tool("gc", folder, "--keep", 1) == 0
     told = capsys.readouterr()
-    assert "step 3 is damaged, and does not count" in told.err and "checkpoint of step 1" in told.out
+    assert "step 3 is damaged and is not counted" in told.err and "checkpoint of step 1" in told.out
     assert tool("verify", folder, "--step", 2) == 0 and tool("verify", folder, "--step", 3) == 1
 
 
@@ -293,11 +293,11 @@ def test_a_folder_that_is_not_there_is_one_sentence(kind, tmp_path, command, cap
 
 def test_a_folder_that_is_freed_goes_to_another_run(folder, capsys) -> None:
     store = open_store(str(folder))
-    assert tool("release", folder) == 0 and "belongs to nobody" in capsys.readouterr().out
+    assert tool("release", folder) == 0 and "no run owns" in capsys.readouterr().out
     owners = Owners(store)
     owners.claim(Identity(run_name="a"), has_commits=lambda: True)
     assert tool("gc", folder) == 0 and "run 'a'" in capsys.readouterr().out
     with pytest.raises(OwnedError):
         owners.claim(Identity(run_name="b"), has_commits=lambda: True)
-    assert tool("release", folder) == 0 and "belonged to run 'a'" in capsys.readouterr().out
+    assert tool("release", folder) == 0 and "is released from run 'a'" in capsys.readouterr().out
     assert owners.claim(Identity(run_name="b"), has_commits=lambda: True).run_name == "b"

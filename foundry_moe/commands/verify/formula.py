@@ -1,7 +1,8 @@
 """The MoE layer as dense fp64 formulas, and the comparison of a run's first step with them.
 
 The formulas share no code with layers, gates and operators: every expert computes every token, and choices are a mask.
-`why_not` names the gates that have no formula. `Capture` takes a layer's input and its output's gradient from the run.
+On a CPU the layer under test computes with `ops.reference`, so the formulas do not. `why_not` names the gates without a
+formula. `Capture` takes a layer's input and its output's gradient from the run.
 
 Shapes: T tokens, D model width, F expert width, E experts, K choices, G groups, S sequences.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foundry_moe.commands.verify.rows import difference
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.moe import MoELayer
@@ -289,7 +291,7 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
     one: Routed
     for seen, one in zip(passes, routed, strict=True):
         y_TD = experts_output(formula, seen.x_TD, one.weights_TE)
-        output = max(output, float((y_TD - seen.y_TD).abs().max() / y_TD.abs().max()))
+        output = max(output, difference(seen.y_TD, y_TD.detach()))
         assert seen.dy_TD is not None
         main = main + (y_TD * seen.dy_TD).sum()
         # a microbatch weighs as its share of the batch's tokens, as the trainer weighs its loss

@@ -166,7 +166,7 @@ def set_precision(run: dict[str, Any], precision: str) -> None:
 
 
 def set_mesh(run: dict[str, Any], mesh: Mesh) -> None:
-    """Puts sizes into the run's mesh; the other keys stay."""
+    """Sets the sizes of the run's mesh; the other keys are unchanged."""
     sizes = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
     algorithms = run.get("algorithms") or {}
     places = [moe_keys(run)] if moe_keys(run).get("mesh") is not None else []
@@ -204,7 +204,7 @@ def _choose_mesh(work: _Work, keys: MeshConfig | None, config: MoEConfig, mesh: 
 
 
 def _shrink_batches(work: _Work, run: Mapping[str, Any], keys: MeshConfig | None) -> tuple[int, int]:
-    """Sequences in a microbatch, and microbatches: several stay several."""
+    """Sequences in a microbatch, and the number of microbatches: above 1 if the run has several."""
     given = run["device_train_microbatch_size"]
     fixed = [size for size in (keys.replicate, keys.shard, keys.expert) if size != AUTO] if keys else []
     several = given == "auto" or run["global_train_batch_size"] > given * math.prod(map(int, fixed))
@@ -236,7 +236,8 @@ def _alone(work: _Work, config: MoEConfig, mesh: Mesh | None, microbatch: int) -
     return microbatch * (1 if by_rank else seen)
 
 
-def _even(width: float) -> int:
+def even_width(width: float) -> int:
+    """The nearest multiple of WIDTH_STEP."""
     return max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
 
 
@@ -280,7 +281,7 @@ def _shrink_mpt(work: _Work, length: int, config: MoEConfig) -> tuple[float, int
     model.update(d_model=small, n_heads=small_heads, n_layers=small_layers, vocab_size=vocabulary, max_seq_len=length)
     ffn = model.get("ffn_config")
     if isinstance(ffn, dict) and ffn.get("ffn_hidden_size"):
-        ffn["ffn_hidden_size"] = _even(ffn["ffn_hidden_size"] * small / width)
+        ffn["ffn_hidden_size"] = even_width(ffn["ffn_hidden_size"] * small / width)
     for where in (model, attention):
         for key in _DROPOUT:
             if isinstance(where, dict) and where.get(key):
@@ -307,9 +308,9 @@ def _shrink_experts(work: _Work, config: MoEConfig, scale: float, mesh: Mesh | N
         unit = max(1, min(common, 64 * common // max(widths)))
         keys["expert_hidden_size"] = [width // common * unit for width in widths]
     elif isinstance(widths, int):
-        keys["expert_hidden_size"] = _even(widths * scale) if scale < 1 else widths
+        keys["expert_hidden_size"] = even_width(widths * scale) if scale < 1 else widths
     if config.shared_expert_hidden_size and scale < 1:
-        keys["shared_expert_hidden_size"] = _even(config.shared_expert_hidden_size * scale)
+        keys["shared_expert_hidden_size"] = even_width(config.shared_expert_hidden_size * scale)
     if scale < 1:
         work.notes.append(
             f"{config.num_experts} experts, top {config.top_k}, of width {_short(widths)} -> as many of width "

@@ -1,6 +1,6 @@
 """A small random model of the same family in place of a run's Hugging Face model, of which the configuration is read.
 
-Layers, widths, heads and vocabulary shrink; experts, choices and all else that the configuration says stay.
+Layers, widths, heads and vocabulary shrink; all other keys of the configuration are unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foundry_moe.commands.verify.shrink import (
     HEAD,
     LAYERS,
     VOCABULARY,
-    WIDTH_STEP,
+    even_width,
     moe_keys,
     shrink_heads,
     shrink_layers,
@@ -135,10 +135,6 @@ def _few_layers(run: dict[str, Any], config: Any, experts: MoEConfig, layers: in
     return few
 
 
-def _even(width: float) -> int:
-    return max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
-
-
 def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: float) -> None:
     if scale == 1:
         return
@@ -146,20 +142,20 @@ def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: flo
     before = getattr(config, "intermediate_size", None)
     for key in _WIDTHS:
         if isinstance(getattr(config, key, None), int):
-            setattr(config, key, _even(getattr(config, key) * scale))
+            setattr(config, key, even_width(getattr(config, key) * scale))
     ffn: Any = getattr(config, "ffn_config", None)
     if isinstance(getattr(ffn, "ffn_hidden_size", None), int):
-        ffn.ffn_hidden_size = _even(ffn.ffn_hidden_size * scale)
+        ffn.ffn_hidden_size = even_width(ffn.ffn_hidden_size * scale)
     if config.model_type in FAMILIES:
         for key in ("expert_hidden_size", "shared_expert_hidden_size"):
             keys.pop(key, None)  # the family's own
         return
     width = experts.expert_hidden_size
     if isinstance(width, int):
-        keys["expert_hidden_size"] = _even(width * scale)
+        keys["expert_hidden_size"] = even_width(width * scale)
         if before and before % width == 0:  # shards of the dense block stay shards of it
             config.intermediate_size = keys["expert_hidden_size"] * (before // width)
     elif width != AUTO:
-        keys["expert_hidden_size"] = [_even(one * scale) for one in width]
+        keys["expert_hidden_size"] = [even_width(one * scale) for one in width]
     if experts.shared_expert_hidden_size:
-        keys["shared_expert_hidden_size"] = _even(experts.shared_expert_hidden_size * scale)
+        keys["shared_expert_hidden_size"] = even_width(experts.shared_expert_hidden_size * scale)
