@@ -10,7 +10,7 @@ import triton.language as tl
 from foundry_moe_kernels.launch import cdiv, launch
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 1024  # 2.99 TB/s on an H100; 2048 and 4096 reach 2.95, torch._fused_adamw_ 2.61
 
 
 @triton.jit

@@ -133,9 +133,21 @@ def test_olmoe_has_the_parameters_of_its_paper() -> None:
 )
 def test_memory_is_what_h200s_showed(gpus: int, overrides: dict[str, Any], gib: float) -> None:
     # torch.cuda.max_memory_allocated of benchmarks/train_step.py, 2026-11-21; the floor is 10%, the worst of these 4.1%
-    plan = planned(load("yamls/bench/olmoe_1b_7b.yaml", **overrides), gpus=gpus, per_node=4, gib=141)
+    run = load("yamls/bench/olmoe_1b_7b.yaml", model__loss_fn="torch_crossentropy", **overrides)
+    plan = planned(run, gpus=gpus, per_node=4, gib=141)
     allocated = sum(plan.memory.values()) - plan.memory["CUDA and NCCL"]
     assert allocated / GIB == pytest.approx(gib, rel=0.045)
+
+
+def test_a_fused_loss_holds_no_logits() -> None:
+    def memory(loss_fn: str, **keys: Any) -> float:
+        run = load("yamls/bench/qwen3_30b_a3b.yaml", model__loss_fn=loss_fn, **keys)
+        return sum(planned(run, gpus=4, per_node=4, gib=141).memory.values())
+
+    plain = memory("torch_crossentropy")
+    # 16,384 tokens and 151,936 words: logits twice in bf16 and twice in fp32, less than a seventh of which stays
+    assert plain - memory("auto") > 0.85 * 16384 * 151936 * 12
+    assert memory("auto", model__use_train_metrics=True) == plain
 
 
 def test_copies_of_hot_experts_hold_slots_and_own_experts_once_more() -> None:

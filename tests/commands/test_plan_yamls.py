@@ -51,11 +51,11 @@ def test_what_the_first_lines_of_a_run_say_of_other_sizes_is_what_is_planned_her
 @pytest.mark.parametrize("path", ["yamls/bench/dbrx_wide.yaml", "yamls/bench/qwen3_30b_a3b.yaml"])
 @pytest.mark.parametrize("gpus", [4, 2, 1])
 def test_a_benchmark_of_a_large_model_has_as_many_layers_as_fit(path: str, gpus: int) -> None:
-    keys = {}
+    keys: dict[str, int | str] = {}
     if gpus < 4:
         (line,) = re.findall(rf"^# {gpus} GPUs?: (.*)$", (ROOT / path).read_text(), re.MULTILINE)
         keys = {key.replace(".", "__"): int(value) for key, value in (word.split("=") for word in line.split())}
-    run = load(path, **keys)
+    run = load(path, model__loss_fn="torch_crossentropy", **keys)
     assert run["global_train_batch_size"] == 4 * gpus
     machine = Machine(gpus=gpus, gpus_per_node=gpus, gpu_bytes=139 * GIB)
     assert not plan_run(run, machine).warnings

@@ -33,6 +33,7 @@ class ModelShape:
     dense_ffn: parameters of an FFN without experts; 0 if there is none.
     outside_blocks: parameters of embeddings, head and last norm.
     looked_up: of these, the parameters that take part in no matrix product.
+    fused_loss: the loss is computed without holding all logits (see `foundry_moe.models.loss_head`).
     """
 
     layers: int
@@ -50,6 +51,7 @@ class ModelShape:
     dense_ffn: float
     outside_blocks: float
     looked_up: int
+    fused_loss: bool = False
 
     @property
     def expert_widths(self) -> tuple[int, ...]:
@@ -218,7 +220,17 @@ def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         dense_ffn=dense_ffn,
         outside_blocks=(1 if tied else 2) * vocab_size * d_model + positions + norm,
         looked_up=(0 if tied else vocab_size * d_model) + positions,
+        fused_loss=_has_fused_loss(model),
     )
+
+
+def _has_fused_loss(model: Mapping[str, Any]) -> bool:
+    """As `DMoECausalLM` decides on a GPU with Liger-Kernel."""
+    reads_logits = (
+        model.get("use_train_metrics", True) or model.get("logit_scale") or model.get("final_logit_softcapping")
+    )
+    fused = model.get("loss_fn", "auto") in ("auto", "fused_linear_crossentropy")
+    return model.get("name") == "dmoe_causal_lm" and fused and not reads_logits
 
 
 def read_config(model: Mapping[str, Any]) -> Any:

@@ -186,7 +186,13 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * _saved_by_dense_block(shape, step)
     # Two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and one
     # layer's activations. Gradients of earlier microbatches are held at both.
-    logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
+    if shape.fused_loss:
+        # logits of some tokens (4 times the hidden states' bytes, as models/loss_head.py has it), the hidden states'
+        # gradient, and the head's gradient in fp32 and as it is returned
+        hidden, head = tokens * shape.d_model, shape.vocab_size * shape.d_model
+        logits = width * (4 + 1) * hidden + (4 + width) * head
+    else:
+        logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
     unsharded = shape.dense + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
     kept = unsharded if step.reductions < step.microbatches else trained
     at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
