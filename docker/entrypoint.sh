@@ -98,11 +98,14 @@ least=${MIN_NODES:-$nodes}
 restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 
+# shellcheck disable=SC3045 # dash and bash have these options
 # gloo opens a connection, thus a descriptor, to every other rank in each group: 9,225 a process of 3,072 ranks.
 ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
 export TORCH_GLOO_LAZY_INIT="${TORCH_GLOO_LAZY_INIT:-1}" # only connections that are used
-if [ -d /dev/infiniband ] && [ "$(ulimit -l)" != unlimited ] && [ "$(id -u)" -ne 0 ]; then
-    echo "entrypoint: RDMA pins memory, and the limit here is $(ulimit -l) KiB (ulimit -l): make it unlimited" >&2
+# shellcheck disable=SC3045
+pinned=$(ulimit -l)
+if [ -d /dev/infiniband ] && [ "$pinned" != unlimited ] && [ "$(id -u)" -ne 0 ]; then
+    echo "entrypoint: RDMA pins memory, and the limit here is $pinned KiB (ulimit -l): make it unlimited" >&2
 fi
 
 if [ "${DRY_RUN:-}" != 1 ] && command -v foundry-moe >/dev/null 2>&1; then

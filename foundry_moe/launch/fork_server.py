@@ -135,15 +135,19 @@ class Forked:
 
 
 class ForkServer:
-    """A launcher's side. `command` is that of the training processes: python, script and arguments."""
+    """A launcher's side.
 
-    def __init__(self, command: Sequence[str]) -> None:
+    command: that of the training processes: python, script and arguments.
+    defaults: variables that the launcher sets for them where its own environment has none, and that imports read.
+    """
+
+    def __init__(self, command: Sequence[str], defaults: Mapping[str, str]) -> None:
         self.command = list(command)
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 self.command,
-                env={**os.environ, SERVER: str(theirs.fileno())},
+                env={**defaults, **os.environ, SERVER: str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -92,7 +92,9 @@ def _forking(parsed: Any) -> Iterator[None]:
     if parsed.module or parsed.no_python or parsed.run_path or not serves(parsed.training_script):
         yield
         return
-    server = ForkServer([sys.executable, "-u", parsed.training_script, *parsed.training_script_args])
+    several = run.determine_local_world_size(parsed.nproc_per_node) > 1
+    threads = {"OMP_NUM_THREADS": "1"} if several else {}  # as torchrun sets it
+    server = ForkServer([sys.executable, "-u", parsed.training_script, *parsed.training_script_args], threads)
     kind: Any = SubprocessHandler
     popen = kind._popen
 

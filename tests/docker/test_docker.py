@@ -210,6 +210,18 @@ def test_a_mistake_on_fewer_nodes_than_there_may_be_waits_for_the_others(tmp_pat
     assert done.returncode == 0 and "life 1 rank 0" in done.stdout, done.stderr[-2000:]
 
 
+def test_a_node_that_fails_its_check_stays_out_and_the_other_trains(tmp_path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "python").write_text(f'#!/bin/sh\ncase "$*" in *node_check*) exit 5 ;; esac\nexec {BIN}/python "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    job = {"NNODES": "2", "MIN_NODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job |= {"NPROC": "1", "LAST_CALL_S": "2", "TRAIN_SCRIPT": f"{tmp_path}/worker.py"}
+    bad = enter("arg", NODE_RANK="1", **job, PATH=f"{tmp_path}:{PLAIN['PATH']}")
+    assert bad.returncode == 5 and "rank" not in bad.stdout
+    good = enter("arg", NODE_RANK="0", **job)
+    assert good.returncode == 0 and "life 0 rank 0 of 1 arg" in good.stdout, good.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_two_nodes_go_on_as_one_when_a_node_is_lost(tmp_path) -> None:
     """Two launchers on this host; one is killed with its process, and the other restarts alone."""

@@ -30,6 +30,7 @@ said = {
     "own session": os.getsid(0) == os.getpid(),
     "imported": slow_imports.PID != os.getpid(),
     "world": os.environ["WORLD_SIZE"],
+    "threads": slow_imports.THREADS == os.environ["OMP_NUM_THREADS"] == "1",
     "term": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
 }
 with open(f"{folder}/life-{life}-{rank}", "w") as file:
@@ -47,7 +48,7 @@ sys.exit(4 if kind == "final" else 0)
 """
 IMPORTS = """
 import os, pathlib, signal
-PID = os.getpid()
+PID, THREADS = os.getpid(), os.environ.get("OMP_NUM_THREADS")
 signal.signal(signal.SIGTERM, lambda number, frame: None)  # as an import of Composer does
 with open(pathlib.Path(__file__).parent / "imports", "a") as file:
     file.write("x")
@@ -60,16 +61,19 @@ def launch(folder: Path, kind: str, **environment: str) -> tuple[int, dict[str, 
     (folder / "slow_imports.py").write_text(IMPORTS)
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(folder / "script.py"), str(folder), kind]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-m", "foundry_moe.launch.torchrun", *words],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        env={**others, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
         timeout=150,
     )
     said = {path.name.removeprefix("life-"): json.loads(path.read_text()) for path in folder.glob("life-*")}
     assert sorted(said) == ["0-0", "0-1", "1-0", "1-1"], done.stderr[-3000:]
-    assert all(one["launcher"] and one["own session"] and one["world"] == "2" for one in said.values()), said
+    assert all(
+        one["launcher"] and one["own session"] and one["threads"] and one["world"] == "2" for one in said.values()
+    ), said
     return done.returncode, said, len((folder / "imports").read_text())
 
 
