@@ -11,9 +11,9 @@ CLAIMS = (
     ("MegaBlocks, section 6.2: dropless against token dropping", "python benchmarks/capacity.py data/demo/tokens.pt"),
     (
         "MegaBlocks, figures 7 and 8: speed at equal loss",
-        "python -m benchmarks.papers.dropping text.bin.xz",
+        "python -m benchmarks.papers.dropping text",
     ),
-    ("its text, from Debian's kernel source", "python -m benchmarks.papers.make_text text.bin.xz"),
+    ("its text, from Debian's packages of sources", "python -m benchmarks.papers.make_text text"),
     ("MegaBlocks issue 86: the scale of experts' gradients", "make verify"),
     ("HetuMoE: the layer against GShard's einsums and padding", "python -m benchmarks.papers.hetumoe_layer"),
     ("HetuMoE: top-k and layout transform", "python benchmarks/routing.py"),

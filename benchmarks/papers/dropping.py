@@ -1,29 +1,35 @@
-"""MegaBlocks, figures 7 and 8: dropless MoE beside a dense Transformer and token dropping, at equal validation loss.
+"""MegaBlocks, figures 7 and 8: MoE beside a dense Transformer and token dropping, at equal validation loss.
 
-    python -m benchmarks.papers.make_text text.bin.xz
-    python -m benchmarks.papers.dropping text.bin.xz --size XS --runs dmoe dense cap1 cap1.5 cap2 dynamic dmoe/1 dense/1
+    python -m benchmarks.papers.make_text text
+    python -m benchmarks.papers.dropping text --size XS --runs dmoe dense cap1 cap1.5 cap2 dynamic dmoe/1 dense/1
+    python -m benchmarks.papers.dropping text --runs dense,lr=2e-3 fine fine,gate.normalize=False,loss.z=0.001/1
 
-Gale et al. 2022 (arXiv 2211.15841), section 6: MoE-XS and MoE-Small, 64 experts, top-1, sequences of 1024, in bf16 on
-one GPU. A run is a way, with `/1` of another seed. All train the same model on the same tokens with one schedule, each
-at the largest microbatch that fits, found by trying: they differ in their FFNs alone. `dmoe` uses our kernels, `capN`
-drops beyond a capacity factor, `dynamic` pads to the fullest expert as Tutel does; these two multiply in batched
-products of cuBLAS, with our kernels around them. `dense` is as wide as one expert, for as many active weights.
+Gale et al. 2022 (arXiv 2211.15841), section 6: the paper's sizes, sequences of 1024, in bf16 on one GPU.
+A run is a way, with changes of its keys behind commas and `/1` of another seed. All train the same model on the same
+tokens with one schedule, each at the largest microbatch that fits, found by trying: they differ in their FFNs alone.
+`dmoe` is the paper's, 64 experts and top-1; `fine` has 64 experts of an eighth, of which a token chooses eight. Both
+use our kernels, `capN` drops beyond a capacity factor, `dynamic` pads to the fullest expert as Tutel does; these two
+multiply in batched products of cuBLAS, with our kernels around them. `dense` has as many active weights as all of them.
 
 The learning rate is warmed up, constant, and decays at the end. Speed at equal loss is read from the constant part:
 there no curve knows how long it will be. Time is that of training steps alone.
 
-Rows are written as they come. What `--out` has of a run that is done is kept; `--runs` without a name prints the table
-and plots alone. Expected on one H100: one to one and a half minutes a run of XS, and of Small one (dense) to two.
+Rows are written as they come. A run that ends early, after `--seconds` or at the end of the text, is continued by the
+next call, with the parts of text that were added since. `--runs` without a name prints the table and plots alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import csv
 import gc
 import os
 import time
+import traceback
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -32,13 +38,16 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.papers.tokens import Tokens, read_tokens
 from benchmarks.papers.transformer import Transformer, long_sequences
-from foundry_moe.layers.moe import DROPPED
+from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY
 
+DEFAULTS: dict[str, Any] = {"gate": {"name": "switch"}, "loss": {"balance": 0.01}}
 WAYS: dict[str, dict[str, Any]] = {
     "dmoe": {},
     "dense": {"experts": 0},
@@ -46,8 +55,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "cap1.5": {"capacity": 1.5},
     "cap2": {"capacity": 2.0},
     "dynamic": {"capacity": "dynamic"},
+    "fine": {"expert_width": 0.5, "top_k": 8, "gate": {"name": "topk"}},
 }
-WARMUP, DECAY, LAST = 0.05, 0.2, 0.1  # shares of the tokens; the last learning rate over the highest
+DECAY, LAST = 0.2, 0.1  # share of the tokens at the end; the last learning rate over the highest
 # the paper's figures for dropless over a way, at equal loss: XS and Small
 PAPER = {
     "dense": "1.8 to 2.4",
@@ -61,6 +71,7 @@ class Size:
     """A shape of the paper's table 1, and how it is trained here.
 
     batch: sequences a step.
+    warmup: share of the tokens.
     """
 
     width: int
@@ -68,6 +79,7 @@ class Size:
     lr: float
     tokens: int
     batch: int
+    warmup: float = 0.05
     experts: int = 64
     sequence: int = 1024
     validation: int = 256
@@ -76,6 +88,7 @@ class Size:
 SIZES = {
     "XS": Size(width=512, layers=6, lr=2e-3, tokens=50_000_000, batch=128),
     "Small": Size(width=768, layers=12, lr=1e-3, tokens=25_000_000, batch=64),
+    "Medium": Size(width=1024, layers=24, lr=6e-4, tokens=25_000_000, batch=64),
     "toy": Size(width=32, layers=1, lr=1e-2, tokens=16_384, experts=4, sequence=64, batch=16, validation=8),
 }
 
@@ -86,6 +99,8 @@ class Row:
 
     seconds, optimizer_seconds: of all training steps so far, and of clipping and the optimizer in them.
     dropped: share of the choices since the row before.
+    entropy: of routers' probabilities since then, over log E; mean of layers.
+    top_share: of the choices since then, of the expert with most; mean of layers.
     constant: the learning rate has not begun to decay.
     done: the run's last row.
     """
@@ -93,6 +108,7 @@ class Row:
     size: str
     way: str
     seed: int
+    lr: float
     device: str
     microbatch: int
     step: int
@@ -101,6 +117,8 @@ class Row:
     optimizer_seconds: float
     loss: float
     dropped: float
+    entropy: float
+    top_share: float
     peak_gib: float
     constant: bool
     done: bool
@@ -138,10 +156,38 @@ class StepClock:
         self.marks = []
 
 
-def learning_rate(share: float) -> float:
+def parse_way(text: str, size: Size) -> tuple[Size, dict[str, Any]]:
+    """`fine,lr=1e-3,gate.scale=2`: the size, with the changes of its fields, and keys of `Transformer`.
+
+    Raises:
+        ValueError: no such way, or a change without a value.
+    """
+    name, *changes = text.split(",")
+    if name not in WAYS:
+        raise ValueError(f"{name} is none of {', '.join(WAYS)}")
+    keys: dict[str, Any] = deepcopy({"experts": size.experts, **DEFAULTS, **WAYS[name]})
+    of_size = {}
+    for change in changes:
+        key, given, value = change.partition("=")
+        if not given:
+            raise ValueError(f"{text}: {key} has no value; write {key}=VALUE")
+        with contextlib.suppress(ValueError):  # a word
+            value = ast.literal_eval(value)
+        if key in ("lr", "tokens", "batch", "warmup"):
+            of_size[key] = value
+            continue
+        outer, _, inner = key.partition(".")
+        if inner:
+            keys.setdefault(outer, {})[inner] = value
+        else:
+            keys[outer] = value
+    return replace(size, **of_size), keys
+
+
+def learning_rate(share: float, warmup: float) -> float:
     """Over the highest, once this share of the tokens was seen: warmup, constant, linear decay."""
-    if share < WARMUP:
-        return share / WARMUP
+    if share < warmup:
+        return share / warmup
     return 1.0 if share <= 1 - DECAY else LAST + (1 - LAST) * (1 - share) / DECAY
 
 
@@ -166,18 +212,13 @@ def take_step(model: Transformer, ids_NS: Tensor, step: int, microbatch: int, cl
     return False
 
 
-def set_lr(model: Transformer, lr: float) -> None:
-    for group in model.optimizer.param_groups:
-        group["lr"] = lr
-
-
 def largest_microbatch(model: Transformer, ids_NS: Tensor) -> int:
     """The largest of N, N/2, N/4 ... whose steps fit, the optimizer's state included; the model stays as it was.
 
     Raises:
         RuntimeError: one sequence does not fit.
     """
-    set_lr(model, 0.0)
+    model.set_lr(0.0)
     microbatch = len(ids_NS)
     while microbatch:
         # two microbatches, whose gradients are added; twice, the second time beside the optimizer's state
@@ -200,63 +241,100 @@ def validation_loss(model: Transformer, ids_NS: Tensor, microbatch: int, step: i
     return float(losses.sum() / len(ids_NS))
 
 
-def dropped_share(model: Transformer) -> float:
-    """Of the choices since the last call, mean over layers."""
-    shares = []
+def router_figures(model: Transformer) -> dict[str, float]:
+    """`dropped`, `entropy` and `top_share` of a row, since the last call."""
+    found: dict[str, list[float]] = {"dropped": [], "entropy": [], "top_share": []}
     for layer in model.moes:
         seen = layer.statistics
-        if DROPPED in seen.names:
-            shares.append(float(seen.losses_L[seen.names.index(DROPPED)] / seen.microbatches_1.clamp(min=1)))
+        for key, name in (("dropped", DROPPED), ("entropy", ROUTER_ENTROPY)):
+            if name in seen.names:
+                found[key].append(float(seen.losses_L[seen.names.index(name)] / seen.microbatches_1.clamp(min=1)))
+        found["top_share"].append(float(seen.counts_E.max() / seen.counts_E.sum().clamp(min=1)))
         seen.reset()
-    return sum(shares) / len(shares) if shares else 0.0
+    return {key: sum(values) / len(values) if values else 0.0 for key, values in found.items()}
+
+
+def shuffled(parts: list[NDArray[np.uint16]], length: int, seed: int, device: torch.device) -> Tensor:
+    """[N, length + 1]: the parts' sequences, shuffled within each part, so that a new part changes no order."""
+    drawn = []
+    for number, part in enumerate(parts):
+        sequences_NS = long_sequences(torch.from_numpy(part.astype("int32")), length, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        drawn.append(sequences_NS[torch.randperm(len(sequences_NS), generator=generator)])
+    return torch.cat(drawn).to(device)
+
+
+def state_path(folder: Path, run: tuple[str, str, int]) -> Path:
+    return folder / "state" / f"{'-'.join(map(str, run))}.pt"
+
+
+def keep_state(path: Path, model: Transformer, **progress: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.model.state_dict(), "optimizer": model.optimizer.state_dict(), **progress}, path)
 
 
 def train(
-    size_name: str, size: Size, way: str, seed: int, tokens: Tokens, device: torch.device, seconds: float, every: int
-) -> Iterator[Row]:
-    """Trains one way; yields a row every so many steps. Stops early, with a last row, after `seconds` of wall time."""
+    name: tuple[str, str, int], size: Size, tokens: Tokens, device: torch.device, *,
+    seconds: float, every: int, state: Path, compile: bool,
+) -> Iterator[Row]:  # fmt: skip
+    """Trains one way; yields a row every so many steps.
+
+    Stops early after `seconds` of wall time, or where the text ends; `state` has what the next call continues from.
+    """
     began = time.perf_counter()
-    train_NS = long_sequences(torch.from_numpy(tokens.train.astype("int32")), size.sequence, torch.device("cpu"))
+    size_name, way, seed = name
+    size, keys = parse_way(way, size)
     valid_NS = long_sequences(torch.from_numpy(tokens.validation.astype("int32")), size.sequence, device)
     valid_NS = valid_NS[: size.validation]
-    order = torch.randperm(len(train_NS), generator=torch.Generator().manual_seed(seed))
-    train_NS = train_NS[order].to(device)
-    steps = min(size.tokens // size.sequence, len(train_NS)) // size.batch
+    train_NS = shuffled(tokens.train, size.sequence, seed, device)
+    steps = size.tokens // size.sequence // size.batch
+    on_gpu = device.type == "cuda"
     model = Transformer(
         size.width, size.layers, tokens.vocabulary, device, positions=size.sequence, weight_decay=0.1, seed=seed,
-        **{"experts": size.experts, **WAYS[way]},
+        compile=compile and on_gpu, **keys,
     )  # fmt: skip
+    for layer in model.moes:
+        layer.measure_router()
     microbatch = largest_microbatch(model, train_NS[: size.batch])
     validation_loss(model, valid_NS, microbatch, 0)  # compiles what evaluation has of its own
-    if device.type == "cuda":
+    clock, done = StepClock(device), 0
+    if state.exists():
+        kept = torch.load(state, map_location=device)
+        model.model.load_state_dict(kept["model"])
+        model.optimizer.load_state_dict(kept["optimizer"])
+        done, clock.seconds, clock.optimizer_seconds = kept["step"], kept["seconds"], kept["optimizer_seconds"]
+        del kept
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    clock, first_step = StepClock(device), time.perf_counter()
-    for step in range(1, steps + 1):
+    ready = time.perf_counter() - began
+    print(f"{way}/{seed}: microbatch {microbatch}, {steps} steps, {ready:.1f} s to begin", flush=True)
+    last = min(steps, len(train_NS) // size.batch)
+    for step in range(done + 1, last + 1):
         share = step / steps
-        set_lr(model, size.lr * learning_rate(share))
+        lr = size.lr * learning_rate(share, size.warmup)
+        model.set_lr(lr)
         ids_NS = train_NS[(step - 1) * size.batch : step * size.batch]
         while not take_step(model, ids_NS, step, microbatch, clock):
             microbatch = max(microbatch // 2, 1)
             print(f"{way}/{seed}: out of memory at step {step}, microbatch {microbatch} from here on", flush=True)
-        if step == min(10, steps):
-            clock.read()
-            wanted = (time.perf_counter() - first_step) / step * steps
-            print(f"{way}/{seed}: microbatch {microbatch}, {steps} steps, about {wanted:.0f} s", flush=True)
-        out_of_time = step % every == 0 and time.perf_counter() - began > seconds
-        if step % every and step < steps:
+        if step % every and step < last:
             continue
         clock.read()
+        ends = step < steps and (step == last or time.perf_counter() - began > seconds)
+        if ends:
+            progress = {"seconds": clock.seconds, "optimizer_seconds": clock.optimizer_seconds}
+            keep_state(state, model, step=step, **progress)
         yield Row(
-            size=size_name, way=way, seed=seed,
-            device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            size=size_name, way=way, seed=seed, lr=lr, device=torch.cuda.get_device_name() if on_gpu else "cpu",
             microbatch=microbatch, step=step, tokens=step * size.batch * size.sequence,
             seconds=clock.seconds, optimizer_seconds=clock.optimizer_seconds,
-            loss=validation_loss(model, valid_NS, microbatch, step), dropped=dropped_share(model),
-            peak_gib=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
-            constant=WARMUP < share <= 1 - DECAY, done=out_of_time or step == steps,
+            loss=validation_loss(model, valid_NS, microbatch, step), **router_figures(model),
+            peak_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+            constant=size.warmup < share <= 1 - DECAY, done=step == steps,
         )  # fmt: skip
-        if out_of_time:
+        if ends:
             return
+    state.unlink(missing_ok=True)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -292,28 +370,29 @@ def when_reached(curve: list[Row], level: float, quantity: str) -> float:
     raise ValueError(f"a loss of {level} was not reached")
 
 
-def speedups(curve: list[Row], dropless: list[Row]) -> tuple[float, float, float]:
-    """(level, in time, in tokens): how many times as fast dropless reaches the lowest loss that both reach.
+def speedups(curve: list[Row], reference: list[Row]) -> tuple[float, float, float]:
+    """(level, in time, in tokens): how many times as fast the reference reaches the lowest loss that both reach.
 
     Of the constant part of the schedule.
     """
-    constant, reference = ([row for row in rows if row.constant] for rows in (curve, dropless))
-    level = max(min(row.loss for row in rows) for rows in (constant, reference))
+    curve, reference = ([row for row in rows if row.constant] for rows in (curve, reference))
+    level = max(min(row.loss for row in rows) for rows in (curve, reference))
     time_ratio, token_ratio = (
-        when_reached(constant, level, quantity) / when_reached(reference, level, quantity)
+        when_reached(curve, level, quantity) / when_reached(reference, level, quantity)
         for quantity in ("seconds", "tokens")
     )
     return level, time_ratio, token_ratio
 
 
 COLUMNS = (
-    "size", "run", "microbatch", "ms a step", "of it clipping and AdamW", "million tokens/s", "peak GiB", "dropped",
-    "loss before the decay", "last loss", "at equal loss of", "dropless is faster", "in tokens", "the paper, in time",
+    "size", "run", "microbatch", "ms a step", "of it clipping and AdamW", "million tokens", "million tokens/s",
+    "peak GiB", "dropped", "router entropy", "top expert", "loss before the decay", "last loss", "at equal loss of",
+    "reference is faster", "in tokens", "the paper, in time",
 )  # fmt: skip
 
 
-def table(rows: list[Row]) -> list[list[str]]:
-    """A line for each run; speed is over that of the dropless run of the same seed."""
+def table(rows: list[Row], reference: str = "dmoe") -> list[list[str]]:
+    """A line for each run; speed is that of the reference run of the same size and seed."""
     curves: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
         curves.setdefault(row.run, []).append(row)
@@ -322,14 +401,15 @@ def table(rows: list[Row]) -> list[list[str]]:
         last, constant = curve[-1], [row.loss for row in curve if row.constant]
         line = [
             size, f"{way}/{seed}", str(last.microbatch), f"{1e3 * last.seconds / last.step:.1f}",
-            f"{100 * last.optimizer_seconds / last.seconds:.0f}%", f"{last.tokens / last.seconds / 1e6:.3f}",
-            f"{last.peak_gib:.1f}", f"{100 * sum(row.dropped for row in curve) / len(curve):.1f}%",
-            f"{min(constant):.4f}" if constant else "", f"{last.loss:.4f}",
+            f"{100 * last.optimizer_seconds / last.seconds:.0f}%", f"{last.tokens / 1e6:.1f}",
+            f"{last.tokens / last.seconds / 1e6:.3f}", f"{last.peak_gib:.1f}",
+            f"{100 * sum(row.dropped for row in curve) / len(curve):.1f}%", f"{last.entropy:.3f}",
+            f"{100 * last.top_share:.1f}%", f"{min(constant):.4f}" if constant else "", f"{last.loss:.4f}",
         ]  # fmt: skip
-        dropless = curves.get((size, "dmoe", seed), [])
-        if way != "dmoe" and constant and any(row.constant for row in dropless):
-            level, in_time, in_tokens = speedups(curve, dropless)
-            line += [f"{level:.4f}", f"{in_time:.2f}", f"{in_tokens:.2f}", PAPER[way]]
+        compared = curves.get((size, reference, seed), [])
+        if way != reference and constant and any(row.constant for row in compared):
+            level, in_time, in_tokens = speedups(curve, compared)
+            line += [f"{level:.4f}", f"{in_time:.2f}", f"{in_tokens:.2f}", PAPER.get(way, "")]
         lines.append(line + [""] * (len(COLUMNS) - len(line)))
     return lines
 
@@ -339,6 +419,7 @@ def plot(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes = list(dict.fromkeys(row.size for row in rows))
+    ways = list(dict.fromkeys(row.way for row in rows))
     figure = Figure(figsize=(9, 3.6 * len(sizes)), layout="constrained")
     panels = figure.subplots(len(sizes), 2, squeeze=False, sharey="row")
     for size, (over_tokens, over_time) in zip(sizes, panels, strict=True):
@@ -346,7 +427,7 @@ def plot(rows: list[Row], path: Path) -> None:
         for run in runs:
             curve = [row for row in rows if row.run == run]
             losses = [row.loss for row in curve]
-            style = {"color": f"C{list(WAYS).index(run[1])}", "linestyle": ("-", "--", ":")[run[2] % 3], "lw": 1.2}
+            style = {"color": f"C{ways.index(run[1])}", "linestyle": ("-", "--", ":")[run[2] % 3], "lw": 1.2}
             label = f"{run[1]}/{run[2]}"
             over_tokens.plot([row.tokens / 1e6 for row in curve], losses, label=label, **style)
             over_time.plot([row.seconds for row in curve], losses, label=label, **style)
@@ -359,38 +440,52 @@ def plot(rows: list[Row], path: Path) -> None:
 def main() -> None:
     """Runs from the command line; see the text at the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, help="written by benchmarks.papers.make_text")
+    parser.add_argument("text", type=Path, help="a folder, written by benchmarks.papers.make_text")
     parser.add_argument("--size", choices=SIZES, default="XS")
-    parser.add_argument("--runs", nargs="*", default=[*WAYS, "dmoe/1", "dense/1"], help="way or way/seed")
-    for key, kind in (("lr", float), ("tokens", int), ("batch", int)):
+    parser.add_argument("--runs", nargs="*", default=[*WAYS, "dmoe/1", "dense/1"], help="way[,key=value ...][/seed]")
+    for key, kind in (("lr", float), ("tokens", int), ("batch", int), ("warmup", float)):
         parser.add_argument(f"--{key}", type=kind, help="instead of what is set for the size")
     parser.add_argument("--seconds", type=float, default=150, help="at most so many for each run")
     parser.add_argument("--every", type=int, default=15, help="steps between evaluations")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile on a GPU")
+    parser.add_argument("--reference", default="dmoe", help="the way whose speed over others is in the table")
     parser.add_argument("--out", type=Path, default=Path("runs/dropping"), help="a folder for curves, table and plot")
     arguments = parser.parse_args()
+    changed = {
+        key: value for key in ("lr", "tokens", "batch", "warmup") if (value := getattr(arguments, key)) is not None
+    }
+    size = replace(SIZES[arguments.size], **changed)
     runs = [(way, int(seed or 0)) for way, _, seed in (name.partition("/") for name in arguments.runs)]
-    if unknown := [way for way, _ in runs if way not in WAYS]:
-        parser.error(f"--runs: {', '.join(unknown)} is none of {', '.join(WAYS)}")
+    try:
+        for way, _ in runs:
+            parse_way(way, size)
+    except ValueError as error:
+        parser.error(f"--runs: {error}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "curves.csv"
     rows = read_rows(path)
     done = {row.run for row in rows if row.done}
-    rows = [row for row in rows if row.run in done]  # of a run that was cut off nothing is kept
+    # of a run that was cut off by itself something is kept, of one that was killed nothing
+    rows = [row for row in rows if row.run in done or state_path(arguments.out, row.run).exists()]
     write_rows(path, rows, "w")
-    wanted = [run for run in runs if (arguments.size, *run) not in done]
-    changed = {key: value for key in ("lr", "tokens", "batch") if (value := getattr(arguments, key)) is not None}
-    size = replace(SIZES[arguments.size], **changed)
+    wanted = [run for way, seed in runs if (run := (arguments.size, way, seed)) not in done]
     tokens = read_tokens(arguments.text) if wanted else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for way, seed in wanted:
+    failed = []
+    for run in wanted:
         assert tokens is not None
-        limits = (device, arguments.seconds, arguments.every)
-        for row in train(arguments.size, size, way, seed, tokens, *limits):
-            write_rows(path, [row], "a")
-            rows.append(row)
-            print(f"{way}/{seed}: {row.tokens:,} tokens, {row.seconds:.1f} s, loss {row.loss:.4f}", flush=True)
+        limits = {"seconds": arguments.seconds, "every": arguments.every, "compile": not arguments.eager}
+        try:
+            for row in train(run, size, tokens, device, state=state_path(arguments.out, run), **limits):
+                write_rows(path, [row], "a")
+                rows.append(row)
+                said = f"{row.tokens:,} tokens, {row.seconds:.1f} s, loss {row.loss:.4f}"
+                print(f"{row.way}/{row.seed}: {said}", flush=True)
+        except Exception:  # a key that does not exist, out of memory: the other runs may succeed
+            traceback.print_exc()
+            failed.append(run)
         gc.collect()
-    lines = table(rows)
+    lines = table(rows, arguments.reference)
     print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
     for line in lines:
         print("| " + " | ".join(line) + " |")
@@ -399,7 +494,9 @@ def main() -> None:
     if rows and find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed; --runs without a name draws it where it is")
     elif rows:
-        plot(rows, arguments.out / "curves.png")
+        plot(rows, arguments.out / "curves.svg")
+    if failed:
+        raise SystemExit(f"failed: {failed}")
 
 
 if __name__ == "__main__":

@@ -1,63 +1,96 @@
-"""A file of token ids: one line of JSON, then uint16 of the training part, then of the held-out one, all in xz.
+"""Token ids of a folder that `make_text` wrote: parts of compressed text, tokenized here by all cores.
 
-60 million tokens of source code take 28 MB, so that real text can be carried to a machine without a hub.
+Ids are kept beside the compressed parts, so that a part is tokenized once.
 """
 
 from __future__ import annotations
 
-import json
 import lzma
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-# 64 MiB of dictionary; literals and matches aligned to two bytes
-_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26, "lc": 3, "lp": 1, "pb": 1}]
+TOKENIZER, HELD_OUT = "tokenizer.json", "held_out.xz"
+END = b"\0"  # between texts; behind each of them stands id 0
+BATCH_BYTES = 1 << 20  # of text that a process tokenizes at once
+
+_bpe: Any = None  # of a process of the pool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Token ids below `vocabulary`, of text to train on and of text held out."""
+    """Token ids below `vocabulary`, of parts of text to train on and of text held out."""
 
     vocabulary: int
-    train: NDArray[np.uint16]
+    train: list[NDArray[np.uint16]]
     validation: NDArray[np.uint16]
-    source: str
 
 
-def write_tokens(tokens: Tokens, path: Path) -> None:
-    """Writes the file.
+def part_path(folder: Path, number: int) -> Path:
+    return folder / f"part{number}.xz"
+
+
+def _load(path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    global _bpe
+    _bpe = Tokenizer.from_file(str(path))
+
+
+def _ids_of(texts: list[bytes]) -> NDArray[np.uint16]:
+    return np.concatenate([np.array([*_bpe.encode(text.decode()).ids, 0], dtype=np.uint16) for text in texts])
+
+
+def _batches(path: Path) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    size = 0
+    for text in lzma.decompress(path.read_bytes()).split(END):
+        batch.append(text)
+        size += len(text)
+        if size > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def tokenize(folder: Path, path: Path) -> NDArray[np.uint16]:
+    """Ids of a part; id 0 stands behind each text."""
+    kept = path.with_suffix(".npy")
+    if not kept.exists():
+        workers = len(os.sched_getaffinity(0))
+        # spawned: this process may have a GPU
+        with ProcessPoolExecutor(
+            workers, get_context("spawn"), initializer=_load, initargs=(folder / TOKENIZER,)
+        ) as pool:
+            ids = np.concatenate(list(pool.map(_ids_of, _batches(path))))
+        unfinished = kept.with_suffix(".unfinished.npy")
+        np.save(unfinished, ids)
+        unfinished.rename(kept)
+    loaded: NDArray[np.uint16] = np.load(kept, mmap_mode="r")
+    return loaded
+
+
+def read_tokens(folder: Path) -> Tokens:
+    """Tokens of the parts that are there: 1, 2, ... without a gap.
 
     Raises:
-        ValueError: the vocabulary is too large for uint16.
+        ValueError: the folder has no tokenizer, held-out text or first part.
     """
-    if tokens.vocabulary > 1 << 16:
-        raise ValueError(f"vocabulary ({tokens.vocabulary}): token ids are kept as uint16, so 65536 at most")
-    parts = {"train": tokens.train, "validation": tokens.validation}
-    header = {
-        "vocabulary": tokens.vocabulary,
-        "source": tokens.source,
-        **{name: len(part) for name, part in parts.items()},
-    }
-    with lzma.open(path, "wb", filters=_FILTERS) as file:
-        file.write(json.dumps(header).encode() + b"\n")
-        for part in parts.values():
-            file.write(part.astype("<u2").tobytes())
+    from tokenizers import Tokenizer
 
-
-def read_tokens(path: Path) -> Tokens:
-    """Reads what `write_tokens` wrote.
-
-    Raises:
-        ValueError: the file is cut short.
-    """
-    with lzma.open(path, "rb") as file:
-        header: dict[str, Any] = json.loads(file.readline())
-        ids = np.frombuffer(file.read(), dtype="<u2")
-    if len(ids) != header["train"] + header["validation"]:
-        raise ValueError(f"{path} has {len(ids)} tokens, not {header['train']} + {header['validation']}")
-    train, validation = ids[: header["train"]], ids[header["train"] :]
-    return Tokens(vocabulary=header["vocabulary"], train=train, validation=validation, source=header["source"])
+    needed = folder / TOKENIZER, folder / HELD_OUT, part_path(folder, 1)
+    if missing := [path.name for path in needed if not path.exists()]:
+        raise ValueError(f"{folder} has no {', '.join(missing)}: run `python -m benchmarks.papers.make_text {folder}`")
+    parts = []
+    while (path := part_path(folder, len(parts) + 1)).exists():
+        parts.append(tokenize(folder, path))
+    vocabulary = Tokenizer.from_file(str(folder / TOKENIZER)).get_vocab_size()
+    return Tokens(vocabulary=vocabulary, train=parts, validation=tokenize(folder, folder / HELD_OUT))

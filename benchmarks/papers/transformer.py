@@ -6,6 +6,8 @@ Shapes: N samples, S positions, T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,31 +22,56 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 
 LOGITS = 1 << 28  # of a loss at once; more are computed in chunks, and again in the backward pass
+COMPILED_LOGITS = 1 << 30  # of a compiled loss at once; it keeps them in bf16
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One for all layers and models: functions of tensors alone, so that each shape is compiled once."""
+    return torch.compile(function, dynamic=False)
+
+
+def attend(x_NSD: Tensor, norm_1_D: Tensor, qkv: Tensor, out: Tensor, norm_2_D: Tensor) -> tuple[Tensor, Tensor]:
+    """The stream behind pre-norm attention, and what the FFN reads."""
+    n, s, d = x_NSD.shape
+    mixed_NSQ = F.linear(F.rms_norm(x_NSD, (d,), norm_1_D), qkv)
+    q, k, v = mixed_NSQ.view(n, s, 3, -1, math.gcd(64, d)).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x_NSD = x_NSD + F.linear(mixed.transpose(1, 2).reshape(n, s, d), out)
+    return x_NSD, F.rms_norm(x_NSD, (d,), norm_2_D)
+
+
+def dense_ffn(x_NSD: Tensor, w1_FD: Tensor, w2_DF: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x_NSD, w1_FD)), w2_DF)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and an FFN."""
+    """Pre-norm attention and an FFN.
 
-    def __init__(self, width: int, ffn: nn.Module) -> None:
+    compile: all but a MoE layer.
+    """
+
+    def __init__(self, width: int, ffn: nn.Module, compile: bool) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.ffn = ffn
+        self.attend, self.dense_ffn = (compiled(attend), compiled(dense_ffn)) if compile else (attend, dense_ffn)
 
     def forward(self, x_NSD: Tensor) -> Tensor:
-        n, s, d = x_NSD.shape
-        q, k, v = self.qkv(self.norm_1(x_NSD)).view(n, s, 3, -1, math.gcd(64, d)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_NSD = x_NSD + self.out(mixed.transpose(1, 2).reshape(n, s, d))
-        return x_NSD + self.ffn(self.norm_2(x_NSD))
+        weights = self.norm_1.weight, self.qkv.weight, self.out.weight, self.norm_2.weight
+        x_NSD, ffn_input_NSD = self.attend(x_NSD, *weights)
+        if isinstance(self.ffn, SharedExpert):
+            return x_NSD + self.dense_ffn(ffn_input_NSD, self.ffn.w1.weight, self.ffn.w2.weight)
+        return x_NSD + self.ffn(ffn_input_NSD)
 
 
 class Decoder(nn.Module):
     """Embeddings, blocks and a head. Returns what the head reads, so that no loss holds the logits of all tokens."""
 
-    def __init__(self, width: int, vocabulary: int, ffns: list[Any], positions: int) -> None:
+    def __init__(self, width: int, vocabulary: int, ffns: list[Any], positions: int, compile: bool) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width, ffn) for ffn in ffns))
+        self.blocks = nn.Sequential(*(Block(width, ffn, compile) for ffn in ffns))
         self.embedding = nn.Embedding(vocabulary, width)
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary)
@@ -58,27 +85,36 @@ class Decoder(nn.Module):
         return self.norm(self.blocks(x_NSD))
 
 
-def next_token_loss(x_TD: Tensor, head: nn.Linear, targets_T: Tensor) -> Tensor:
+def summed_loss(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_T: Tensor) -> Tensor:
+    """Cross-entropy in nats."""
+    return F.cross_entropy(F.linear(x_TD, weight_VD, bias_V).float(), targets_T, reduction="sum")
+
+
+def next_token_loss(x_TD: Tensor, head: nn.Linear, targets_T: Tensor, compile: bool = False) -> Tensor:
     """Mean cross-entropy in nats."""
-
-    def summed(x_TD: Tensor, targets_T: Tensor) -> Tensor:
-        return F.cross_entropy(head(x_TD).float(), targets_T, reduction="sum")
-
-    rows = max(LOGITS // head.out_features, 1)
-    if len(x_TD) <= rows:
-        return summed(x_TD, targets_T) / len(x_TD)
-    parts = zip(x_TD.split(rows), targets_T.split(rows), strict=True)
-    return torch.stack([checkpoint(summed, *part, use_reentrant=False) for part in parts]).sum() / len(x_TD)
+    rows = max((COMPILED_LOGITS if compile else LOGITS) // head.out_features, 1)
+    weights = head.weight, head.bias
+    if not compile and len(x_TD) <= rows:
+        return summed_loss(x_TD, *weights, targets_T) / len(x_TD)
+    summed = compiled(summed_loss) if compile else partial(checkpoint, summed_loss, use_reentrant=False)
+    pairs = zip(x_TD.split(rows), targets_T.split(rows), strict=True)
+    parts = [summed(x_TD, *weights, targets_T) for x_TD, targets_T in pairs]
+    return torch.stack(parts).sum() / len(targets_T)
 
 
 class Transformer:
-    """A model with FFNs of 4 D with GELU, top-1 MoE or dense, its optimizer, and the way to take a step.
+    """A model with FFNs of 4 D with GELU, MoE or dense, its optimizer, and the way to take a step.
 
     Args:
-        experts: of each MoE layer; 0 = dense FFNs, as wide as one expert.
+        experts: of each MoE layer; 0 = dense FFNs.
+        expert_width: of an expert, over D.
+        shared_width: of a shared expert, over D; 0 = none.
+        dense_layers: so many first layers have dense FFNs of 4 D.
         positions: learned position embeddings; 0 = none.
+        router_lr, expert_lr: factors on the learning rate of routers and of experts.
         seed: of all weights.
-        moe: further keys of `MoEConfig`.
+        compile: all but MoE layers.
+        moe: further keys of `MoEConfig`; top-1 by `switch` unless they say otherwise.
     """
 
     def __init__(
@@ -90,38 +126,54 @@ class Transformer:
         dtype: torch.dtype = torch.float32,
         *,
         experts: int = 64,
+        expert_width: float = 4.0,
+        shared_width: float = 0.0,
+        dense_layers: int = 0,
         positions: int = 0,
         lr: float = 1e-3,
+        router_lr: float = 1.0,
+        expert_lr: float = 1.0,
         weight_decay: float = 0.01,
         seed: int = 1,
+        compile: bool = False,
         **moe: Any,
     ) -> None:
         torch.manual_seed(seed)
-        self.device, self.context = device, BatchContext()
-        self.moes: list[MoELayer] = []
-        ffns: list[MoELayer] | list[SharedExpert]
-        if experts:
+        self.device, self.context, self.compile = device, BatchContext(), compile
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
+        keys = {"top_k": 1, "gate": {"name": "switch"}, "loss": {"balance": 0.01}, **moe}
+        ffns: list[MoELayer | SharedExpert] = []
+        for index in range(layers):
+            if not experts or index < dense_layers:
+                shape: dict[str, Any] = {"d_model": width, "hidden_size": 4 * width, "activation": "gelu"}
+                dense = SharedExpert(num_layers=layers, **shape, **placement)
+                dense.reset_parameters(seed=seed, layer=index)
+                ffns.append(dense)
+                continue
             config = MoEConfig(
-                num_experts=experts, top_k=1, expert_hidden_size=4 * width, activation="gelu",
-                gate={"name": "switch"}, loss={"balance": 0.01}, seed=seed, **moe,
+                num_experts=experts, expert_hidden_size=int(expert_width * width), activation="gelu",
+                shared_expert_hidden_size=int(shared_width * width), seed=seed, **keys,
             )  # fmt: skip
-            placement: dict[str, Any] = {"num_layers": layers, "context": self.context}
-            ffns = self.moes = [
-                MoELayer(width, config, layer_index=index, device=device, dtype=dtype, **placement)
-                for index in range(layers)
-            ]
-            for layer in self.moes:
-                layer.reset_parameters()
-        else:
-            shape: dict[str, Any] = {"d_model": width, "hidden_size": 4 * width, "activation": "gelu"}
-            ffns = [SharedExpert(num_layers=layers, device=device, dtype=dtype, **shape) for _ in range(layers)]
-            for index, ffn in enumerate(ffns):
-                ffn.reset_parameters(seed=seed, layer=index)
+            of_model: dict[str, Any] = {"num_layers": layers, "context": self.context}
+            ffns.append(MoELayer(width, config, layer_index=index, **of_model, **placement))
+        self.moes = [ffn for ffn in ffns if isinstance(ffn, MoELayer)]
+        for layer in self.moes:
+            layer.reset_parameters()
         with device:
-            self.model = Decoder(width, vocabulary, ffns, positions).to(dtype)
+            self.model = Decoder(width, vocabulary, ffns, positions, compile).to(dtype)
+        factors: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in self.model.named_parameters():
+            factor = router_lr if ".gate." in name else expert_lr if ".experts." in name else 1.0
+            factors.setdefault(factor, []).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=device.type == "cuda"
-        )
+            [{"params": parameters, "factor": factor} for factor, parameters in factors.items()],
+            betas=(0.9, 0.95), weight_decay=weight_decay, fused=device.type == "cuda",
+        )  # fmt: skip
+        self.set_lr(lr)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
 
     def loss(self, ids_NS: Tensor, batch: int) -> Tensor:
         ids_NS = ids_NS.long()
@@ -129,7 +181,7 @@ class Transformer:
         self.context.progress = Progress(ba=batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             x_TD = self.model(ids_NS[:, :-1]).flatten(0, 1)
-            return next_token_loss(x_TD, self.model.head, ids_NS[:, 1:].flatten())
+            return next_token_loss(x_TD, self.model.head, ids_NS[:, 1:].flatten(), self.compile)
 
     def backward(self, ids_NS: Tensor, batch: int, microbatch: int) -> None:
         """Adds up the gradients of a batch, `microbatch` samples at a time."""

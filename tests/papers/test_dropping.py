@@ -1,17 +1,16 @@
 """The script that compares ways to train at equal loss, at toy size, and the tokens it trains on."""
 
 import csv
+import lzma
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.papers import dropping, make_text
-from benchmarks.papers.tokens import Tokens, read_tokens, write_tokens
+from benchmarks.papers.tokens import END, HELD_OUT, read_tokens
 from benchmarks.papers.transformer import Transformer, next_token_loss
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Tokens of the project's own pages."""
-    path = tmp_path_factory.mktemp("text") / "text.bin.xz"
-    write_tokens(make_text.tokens_of_folder(ROOT / "docs", 60_000, vocabulary=400, bpe_bytes=50_000), path)
-    return path
+    """The project's own pages, in two parts."""
+    folder = tmp_path_factory.mktemp("text")
+    make(ROOT / "docs", folder, parts=2, part_bytes=100_000, held_out_bytes=20_000)
+    return folder
+
+
+def make(texts, folder, **sizes):
+    make_text.make_text(make_text.texts_of(texts), folder, vocabulary=400, **sizes)
 
 
 def run(monkeypatch, *arguments):
@@ -32,47 +35,43 @@ def run(monkeypatch, *arguments):
 
 def row(seconds, loss, **changes):
     made = dropping.Row(
-        size="XS", way="dense", seed=0, device="cpu", microbatch=1, step=1, tokens=int(10 * seconds), seconds=seconds,
-        optimizer_seconds=0.0, loss=loss, dropped=0.0, peak_gib=0.0, constant=True, done=False,
+        size="XS", way="dense", seed=0, lr=1e-3, device="cpu", microbatch=1, step=1, tokens=int(10 * seconds),
+        seconds=seconds, optimizer_seconds=0.0, loss=loss, dropped=0.0, entropy=0.0, top_share=0.0, peak_gib=0.0,
+        constant=True, done=False,
     )  # fmt: skip
     return replace(made, **changes)
 
 
-def test_held_out_text_is_of_files_that_are_not_trained_on(tmp_path):
+def test_texts_are_in_one_part_each_and_tokens_of_a_part_are_made_once(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for index in range(200):
-        (tmp_path / f"{index}.txt").write_text(f"file {index} " * 50)
-    tokens = make_text.tokens_of_folder(tmp_path, 20_000, vocabulary=300, bpe_bytes=10_000)
-    held_out, trained = ({tuple(d) for d in documents(part)} for part in (tokens.validation, tokens.train))
-    assert len(tokens.validation) == 20_000 // make_text.HELD_OUT and held_out and trained
-    assert not held_out & trained
+        (texts / f"{index}.txt").write_text(f"file {index} " * 50)
+    (texts / "copy.txt").write_text("file 7 " * 50)
+    (texts / "other.bin").write_text("no text")
+    make(texts, tmp_path / "text", parts=3, part_bytes=30_000, held_out_bytes=10_000)
+    files = [tmp_path / "text" / name for name in (HELD_OUT, "part1.xz", "part2.xz", "part3.xz")]
+    parts = [lzma.decompress(path.read_bytes()).split(END) for path in files]
+    assert all(parts) and len(set().union(*parts)) == sum(map(len, parts)) == 200
+
+    (tmp_path / "text" / "part3.xz").rename(tmp_path / "later")
+    tokens = read_tokens(tmp_path / "text")
+    assert len(tokens.train) == 2 and all(
+        (ids == 0).sum() == len(p) for ids, p in zip(tokens.train, parts[1:3], strict=True)
+    )
+    assert int(max(ids.max() for ids in tokens.train)) < tokens.vocabulary <= 400
+    (tmp_path / "text" / "part1.xz").write_bytes(b"")  # not read again
+    (tmp_path / "later").rename(tmp_path / "text" / "part3.xz")
+    again = read_tokens(tmp_path / "text")
+    assert len(again.train) == 3 and (again.train[0] == tokens.train[0]).all()
 
 
-def documents(ids):
-    """What stands between two ends, whole."""
-    ends = np.flatnonzero(ids == 0)
-    return [ids[began + 1 : ended] for began, ended in pairwise(ends)] or [ids]
-
-
-def test_tokens_come_back_as_they_were_written_and_a_file_cut_short_is_refused(tmp_path):
-    ids = np.random.default_rng(0).integers(0, 65_536, 5000).astype(np.uint16)
-    tokens = Tokens(vocabulary=65_536, train=ids[:4000], validation=ids[4000:], source="random")
-    write_tokens(tokens, tmp_path / "text")
-    back = read_tokens(tmp_path / "text")
-    assert (back.train == tokens.train).all() and (back.validation == tokens.validation).all()
-    with pytest.raises(ValueError, match="65536 at most"):
-        write_tokens(replace(tokens, vocabulary=65_537), tmp_path / "text")
-
-
-def test_an_mds_folder_is_taken_as_it_is(tmp_path):
-    from streaming import MDSWriter
-
-    for split, first in (("train", 0), ("val", 1000)):
-        with MDSWriter(out=str(tmp_path / split), columns={"tokens": "ndarray:int32"}) as writer:
-            for index in range(4):
-                writer.write({"tokens": np.arange(first + 100 * index, first + 100 * index + 100, dtype=np.int32)})
-    tokens = make_text.tokens_of_mds(tmp_path, 60_000)
-    assert tokens.vocabulary == 1400 and (tokens.train == np.arange(400)).all()
-    assert (tokens.validation == np.arange(1000, 1400)).all()
+def test_a_folder_without_text_and_a_part_that_is_too_large_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, held_out\.xz, part1\.xz: run"):
+        read_tokens(tmp_path)
+    monkeypatch.setattr(make_text, "LARGEST_PART_BYTES", 10)
+    with pytest.raises(ValueError, match="give a smaller --part-bytes"):
+        make(ROOT / "docs", tmp_path, parts=1)
 
 
 def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_whole(monkeypatch):
@@ -137,4 +136,47 @@ def test_ways_differ_in_their_ffns_alone_and_what_is_done_is_kept(text, tmp_path
         lines = {line["run"]: line for line in csv.DictReader(file)}
     assert list(lines) == ["dmoe/0", "cap1/0", "dynamic/0", "dense/0", "dmoe/1"]
     assert float(lines["dynamic/0"]["in tokens"]) == pytest.approx(1, abs=0.01) and not lines["dmoe/0"]["in tokens"]
-    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert (tmp_path / "curves.svg").stat().st_size > 1000
+
+
+def test_a_run_that_was_cut_off_continues_as_if_it_was_not_also_with_more_text(text, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    way = "fine,experts=16,shared_width=0.5,top_k=4,gate.normalize=False,router_lr=0.5"
+    flags = ("--size", "toy", "--every", 4, "--runs", way, "--tokens", 70_000)
+    run(monkeypatch, text, *flags, "--out", whole)
+    first = tmp_path / "first"
+    first.mkdir()
+    for name in ("tokenizer.json", HELD_OUT, "part1.xz"):
+        (first / name).symlink_to(text / name)
+    run(monkeypatch, first, *flags, "--out", parts, "--seconds", 0)
+    assert len(dropping.read_rows(parts / "curves.csv")) == 1 and len(list((parts / "state").iterdir())) == 1
+    run(monkeypatch, first, *flags, "--out", parts)
+    rows = dropping.read_rows(parts / "curves.csv")
+    assert not rows[-1].done and 4 < rows[-1].step < 68
+    run(monkeypatch, text, *flags, "--out", parts)
+    rows = {row.step: row for row in dropping.read_rows(parts / "curves.csv")}
+    expected = {row.step: row for row in dropping.read_rows(whole / "curves.csv")}
+    assert expected[68].done and rows[68].done and not list((parts / "state").iterdir())
+    for step, row in expected.items():
+        assert rows[step].loss == pytest.approx(row.loss, abs=1e-4) and rows[step].lr == row.lr
+    assert 0 < rows[68].entropy <= 1 and 1 / 16 <= rows[68].top_share < 1
+
+
+def test_a_run_with_an_unknown_way_or_a_key_without_value_is_refused(text, tmp_path, monkeypatch, capsys):
+    for way, said in (("fin", "fin is none of dmoe, dense"), ("fine,lr", "lr has no value; write lr=VALUE")):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, text, "--out", tmp_path, "--runs", way)
+        assert said in capsys.readouterr().err
+
+
+def test_compiled_parts_have_the_loss_and_gradients_of_the_model(monkeypatch):
+    monkeypatch.setattr("benchmarks.papers.transformer.compiled", lambda function: function)  # inductor takes minutes
+    monkeypatch.setattr("benchmarks.papers.transformer.COMPILED_LOGITS", 50 * 10)
+    ids_NS, results = torch.randint(50, (4, 17)), []
+    for compile in (False, True):
+        model = Transformer(
+            16, 2, 50, torch.device("cpu"), experts=4, top_k=2, gate={"name": "topk"}, dense_layers=1, compile=compile
+        )
+        model.backward(ids_NS, 1, 4)
+        results.append([parameter.grad for parameter in model.model.parameters()])
+    torch.testing.assert_close(*results)
