@@ -13,6 +13,10 @@ CLAIMS = (
         "MegaBlocks, figures 7 and 8: speed at equal loss",
         "python -m benchmarks.papers.dropping text",
     ),
+    (
+        "the same, with small experts: docs/explanation/recipe.md",
+        "python -m benchmarks.papers.dropping text --runs dense fine dmoe --reference fine",
+    ),
     ("its text, from Debian's packages of sources", "python -m benchmarks.papers.make_text text"),
     ("MegaBlocks issue 86: the scale of experts' gradients", "make verify"),
     ("HetuMoE: the layer against GShard's einsums and padding", "python -m benchmarks.papers.hetumoe_layer"),
