@@ -20,8 +20,8 @@ from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY, MoELayer
-from foundry_moe.loads.history import entropy_of, over_mean
-from foundry_moe.loads.page import draw_maps, write_page
+from foundry_moe.loads.history import entropy_of
+from foundry_moe.loads.page import write_page
 from foundry_moe.schema import refuse_unknown
 
 log = logging.getLogger(__name__)
@@ -83,14 +83,12 @@ class ExpertLoad(Callback):
           expert_load:
             interval: 10ba       # how often to log
             shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
-            heatmap: runs/x/expert_load.png   # loads over the run, a PNG drawn when training ends; null for none
             file: runs/x/expert_load.jsonl    # all loads and figures, a JSON object each time; null for none
             html: runs/x/expert_load.html     # a page of `file`, written when training ends; null for none
 
     Args:
         interval: a Composer time string.
         shares: log each expert's share; for few experts.
-        heatmap: where the picture of layers x experts goes (rank 0 writes it).
         file: where the JSON lines go (rank 0 writes them); a resumed run goes on with them.
         html: where the page of `file` goes; `foundry-moe loads FILE` makes one at any time.
 
@@ -102,21 +100,18 @@ class ExpertLoad(Callback):
         self,
         interval: str = "1ba",
         shares: bool = False,
-        heatmap: str | None = None,
         file: str | None = None,
         html: str | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, ("interval", "shares", "heatmap", "file", "html"), "callbacks.expert_load")
+        refuse_unknown(unknown, ("interval", "shares", "file", "html"), "callbacks.expert_load")
         if html and not file:
             raise ValueError(f"callbacks.expert_load.html ({html}) is a page of `file`: give file too")
         self.due = at_interval(interval, "callbacks.expert_load.interval")
         self.shares = shares
-        self.heatmap = heatmap
         self.file = LoadFile(file) if file else None
         self.html = html
         self.watch: CollapseWatch | None = None
-        self.total_LE: Tensor | None = None
         self.latest_LE: Tensor | None = None
         self.latest: dict[str, float] = {}  # metrics
 
@@ -142,7 +137,6 @@ class ExpertLoad(Callback):
             if layer.hot is not None:
                 layer.hot.reset()
         self.latest_LE = counts_LE
-        self.total_LE = counts_LE if self.total_LE is None else self.total_LE + counts_LE
         batch = state.timestamp.batch.value
         names = [layer.layer_index for layer in layers]
         per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
@@ -189,23 +183,11 @@ class ExpertLoad(Callback):
         return metrics
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        if self.heatmap and self.total_LE is not None and dist.get_global_rank() == 0:
-            names = [f"layer {layer.layer_index}" for layer in moe_layers(state.model)]
-            title = "load of each expert, over its layer's mean"
-            figure = draw_maps({title: over_mean(self.total_LE.double().numpy())}, rows=names)
-            Path(self.heatmap).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(self.heatmap, dpi=120)
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
             try:
                 write_page(self.file.path, Path(self.html))
             except ValueError as error:  # of an older run in the same file, for example: no reason to end this one
                 log.warning("callbacks.expert_load.html: %s", error)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total_LE": self.total_LE}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total_LE = state["total_LE"]
 
 
 def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, list[float]]]:

@@ -24,6 +24,8 @@ _WARNINGS = (
     "To copy construct from a tensor",
     "'pin_memory' argument is set as true but no accelerator is found",
     r"FSDP is not applicable for single-GPU training",
+    r"barrier\(\): using the device under current context",
+    "Dynamo detected a call to a `functools.lru_cache`",
 )
 # by logger, what a record of transformers contains
 _RECORDS = {

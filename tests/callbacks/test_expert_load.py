@@ -42,7 +42,6 @@ def test_every_microbatch_of_every_batch_counts(microbatch):
     fit(mpt(), callbacks=[callback], microbatch=microbatch, duration="4ba", loggers=[logger])
     # 2 batches of 4 sequences of 16 tokens, 2 choices each, for each of 2 layers
     assert callback.latest_LE.sum(1).tolist() == [256, 256]
-    assert callback.total_LE.sum(1).tolist() == [512, 512]
     metrics = logger.data
     means = [value for _, value in metrics["dmoe/layer1/mean"]]
     assert means == [256 / 4] * 2
@@ -51,18 +50,8 @@ def test_every_microbatch_of_every_batch_counts(microbatch):
     assert metrics["dmoe/loss/balance"][-1][1] == pytest.approx(1.0, abs=0.2)
 
 
-def test_the_picture_is_a_png_of_the_whole_run(tmp_path):
-    callback = ExpertLoad(interval="2ba", heatmap=str(tmp_path / "deep" / "load.png"))
-    fit(mpt(), callbacks=[callback], duration="4ba")
-    assert callback.total_LE.sum(1).tolist() == [512, 512]
-    assert (tmp_path / "deep" / "load.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_resumed_run_draws_the_batches_before_it_too():
-    first, second = ExpertLoad(), ExpertLoad()
-    first.total_LE = torch.tensor([[4, 0], [1, 1]])
-    second.load_state_dict({**first.state_dict(), "history_batches_N": torch.tensor([7])})  # of an older version
-    assert second.total_LE.tolist() == [[4, 0], [1, 1]]
+def test_the_state_of_an_older_version_is_ignored():
+    ExpertLoad().load_state_dict({"total_LE": torch.tensor([[4, 0], [1, 1]])})
 
 
 @pytest.mark.parametrize(
