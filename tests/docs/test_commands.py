@@ -68,7 +68,7 @@ def test_mesh(folder):
     assert "pass" in run_block(own, folder)
     assert "512 GPUs" in run_block(plan, folder)
     output = run_block(f"export DRY_RUN=1 NODE_RANK=3\n{nodes}", folder)
-    assert "64 nodes" in output and "--nnodes" in output
+    assert "--nnodes\n56:64\n" in output and output.endswith("variables.data=DATA\n")
 
 
 def test_planning(folder):
