@@ -21,6 +21,7 @@ ELSEWHERE = {
     "tutorials/cluster.md",
     "how-to/plain_pytorch.md",
     "how-to/lora.md",  # tests/commands/test_export_adapter.py
+    "explanation/recipe.md",  # hours on a GPU; tests/papers/test_dropping.py
     "how-to/transformers.md",  # an installation: make test-transformers
 }
 HERE = {f"how-to/{name}.md" for name in ("checkpoints", "export", "mesh", "planning", "recipes")}
