@@ -68,6 +68,17 @@ class Tokens:
         return self.x_TD.device
 
 
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """A product of rows [R, L] with an expert's matrix of few inputs, which is added to another product.
+
+    b: [P, E, N, L] for a transposed product, with one plane for each of a GLU, else [1, E, L, N].
+    """
+
+    a_RL: Tensor
+    b: Tensor
+
+
 def gathers(x_TD: Tensor, hidden: int) -> bool:
     """Whether products of experts of this width can gather these tokens themselves, and gain by it."""
     return (
@@ -177,8 +188,12 @@ def _rows_product(
     h_RN: Tensor | None = None,
     activation: str = "identity",
     beside: tuple[Tokens, Tensor] | None = None,
+    low: LowRank | None = None,
 ) -> None:
-    """c = A W, summed over planes; given h, c are the two planes of a GLU and h = act(c[0]) c[1]."""
+    """c = A W, summed over planes; given h, c are the two planes of a GLU and h = act(c[0]) c[1].
+
+    `low` is added to c.
+    """
     _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
     if descriptors.plane_stride(weights) is None:  # too far apart for one tensor map
         weights = tuple(torch.stack(weights))
@@ -210,30 +225,39 @@ def _rows_product(
 
     k_tiles = cdiv(a_PRK.shape[-1], tile.bk)
     swapped = int(descriptors.planes_swapped(weights))
+    low_a_desc = low_b_desc = None
+    low_tiles = 0
+    if low is not None:
+        b = low.b.flip(0) if glu and swapped else low.b  # its planes side by side as those of the weights
+        low_a_desc = descriptors.rows(low.a_RL[None], tile.bm, tile.bk, specialised=special)
+        low_b_desc = descriptors.boxes(b, [box[0], 1, *box[1:]], specialised=special)
+        low_tiles = cdiv(low.a_RL.shape[1], tile.bk)
     programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)
     if special:
         from foundry_moe_kernels import hopper_products
 
         launch(
             hopper_products.rows_kernel, (programs,),
-            a_desc, b_desc, out(c_PRN), out(h_RN), hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
+            a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN),
+            hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
             hopper_products.row_descriptor(beside[1]) if beside else None, rows.entries_M4, rows.count,
             tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
             rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, rows.num_rows,
-            column_tiles, k_tiles, swapped, tile.group,
+            column_tiles, k_tiles, swapped, tile.group, low_tiles,
             CHOICES=tokens.choices if tokens else 0, GATHERED=gathered,
-            SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0, PLANES=a.shape[0], GATED=glu,
-            ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages,
-            SPLIT=tile.split, BUFFERS=1 if beside else hopper_products.buffers(tile, split),
+            SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0, LOW=low is not None,
+            PLANES=a.shape[0], GATED=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn, BK=tile.bk,
+            STAGES=tile.stages, SPLIT=tile.split, BUFFERS=1 if beside else hopper_products.buffers(tile, split),
             LAST=tile.bn if glu else hopper_products.last_columns(n, tile.bn), num_warps=hopper_products.WARPS,
             maxnreg=hopper_products.REGISTERS,
         )  # fmt: skip
         return
     launch(
         ragged_rows_kernel, (programs,),
-        a_desc, b_desc, out(c_PRN), out(h_RN), rows.entries_M4, rows.count, column_tiles, k_tiles, swapped,
-        PLANES=a.shape[0], GLU=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn, BK=tile.bk,
-        SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs, FLATTEN=tile.flatten, num_warps=tile.warps,
+        a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN), rows.entries_M4, rows.count, column_tiles,
+        k_tiles, swapped, low_tiles,
+        LOW=low is not None, PLANES=a.shape[0], GLU=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn,
+        BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs, FLATTEN=tile.flatten, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
@@ -246,6 +270,8 @@ def rows_product(
     transposed: bool,
     tile: Tile | None = None,
     beside: tuple[Tokens, Tensor] | None = None,
+    low: LowRank | None = None,
+    product: str = "",
 ) -> Tensor:
     """c_RN: each row times its expert's matrix, summed over planes.
 
@@ -253,13 +279,15 @@ def rows_product(
         a_PRK: [P, R, K], or tokens where `gathers`.
         weights: P tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W).
         beside: tokens to copy meanwhile, where `gathers` and `copies`, and the rows they are copied to.
+        low: added to c.
+        product: whose tile to use; default: by `transposed` and planes.
     """
     n = weights[0].shape[1 if transposed else 2]
-    product = ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")
+    product = product or ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")
     c_RN = torch.empty(a_PRK.shape[-2], n, dtype=a_PRK.dtype, device=a_PRK.device)
 
     def run(tile: Tile) -> None:
-        _rows_product(a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside)
+        _rows_product(a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside, low=low)
 
     run(tile or _pick(product, rows, n, a_PRK.shape[-1], run))
     return c_RN
@@ -272,6 +300,7 @@ def up(
     activation: str,
     *,
     tile: Tile | None = None,
+    low: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """z_PRF = x·W1ᵀ (and x·V1ᵀ), the pre-activations, and h_RF = act(z[0]) (times z[1]).
 
@@ -279,16 +308,24 @@ def up(
 
     Args:
         weights: W1 and perhaps V1, [E, F, D].
+        low: added to z.
     """
     _, n, k = weights[0].shape
-    tile = tile or _pick(f"up{len(weights)}", rows, n, k, lambda other: up(x_RD, weights, rows, activation, tile=other))
+    if tile is None:
+
+        def run(other: Tile) -> object:
+            return up(x_RD, weights, rows, activation, tile=other, low=low)
+
+        tile = _pick(f"up{len(weights)}", rows, n, k, run)
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
     if len(weights) == 1:
-        _rows_product(a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF)
+        _rows_product(a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, low=low)
         return z_PRF, activate(z_PRF, rows.offsets_E, activation)
     h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
-    _rows_product(a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, h_RN=h_RF, activation=activation)
+    _rows_product(
+        a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, h_RN=h_RF, activation=activation, low=low
+    )
     return z_PRF, h_RF
 
 

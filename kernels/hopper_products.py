@@ -98,12 +98,14 @@ def _rows_place(tile, column_tiles, num_blocks, grouped):
 
 @gluon.jit
 def _rows_producer(
-    a_desc, b_desc, ring, work, queue, tokens,
+    a_desc, b_desc, low, ring, work, queue, tokens,
     PLANES: gl.constexpr, GATED: gl.constexpr, TRANS_B: gl.constexpr, COLUMNS: gl.constexpr,
-    CHOICES: gl.constexpr, GATHERED: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    CHOICES: gl.constexpr, GATHERED: gl.constexpr, LOW: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     a_ring, b_ring, full, empty = ring
-    block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped = work
+    block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped, low_tiles = work
+    low_a_desc, low_b_desc = low
     num_blocks = gl.load(counts_ptr)
     tiles = num_blocks * column_tiles
     if GATHERED:
@@ -150,6 +152,20 @@ def _rows_producer(
                 async_copy.async_copy_global_to_shared(a_ring.index(stage).reshape([BM, BK]), pointers + step * BK)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
+        if LOW:
+            for step in range(low_tiles):
+                k = step * BK
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                ready = full.index(stage)
+                mbarrier.expect(ready, low_a_desc.block_type.nbytes + low_b_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(low_a_desc, [0, first_row, k], ready, a_ring.index(stage))
+                if TRANS_B:
+                    tma.async_copy_global_to_shared(low_b_desc, [0, expert, column, k], ready, b_ring.index(stage))
+                else:
+                    tma.async_copy_global_to_shared(low_b_desc, [0, expert, k, column], ready, b_ring.index(stage))
+                if GATHERED:
+                    async_copy.mbarrier_arrive(ready, increment_count=False)
+                stage, phase = next_stage(stage, phase, STAGES)
     _push_tile(queue, turn, tile, WARPS_HERE)
     if gl.atomic_add(counts_ptr + 2, 1) == gl.num_programs(0) - 1:  # the last program resets both for the next launch
         gl.store(counts_ptr + 1, 0)
@@ -163,7 +179,7 @@ def _rows_consumer(
     GATHERED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped = work
+    block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped, low_tiles = work
     num_blocks = gl.load(counts_ptr)
     tiles = num_blocks * column_tiles
     COLUMNS: gl.constexpr = BN // 2 if GATED else BN
@@ -177,7 +193,7 @@ def _rows_consumer(
         start = gl.load(entry + 1)
         size = gl.load(entry + 2)
         row = gl.load(entry + 3) + HALF * (BM // 2)
-        steps = k_tiles * PLANES
+        steps = k_tiles * PLANES + low_tiles
         place = (0, WRAP, start + size, WRAP - size + row)
         column = column_tile * COLUMNS
         if row >= size:
@@ -226,11 +242,12 @@ def _copy(in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES: gl.cons
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "column_tiles", "k_tiles", "swapped", "grouped"])
+@gluon.jit(do_not_specialize=["num_rows", "column_tiles", "k_tiles", "swapped", "grouped", "low_tiles"])
 def rows_kernel(
-    a_desc, b_desc, c_desc, h_desc, in_desc, out_desc, block_rows_ptr, counts_ptr, x_ptr, source_ptr, end_ptr,
-    x_stride, num_rows, column_tiles, k_tiles, swapped, grouped,
-    CHOICES: gl.constexpr, GATHERED: gl.constexpr, SLOTS: gl.constexpr,
+    a_desc, b_desc, low_a_desc, low_b_desc, c_desc, h_desc, in_desc, out_desc,
+    block_rows_ptr, counts_ptr, x_ptr, source_ptr, end_ptr,
+    x_stride, num_rows, column_tiles, k_tiles, swapped, grouped, low_tiles,
+    CHOICES: gl.constexpr, GATHERED: gl.constexpr, SLOTS: gl.constexpr, LOW: gl.constexpr,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     BUFFERS: gl.constexpr, LAST: gl.constexpr,
@@ -244,12 +261,14 @@ def rows_kernel(
     GATED     c = gate and up, whose columns lie side by side in the tile; h = act(gate) * up
     GATHERED  row r of A is token source[r] // CHOICES of x (its width a multiple of BK); else A comes by a_desc
     LAST      columns to multiply of a row's last tile, unless GATED: see `last_columns`
+    LOW       low_tiles more steps, of low_a [1, R, L] and low_b, laid out as B, are added: c = A W + low_a low_b
     SLOTS     of the copier; 0 = none. Row r of out_desc becomes token source[r] // CHOICES of in_desc. Not GATHERED
     """
     ring = rings(a_desc, b_desc, STAGES, GATHERED)
     first = store_buffers(c_desc, BUFFERS)
     second = store_buffers(c_desc, BUFFERS)
-    work = (block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped)
+    work = (block_rows_ptr, counts_ptr, column_tiles, k_tiles, swapped, grouped, low_tiles)
+    low = (low_a_desc, low_b_desc)
     queue = _tile_queue()
     tokens = (x_ptr, x_stride, source_ptr, num_rows)
     COLUMNS: gl.constexpr = BN // 2 if GATED else BN
@@ -264,8 +283,8 @@ def rows_kernel(
                               BM, BN, BK, STAGES, SPLIT, LAST)),
             (_rows_consumer, (c_desc, h_desc, ring, work, queue, second, 1, PLANES, GATED, ACT, TRANS_B, False,
                               BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_producer, (a_desc, b_desc, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
-                            False, BM, BK, STAGES)),
+            (_rows_producer, (a_desc, b_desc, low, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
+                              False, LOW, BM, BK, STAGES)),
             (_copy, (in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
@@ -277,8 +296,8 @@ def rows_kernel(
                               BM, BN, BK, STAGES, SPLIT, LAST)),
             (_rows_consumer, (c_desc, h_desc, ring, work, queue, second, 1, PLANES, GATED, ACT, TRANS_B, GATHERED,
                               BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_producer, (a_desc, b_desc, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
-                          GATHERED, BM, BK, STAGES)),
+            (_rows_producer, (a_desc, b_desc, low, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
+                              GATHERED, LOW, BM, BK, STAGES)),
         ], [4, LOADERS], [MOST, LEAST])  # fmt: skip
 
 

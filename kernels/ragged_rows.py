@@ -31,18 +31,19 @@ def _store(desc, tile, plane, start, size, row, column, BM: tl.constexpr, WIDTH:
     desc.store([plane, WRAP_COORDINATE, y, x, column], tile.reshape(1, 1, 1, BM, WIDTH))
 
 
-@triton.jit(do_not_specialize=["column_tiles", "k_tiles", "swapped"])
+@triton.jit(do_not_specialize=["column_tiles", "k_tiles", "swapped", "low_tiles"])
 def ragged_rows_kernel(
-    a_desc, b_desc, c_desc, h_desc,
-    block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped,
-    PLANES: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, TRANS_B: tl.constexpr,
+    a_desc, b_desc, low_a_desc, low_b_desc, c_desc, h_desc,
+    block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, low_tiles,
+    LOW: tl.constexpr, PLANES: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, TRANS_B: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """block_rows_ptr: int32 [M, 4] of (expert, first row of the expert, rows of the expert, row within it).
 
     c[0] = A W, planes summed over (dx = dgate W1 + dup V1). With GLU c are the pre-activations, gate and up planes,
-    whose columns stand side by side in the tile, and h = act(gate) * up.
+    whose columns stand side by side in the tile, and h = act(gate) * up. With LOW, low_tiles more steps are added, of
+    low_a [1, R, L] and low_b, laid out as W: c = A W + low_a low_b.
     """
     dtype: tl.constexpr = a_desc.dtype
     num_blocks = tl.load(num_blocks_ptr)
@@ -65,6 +66,15 @@ def ragged_rows_kernel(
             else:
                 b = b_desc.load([plane ^ swapped, expert, k, column]).reshape(BK, BN)
             acc = tl.dot(a, b, acc)
+        if LOW:
+            for step in range(low_tiles):
+                k = step * BK
+                a = low_a_desc.load([0, first_row, k]).reshape(BM, BK)
+                if TRANS_B:
+                    b = low_b_desc.load([0, expert, column, k]).reshape(BN, BK).T
+                else:
+                    b = low_b_desc.load([0, expert, k, column]).reshape(BK, BN)
+                acc = tl.dot(a, b, acc)
 
         done += PROGRAMS
         block, column_tile = _place(done, column_tiles, num_blocks, GROUP)

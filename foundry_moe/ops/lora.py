@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from foundry_moe.ops.backends import takes_hopper
 from foundry_moe.ops.expert_linear import expert_linear
-from foundry_moe.ops.permute import PermutePlan
+from foundry_moe.ops.low_rank import MOST_RANK, Frozen, kernels_mlp
+from foundry_moe.ops.permute import PermutePlan, permute, unpermute
 from foundry_moe.ops.reference import POINTWISE
 
 _RANK_COLUMNS = 8  # 16 bytes of a 16-bit type, which the kernels need of a row
@@ -89,7 +91,8 @@ _PRODUCTS: dict[str, Product] = {
 
 
 def lora_mlp(
-    x_RD: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor | None,
     plan: PermutePlan,
     weights: tuple[Tensor, Tensor | None, Tensor],
     adapters: Adapters,
@@ -98,7 +101,7 @@ def lora_mlp(
     backend: str,
     memory: str = "save",
 ) -> Tensor:
-    """y_RD [R, D]: each expert's MLP on its own rows; rows past the end are undefined.
+    """y_TD: for each token the weighted sum of its experts' outputs.
 
     Args:
         weights: frozen w1, v1 and w2 of experts of one width, as `foundry_moe.ops.expert_mlp` takes them.
@@ -106,8 +109,14 @@ def lora_mlp(
         backend: reference | grouped | batched | blocksparse.
         memory: save | recompute everything in the backward pass.
     """
+    if backend == "blocksparse" and _on_kernels(x_TD, weights, adapters):
+        scale, factors = adapters.scale, _stacked(weights, adapters)
+        return kernels_mlp(
+            x_TD, weights_TK, plan, Frozen(*weights, scale), factors, activation=activation, memory=memory
+        )
     product, act = _PRODUCTS[backend], POINTWISE[activation]
     w1, v1, w2 = weights
+    x_RD = permute(x_TD, plan)
 
     def linear(x_RK: Tensor, weight: Tensor, adapter: Adapter | None, dropped_RK: Tensor) -> Tensor:
         y_RN = product(x_RK, weight, plan, False)
@@ -126,5 +135,32 @@ def lora_mlp(
         return linear(h_RF, w2, adapters.w2, F.dropout(h_RF, adapters.dropout) if adapters.dropout else h_RF)
 
     if memory == "recompute" and torch.is_grad_enabled():
-        return checkpoint(compute, x_RD, use_reentrant=False)
-    return compute(x_RD)
+        y_RD = checkpoint(compute, x_RD, use_reentrant=False)
+    else:
+        y_RD = compute(x_RD)
+    return unpermute(y_RD, weights_TK, plan)
+
+
+def _on_kernels(x_TD: Tensor, weights: tuple[Tensor, Tensor | None, Tensor], adapters: Adapters) -> bool:
+    """Whether `low_rank` computes these experts: it draws no random numbers and has no gradient of weights."""
+    ranks = [adapter.a_EKL.shape[2] for adapter in (adapters.w1, adapters.v1, adapters.w2) if adapter is not None]
+    frozen = not any(weight is not None and weight.requires_grad for weight in weights)
+    kernels = takes_hopper(x_TD.device, x_TD.dtype, *weights[2].shape[1:])
+    return kernels and frozen and not adapters.dropout and max(ranks) <= MOST_RANK
+
+
+def _stacked(
+    weights: tuple[Tensor, Tensor | None, Tensor], adapters: Adapters
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The factors of `low_rank`, with zeros for a matrix that has no adapter."""
+    rank = next(one for one in (adapters.w1, adapters.v1, adapters.w2) if one is not None).a_EKL.shape[2]
+
+    def of(adapter: Adapter | None, weight: Tensor) -> Adapter:
+        experts, outputs, inputs = weight.shape
+        new = {"device": weight.device, "dtype": torch.float32}
+        return adapter or Adapter(torch.zeros(experts, inputs, rank, **new), torch.zeros(experts, outputs, rank, **new))
+
+    w1, v1, w2 = weights
+    up = [of(adapters.w1, w1), *(() if v1 is None else (of(adapters.v1, v1),))]
+    down = of(adapters.w2, w2)
+    return torch.stack([one.a_EKL for one in up]), torch.stack([one.b_ENL for one in up]), down.a_EKL, down.b_ENL

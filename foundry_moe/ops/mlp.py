@@ -88,10 +88,9 @@ def expert_mlp(
             )  # fmt: skip
     if adapters is not None:
         backend = "batched" if plan.capacity is not None else choose_backend(backend, x_TD.device, x_TD.dtype)
-        y_RD = lora_mlp(
-            permute(x_TD, plan), plan, weights, adapters, activation=activation, backend=backend, memory=memory
+        return lora_mlp(
+            x_TD, weights_TK, plan, weights, adapters, activation=activation, backend=backend, memory=memory
         )
-        return unpermute(y_RD, weights_TK, plan)
     if plan.capacity is not None:
         # in a compiled graph the plain version, whose activation inductor fuses
         on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling()

@@ -14,6 +14,7 @@ from foundry_moe_kernels import (
     dispatch_plan,
     expert_products,
     finite,
+    low_rank,
     noise,
     padded,
     permute,
@@ -171,6 +172,24 @@ def launch_tensor_maps(dtype: torch.dtype) -> None:
         expert_products.down_backward_(x, w2, z, rows, "silu", None, source_R, tile=tile)
         expert_products.rows_product(z, (w1[0], w1[1]), rows, transposed=False, tile=tile)
         expert_products.weight_gradient(z, x, rows, tile=tile)
+        low = expert_products.LowRank(a_RL=x[:, :32].contiguous(), b=w2[None, :, :, :32].contiguous())
+        expert_products.rows_product(z[:1], (w2,), rows, transposed=True, tile=tile, low=low)
+
+
+def launch_low_rank(dtype: torch.dtype) -> None:
+    """Products of LoRA adapters of rank 16, of tokens and of rows."""
+    offsets_E, _, source_R = tables()
+    rows, weights_TK = expert_products.ragged_rows(offsets_E, R), torch.zeros(T, K)
+    tokens = expert_products.Tokens(x_TD=torch.zeros(T, D, dtype=dtype), source_R=source_R, choices=K)
+    low, wide, h, z = (torch.zeros(*shape, dtype=dtype) for shape in ((R, 16), (R, 32), (R, F), (2, R, F)))
+    factor, b = torch.zeros(E, D, 16, dtype=dtype), torch.zeros(2, E, F, 32, dtype=dtype)
+    low_rank.project(tokens, torch.zeros(E, D, 32, dtype=dtype), rows)
+    low_rank.project(h, torch.zeros(E, F, 16, dtype=dtype), rows)
+    low_rank.outer(tokens, low, rows, 16, weights_TK=weights_TK, factor_EKL=factor)
+    low_rank.outer(tokens, wide, rows, 16, planes=2)
+    low_rank.hidden_backward_(
+        h, z, wide, low, b, rows, 16, scale=2.0, activation="silu", weights_TK=weights_TK, source_R=source_R
+    )
 
 
 def launch_all(capability: int) -> None:
@@ -181,6 +200,7 @@ def launch_all(capability: int) -> None:
         launch_products(torch.float32, tf32=True)
     launch_experts(torch.bfloat16)
     launch_mixed_widths(torch.bfloat16, (F, F // 2))
+    launch_low_rank(torch.bfloat16)
     launch_routing()
     if descriptors.capability_supported((capability // 10, capability % 10)):
         launch_tensor_maps(torch.bfloat16)

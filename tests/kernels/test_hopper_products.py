@@ -27,6 +27,11 @@ ep.up(x, (w, v), rows, "silu", tile=tile)
 ep.up(tokens, (w, v), rows, "silu", tile=tile)
 ep.rows_product(h[None].repeat(2, 1, 1), (w, v), rows, transposed=False, tile=tile, beside=(tokens, x.clone()))
 ep.weight_gradient(h[None], x, rows, tile=tile)
+up_low = ep.LowRank(a_RL=x[:, :32].contiguous(), b=both[..., :32].contiguous())
+ep.up(tokens, (w, v), rows, "silu", tile=tile, low=up_low)
+for a, weights, width in ((tokens, (w.mT.contiguous(),), 1024), (h[None].repeat(2, 1, 1), (w, v), 512)):
+    low = ep.LowRank(a_RL=up_low.a_RL, b=torch.zeros(1, 2, 32, width, dtype=torch.bfloat16))
+    ep.rows_product(a, weights, rows, transposed=False, tile=tile, low=low)
 for width in (320, 384):  # and a last tile of 64 or 128 columns
     narrow = torch.zeros(2, width, 512, dtype=torch.bfloat16)
     ep.rows_product(x[None], (narrow,), rows, transposed=True, tile=tile)
@@ -68,5 +73,5 @@ def test_last_tile_is_as_narrow_as_what_is_left():
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     kernels = compile_for(90, COMPILE)
     # four instructions a step of 64 in each of two halves, and as many for a narrow last tile
-    assert [kernel.hopper_products for kernel in kernels] == [8] * 6 + [16] * 4
+    assert [kernel.hopper_products for kernel in kernels] == [8] * 9 + [16] * 4
     assert not misfits(kernels, 90)
