@@ -41,7 +41,7 @@ class ElasticCheckpoint(WatchingCallback):
         elastic_checkpoint: {folder: s3://bucket/run, interval: 30m, keep: 3}
 
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
-    max_failures 3, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
+    max_failures 3, save_frozen true, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
     timeout 60s, save_timeout 30m, grace 25s, signals [SIGTERM, SIGUSR1, SIGINT], max_nonfinite 3,
     on_nonfinite stop. See docs/how-to/checkpoints.md.
 
@@ -109,11 +109,11 @@ class ElasticCheckpoint(WatchingCallback):
             raise_on_all_ranks(kind(sentence))
 
     def has_commits(self) -> bool:
-        """Whether this run resumes from a commit. Collective; rank 0 looks."""
-        return self.config.resume != "never" and has_commits(self.config)
+        """Whether all weights of this run come from a commit. Collective; rank 0 looks."""
+        return self.config.save_frozen and self.config.resume != "never" and has_commits(self.config)
 
     def before_load(self, state: State, logger: Logger) -> None:
-        if has_commits(self.config):
+        if self.config.save_frozen and has_commits(self.config):
             self._load_path.start(self.config.folder)
 
     def after_load(self, state: State, logger: Logger) -> None:

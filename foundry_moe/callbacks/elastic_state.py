@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,15 +39,19 @@ SECTIONS = ("model", "optim", "composer")
 NEVER = ("repr", "required_on_load")  # of an algorithm's state: Composer evaluates the first as Python
 
 
-def collect(state: State, *, weights_only: bool = False) -> dict[str, Any]:
+def collect(state: State, *, weights_only: bool = False, left_out: Collection[str] = ()) -> dict[str, Any]:
     """Everything that a run needs to go on, or the model alone. The tensors are the live ones, not copies.
 
     An optimizer that has not stepped yet gets its state initialised, as PyTorch does it.
+
+    Args:
+        left_out: names of the model's tensors.
     """
+    model = {name: tensor for name, tensor in get_model_state_dict(state.model).items() if name not in left_out}
     if weights_only:
-        return {"model": get_model_state_dict(state.model)}
+        return {"model": model}
     return {
-        "model": get_model_state_dict(state.model),
+        "model": model,
         "optim": get_optimizer_state_dict(state.model, state.optimizers) if state.optimizers else {},
         "composer": {
             **{name: _named(getattr(state, name)) for name in BY_NAME},

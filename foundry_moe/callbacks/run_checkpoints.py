@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from composer.utils import dist
 
 from foundry_moe import __version__
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, restore
+from foundry_moe.callbacks.frozen_base import check_base, describe_base, frozen_names
 from foundry_moe.callbacks.timing import ResumeTimes
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
-from foundry_moe.checkpoint.settings import CheckpointConfig
+from foundry_moe.checkpoint.settings import FROZEN, CheckpointConfig
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import architecture_of
@@ -79,6 +80,14 @@ class RunCheckpoints:
             },
         )
         self._engine.claim(_identity(state))
+        self._frozen = frozenset() if config.save_frozen else frozenset(frozen_names(state.model))
+        if self._frozen:
+            self._engine.info[FROZEN] = self._describe_base(state)
+
+    def _describe_base(self, state: State) -> dict[str, Any]:
+        names = frozen_names(state.model)
+        tensors = collect(state, weights_only=True)["model"]
+        return describe_base(state, {name: tensors[name] for name in tensors if name in names}, self._group)
 
     @property
     def busy(self) -> bool:
@@ -110,7 +119,11 @@ class RunCheckpoints:
         def target(info: Mapping[str, Any]) -> dict[str, Any]:
             if times is not None:
                 times.mark("finding the checkpoint")
-            here.update(collect(state, weights_only=bool(info.get("weights_only"))))
+            left_out: Collection[str] = ()
+            if isinstance(info.get(FROZEN), Mapping):
+                check_base(self._describe_base(state), info[FROZEN])
+                left_out = frozen_names(state.model)
+            here.update(collect(state, weights_only=bool(info.get("weights_only")), left_out=left_out))
             return here
 
         samples = _samples_of(state)
@@ -185,7 +198,7 @@ class RunCheckpoints:
         self.poll(logger)
         if state.timestamp.batch.value == self.saved_step or not self._due(state, epoch_ended):
             if not self._prepared:
-                self._engine.prepare(collect(state))
+                self._engine.prepare(collect(state, left_out=self._frozen))
                 self._prepared = True
             return
         if bad or (busy and self._any_busy()):
@@ -222,7 +235,7 @@ class RunCheckpoints:
         }
         self._prepared = True
         self.saved_step = timestamp.batch.value
-        return self._engine.save(collect(state), timestamp.batch.value, summary)
+        return self._engine.save(collect(state, left_out=self._frozen), timestamp.batch.value, summary)
 
     def _due(self, state: State, epoch_ended: bool) -> bool:
         """The same on all ranks: Composer's timestamp is."""

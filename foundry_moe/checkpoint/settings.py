@@ -17,6 +17,7 @@ from foundry_moe.schema import form, from_mapping
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever starts it again loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
 WHERE = "callbacks.elastic_checkpoint"
+FROZEN = "frozen"  # of a checkpoint's info, where frozen weights are left out: their digest and place
 GUARDED_TWICE = (
     "callbacks.nonfinite_guard: elastic_checkpoint looks at the same; remove nonfinite_guard, and set "
     f"{WHERE}.max_nonfinite"
@@ -62,6 +63,8 @@ class CheckpointConfig:
         run forks: restarts then go on from the fork's own newest.
     asynchronous: write it `async`. true uploads in the background; false waits for every save.
     max_failures: so many saves in a row may fail before training stops.
+    save_frozen: false leaves parameters that are not trained out. Their digest and where they were loaded from are
+        recorded; a resume loads them from there and refuses others.
     reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
         uninterrupted one would have drawn.
     stale_after: unfinished attempts of dead runs are removed when so old.
@@ -87,6 +90,7 @@ class CheckpointConfig:
     resume: str | int = field(default="auto", metadata=form("auto, never, or a step such as 500"))
     asynchronous: bool = True
     max_failures: int = 3
+    save_frozen: bool = True
     reseed: bool = True
     stale_after: str = field(default="6h", metadata=form("a time such as 6h"))
     endpoint_url: str | None = field(default=None, repr=False)  # may hold a password

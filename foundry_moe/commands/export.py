@@ -19,6 +19,7 @@ from foundry_moe import __version__
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.exporting import INDEX, Source, sources_of, write_targets
 from foundry_moe.checkpoint.ledger import Found, Ledger
+from foundry_moe.checkpoint.settings import FROZEN
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.argument_types import dtype_named
 from foundry_moe.commands.chosen_checkpoint import describe_mesh, with_checkpoint
@@ -83,6 +84,10 @@ def _sources(found: Found, architecture: Architecture) -> dict[str, Source]:
     }
 
 
+def _place_of(base: Any) -> str:
+    return str(base.get("from")) if isinstance(base, dict) else "?"
+
+
 def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
     """The step and dtype that a folder was exported with, by its certificate; without one those asked for.
 
@@ -114,6 +119,12 @@ def plan_export(
     Raises:
         ValueError: no family computes this, or there are no adapters to merge.
     """
+    base = found.manifest.info.get(FROZEN)
+    if base is not None:
+        raise ValueError(
+            f"the checkpoint of step {found.commit.step} leaves out the frozen weights (of {_place_of(base)!r}): use "
+            "--adapter, or continue the run for a batch with callbacks.elastic_checkpoint.save_frozen: true"
+        )
     sources = _sources(found, architecture)
     if merged:
         sources = merge(store, found, architecture, sources)
