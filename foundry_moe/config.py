@@ -178,6 +178,8 @@ class LoRAConfig:
     targets: matrices with an adapter, a list of w1 (gate projection, or the first of an MLP), v1 (up) and w2 (down);
         auto = all of them. The others are frozen too.
     rslora: scale = alpha / sqrt(r) (Kalajdzievski 2023).
+    start: a PEFT folder, such as `foundry-moe export --adapter` writes, whose adapters the run starts from. Of
+        `algorithms.dmoe`; in Python call `foundry_moe.models.adapters.load_adapter(model, folder)`.
     """
 
     r: int = 16
@@ -187,6 +189,7 @@ class LoRAConfig:
         default=AUTO, metadata=form("auto, or a list of matrices such as [w1, v1, w2]")
     )
     rslora: bool = False
+    start: str | None = field(default=None, metadata=form("a folder with adapter_model.safetensors"))
 
     def __post_init__(self) -> None:
         raise_mistakes(self._mistakes())

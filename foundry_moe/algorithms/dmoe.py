@@ -16,6 +16,7 @@ from foundry_moe.algorithms.weights_from_files import SOURCE, WeightsFromFiles
 from foundry_moe.config import MoEConfig, refuse_other_parallelism
 from foundry_moe.layers.lookup import batch_context
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.models.adapters import load_adapter
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.schema import from_mapping, with_keys
 
@@ -48,6 +49,7 @@ class DMoE(Algorithm):
         self._files = None if source is None else WeightsFromFiles(source)
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
         self._settings = settings
+        self._start = None if self.config.lora_config is None else self.config.lora_config.start
 
     def __repr__(self) -> str:
         return f"DMoE({', '.join(f'{key}={value!r}' for key, value in self._settings.items())})"
@@ -58,7 +60,8 @@ class DMoE(Algorithm):
         return True
 
     def match(self, event: Event, state: State) -> bool:
-        return event in (Event.INIT, Event.AFTER_LOSS) or (event == Event.BEFORE_LOAD and self._files is not None)
+        reads = self._files is not None or self._start is not None
+        return event in (Event.INIT, Event.AFTER_LOSS) or (event == Event.BEFORE_LOAD and reads)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
@@ -75,8 +78,10 @@ class DMoE(Algorithm):
             logger.log_hyperparameters({"dmoe/layers": len(layers), "dmoe/num_experts": self.config.num_experts})
             return
         if event == Event.BEFORE_LOAD:
-            assert self._files is not None
-            self._files.read(state)
+            if self._files is not None:
+                self._files.read(state)
+            if self._start is not None:
+                load_adapter(state.model, self._start)
             return
         context = batch_context(state.model)
         if context is not None:
@@ -89,6 +94,9 @@ class DMoE(Algorithm):
             layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)
         if not layers:
             raise ValueError(f"algorithms.dmoe: {caught[-1].message}")
+        if getattr(state.model, "using_peft", False):  # with model.peft_config
+            # Composer's state dict would have peft's tensors alone: no experts, no adapters of experts
+            state.model.should_save_peft_only = False  # type: ignore[assignment]
         for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once a layer
             warnings.warn(text, stacklevel=2)
         return layers

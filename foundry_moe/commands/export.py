@@ -76,10 +76,21 @@ def _export_adapter(arguments: argparse.Namespace, store: Store, ledger: Ledger,
 
 
 def _sources(found: Found, architecture: Architecture) -> dict[str, Source]:
-    """The checkpoint's tensors, by name without the architecture's prefix."""
+    """The checkpoint's tensors, by name without the architecture's prefix.
+
+    Raises:
+        ValueError: adapters of `model.peft_config`, whose scale a checkpoint does not have.
+    """
+    sources = sources_of(found, "model")
+    dense = next((name for name in sources if ".lora_A." in name), None)
+    if dense is not None:
+        raise ValueError(
+            f"{dense}: adapters of model.peft_config are not exported; train without peft_config, or save the model "
+            "from Python with peft's save_pretrained"
+        )
     return {
         name.removeprefix(architecture.prefix): source
-        for name, source in sources_of(found, "model").items()
+        for name, source in sources.items()
         if name.startswith(architecture.prefix)
     }
 

@@ -7,6 +7,7 @@ import torch
 import yaml
 from composer.optim import DecoupledAdamW
 from llmfoundry.utils.builders import build_optimizer
+from safetensors.torch import save_file
 
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.gate_steps import add_steps_algorithm
@@ -53,3 +54,28 @@ def test_the_rule_of_the_page_trains_adapters_alone():
     optimizer = build_optimizer(model, "decoupled_adamw", keys)
     fit(model, algorithms=[DMoE(**algorithms["dmoe"])], optimizer=optimizer, duration="1ba")
     assert {name for name, p in model.named_parameters() if p.requires_grad} == adapters(model)
+
+
+def test_checkpoints_of_a_model_with_peft_config_hold_the_experts_too():
+    """Composer's state dict of such a model would have peft's tensors alone."""
+    model = llama()
+    model.using_peft, model.should_save_peft_only = True, True  # as with peft_config
+    fit(model, algorithms=[DMoE(**{**MOE, "init": "random", "lora": LORA})], duration="1ba")
+    assert not model.should_save_peft_only
+
+
+def test_a_run_starts_from_a_peft_folder(tmp_path):
+    factors = {
+        f"base_model.model.model.layers.{layer}.mlp.experts.{e}.{matrix}_proj.lora_{factor}.weight": torch.randn(shape)
+        for layer in range(2)
+        for e in range(MOE["num_experts"])
+        for matrix, inputs, outputs in (("gate", 32, 24), ("up", 32, 24), ("down", 24, 32))
+        for factor, shape in (("A", (2, inputs)), ("B", (outputs, 2)))
+    }
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    model = llama()
+    keys = {**MOE, "init": "random", "lora": {**LORA, "start": str(tmp_path)}}
+    fit(model, algorithms=[DMoE(**keys)], optimizer=torch.optim.SGD(model.parameters(), lr=0.0), duration="1ba")
+    (found,) = (p for n, p in model.named_parameters() if "layers.1." in n and n.endswith("w2_B_EDL"))
+    assert torch.equal(found[3], factors["base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight"])

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.models.adapters import load_adapter
 from foundry_moe.models.families import family_of
 from tests.helpers.commands import export
 from tests.helpers.exporting import Wrapped, commit, mpt
@@ -87,6 +88,36 @@ def test_per_expert_pairs_add_up_to_the_model_in_plain_transformers(kind: str, t
         state[name] = state[name] + config["lora_alpha"] / config["r"] * b @ a
     plain.load_state_dict(state)
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["peft", "per-expert"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_training_starts_from_an_exported_folder(kind: str, form: str, tmp_path: Path) -> None:
+    model = adapted(kind, rslora=True)
+    tensors_of(model, tmp_path, "--format", form)
+    again = small(kind)
+    blocks = family_of(again.config.model_type).read(again.config)
+    lora = {"r": 3, "alpha": 9}  # another scale
+    apply_dmoe(again, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k, lora=lora))
+    load_adapter(again, tmp_path / "out")
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ({"r": 5}, r"lora.r \(5\) must be 6, the rank of lora.start"),
+        ({"r": 3, "targets": ["w2"]}, "adapts v1 of layer 0, which the run does not: add it to lora.targets"),
+    ],
+)
+def test_a_folder_of_other_adapters_is_refused(lora: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    tensors_of(adapted("mixtral"), tmp_path)
+    again = small("mixtral")
+    apply_dmoe(again, MoEConfig(num_experts=5, top_k=2, lora=lora))
+    with pytest.raises(ValueError, match=sentence):
+        load_adapter(again, tmp_path / "out")
+    with pytest.raises(ValueError, match="cannot be read as a PEFT folder"):
+        load_adapter(again, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])

@@ -1,0 +1,132 @@
+"""Starts a run's LoRA adapters from a PEFT folder: peft's tensors of fused experts, or a pair for each expert's matrix.
+
+Shapes: E experts, K inputs and N outputs of a matrix, M rank of the folder, L rank of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.models.pretrained import local_box
+
+_MATRICES = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2", "w1": "w1", "w3": "v1", "w2": "w2"}
+_PAIR = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight$")
+_FUSED = re.compile(r"\.layers\.(\d+)\..*\.experts\.(base_layer\.)?lora_([AB])\.weight$")
+
+# (layer, matrix, "A" or "B") -> A [E, K, M] or B [E, N, M]
+Factors = dict[tuple[int, str, str], Tensor]
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Fills the adapters of a model's experts, placed on a mesh or not, as `foundry-moe export --adapter` wrote them.
+
+    The folder's scale may differ from the run's: B takes the quotient.
+
+    Raises:
+        ValueError: no such folder, or adapters of another model, rank or target than the run's.
+    """
+    folder = Path(folder)
+    tensors, config = _read(folder)
+    layers = {layer.layer_index: layer for layer in moe_layers(model)}
+    rank = int(config["r"])
+    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    counts = {layer.num_experts for layer in layers.values()}
+    factors = _factors(tensors, rank, max(counts, default=1), folder)
+    used = set()
+    for index, layer in layers.items():
+        experts = layer.experts
+        for matrix, names in getattr(experts, "adapter_names", {}).items():
+            pair = [factors.get((index, matrix, factor)) for factor in "AB"]
+            if pair[0] is None or pair[1] is None:
+                raise ValueError(f"lora.start: {folder} has no adapter of {matrix} in layer {index}")
+            a_EKM, b_ENM = _of_rank(pair[0], pair[1], matrix, experts.lora.r, folder)
+            for name, whole in zip(names, (a_EKM, b_ENM * (scale / experts.lora.scale)), strict=True):
+                parameter = experts.get_parameter(name)
+                if tuple(parameter.shape) != tuple(whole.shape):
+                    raise ValueError(
+                        f"lora.start: {folder} has shape {list(whole.shape)} for {name} of layer {index}, the run has "
+                        f"{list(parameter.shape)}"
+                    )
+                local, begin = local_box(parameter)
+                for dim, first in enumerate(begin):
+                    whole = whole.narrow(dim, first, local.shape[dim])
+                local.copy_(whole)
+            used |= {(index, matrix, factor) for factor in "AB"}
+    left = sorted({key[:2] for key, factor in factors.items() if key not in used and key[2] == "B" and factor.any()})
+    if left:
+        raise ValueError(
+            f"lora.start: {folder} adapts {left[0][1]} of layer {left[0][0]}, which the run does not: add it to "
+            "lora.targets"
+        )
+
+
+def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+        if not int(config["r"]) > 0 or not float(config["lora_alpha"]) > 0:
+            raise ValueError("r and lora_alpha must be above 0")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"lora.start ({folder}) cannot be read as a PEFT folder: {error!r}") from None
+    return tensors, config
+
+
+def _factors(tensors: dict[str, Tensor], rank: int, experts: int, folder: Path) -> Factors:
+    """Of both formats. A tensor that is none of an expert's is an error: the run would not train what it adapts."""
+    pairs: dict[tuple[int, str, str], dict[int, Tensor]] = defaultdict(dict)
+    factors: Factors = {}
+    for name, tensor in tensors.items():
+        pair, fused = _PAIR.search(name), _FUSED.search(name)
+        if pair and pair[3] in _MATRICES:
+            pairs[int(pair[1]), _MATRICES[pair[3]], pair[4]][int(pair[2])] = tensor.mT if pair[4] == "A" else tensor
+        elif fused and tensor.dim() == 2:
+            layer, up, factor = int(fused[1]), fused[2] is not None, fused[3]
+            if tensor.shape[0 if factor == "A" else 1] != rank * experts:
+                raise ValueError(f"lora.start: {name} {list(tensor.shape)} of {folder} is not of {experts} experts")
+            if factor == "A":  # expert e in rows e * M and on; gate and up share it
+                whole = tensor.view(experts, rank, -1).mT
+                factors |= {(layer, matrix, factor): whole for matrix in (("w1", "v1") if up else ("w2",))}
+            else:  # expert e in columns e, e + E, ...; gate above up
+                whole = tensor.view(-1, rank, experts).permute(2, 0, 1)
+                halves = whole.chunk(2, dim=1) if up else (whole,)
+                factors |= {
+                    (layer, matrix, factor): half
+                    for matrix, half in zip(("w1", "v1") if up else ("w2",), halves, strict=True)
+                }
+        else:
+            raise ValueError(f"lora.start: {name} of {folder} is no adapter of experts")
+    for key, found in pairs.items():
+        if sorted(found) != list(range(experts)):
+            raise ValueError(
+                f"lora.start: {folder} has adapters of {len(found)} of {experts} experts in layer {key[0]}"
+            )
+        factors[key] = torch.stack([found[e] for e in range(experts)])
+    return factors
+
+
+def _of_rank(a_EKM: Tensor, b_ENM: Tensor, matrix: str, rank: int, folder: Path) -> tuple[Tensor, Tensor]:
+    """Without the columns of zeros of an exported folder, in which gate and up have factors of their own side by side.
+
+    Raises:
+        ValueError: the folder's rank is not the run's.
+    """
+    found = a_EKM.shape[2]
+    if found == rank:
+        return a_EKM, b_ENM
+    own = slice(rank, 2 * rank) if matrix == "v1" else slice(0, rank)
+    rest = slice(0, rank) if matrix == "v1" else slice(rank, 2 * rank)
+    if found != 2 * rank or b_ENM[..., rest].any():
+        raise ValueError(f"lora.r ({rank}) must be {found}, the rank of lora.start ({folder})")
+    return a_EKM[..., own], b_ENM[..., own]
