@@ -9,7 +9,7 @@ else 1), L columns of a factor, a power of two from 16 up of which `rank` are no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -328,7 +328,7 @@ def hidden_backward_(
     experts, columns = rows.offsets_E.shape[0], v_down_RL.shape[1]
     sizes = HIDDEN
     chunks = cdiv(width, sizes.columns)
-    new = {"device": z_PRF.device, "dtype": torch.float32}
+    new: dict[str, Any] = {"device": z_PRF.device, "dtype": torch.float32}
     db = torch.empty(planes, sizes.parts, experts, width, rank, **new)
     da = torch.empty(sizes.parts, experts, width, rank, **new)
     partial = torch.empty(chunks, num_rows, planes * columns, dtype=z_PRF.dtype, device=z_PRF.device)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.pretrained import local_box
 
@@ -47,7 +48,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     used = set()
     for index, layer in layers.items():
         experts = layer.experts
-        for matrix, names in getattr(experts, "adapter_names", {}).items():
+        if not isinstance(experts, Experts) or experts.lora is None:
+            continue
+        for matrix, names in experts.adapter_names.items():
             pair = [factors.get((index, matrix, factor)) for factor in "AB"]
             if pair[0] is None or pair[1] is None:
                 raise ValueError(f"lora.start: {folder} has no adapter of {matrix} in layer {index}")

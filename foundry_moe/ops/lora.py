@@ -9,7 +9,7 @@ Shapes: R rows, E experts, D model width, F expert width, L rank of the adapters
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ def _stacked(
 
     def of(adapter: Adapter | None, weight: Tensor) -> Adapter:
         experts, outputs, inputs = weight.shape
-        new = {"device": weight.device, "dtype": torch.float32}
+        new: dict[str, Any] = {"device": weight.device, "dtype": torch.float32}
         return adapter or Adapter(torch.zeros(experts, inputs, rank, **new), torch.zeros(experts, outputs, rank, **new))
 
     w1, v1, w2 = weights

@@ -14,7 +14,7 @@ columns in kernels (see `foundry_moe_kernels.low_rank`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from foundry_moe_kernels.low_rank import columns_of, hidden_backward_, outer, pr
 from torch import Tensor
 from torch.nn import functional as F
 
+from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _gather, _planes, _table
 from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
@@ -99,6 +100,7 @@ def _forward(
     if plan.rows == 0:
         made = _fake_forward(x_TD, weights_TK, up_a, up_b, down_a, down_b, frozen, plan)
         return made[0].zero_(), *made[1:]
+    _compile_ahead(frozen, up_a, weights_TK, plan)
     ragged, x_RD = plan.ragged, _rows_of(x_TD, plan)
     u_RL = project(x_RD, _side_by_side(up_a, dtype), ragged)
     low = LowRank(a_RL=u_RL, b=_apart(up_b, dtype, frozen.scale))
@@ -196,7 +198,7 @@ def _gradient(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 def _from_saved(ctx: Any, dy_TD: Tensor, made: Sequence[Tensor], saved: Sequence[Any]) -> Sequence[Tensor]:
     scale, settings = ctx.settings
-    frozen, plan = Frozen(*saved[6:9], scale), ExpertPlan._make([*saved[9:], *settings])
+    frozen, plan = Frozen(saved[6], saved[7], saved[8], scale), ExpertPlan._make([*saved[9:], *settings])
     result: Sequence[Tensor] = _backward_(dy_TD, *made, *saved[:6], frozen, plan, ctx.needs_input_grad[0])
     return result
 
@@ -227,9 +229,43 @@ def _save_recompute(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 def _recompute_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     scale, settings = ctx.settings
     saved = ctx.saved_tensors
-    frozen, plan = Frozen(*saved[6:9], scale), ExpertPlan._make([*saved[9:], *settings])
+    frozen, plan = Frozen(saved[6], saved[7], saved[8], scale), ExpertPlan._make([*saved[9:], *settings])
     made = _forward(*saved[:6], frozen, plan)[1:]
     return _results(ctx, _from_saved(ctx, dy_TD, made, saved))
+
+
+def _compile_ahead(frozen: Frozen, up_a: Tensor, weights_TK: Tensor | None, plan: ExpertPlan) -> None:
+    """Has the kernels of experts like these compiled for every load, once a process: see `compile_ahead`."""
+    w2, (planes, *_, rank) = frozen.w2, up_a.shape
+    experts, choices = len(plan.widths), plan.row_TK.shape[1]
+    dtype = None if weights_TK is None else weights_TK.dtype
+
+    def prepare() -> Callable[[], None]:
+        few = (experts - 1) % 4 + 1  # whose tables are aligned as those of all are
+        rows = ahead.plan_of(ahead.TOKENS, choices, few, w2.device)
+        table = _table(rows.offsets_E, rows.num_rows, "hopper", plan.widths[:few])
+        some = ExpertPlan(
+            rows.source_R, rows.row_TK, rows.offsets_E, table, "hopper", plan.widths[:few], plan.activation
+        )
+        down, up = w2.new_zeros(w2[:few].shape), w2.new_zeros(planes, few, *w2.shape[:0:-1])
+        _, width, hidden = w2.shape
+        like: dict[str, Any] = {"device": w2.device}
+        factors = [
+            torch.zeros(*sizes, rank, **like)
+            for sizes in ((planes, few, width), (planes, few, hidden), (few, hidden), (few, width))
+        ]
+        x_TD = w2.new_zeros(ahead.TOKENS, width)
+        ones_TK = None if dtype is None else torch.ones(ahead.TOKENS, choices, dtype=dtype, **like)
+        base = Frozen(up[0], up[1] if planes == 2 else None, down, frozen.scale)
+
+        def run() -> None:
+            y_TD, *made = _forward(x_TD, ones_TK, *factors, base, some)
+            _backward_(y_TD, *made, x_TD, ones_TK, *factors, base, some, True)
+
+        return run
+
+    key = ("lora", w2.device, w2.dtype, dtype, w2.shape, planes, rank, choices, plan.activation)
+    ahead.run_once(key, w2.device, experts, choices, prepare)
 
 
 def kernels_mlp(

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.pages import blocks, link_tree, run_block
 
-PAGE, HUGGING_FACE, CLUSTER = (f"tutorials/{name}.md" for name in ("own_text", "hugging_face", "cluster"))
+PAGE, HUGGING_FACE, INSTRUCTIONS, CLUSTER = (
+    f"tutorials/{name}.md" for name in ("own_text", "hugging_face", "instructions", "cluster")
+)
 FIRST, WHOLE = 6, 9
 
 
@@ -74,6 +76,19 @@ def test_a_hugging_face_model_is_trained_and_leaves_as_one(folder, hugging_face)
     for run in ("instructions", "upcycled"):
         model = AutoModelForCausalLM.from_pretrained(folder / "runs" / run / "exported")
         assert model.config.model_type == "mixtral"
+
+
+def test_adapters_are_trained_on_instructions_exported_and_continued(folder, said):
+    outputs = [(block, run_block(block, folder)) for block in blocks(INSTRUCTIONS, "bash")]
+    assert output_of(outputs, "foundry-moe check").startswith("ok: hf_causal_lm")
+    assert "Mixtral in the format peft" in output_of(outputs, "--adapter")
+    runs = [output for block, output in outputs if block.startswith("composer")]
+    first, second = (
+        [float(found) for found in re.findall(r"^(?:first|last) loss ([\d.]+)$", run, re.M)] for run in runs
+    )
+    assert first[1] < 0.7 * first[0] and second[0] < 0.8 * first[0], "the second run starts where the first ended"
+    assert "as Mixtral" in output_of(outputs, "--merge")
+    assert "Who speaks?" in output_of(outputs, "AutoModelForCausalLM")
 
 
 def test_a_lost_process_is_replaced_and_the_run_completes(folder, said):
