@@ -9,15 +9,15 @@ else 1), L columns of a factor, a power of two from 16 up of which `rank` are no
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels import expert_products
-from foundry_moe_kernels.activations import activate_with_grad
 from foundry_moe_kernels.expert_products import RaggedRows, Tokens
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
+from foundry_moe_kernels.pointwise import activation_backward_
 from torch import Tensor
 
 LEAST_COLUMNS = 16  # of a factor, for tensor cores
@@ -36,12 +36,58 @@ class Sizes(NamedTuple):
 # H200: not tuned yet
 PROJECT = Sizes(rows=64, columns=64, stages=4)
 OUTER = Sizes(rows=64, columns=128)
-HIDDEN = Sizes(rows=16, columns=64, stages=1)
 
 
 def columns_of(rank: int) -> int:
     """L of adapters of this rank."""
     return max(LEAST_COLUMNS, next_power_of_2(rank))
+
+
+@triton.jit
+def _pack_kernel(
+    factor_ptr, out_ptr, experts, width, rank, scale,
+    PLANES: tl.constexpr, L: tl.constexpr, APART: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    expert, plane = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    k = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    keep = (k < width)[:, None]
+    WIDE: tl.constexpr = PLANES * L
+    c = tl.arange(0, WIDE) if APART else plane * L + tl.arange(0, L)
+    l = c - plane * L
+    inside = keep & ((l >= 0) & (l < rank))[None, :]
+    row = ((plane * experts + expert) * width + k[:, None]) * rank
+    value = tl.load(factor_ptr + row + l[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+    if APART:
+        out = ((plane * experts + expert) * width + k[:, None]) * WIDE + c[None, :]
+    elif TRANSPOSED:
+        out = (expert * WIDE + c[None, :]) * width + k[:, None]
+    else:
+        out = (expert * width + k[:, None]) * WIDE + c[None, :]
+    tl.store(out_ptr + out, value.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def pack(
+    factor_PEKr: Tensor, dtype: torch.dtype, *, scale: float = 1.0, apart: bool = False, transposed: bool = False
+) -> Tensor:
+    """Factors as products read them, times scale, with zeros in columns that are padding: [E, K, P * L].
+
+    Args:
+        apart: [P, E, K, P * L], each plane with zeros in the others' columns.
+        transposed: [E, P * L, K].
+    """
+    factor_PEKr = factor_PEKr.contiguous()
+    planes, experts, width, rank = factor_PEKr.shape
+    wide = planes * columns_of(rank)
+    shape = (
+        (planes, experts, width, wide) if apart else (experts, wide, width) if transposed else (experts, width, wide)
+    )
+    out = torch.empty(shape, dtype=dtype, device=factor_PEKr.device)
+    launch(
+        _pack_kernel, (cdiv(width, 128), experts, planes),
+        factor_PEKr, out, experts, width, rank, float(scale),
+        PLANES=planes, L=columns_of(rank), APART=apart, TRANSPOSED=transposed, ROWS=128, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -124,7 +170,7 @@ def _span(offsets_ptr, expert, part, parts, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _outer_kernel(
     a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
-    num_rows, width, stride, low_stride, rank, plane_size, scale,
+    num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
     CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +187,9 @@ def _outer_kernel(
     acc = tl.zeros((COLUMNS, PLANES * L), tl.float32)
     if PROJECTED:
         factor = tl.load(
-            factor_ptr + (expert.to(tl.int64) * width + k[:, None]) * L + l[None, :], mask=keep[:, None], other=0.0
-        )
+            factor_ptr + (expert.to(tl.int64) * width + k[:, None]) * factor_stride + l[None, :],
+            mask=keep[:, None], other=0.0,
+        )  # fmt: skip
     for begin in range(first, last, ROWS):
         r = begin + tl.arange(0, ROWS)
         inside = r < last
@@ -178,6 +225,8 @@ def outer(
     weights_TK: Tensor | None = None,
     source_R: Tensor | None = None,
     factor_EKL: Tensor | None = None,
+    out: Tensor | None = None,
+    projected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sums over each expert's rows of a_r low_r, fp32 [P, E, K, rank], and, given a factor, [R, L] = a factor.
 
@@ -185,108 +234,36 @@ def outer(
         a: [R, K].
         low: [R, P * L], columns of a tensor that may have more.
         weights_TK, source_R: multiply each row of low.
+        factor_EKL: columns of a tensor that may have more.
+        out, projected: for the results, which are made here without.
     """
     matrix, choices = (a.x_TD, a.choices) if isinstance(a, Tokens) else (a, 0)
     source_R = a.source_R if isinstance(a, Tokens) else source_R
     experts, width, columns = rows.offsets_E.shape[0], matrix.shape[1], low.shape[1] // planes
     sizes = OUTER
     chunks = cdiv(width, sizes.columns)
-    out = torch.empty(planes, sizes.parts, experts, width, rank, dtype=torch.float32, device=matrix.device)
+    if out is None or sizes.parts > 1:
+        made = torch.empty(planes, sizes.parts, experts, width, rank, dtype=torch.float32, device=matrix.device)
+    else:
+        made = out.view(planes, 1, experts, width, rank)
     partial = None
     if factor_EKL is not None:
         partial = torch.empty(chunks, rows.num_rows, columns, dtype=matrix.dtype, device=matrix.device)
     launch(
         _outer_kernel, (chunks, experts, sizes.parts),
-        matrix, source_R, low, weights_TK, factor_EKL, partial, out, rows.offsets_E,
-        rows.num_rows, width, matrix.stride(0), low.stride(0), rank, out[0].numel(), float(scale),
+        matrix, source_R, low, weights_TK, factor_EKL, partial, made, rows.offsets_E,
+        rows.num_rows, width, matrix.stride(0), low.stride(0),
+        0 if factor_EKL is None else factor_EKL.stride(1), rank, made[0].numel(), float(scale),
         CHOICES=choices, PLANES=planes, WEIGHTED=weights_TK is not None, PROJECTED=partial is not None, L=columns,
         ROWS=sizes.rows, COLUMNS=sizes.columns, EVEN=width % sizes.columns == 0, num_warps=sizes.warps,
         num_stages=sizes.stages,
     )  # fmt: skip
-    return out.sum(1) if sizes.parts > 1 else out[:, 0], None if partial is None else partial.sum(0)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _hidden_kernel(
-    dh_ptr, z_ptr, up_ptr, down_ptr, b_ptr, weights_ptr, source_ptr, dots_ptr, partial_ptr, db_ptr, da_ptr,
-    offsets_ptr, num_rows, width, rank, factor_plane, scale,
-    ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    expert = tl.program_id(1)
-    PLANES: tl.constexpr = 2 if GLU else 1
-    first, last = _span(offsets_ptr, expert, tl.program_id(2), tl.num_programs(2), ROWS)
-    f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    keep = f < width
-    l = tl.arange(0, L)
-    b_at = b_ptr + (expert.to(tl.int64) * width + f[:, None]) * (PLANES * L) + l[None, :]
-    b_gate = tl.load(b_at, mask=keep[:, None], other=0.0)
-    db_gate = tl.zeros((COLUMNS, L), tl.float32)
-    da = tl.zeros((COLUMNS, L), tl.float32)
-    plane = num_rows.to(tl.int64) * width
-    if GLU:
-        b_up = tl.load(b_at + factor_plane + L, mask=keep[:, None], other=0.0)
-        db_up = tl.zeros((COLUMNS, L), tl.float32)
-    columns = tl.full((1, COLUMNS), True, tl.int1) if EVEN else keep[None, :]
-    r = first + tl.arange(0, ROWS)
-    at = r.to(tl.int64)[:, None] * width + f[None, :]
-    mask = (r < last)[:, None] & columns
-    next_dh = tl.load(dh_ptr + at, mask=mask, other=0.0)
-    next_gate = tl.load(z_ptr + at, mask=mask, other=0.0)
-    if GLU:
-        next_up = tl.load(z_ptr + plane + at, mask=mask, other=0.0)
-    for begin in range(first, last, ROWS):
-        r = begin + tl.arange(0, ROWS)
-        inside = r < last
-        wide = r.to(tl.int64)[:, None]
-        mask = inside[:, None] & columns
-        at = wide * width + f[None, :]
-        dh = next_dh.to(tl.float32)
-        value, slope = activate_with_grad(next_gate.to(tl.float32), ACT)
-        if GLU:
-            up = next_up.to(tl.float32)
-        # the next rows are under way while these are multiplied
-        ahead = (r + ROWS < last)[:, None] & columns
-        next_dh = tl.load(dh_ptr + at + ROWS * width, mask=ahead, other=0.0)
-        next_gate = tl.load(z_ptr + at + ROWS * width, mask=ahead, other=0.0)
-        if GLU:
-            next_up = tl.load(z_ptr + plane + at + ROWS * width, mask=ahead, other=0.0)
-        dtype = dh_ptr.dtype.element_ty
-        weighted = dh
-        if WEIGHTED:
-            source = tl.load(source_ptr + r, mask=inside, other=0)
-            weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
-            weighted = dh * weight[:, None]
-        h = value
-        dgate = weighted * slope
-        low = up_ptr + wide * (PLANES * L) + l[None, :]
-        out = partial_ptr + (tl.program_id(0).to(tl.int64) * num_rows + wide) * (PLANES * L) + l[None, :]
-        if GLU:
-            dup = (weighted * value).to(dtype)
-            tl.store(z_ptr + plane + at, dup, mask=mask)
-            h = value * up
-            dgate = dgate * up
-            db_up = tl.dot(tl.trans(dup), tl.load(low + L, mask=inside[:, None], other=0.0), db_up)
-            tl.store(out + L, tl.dot(dup, b_up).to(dtype), mask=inside[:, None])
-        dgate = dgate.to(dtype)
-        tl.store(z_ptr + at, dgate, mask=mask)
-        db_gate = tl.dot(tl.trans(dgate), tl.load(low, mask=inside[:, None], other=0.0), db_gate)
-        tl.store(out, tl.dot(dgate, b_gate).to(dtype), mask=inside[:, None])
-        h_weighted = h
-        if WEIGHTED:
-            dots = tl.sum(dh * h, axis=1)
-            tl.store(dots_ptr + tl.program_id(0).to(tl.int64) * num_rows + r, dots, mask=inside)
-            h_weighted = h * weight[:, None]
-        low = tl.load(down_ptr + wide * L + l[None, :], mask=inside[:, None], other=0.0)
-        da = tl.dot(tl.trans(h_weighted.to(dtype)), low, da)
-    slot = (tl.program_id(2) * tl.num_programs(1) + expert).to(tl.int64)
-    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * width * rank
-    out = (slot * width + f[:, None]) * rank + l[None, :]
-    mask = keep[:, None] & (l < rank)[None, :]
-    tl.store(da_ptr + out, da, mask=mask)
-    tl.store(db_ptr + out, db_gate * scale, mask=mask)
-    if GLU:
-        tl.store(db_ptr + size + out, db_up * scale, mask=mask)
+    if partial is not None:
+        projected = torch.sum(partial, 0) if projected is None else torch.sum(partial, 0, out=projected)
+    if sizes.parts == 1:
+        return made[:, 0], projected
+    whole = made.sum(1)
+    return whole if out is None else out.copy_(whole.view(out.shape)), projected
 
 
 class Hidden(NamedTuple):
@@ -324,21 +301,23 @@ def hidden_backward_(
         db: of dz and u, times scale. da: of h, weighted, and v_down. v_RL: dz B. dots: fp32 [chunks, R], which add up
         to the gradient of each row's weight.
     """
-    planes, num_rows, width = z_PRF.shape
-    experts, columns = rows.offsets_E.shape[0], v_down_RL.shape[1]
-    sizes = HIDDEN
-    chunks = cdiv(width, sizes.columns)
-    new: dict[str, Any] = {"device": z_PRF.device, "dtype": torch.float32}
-    db = torch.empty(planes, sizes.parts, experts, width, rank, **new)
-    da = torch.empty(sizes.parts, experts, width, rank, **new)
-    partial = torch.empty(chunks, num_rows, planes * columns, dtype=z_PRF.dtype, device=z_PRF.device)
-    dots = None if weights_TK is None else torch.empty(chunks, num_rows, **new)
-    launch(
-        _hidden_kernel, (chunks, experts, sizes.parts),
-        dh_RF, z_PRF, u_RL, v_down_RL, b_PEFL, weights_TK, source_R, dots, partial, db, da, rows.offsets_E,
-        num_rows, width, rank, b_PEFL[0].numel(), float(scale),
-        ACT=activation, GLU=planes == 2, WEIGHTED=weights_TK is not None, L=columns, ROWS=sizes.rows,
-        COLUMNS=sizes.columns, EVEN=width % sizes.columns == 0, num_warps=sizes.warps, num_stages=sizes.stages,
-    )  # fmt: skip
-    several = sizes.parts > 1
-    return Hidden(db.sum(1) if several else db[:, 0], da.sum(0) if several else da[0], partial.sum(0), dots)
+    planes, num_rows, _ = z_PRF.shape
+    columns = v_down_RL.shape[1]
+    # In one kernel with these products, whose tiles change layout for each, the activation took as long as both do
+    # apart: 0.93 ms, of which the pass over memory is 0.45 (H100, OLMoE's shape)
+    dots = activation_backward_(dh_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
+    db = torch.empty(planes, *b_PEFL.shape[1:3], rank, dtype=torch.float32, device=z_PRF.device)
+    v_RL = torch.empty(num_rows, planes * columns, dtype=z_PRF.dtype, device=z_PRF.device)
+    for plane, (z_RF, b_EFL) in enumerate(zip(z_PRF, b_PEFL, strict=True)):
+        own = slice(plane * columns, (plane + 1) * columns)
+        outer(
+            z_RF,
+            u_RL[:, own],
+            rows,
+            rank,
+            scale=scale,
+            factor_EKL=b_EFL[..., own],
+            out=db[plane],
+            projected=v_RL[:, own],
+        )
+    return Hidden(db, outer(dh_RF, v_down_RL, rows, rank)[0][0], v_RL, dots)

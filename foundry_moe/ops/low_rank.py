@@ -21,9 +21,8 @@ import torch
 from foundry_moe_kernels import expert_products as hopper
 from foundry_moe_kernels import permute as permute_kernels
 from foundry_moe_kernels.expert_products import LowRank, Tokens
-from foundry_moe_kernels.low_rank import columns_of, hidden_backward_, outer, project
+from foundry_moe_kernels.low_rank import columns_of, hidden_backward_, outer, pack, project
 from torch import Tensor
-from torch.nn import functional as F
 
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _gather, _planes, _table
@@ -40,27 +39,6 @@ class Frozen(NamedTuple):
     v1: Tensor | None
     w2: Tensor
     scale: float
-
-
-def _padded(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    rank = factor.shape[-1]
-    return F.pad(factor.to(dtype), (0, columns_of(rank) - rank))
-
-
-def _side_by_side(factor_PEKr: Tensor, dtype: torch.dtype) -> Tensor:
-    """[E, K, P * L]: of plane p in columns p * L and on."""
-    padded_PEKL = _padded(factor_PEKr, dtype)
-    return padded_PEKL[0] if padded_PEKL.shape[0] == 1 else padded_PEKL.permute(1, 2, 0, 3).flatten(2)
-
-
-def _apart(factor_PEKr: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """[P, E, K, P * L]: as `_side_by_side`, each plane with zeros in the others' columns."""
-    planes, experts, width, rank = factor_PEKr.shape
-    columns = columns_of(rank)
-    out = torch.zeros(planes, experts, width, planes * columns, dtype=dtype, device=factor_PEKr.device)
-    for plane in range(planes):
-        out[plane, ..., plane * columns : plane * columns + rank] = factor_PEKr[plane] * scale
-    return out
 
 
 def _rows_of(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens | Tensor:
@@ -102,12 +80,12 @@ def _forward(
         return made[0].zero_(), *made[1:]
     _compile_ahead(frozen, up_a, weights_TK, plan)
     ragged, x_RD = plan.ragged, _rows_of(x_TD, plan)
-    u_RL = project(x_RD, _side_by_side(up_a, dtype), ragged)
-    low = LowRank(a_RL=u_RL, b=_apart(up_b, dtype, frozen.scale))
+    u_RL = project(x_RD, pack(up_a, dtype), ragged)
+    low = LowRank(a_RL=u_RL, b=pack(up_b, dtype, scale=frozen.scale, apart=True))
     z_PRF, h_RF = hopper.up(x_RD, _planes(frozen.w1, frozen.v1), ragged, plan.activation, low=low)
     del x_RD
-    down_u_RL = project(h_RF, _padded(down_a, dtype), ragged)
-    low = LowRank(a_RL=down_u_RL, b=_padded(down_b * frozen.scale, dtype)[None])
+    down_u_RL = project(h_RF, pack(down_a[None], dtype), ragged)
+    low = LowRank(a_RL=down_u_RL, b=pack(down_b[None], dtype, scale=frozen.scale)[None])
     y_RD = hopper.rows_product(h_RF[None], (_aligned(frozen.w2),), ragged, transposed=True, low=low)
     return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK), z_PRF, u_RL, down_u_RL
 
@@ -150,24 +128,24 @@ def _backward_(
     dy_RD = _rows_of(dy_TD, plan)
     d_down_b, down_v_RL = outer(
         dy_RD, down_u_RL, ragged, rank, scale=frozen.scale, weights_TK=weights_TK, source_R=plan.source_R,
-        factor_EKL=_padded(down_b * frozen.scale, dtype),
+        factor_EKL=pack(down_b[None], dtype, scale=frozen.scale),
     )  # fmt: skip
     assert down_v_RL is not None
-    low = LowRank(a_RL=down_v_RL, b=_padded(down_a, dtype).mT.contiguous()[None])
+    low = LowRank(a_RL=down_v_RL, b=pack(down_a[None], dtype, transposed=True)[None])
     dh_RF = hopper.rows_product(
         dy_RD if isinstance(dy_RD, Tokens) else dy_RD[None], (_aligned(frozen.w2),), ragged,
         transposed=False, product=f"down_backward{len(z_PRF)}", low=low,
     )  # fmt: skip
     del dy_RD
     hidden = hidden_backward_(
-        dh_RF, z_PRF, u_RL, down_v_RL, _apart(up_b, dtype, frozen.scale), ragged, rank,
+        dh_RF, z_PRF, u_RL, down_v_RL, pack(up_b, dtype, scale=frozen.scale, apart=True), ragged, rank,
         scale=frozen.scale, activation=plan.activation, weights_TK=weights_TK, source_R=plan.source_R,
     )  # fmt: skip
     del dh_RF
     d_up_a, _ = outer(_as_tokens(x_TD, plan), hidden.v_RL, ragged, rank, planes=len(z_PRF))
     dx_TD = x_TD.new_empty(0)
     if needs_dx:
-        low = LowRank(a_RL=hidden.v_RL, b=_side_by_side(up_a, dtype).mT.contiguous()[None])
+        low = LowRank(a_RL=hidden.v_RL, b=pack(up_a, dtype, transposed=True)[None])
         dx_RD = hopper.rows_product(z_PRF, _planes(frozen.w1, frozen.v1), ragged, transposed=False, low=low)
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
     dweights_TK = dy_TD.new_empty(0)

@@ -187,6 +187,8 @@ def launch_low_rank(dtype: torch.dtype) -> None:
     low_rank.project(h, torch.zeros(E, F, 16, dtype=dtype), rows)
     low_rank.outer(tokens, low, rows, 16, weights_TK=weights_TK, factor_EKL=factor)
     low_rank.outer(tokens, wide, rows, 16, planes=2)
+    for form in ({}, {"apart": True}, {"transposed": True}):
+        low_rank.pack(torch.zeros(2, E, D, 16), dtype, **form)
     low_rank.hidden_backward_(
         h, z, wide, low, b, rows, 16, scale=2.0, activation="silu", weights_TK=weights_TK, source_R=source_R
     )
