@@ -9,6 +9,7 @@ from importlib import import_module
 import foundry_moe_kernels
 import torch
 from foundry_moe_kernels import (
+    adamw,
     assignment,
     descriptors,
     dispatch_plan,
@@ -113,6 +114,11 @@ def launch_experts(dtype: torch.dtype) -> None:
     permute.unpermute_backward(x[:T], x, weights_TK, row_TK, offsets_E)
     permute.gather_dots(torch.zeros(1, R), row_TK, torch.float32)
     padded.gather(x[:T], source_R, K)
+    param, grad, mean, square = (torch.zeros(F) for _ in range(4))
+    for factor in (None, torch.ones(())):
+        adamw.adamw(
+            param, grad, (mean, square), torch.ones(2), factor, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, decay=0.0
+        )
     bad = torch.zeros(1, dtype=torch.uint8)
     finite.nonfinite(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), bad, bad, dtype, R * D)
 
