@@ -41,5 +41,5 @@ trainer = Trainer(
 )
 trainer.fit()
 print(f"loss {trainer.state.loss.item():.2f}; all 256 bytes alike: {math.log(256):.2f}")
-shares = load.total_LE.sum(0) / load.total_LE.sum()
+shares = load.latest_LE.sum(0) / load.latest_LE.sum()
 print("share of tokens by expert:", " ".join(f"{share:.2f}" for share in shares.tolist()))
