@@ -4,11 +4,31 @@ All arithmetic in fp32. Constants are the right operand: in the interpreter of T
 stays a constant, which `tl.exp` refuses.
 """
 
+import functools
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from foundry_moe_kernels.launch import INTERPRETED
 
 NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
+
+
+class Formula(NamedTuple):
+    """Of a GLU: h = act(alpha g) / alpha * (u + shift), g = min(gate, limit), u = up within +-limit; limit 0 = none."""
+
+    act: str
+    alpha: float = 1.0
+    limit: float = 0.0
+    shift: float = 0.0
+
+
+@functools.cache
+def formula(activation: str) -> Formula:
+    """Of an activation's name, or of a formula's fields separated by spaces: `silu 1.702 7.0 1.0` is GPT-OSS's."""
+    act, *numbers = activation.split()
+    return Formula(act, *map(float, numbers))
+
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -99,3 +119,36 @@ def activate_with_grad(z, ACT: tl.constexpr):
     else:
         tl.static_assert(ACT == "identity", "unknown activation")
         return z, tl.zeros_like(z) + 1.0
+
+
+@triton.jit
+def _within(z, LIMIT: tl.constexpr):
+    """NaN stays NaN."""
+    return tl.where(z > LIMIT, LIMIT, tl.where(z < -LIMIT, -LIMIT, z))
+
+
+@triton.jit
+def glu(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """h of a `Formula`."""
+    if LIMIT > 0:
+        gate, up = tl.where(gate > LIMIT, LIMIT, gate), _within(up, LIMIT)
+    if SHIFT != 0:
+        up = up + SHIFT
+    return activate(gate * ALPHA, ACT) * (1.0 / ALPHA) * up
+
+
+@triton.jit
+def glu_with_grad(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """(h, dh/dgate, dh/dup)."""
+    clamped, factor = gate, up
+    if LIMIT > 0:
+        clamped, factor = tl.where(gate > LIMIT, LIMIT, gate), _within(up, LIMIT)
+    if SHIFT != 0:
+        factor = factor + SHIFT
+    value, slope = activate_with_grad(clamped * ALPHA, ACT)
+    value = value * (1.0 / ALPHA)
+    dgate, dup = slope * factor, value
+    if LIMIT > 0:
+        dgate = tl.where(gate > LIMIT, 0.0, dgate)
+        dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, dup)
+    return value * factor, dgate, dup

@@ -262,6 +262,13 @@ def _rows_product(
     )  # fmt: skip
 
 
+def row_major(weights: tuple[Tensor, ...], transposed: bool) -> tuple[tuple[Tensor, ...], bool]:
+    """Weights and the orientation to multiply them in: turned round where their columns are contiguous, not rows."""
+    if weights[0].stride(-1) == 1:
+        return weights, transposed
+    return tuple(weight.mT for weight in weights), not transposed
+
+
 def rows_product(
     a_PRK: Tensor | Tokens,
     weights: tuple[Tensor, ...],
@@ -277,11 +284,13 @@ def rows_product(
 
     Args:
         a_PRK: [P, R, K], or tokens where `gathers`.
-        weights: P tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W).
+        weights: P tensors, [E, N, K] if `transposed` (x·Wᵀ), else [E, K, N] (x·W), whose rows or columns are
+            contiguous. They may be halves of one tensor, or every second row of it.
         beside: tokens to copy meanwhile, where `gathers` and `copies`, and the rows they are copied to.
         low: added to c.
         product: whose tile to use; default: by `transposed` and planes.
     """
+    weights, transposed = row_major(weights, transposed)
     n = weights[0].shape[1 if transposed else 2]
     product = product or ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")
     c_RN = torch.empty(a_PRK.shape[-2], n, dtype=a_PRK.dtype, device=a_PRK.device)
@@ -320,7 +329,8 @@ def up(
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
     if len(weights) == 1:
-        _rows_product(a, weights, rows, n, transposed=True, tile=tile, c_PRN=z_PRF, low=low)
+        weights, transposed = row_major(weights, True)
+        _rows_product(a, weights, rows, n, transposed=transposed, tile=tile, c_PRN=z_PRF, low=low)
         return z_PRF, activate(z_PRF, rows.offsets_E, activation)
     h_RF = torch.empty(x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
     _rows_product(
@@ -338,12 +348,15 @@ def down_backward_(
     weights_TK: Tensor | None,
     source_R: Tensor,
     *,
+    pairs: str | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Through the second product and the activation; z_PRF becomes its own gradient.
 
     Args:
         dy_RD: gradient of each row's output, not yet weighted.
+        w2_EDF: its rows or columns are contiguous.
+        z_PRF, pairs: as in `pointwise.activate`.
         weights_TK: combine weights, read through `source_R`; None = all one.
 
     Returns:
@@ -351,13 +364,14 @@ def down_backward_(
         [1, R]: the gradient of each row's weight.
     """
     _, k, n = w2_EDF.shape
-    h_RF = torch.empty_like(z_PRF[0])  # first dh, then h in its place
+    h_RF = torch.empty(z_PRF.shape[1], n, dtype=z_PRF.dtype, device=z_PRF.device)  # first dh, then h in its place
+    weights, transposed = row_major((w2_EDF,), False)
 
     def product(tile: Tile) -> None:
-        _rows_product(dy_RD[None], (w2_EDF,), rows, n, transposed=False, tile=tile, c_PRN=h_RF)
+        _rows_product(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
 
-    product(tile or _pick(f"down_backward{z_PRF.shape[0]}", rows, n, k, product))
-    return h_RF, activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
+    product(tile or _pick("nt" if transposed else f"down_backward{z_PRF.shape[0]}", rows, n, k, product))
+    return h_RF, activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs)
 
 
 def weight_gradient(

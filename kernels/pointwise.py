@@ -1,76 +1,170 @@
 """The activation, forwards and backwards, row by row: for products that do not carry it in their epilogue.
 
-Shapes: R rows, F expert width, P planes (gate and up: 2, else 1), V values of one plane, T tokens, K choices.
+Shapes: R rows, E experts, F expert width, P planes (gate and up: 2, else 1), V values of one plane, T tokens,
+K choices.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels.activations import activate as _activate
-from foundry_moe_kernels.activations import activate_with_grad
+from foundry_moe_kernels.activations import activate_with_grad, formula, glu, glu_with_grad
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.topology import Topology, load_multiple, multiple
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _activate_kernel(z_ptr, h_ptr, end_ptr, rows, width, ACT: tl.constexpr, GLU: tl.constexpr, WIDTH: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    if r >= tl.load(end_ptr):
-        return
-    f = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    keep = f < width
-    h = _activate(tl.load(z_ptr + r * width + f, mask=keep).to(tl.float32), ACT)
+@triton.jit
+def _load_pair(
+    ptr, base, first, inside, width, up_at, GLU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Gate and up in fp32, of columns from `first` of rows that begin at `base` [ROWS]; up is gate unless GLU."""
+    if INTERLEAVED:
+        f = 2 * first + tl.arange(0, 2 * WIDTH)
+        keep = inside[:, None] & (f < 2 * width)[None, :]
+        both = tl.load(ptr + base[:, None] + f[None, :], mask=keep, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(both, (ROWS, WIDTH, 2)))
+    else:
+        f = first + tl.arange(0, WIDTH)
+        keep = inside[:, None] & (f < width)[None, :]
+        at = base[:, None] + f[None, :]
+        gate = tl.load(ptr + at, mask=keep, other=0.0).to(tl.float32)
+        up = gate
+        if GLU:
+            up = tl.load(ptr + up_at + at, mask=keep, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _store_pair(
+    ptr, gate, up, base, first, inside, width, up_at, GLU: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    dtype = ptr.dtype.element_ty
+    if INTERLEAVED:
+        f = 2 * first + tl.arange(0, 2 * WIDTH)
+        keep = inside[:, None] & (f < 2 * width)[None, :]
+        both = tl.reshape(tl.join(gate.to(dtype), up.to(dtype)), (ROWS, 2 * WIDTH))
+        tl.store(ptr + base[:, None] + f[None, :], both, mask=keep)
+    else:
+        f = first + tl.arange(0, WIDTH)
+        keep = inside[:, None] & (f < width)[None, :]
+        at = base[:, None] + f[None, :]
+        tl.store(ptr + at, gate.to(dtype), mask=keep)
+        if GLU:
+            tl.store(ptr + up_at + at, up.to(dtype), mask=keep)
+
+
+@triton.jit(do_not_specialize=["up_rows", "experts"])
+def _activate_kernel(
+    z_ptr, h_ptr, bias_ptr, offsets_ptr, up_rows, width, experts,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
+    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < tl.load(offsets_ptr + experts - 1)
+    first = tl.program_id(1) * WIDTH
+    f = first + tl.arange(0, WIDTH)
+    base = r.to(tl.int64) * width * SPAN
+    up_at = up_rows.to(tl.int64) * width
+    gate, up = _load_pair(z_ptr, base, first, inside, width, up_at, GLU, INTERLEAVED, ROWS, WIDTH)
+    if BIASED:
+        e = tl.arange(0, EXPERTS)
+        end_E = tl.load(offsets_ptr + e, mask=e < experts, other=0x7FFFFFFF)
+        expert = tl.sum((end_E[None, :] <= r[:, None]).to(tl.int32), axis=1)
+        of_expert = expert.to(tl.int64) * width * SPAN
+        gate_bias, up_bias = _load_pair(bias_ptr, of_expert, first, inside, width, up_at, GLU, INTERLEAVED, ROWS, WIDTH)
+        dtype = z_ptr.dtype.element_ty
+        gate, up = (gate + gate_bias).to(dtype), (up + up_bias).to(dtype)
+        _store_pair(z_ptr, gate, up, base, first, inside, width, up_at, GLU, INTERLEAVED, ROWS, WIDTH)
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
     if GLU:
-        h *= tl.load(z_ptr + (rows + r) * width + f, mask=keep).to(tl.float32)
-    tl.store(h_ptr + r * width + f, h.to(h_ptr.dtype.element_ty), mask=keep)
+        h = glu(gate, up, ACT, ALPHA, LIMIT, SHIFT)
+    else:
+        h = _activate(gate, ACT)
+    keep = inside[:, None] & (f < width)[None, :]
+    tl.store(h_ptr + r.to(tl.int64)[:, None] * width + f[None, :], h.to(h_ptr.dtype.element_ty), mask=keep)
 
 
-def activate(z_PRF: Tensor, offsets_E: Tensor, activation: str) -> Tensor:
-    """h_RF = act(z[0]) (times z[1]); rows past the end are undefined."""
-    planes, rows, width = z_PRF.shape
-    z_PRF = z_PRF.contiguous()
+def _options(z: Tensor, activation: str, pairs: str | None) -> dict[str, Any]:
+    """Constants of kernels that follow from the formula and from where gate and up are."""
+    act, alpha, limit, shift = formula(activation)
+    return {
+        "ACT": act, "ALPHA": alpha, "LIMIT": limit, "SHIFT": shift, "GLU": bool(pairs) or z.shape[0] == 2,
+        "SPAN": 2 if pairs else 1, "INTERLEAVED": pairs == "interleaved",
+    }  # fmt: skip
+
+
+def activate(
+    z_PRF: Tensor,
+    offsets_E: Tensor,
+    activation: str,
+    *,
+    pairs: str | None = None,
+    bias_EF: Tensor | None = None,
+) -> Tensor:
+    """h_RF = act(z[0]) (times z[1]); rows past the end are undefined.
+
+    Args:
+        z_PRF: [P, R, F]; with `pairs` [1, R, 2 F], the gate and up of a row side by side.
+        activation: a name in `activations.NAMES`; of a GLU also a `Formula`.
+        pairs: concatenated | interleaved.
+        bias_EF: as wide as z's rows; added to z, in place. Not for two planes.
+    """
+    _, rows, width = z_PRF.shape
+    width = width // 2 if pairs else width
+    z_PRF = z_PRF if bias_EF is not None else z_PRF.contiguous()
     h_RF = torch.empty(rows, width, dtype=z_PRF.dtype, device=z_PRF.device)
     if rows and width:
-        wide = min(next_power_of_2(width), 2048)
+        wide, experts = min(next_power_of_2(width), 2048), offsets_E.shape[0]
         launch(
             _activate_kernel, (rows, cdiv(width, wide)),
-            z_PRF, h_RF, offsets_E[-1:], rows, width,
-            ACT=activation, GLU=planes == 2, WIDTH=wide, num_warps=max(1, min(8, wide // 256)),
+            z_PRF, h_RF, bias_EF, offsets_E, 1 if pairs else rows, width, experts, **_options(z_PRF, activation, pairs),
+            BIASED=bias_EF is not None, EXPERTS=next_power_of_2(experts), ROWS=1, WIDTH=wide,
+            num_warps=max(1, min(8, wide // 256)),
         )  # fmt: skip
     return h_RF
 
 
 @triton.jit
 def activation_backward_tile(
-    dh_ptr, z_ptr, at, keep, weight, up_plane, ACT: tl.constexpr, GLU: tl.constexpr
+    dh_ptr, z_ptr, dh_base, z_base, first, inside, width, weight, up_at,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows, at offsets `at` where `keep`: writes dz over z, and over dh the weighted h.
+    """Of a tile of rows that begin at the bases and are `inside`: writes dz over z, and over dh the weighted h.
 
     Returns dot(dh, h) of each row, from dh before it was weighted.
     """
-    dtype = dh_ptr.dtype.element_ty
+    f = first + tl.arange(0, WIDTH)
+    keep = inside[:, None] & (f < width)[None, :]
+    at = dh_base[:, None] + f[None, :]
     dh = tl.load(dh_ptr + at, mask=keep, other=0.0).to(tl.float32)
-    value, slope = activate_with_grad(tl.load(z_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
-    weighted = dh * weight[:, None]
-    h = value
-    dgate = weighted * slope
+    gate, up = _load_pair(z_ptr, z_base, first, inside, width, up_at, GLU, INTERLEAVED, ROWS, WIDTH)
     if GLU:
-        up = tl.load(z_ptr + up_plane + at, mask=keep, other=0.0).to(tl.float32)
-        tl.store(z_ptr + up_plane + at, (weighted * value).to(dtype), mask=keep)
-        h = value * up
-        dgate = dgate * up
-    tl.store(z_ptr + at, dgate.to(dtype), mask=keep)
-    tl.store(dh_ptr + at, (h * weight[:, None]).to(dtype), mask=keep)
+        h, dgate, dup = glu_with_grad(gate, up, ACT, ALPHA, LIMIT, SHIFT)
+    else:
+        h, dgate = activate_with_grad(gate, ACT)
+        dup = dgate
+    weighted = dh * weight[:, None]
+    _store_pair(
+        z_ptr, weighted * dgate, weighted * dup, z_base, first, inside, width, up_at, GLU, INTERLEAVED, ROWS, WIDTH
+    )  # fmt: skip
+    tl.store(dh_ptr + at, (h * weight[:, None]).to(dh_ptr.dtype.element_ty), mask=keep)
     return tl.sum(dh * h, axis=1)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["up_rows"])
 def _activation_backward_kernel(
-    dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, end_ptr, rows, width,
-    ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, end_ptr, up_rows, width,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
+    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < tl.load(end_ptr)
@@ -79,14 +173,14 @@ def _activation_backward_kernel(
         source = tl.load(source_ptr + r, mask=inside, other=0)
         # a slot of the padded layout may be unused: -1
         weight = tl.load(weights_ptr + source, mask=inside & (source >= 0), other=0.0).to(tl.float32)
-    base = r.to(tl.int64)[:, None] * width
-    up_plane = rows.to(tl.int64) * width
+    base = r.to(tl.int64) * width
+    up_at = up_rows.to(tl.int64) * width
     dots = tl.zeros((ROWS,), tl.float32)
     for first in range(0, width, WIDTH):
-        f = first + tl.arange(0, WIDTH)
-        keep = inside[:, None] & (f < width)[None, :]
-        at = base + f[None, :]
-        dots += activation_backward_tile(dh_ptr, z_ptr, at, keep, weight, up_plane, ACT, GLU)
+        dots += activation_backward_tile(
+            dh_ptr, z_ptr, base, base * SPAN, first, inside, width, weight, up_at,
+            ACT, ALPHA, LIMIT, SHIFT, GLU, INTERLEAVED, ROWS, WIDTH
+        )  # fmt: skip
     if WEIGHTED:
         tl.store(dots_ptr + r, dots, mask=inside)
 
@@ -98,14 +192,21 @@ def activation_backward_(
     activation: str,
     weights_TK: Tensor | None,
     source_R: Tensor,
+    *,
+    pairs: str | None = None,
 ) -> Tensor | None:
     """In place: z_PRF becomes its gradient, dh_RF the weighted h. Rows past the end keep what they hold.
+
+    Args:
+        z_PRF, pairs: as in `activate`.
 
     Returns:
         Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
     """
-    planes, rows, width = z_PRF.shape
-    if not (dh_RF.is_contiguous() and z_PRF.is_contiguous() and dh_RF.shape == (rows, width)):
+    rows, width = dh_RF.shape
+    if not (
+        dh_RF.is_contiguous() and z_PRF.is_contiguous() and z_PRF.shape[1:] == (rows, 2 * width if pairs else width)
+    ):
         raise ValueError(f"dh {tuple(dh_RF.shape)} and z {tuple(z_PRF.shape)} must be contiguous and of one [R, F]")
     dots = torch.empty(1, rows, dtype=torch.float32, device=dh_RF.device) if weights_TK is not None else None
     if rows and width:
@@ -115,8 +216,8 @@ def activation_backward_(
         block = max(1, 2048 // wide)
         launch(
             _activation_backward_kernel, (cdiv(rows, block),),
-            dh_RF, z_PRF, weights_TK, source_R, dots, offsets_E[-1:], rows, width,
-            ACT=activation, GLU=planes == 2, WEIGHTED=weights_TK is not None, ROWS=block, WIDTH=wide, num_warps=4,
+            dh_RF, z_PRF, weights_TK, source_R, dots, offsets_E[-1:], 1 if pairs else rows, width,
+            **_options(z_PRF, activation, pairs), WEIGHTED=weights_TK is not None, ROWS=block, WIDTH=wide, num_warps=4,
         )  # fmt: skip
     return dots
 
@@ -124,7 +225,8 @@ def activation_backward_(
 @triton.jit(do_not_specialize=["plane"])
 def _values_backward_kernel(
     dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
-    ACT: tl.constexpr, GLU: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
+    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
@@ -141,13 +243,13 @@ def _values_backward_kernel(
     if WEIGHTED:
         source = tl.load(source_ptr + row, mask=inside, other=0)
         weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
-    base = load_multiple(values + m, ALIGNED) + i.to(tl.int64)[:, None] * width
+    base = load_multiple(values + m, ALIGNED) + i.to(tl.int64) * width
     dots = tl.zeros((ROWS,), tl.float32)
     for column in range(0, width, WIDTH):
-        f = column + tl.arange(0, WIDTH)
-        keep = inside[:, None] & (f < width)[None, :]
-        at = base + f[None, :]
-        dots += activation_backward_tile(dh_ptr, z_ptr, at, keep, weight, plane, ACT, GLU)
+        dots += activation_backward_tile(
+            dh_ptr, z_ptr, base, base, column, inside, width, weight, plane,
+            ACT, ALPHA, LIMIT, SHIFT, GLU, INTERLEAVED, ROWS, WIDTH
+        )  # fmt: skip
     if WEIGHTED:
         tl.store(dots_ptr + row, dots, mask=inside)
 
@@ -167,7 +269,6 @@ def values_backward_(
     Returns:
         Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
     """
-    planes = z_PV.shape[0]
     weighted = weights_TK is not None
     dots = torch.empty(1, topology.num_rows, dtype=torch.float32, device=dh_V.device) if weighted else None
     wide = min(next_power_of_2(max(topology.widths)), 512)
@@ -176,7 +277,7 @@ def values_backward_(
         _values_backward_kernel, (topology.block_rows, topology.block // rows),
         dh_V, z_PV, weights_TK, source_R, dots,
         topology.starts_M, topology.sizes_M, topology.experts_M, topology.values_M, topology.widths_E, z_PV.stride(0),
-        ACT=activation, GLU=planes == 2, WEIGHTED=weighted, ALIGNED=topology.aligned, ROWS=rows, WIDTH=wide,
+        **_options(z_PV, activation, None), WEIGHTED=weighted, ALIGNED=topology.aligned, ROWS=rows, WIDTH=wide,
         num_warps=4,
     )  # fmt: skip
     return dots

@@ -5,9 +5,10 @@
     register()
     model.set_experts_implementation("foundry_moe")  # or from_pretrained(..., experts_implementation="foundry_moe")
 
-Two ways, of which `way_of` gives the one for a module. `fused`: a plain GLU or MLP on a GPU, with gate, up and
-activation in one kernel. `split`: the model's own activation between two products, for all others; on a CPU for all.
-`own`: transformers' grouped_mm, for weights that our kernels do not read.
+Three ways, of which `way_of` gives the one for a module. `fused`: on a GPU, where the activation is one of ours (see
+`formula_of`); weights are read as they lie in the parameters, biases added in the kernels. `split`: the model's own
+activation between two products, for all others; on a CPU for all. `own`: transformers' grouped_mm, for weights that our
+kernels do not read.
 
 Shapes: T tokens, K choices, R rows sorted by expert, E experts, D model width, F expert width.
 """
@@ -17,18 +18,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foundry_moe.ops import expert_mlp, permute, plan_permute, unpermute
+from foundry_moe.ops import POINTWISE, packed_mlp, permute, plan_permute, unpermute
 from foundry_moe.ops.backends import blocksparse_available
 from foundry_moe.ops.expert_linear import expert_linear
 from foundry_moe.ops.permute import PermutePlan
 
 NAME = "foundry_moe"
-# transformers' names of activations, and ours; any other activation is computed by the model itself
+# transformers' names of activations, and ours
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -37,6 +40,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
+_CONSTANTS = ("alpha", "limit", "swiglu_alpha", "swiglu_limit")  # what gates of transformers 5 read from their module
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LOG = logging.getLogger(__name__)
 
@@ -61,25 +65,58 @@ def register(name: str = NAME) -> str:
 
 
 @functools.cache
-def _pointwise_classes() -> dict[type, str]:
+def _act_classes() -> tuple[type, ...]:
+    """Of transformers' activations without settings of their own."""
     from transformers.activations import ACT2FN
 
-    return {type(ACT2FN[theirs]): ours for theirs, ours in _ACTIVATIONS.items()}
+    return tuple({type(ACT2FN[name]) for name in _ACTIVATIONS})
+
+
+@torch.compiler.assume_constant_result
+def _formula(kind: type, act: Any, constants: tuple[tuple[str, float], ...], gate_up: str | None) -> str | None:
+    return _probed(kind, act, constants, gate_up)
 
 
 @functools.cache
-def _default_gate() -> Any:
-    from transformers.integrations import moe
-
-    # absent in another version: all gates then count as the model's own, which is slower and right
-    return getattr(moe, "_default_apply_gate", None)
-
-
-def pointwise_of(experts: Any) -> str | None:
-    """Our name of the activation, if gate and up are a plain GLU (or MLP) of it; None for a formula of the model's."""
-    if experts.has_gate and type(experts)._apply_gate is not _default_gate():
+def _probed(kind: type, act: Any, constants: tuple[tuple[str, float], ...], gate_up: str | None) -> str | None:
+    """The formula of ours that gives a class's own values, on values of any size that 16-bit floats hold."""
+    numbers = torch.cat([torch.logspace(-3, 4.5, 31, dtype=torch.float64), torch.linspace(0, 12, 97).double()])
+    numbers = torch.cat([numbers, -numbers])
+    gate, up = numbers.repeat(3), torch.cat([numbers.roll(7), numbers.flip(0), numbers.roll(101)])
+    z = torch.stack([gate, up], dim=-1).flatten() if gate_up == "interleaved" else torch.cat([gate, up])
+    act_fn = act() if isinstance(act, type) else act
+    try:
+        h = kind._apply_gate(SimpleNamespace(act_fn=act_fn, **dict(constants)), z) if gate_up else act_fn(gate)  # type: ignore[attr-defined]
+    except Exception:  # a gate that needs more of its module: the model computes it itself
         return None
-    return _pointwise_classes().get(type(getattr(experts, "act_fn", None)))
+    values = {name.split("_")[-1]: value for name, value in constants}
+    formulas = dict.fromkeys(_ACTIVATIONS.values(), (1.0, math.inf, 0.0))
+    if gate_up and "limit" in values:
+        for shift in (0.0, 1.0):
+            alpha, limit = values.get("alpha", 1.0), values["limit"]
+            formulas[f"silu {alpha} {limit} {shift}"] = (alpha, limit, shift)
+    for name, (alpha, limit, shift) in formulas.items():
+        ours = POINTWISE[name.split()[0]](alpha * gate.clamp(max=limit)) / alpha
+        ours = ours * (up.clamp(-limit, limit) + shift) if gate_up else ours
+        if h.shape == ours.shape and torch.allclose(h.double(), ours, rtol=1e-5, atol=1e-6):
+            return name
+    return None
+
+
+def gate_up_of(experts: Any) -> str | None:
+    """Where gate and up are in a module's first matrices: concatenated | interleaved; None where there is no gate."""
+    return ("concatenated" if experts.is_concatenated else "interleaved") if experts.has_gate else None
+
+
+def formula_of(experts: Any) -> str | None:
+    """The activation as `foundry_moe.ops.packed_mlp` takes it; None for another, which the model computes itself."""
+    act = getattr(experts, "act_fn", None)
+    if isinstance(act, nn.Module):
+        act = type(act)
+        if act not in _act_classes():
+            return None
+    constants = tuple((name, float(getattr(experts, name))) for name in _CONSTANTS if hasattr(experts, name))
+    return _formula(type(experts), act, constants, gate_up_of(experts))
 
 
 def _up_weight(experts: Any) -> Tensor:
@@ -98,9 +135,8 @@ def _unread(experts: Any) -> str | None:
 
 
 def is_fusable(experts: Any) -> bool:
-    """Whether one kernel computes these experts' gate, up and activation, on a GPU."""
-    plain = experts.is_concatenated and not (experts.is_transposed or experts.has_bias or experts.has_post_expert_norm)
-    return plain and pointwise_of(experts) is not None
+    """Whether our kernels compute these experts' gate, up and activation on a GPU, with their biases."""
+    return not getattr(experts, "has_post_expert_norm", False) and formula_of(experts) is not None
 
 
 def way_of(experts: Any, dtype: torch.dtype) -> str:
@@ -152,34 +188,39 @@ def _log_once(line: str) -> None:
     _LOG.warning(line)
 
 
+def _biases(experts: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    if not experts.has_bias:
+        return None
+    up_bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
+    return up_bias.to(dtype), experts.down_proj_bias.to(dtype)
+
+
 def _fused(experts: Any, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) -> Tensor:
-    w1, v1 = _up_weight(experts).to(x_TD.dtype), None
-    if experts.has_gate:
-        # unbind's gradient is one stack; two slices would add two zero-filled tensors of the parameter's size
-        w1, v1 = w1.unflatten(1, (2, -1)).unbind(1)
-    activation = pointwise_of(experts)
+    w1, w2 = (weight.to(x_TD.dtype) for weight in (_up_weight(experts), experts.down_proj))
+    if experts.is_transposed:
+        w1, w2 = w1.mT, w2.mT
+    activation = formula_of(experts)
     assert activation is not None, "way_of asked"
-    w2 = experts.down_proj.to(x_TD.dtype)
-    return expert_mlp(x_TD, weights_TK, plan, w1, v1, w2, activation=activation, backend="blocksparse")
+    return packed_mlp(
+        x_TD, weights_TK, plan, w1, w2,
+        activation=activation, gate_up=gate_up_of(experts), biases=_biases(experts, x_TD.dtype),
+    )  # fmt: skip
 
 
 def _split(experts: Any, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) -> Tensor:
     dtype, inputs_first = x_TD.dtype, bool(experts.is_transposed)
-    up_bias = down_bias = expert_RE = None
-    if experts.has_bias:
-        up_bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
-        down_bias = experts.down_proj_bias
-        expert_RE = _expert_of_rows(plan, dtype)
+    up_bias, down_bias = _biases(experts, dtype) or (None, None)
+    expert_RE = _expert_of_rows(plan, dtype) if experts.has_bias else None
 
     def linear(rows: Tensor, weight: Tensor, bias_EN: Tensor | None) -> Tensor:
         out = expert_linear(rows, weight.to(dtype), plan.offsets_E, inputs_first=inputs_first)
-        return out if bias_EN is None or expert_RE is None else torch.addmm(out, expert_RE, bias_EN.to(dtype))
+        return out if bias_EN is None or expert_RE is None else torch.addmm(out, expert_RE, bias_EN)
 
     z = linear(permute(x_TD, plan), _up_weight(experts), up_bias)
     # a gate may compute in fp32 inside, as some models' do
     h_RF = (experts._apply_gate(z) if experts.has_gate else experts.act_fn(z)).to(dtype)
     y_RD = linear(h_RF, experts.down_proj, down_bias)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # newer than 5.17
         y_RD = experts.post_expert_norm(y_RD)
     return unpermute(y_RD, weights_TK, plan)
 

@@ -12,7 +12,8 @@ pass through the same graph (`retain_graph`) is therefore refused, by autograd's
 there is one node that saves x alone and computes z again.
 
 Weights of experts of one width are stacks: w1, v1 [E, F, D] and w2 [E, D, F]. Those of experts of different widths lie
-side by side: w1, v1 and w2 [H, D].
+side by side: w1, v1 and w2 [H, D]. Gate and up may be one tensor w1 [E, 2 F, D], and matrices of a stack may lie
+transposed in memory: both are read, and their gradients written, as they lie. See `ExpertPlan.layout`.
 
 Shapes: T tokens, K choices, R rows, E experts, D model width, F expert width, H widths of all experts added up,
 P planes (gate and up: 2, else 1), V values of one plane (R * F where experts have one width).
@@ -36,6 +37,7 @@ from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
 from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
+from foundry_moe.ops.reference import POINTWISE
 
 # Rows of x copied for the weights' gradient at a time: halves of the columns above this size. The copy is what the peak
 # of the backward pass holds beside the gradients themselves.
@@ -49,7 +51,13 @@ class ExpertPlan(NamedTuple):
     table: int32, what all products read: block rows for `hopper`, the topology for `portable`.
     kernels: hopper | portable | padded.
     widths: F of each expert.
-    activation: a name in `foundry_moe.ops.POINTWISE`.
+    activation: a name in `foundry_moe.ops.POINTWISE`, or a formula (see `foundry_moe_kernels.activations.Formula`).
+    layout: of gate and up in w1 and in z.
+        separate      w1, and v1 if there is a gate; z [P, R, F]
+        planes        the upper and the lower half of w1; z [2, R, F], with h from the product's epilogue
+        concatenated  the same w1; z [1, R, 2 F], for a bias, a formula or a transposed w1
+        interleaved   every second row of w1, gate first; z [1, R, 2 F], columns interleaved too
+    biased: whether a bias is added to z.
     """
 
     source_R: Tensor
@@ -59,6 +67,8 @@ class ExpertPlan(NamedTuple):
     kernels: str
     widths: Sequence[int]
     activation: str
+    layout: str = "separate"
+    biased: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -73,8 +83,18 @@ class ExpertPlan(NamedTuple):
         return self.source_R.shape[0]
 
     @property
+    def pairs(self) -> str | None:
+        """`layout` where z holds gate and up of a row side by side."""
+        return self.layout if self.layout in ("concatenated", "interleaved") else None
+
+    @property
     def topology(self) -> Topology:
         return unpack_topology(self.table, self.rows, self.widths, block_of(self.table.device))
+
+    def topology_of(self, width: int) -> Topology:
+        """Of the same rows, with matrices of another width."""
+        widths, block = [width] * len(self.widths), block_of(self.table.device)
+        return unpack_topology(pack_topology(self.offsets_E, self.rows, widths, block), self.rows, widths, block)
 
     @property
     def ragged(self) -> hopper.RaggedRows:
@@ -97,8 +117,29 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _planes(w1: Tensor, v1: Tensor | None) -> tuple[Tensor, ...]:
-    return (_aligned(w1),) if v1 is None else (_aligned(w1), _aligned(v1))
+def _stack(weight: Tensor) -> Tensor:
+    """The same, of matrices that may lie transposed."""
+    return _aligned(weight.mT).mT if _lies_transposed(weight) else _aligned(weight)
+
+
+def _lies_transposed(weight: Tensor) -> bool:
+    return weight.dim() == 3 and weight.mT.is_contiguous() and not weight.is_contiguous()
+
+
+def _planes(w1: Tensor, v1: Tensor | None, plan: ExpertPlan | None = None) -> tuple[Tensor, ...]:
+    """The matrices that z's planes are made with."""
+    if plan is not None and plan.layout == "planes":
+        return _aligned(w1).unflatten(1, (2, -1)).unbind(1)
+    return (_stack(w1),) if v1 is None else (_aligned(w1), _aligned(v1))
+
+
+def _gradients_of(w1: Tensor, planes: int, plan: ExpertPlan) -> tuple[Tensor, Tensor]:
+    """Room for the gradient of w1 (if v1 is apart [2, ...], of both), and its planes as products write them."""
+    if planes == 2 and plan.layout == "separate":
+        dw1 = w1.new_empty(planes, *w1.shape)
+        return dw1, dw1
+    dw1 = torch.empty_like(w1)
+    return dw1, dw1.unflatten(1, (2, -1)).movedim(1, 0) if plan.layout == "planes" else dw1[None]
 
 
 def _gather(x_TD: Tensor, plan: ExpertPlan) -> Tensor:
@@ -129,24 +170,26 @@ def _table(offsets_E: Tensor, rows: int, kernels: str, widths: Sequence[int]) ->
     return pack_topology(offsets_E, rows, widths, block_of(offsets_E.device))
 
 
-def _values_shape(w1: Tensor, plan: ExpertPlan) -> tuple[int, ...]:
-    """Of one plane of z: [R, F], or flat for experts of different widths."""
+def _fake_up(x_TD, w1, v1, bias, plan):  # type: ignore[no-untyped-def]
     one_width = w1.dim() == 3 or len(set(plan.widths)) == 1
-    return (plan.rows, plan.widths[0]) if one_width else (plan.rows * max(plan.widths),)
-
-
-def _fake_up(x_TD, w1, v1, plan):  # type: ignore[no-untyped-def]
-    shape = _values_shape(w1, plan)
-    return x_TD.new_empty(1 if v1 is None else 2, *shape), x_TD.new_empty(shape)
+    shape = (plan.rows, plan.widths[0]) if one_width else (plan.rows * max(plan.widths),)
+    if plan.pairs:
+        return x_TD.new_empty(1, plan.rows, 2 * plan.widths[0]), x_TD.new_empty(shape)
+    return x_TD.new_empty(2 if v1 is not None or plan.layout == "planes" else 1, *shape), x_TD.new_empty(shape)
 
 
 @operator("expert_up", _fake_up)
-def _up(x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan) -> tuple[Tensor, Tensor]:
+def _up(x_TD: Tensor, w1: Tensor, v1: Tensor | None, bias_EF: Tensor | None, plan: ExpertPlan) -> tuple[Tensor, Tensor]:
     """z_PV and h_V: pre-activations, and act(z[0]) (times z[1])."""
-    x_TD, weights = _aligned(x_TD), _planes(w1, v1)
     if plan.rows == 0:
-        shape = _values_shape(w1, plan)
-        return x_TD.new_empty(len(weights), *shape), x_TD.new_empty(shape)
+        return _fake_up(x_TD, w1, v1, bias_EF, plan)
+    x_TD, weights = _aligned(x_TD), _planes(w1, v1, plan)
+    if plan.pairs or plan.biased:
+        z_RF = _rows_times(x_TD, weights[0], plan)
+        bias_EF = None if bias_EF is None else bias_EF.contiguous()
+        return z_RF[None], pointwise.activate(
+            z_RF[None], plan.offsets_E, plan.activation, pairs=plan.pairs, bias_EF=bias_EF
+        )
     if plan.kernels == "hopper":
         return hopper.up(_tokens(x_TD, plan) or _gather(x_TD, plan), weights, plan.ragged, plan.activation)
     if plan.kernels == "portable":  # reads the tokens of its rows from x itself
@@ -155,10 +198,22 @@ def _up(x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan) -> tuple[
             x_TD, weights, plan.topology, plan.activation, source_R=plan.source_R, choices=choices, tf32=_tf32()
         )
     x_ECD = _gather(x_TD, plan).view(w1.shape[0], -1, w1.shape[2])
-    z_PRF = x_TD.new_empty(len(weights), *_values_shape(w1, plan))
+    z_PRF = x_TD.new_empty(len(weights), plan.rows, plan.widths[0])
     for z_RF, weight in zip(z_PRF, weights, strict=True):
         torch.bmm(x_ECD, weight.mT, out=z_RF.view(w1.shape[0], -1, w1.shape[1]))
     return z_PRF, pointwise.activate(z_PRF, plan.offsets_E, plan.activation)
+
+
+def _rows_times(x_TD: Tensor, weight: Tensor, plan: ExpertPlan) -> Tensor:
+    """z_RF, without an activation."""
+    if plan.kernels == "hopper":
+        tokens = _tokens(x_TD, plan)
+        rows = _gather(x_TD, plan)[None] if tokens is None else tokens
+        return hopper.rows_product(rows, (weight,), plan.ragged, transposed=True)
+    x_RD = _gather(x_TD, plan)
+    return products.sdd(
+        x_RD, weight, plan.topology_of(weight.shape[1]), trans_b=True, tf32=_tf32(), zero_tail=False
+    )  # fmt: skip
 
 
 def _fake_down(z_PV, h_V, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
@@ -169,7 +224,7 @@ def _fake_down(z_PV, h_V, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
 def _down(z_PV: Tensor, h_V: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan) -> Tensor:
     """y_TD: the weighted sum of each token's rows of h·W2ᵀ. Takes z for the backward pass: h is a function of it."""
     _compile_ahead(w2, z_PV.shape[0], weights_TK, plan)
-    w2 = _aligned(w2)
+    w2 = _stack(w2)
     if plan.rows == 0:
         return h_V.new_zeros(plan.row_TK.shape[0], w2.shape[1])
     if plan.kernels == "hopper":
@@ -183,7 +238,7 @@ def _down(z_PV: Tensor, h_V: Tensor, w2: Tensor, weights_TK: Tensor | None, plan
 
 def _fake_down_backward(dy_TD, z_PV, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
     dweights = dy_TD.new_empty(0) if weights_TK is None else weights_TK.new_empty(weights_TK.shape)
-    return w2.new_empty(w2.shape), dweights
+    return torch.empty_like(w2), dweights
 
 
 @operator("expert_down_backward_", _fake_down_backward, mutates="z_PV")
@@ -193,35 +248,42 @@ def _down_backward_(
     """dw2 and dweights_TK (empty without weights). Overwrites z_PV with its gradient."""
     if plan.rows == 0:
         return torch.zeros_like(w2), dy_TD.new_empty(0) if weights_TK is None else torch.zeros_like(weights_TK)
-    w2 = _aligned(w2)
+    w2 = _stack(w2)
+    turned = w2.dim() == 3 and w2.stride(-1) != 1  # as it lies, the gradient is that of w2.mT
+    dw2 = torch.empty_like(w2)
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     dy_RD = _gather(_aligned(dy_TD), plan)
     # In each family dh takes the memory that the weighted h has afterwards. The combine weights enter with the
     # activation's backward pass, so that no product is computed for their gradient.
     if plan.kernels == "hopper":
         ragged = plan.ragged
-        h_V, dots = hopper.down_backward_(dy_RD, w2, z_PV, ragged, plan.activation, weights_TK, plan.source_R)
-        dw2 = hopper.weight_gradient(dy_RD[None], h_V, ragged)[0]
+        h_V, dots = hopper.down_backward_(
+            dy_RD, w2, z_PV, ragged, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs
+        )
+        outer = (h_V[None], dy_RD) if turned else (dy_RD[None], h_V)
+        hopper.weight_gradient(*outer, ragged, out=(dw2.mT if turned else dw2)[None])
     elif plan.kernels == "portable":
         topology, stacked = plan.topology, w2.dim() == 3
         h_V = products.sdd(dy_RD, w2, topology, trans_b=not stacked, tf32=_tf32(), zero_tail=False)
         if topology.uniform:
             dots = pointwise.activation_backward_(
-                h_V, z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R
+                h_V, z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R, pairs=plan.pairs
             )  # fmt: skip
         else:
             dots = pointwise.values_backward_(h_V, z_PV, topology, plan.activation, weights_TK, plan.source_R)
-        if stacked:
-            dw2 = products.dds(dy_RD, h_V, topology, trans_a=True, stacked=True, tf32=_tf32())
+        if turned:
+            products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=True, tf32=_tf32(), out=dw2.mT)
+        elif stacked:
+            products.dds(dy_RD, h_V, topology, trans_a=True, stacked=True, tf32=_tf32(), out=dw2)
         else:
-            dw2 = products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=_tf32())
+            products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=_tf32(), out=dw2)
     else:
         dy_ECD = dy_RD.view(w2.shape[0], -1, w2.shape[1])
         h_ECF = torch.bmm(dy_ECD, w2)
         dots = pointwise.activation_backward_(
             h_ECF.view(plan.rows, -1), z_PV, plan.offsets_E, plan.activation, weights_TK, plan.source_R
         )
-        dw2 = torch.bmm(dy_ECD.mT, h_ECF)
+        torch.bmm(dy_ECD.mT, h_ECF, out=dw2)
     if weights_TK is None or dots is None:
         return dw2, dy_TD.new_empty(0)
     return dw2, permute_kernels.gather_dots(dots, plan.row_TK, weights_TK.dtype)
@@ -229,20 +291,24 @@ def _down_backward_(
 
 def _fake_up_backward(dz_PV, x_TD, w1, v1, plan, needs_dx):  # type: ignore[no-untyped-def]
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0)
-    return dx_TD, w1.new_empty(dz_PV.shape[0], *w1.shape)
+    bias = (len(plan.widths), dz_PV.shape[-1]) if plan.biased else (0,)
+    return dx_TD, _gradients_of(w1, dz_PV.shape[0], plan)[0], w1.new_empty(bias)
 
 
 @operator("expert_up_backward", _fake_up_backward)
 def _up_backward(
     dz_PV: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan, needs_dx: bool
-) -> tuple[Tensor, Tensor]:
-    """dx_TD (empty unless `needs_dx`) and, plane by plane, the gradients of w1 and v1."""
-    dz_PV, x_TD, weights = _aligned(dz_PV), _aligned(x_TD), _planes(w1, v1)
-    dx_TD = x_TD.new_empty(0)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx_TD (empty unless `needs_dx`), `_gradients_of` w1 and v1, and the bias's gradient (empty unless `biased`)."""
     if plan.rows == 0:
-        return torch.zeros_like(x_TD) if needs_dx else dx_TD, w1.new_zeros(len(weights), *w1.shape)
+        return tuple(map(torch.zeros_like, _fake_up_backward(dz_PV, x_TD, w1, v1, plan, needs_dx)))  # type: ignore[return-value]
+    dz_PV, x_TD, weights = _aligned(dz_PV), _aligned(x_TD), _planes(w1, v1, plan)
+    turned = w1.dim() == 3 and weights[0].stride(-1) != 1  # as it lies, the gradient is that of w1.mT
+    dx_TD = x_TD.new_empty(0)
     ragged = plan.ragged if plan.kernels == "hopper" else None
-    topology = plan.topology if plan.kernels == "portable" else None
+    topology = None
+    if plan.kernels == "portable":
+        topology = plan.topology_of(dz_PV.shape[2]) if plan.pairs else plan.topology
     x_RD = None
     if needs_dx:
         if ragged is not None:
@@ -263,26 +329,34 @@ def _up_backward(
             del dx_ECD
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
         del dx_RD
-    dw_P = w1.new_empty(len(weights), *w1.shape)  # only now: the rows of dx and this never exist at once
-    if x_RD is not None and ragged is not None:
-        hopper.weight_gradient(dz_PV, x_RD, ragged, out=dw_P)
-        return dx_TD, dw_P
+    dw1, dw_P = _gradients_of(w1, len(weights), plan)  # only now: the rows of dx and this never exist at once
     # Gathered in the products' inner loop the rows took longer than a copy and the product together (H100, OLMoE's
     # shape: 0.7 beside 0.2 ms)
-    for columns in [slice(None)] if plan.kernels == "padded" else column_parts(plan.rows, x_TD):
-        x_RD = _gather(x_TD[:, columns], plan)
-        if ragged is not None:
-            hopper.weight_gradient(dz_PV, x_RD, ragged, out=dw_P[..., columns])
+    for columns in [slice(None)] if x_RD is not None or plan.kernels == "padded" else column_parts(plan.rows, x_TD):
+        rows = _gather(x_TD[:, columns], plan) if x_RD is None else x_RD
+        if ragged is not None and turned:
+            hopper.weight_gradient(rows[None], dz_PV[0], ragged, out=dw_P.mT[:, :, columns])
+        elif ragged is not None:
+            hopper.weight_gradient(dz_PV, rows, ragged, out=dw_P[..., columns])
         elif topology is not None:
             stacked = w1.dim() == 3
             for dz_V, dw in zip(dz_PV, dw_P, strict=True):
-                products.dsd(dz_V, x_RD, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=dw[..., columns])
+                products.dsd(dz_V, rows, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=dw[..., columns])
         else:
             for dz_RF, dw in zip(dz_PV, dw_P, strict=True):
                 dz_EFC = dz_RF.view(w1.shape[0], -1, w1.shape[1]).mT
-                torch.bmm(dz_EFC, x_RD.view(w1.shape[0], -1, w1.shape[2]), out=dw)
-        del x_RD  # before the next part is copied
-    return dx_TD, dw_P
+                torch.bmm(dz_EFC, rows.view(w1.shape[0], -1, w1.shape[2]), out=dw)
+        del rows  # before the next part is copied
+    return dx_TD, dw1, _bias_gradient(dz_PV[0], plan) if plan.biased else w1.new_empty(0)
+
+
+def _bias_gradient(dz_RF: Tensor, plan: ExpertPlan) -> Tensor:
+    """[E, F]: each expert's rows added up, as the product with a column of ones."""
+    ones_R8 = dz_RF.new_ones(plan.rows, 8)  # 16 bytes of a 16-bit type, which the kernels need of a row
+    if plan.kernels == "hopper":
+        return hopper.weight_gradient(ones_R8[None], dz_RF, plan.ragged)[0, :, 0]
+    sums = products.dsd(ones_R8, dz_RF, plan.topology_of(8), trans_s=True, stacked=True)
+    return sums[:, 0]
 
 
 def column_parts(rows: int, x_TD: Tensor) -> list[slice]:
@@ -292,20 +366,21 @@ def column_parts(rows: int, x_TD: Tensor) -> list[slice]:
     return [slice(part * width // parts, (part + 1) * width // parts) for part in range(parts)]
 
 
-def _fake_mlp(x_TD, w1, v1, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
+def _fake_mlp(x_TD, w1, v1, bias_EF, w2, weights_TK, plan):  # type: ignore[no-untyped-def]
     return x_TD.new_empty(plan.row_TK.shape[0], w2.shape[1])
 
 
 @operator("expert_recompute", _fake_mlp)
 def _mlp(
-    x_TD: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan
-) -> Tensor:
+    x_TD: Tensor, w1: Tensor, v1: Tensor | None, bias_EF: Tensor | None, w2: Tensor, weights_TK: Tensor | None,
+    plan: ExpertPlan,
+) -> Tensor:  # fmt: skip
     """y_TD in one node that saves no pre-activations."""
-    return _down(*_up(x_TD, w1, v1, plan), w2, weights_TK, plan)
+    return _down(*_up(x_TD, w1, v1, bias_EF, plan), w2, weights_TK, plan)
 
 
 def _save_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
-    x_TD, w1, v1, plan = inputs
+    x_TD, w1, v1, _, plan = inputs
     ctx.set_materialize_grads(False)  # h has no gradient: `down` gives that of z
     ctx.settings = plan.settings
     ctx.save_for_backward(x_TD, w1, v1, *plan.tensors)
@@ -314,15 +389,19 @@ def _save_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> 
 def _up_gradient(ctx: Any, dz_PV: Tensor | None, dh_V: Tensor | None) -> tuple[Tensor | None, ...]:
     assert dh_V is None, "h has no gradient of its own"
     if dz_PV is None:
-        return (None,) * 4
+        return (None,) * 5
     x_TD, w1, v1, *tables = ctx.saved_tensors
-    needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw_P = _up_backward(dz_PV, x_TD, w1, v1, ExpertPlan._make([*tables, *ctx.settings]), needs_dx)
-    return dx_TD if needs_dx else None, *_by_plane(dw_P), None
+    plan = ExpertPlan._make([*tables, *ctx.settings])
+    return *_up_gradients(dz_PV, x_TD, w1, v1, plan, ctx.needs_input_grad[0]), None
 
 
-def _by_plane(dw_P: Tensor) -> tuple[Tensor, Tensor | None]:
-    return dw_P[0], dw_P[1] if dw_P.shape[0] == 2 else None
+def _up_gradients(
+    dz_PV: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan, needs_dx: bool
+) -> tuple[Tensor | None, ...]:
+    """Of x_TD, w1, v1 and the bias."""
+    dx_TD, dw1, dbias_EF = _up_backward(dz_PV, x_TD, w1, v1, plan, needs_dx)
+    of_weights = (dw1, None) if v1 is None else (dw1[0], dw1[1])
+    return dx_TD if needs_dx else None, *of_weights, dbias_EF if plan.biased else None
 
 
 def _save_down(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
@@ -346,13 +425,12 @@ def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _mlp_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    x_TD, w1, v1, w2, weights_TK, *tables = ctx.saved_tensors
+    x_TD, w1, v1, bias_EF, w2, weights_TK, *tables = ctx.saved_tensors
     plan = ExpertPlan._make([*tables, *ctx.settings])
-    z_PV = _up(x_TD, w1, v1, plan)[0]
+    z_PV = _up(x_TD, w1, v1, bias_EF, plan)[0]
     dw2, dweights_TK = _down_backward_(dy_TD, z_PV, w2, weights_TK, plan)
-    needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw_P = _up_backward(z_PV, x_TD, w1, v1, plan, needs_dx)
-    return dx_TD if needs_dx else None, *_by_plane(dw_P), dw2, None if weights_TK is None else dweights_TK, None
+    of_up = _up_gradients(z_PV, x_TD, w1, v1, plan, ctx.needs_input_grad[0])
+    return *of_up, dw2, None if weights_TK is None else dweights_TK, None
 
 
 expert_up = differentiable(_up, _save_up, _up_gradient)
@@ -366,9 +444,9 @@ def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: Exp
         return
     weights_dtype = None if weights_TK is None else weights_TK.dtype
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
-    key = (w2.device, w2.dtype, weights_dtype, w2.shape, planes, choices, plan.kernels, tuple(plan.widths))
+    key = (w2.device, w2.dtype, weights_dtype, w2.shape, w2.stride(-1), planes, choices, *plan.settings)
     ahead.run_once(
-        (*key, plan.activation), w2.device, experts, choices, lambda: _prepare(w2, planes, weights_TK, plan)
+        key, w2.device, experts, choices, lambda: _prepare(w2, planes, weights_TK, plan)
     )  # fmt: skip
 
 
@@ -378,21 +456,26 @@ def _prepare(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPla
     if stacked:  # a few experts, whose tables are aligned as those of all are. Tiles of mixed widths depend on all
         experts = (experts - 1) % 4 + 1
     widths = plan.widths[:experts]
-    w2 = w2.new_zeros(w2[:experts].shape if stacked else w2.shape)
-    w1_P = w2.new_zeros(planes, *(w2.mT.shape if stacked else w2.shape))
-    w1, v1 = _by_plane(w1_P)
+    w2 = torch.zeros_like(w2[:experts] if stacked else w2)
+    w1, v1 = torch.zeros_like(w2.mT, memory_format=torch.contiguous_format) if stacked else w2, None
+    if planes == 2 and plan.layout == "separate":
+        v1 = torch.zeros_like(w1)
+    elif stacked:  # it lies as w2 does
+        w1 = w1 if plan.layout == "separate" else torch.cat([w1, w1], dim=1)
+        w1 = w1.mT.contiguous().mT if _lies_transposed(w2) else w1
+    bias = w1.new_zeros(w1.shape[:2]) if plan.biased else None
     # kernels differ by whether the second plane of values begins at a multiple of 16 bytes: if rows do, always
     runs: list[tuple[Tensor, Tensor | None, ExpertPlan]] = []
     for tokens in (ahead.TOKENS,) if max(widths) * w2.itemsize % 16 == 0 else (ahead.TOKENS, ahead.TOKENS - 1):
         rows = ahead.plan_of(tokens, choices, experts, w2.device)
         table = _table(rows.offsets_E, rows.num_rows, plan.kernels, widths)
-        few = ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, plan.kernels, widths, plan.activation)
+        few = ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, *plan.settings)._replace(widths=widths)
         ones_TK = None if weights_TK is None else weights_TK.new_ones(tokens, choices)
         runs.append((w2.new_zeros(tokens, width), ones_TK, few))
 
     def run() -> None:
         for x_TD, weights, few in runs:
-            z_PV, h_V = _up(x_TD, w1, v1, few)
+            z_PV, h_V = _up(x_TD, w1, v1, bias, few)
             y_TD = _down(z_PV, h_V, w2, weights, few)
             _down_backward_(y_TD, z_PV, w2, weights, few)
             _up_backward(z_PV, x_TD, w1, v1, few, True)
@@ -409,8 +492,10 @@ def blocksparse_mlp(
     widths: Sequence[int] | None,
     activation: str,
     memory: str,
+    gate_up: str | None = None,
+    bias_EF: Tensor | None = None,
 ) -> Tensor:
-    """y_TD as `foundry_moe.ops.expert_mlp` defines it, for operands that it has checked.
+    """y_TD as `foundry_moe.ops.expert_mlp` or `packed_mlp` define it, for operands that they have checked.
 
     Raises:
         ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.
@@ -418,7 +503,7 @@ def blocksparse_mlp(
     w1, v1, w2 = weights
     if memory not in ("save", "recompute"):
         raise ValueError(f"memory ({memory!r}) must be save or recompute")
-    for name, weight in (("w1", w1), ("v1", v1), ("w2", w2)):
+    for name, weight in (("w1", w1), ("v1", v1), ("w2", w2), ("the bias", bias_EF)):
         if weight is not None and (weight.dtype, weight.device) != (x_TD.dtype, x_TD.device):
             raise ValueError(
                 f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
@@ -429,13 +514,18 @@ def blocksparse_mlp(
         kernels = "hopper"
     else:
         kernels = "portable"
-    widths = (w1.shape[1],) * plan.num_experts if widths is None else tuple(widths)
+    widths = (w2.shape[2],) * plan.num_experts if widths is None else tuple(widths)
+    layout = gate_up or "separate"
+    if gate_up == "concatenated" and bias_EF is None and activation in POINTWISE and not _lies_transposed(w1):
+        layout = "planes"
     if kernels == "padded":
         offsets_E = table = torch.full((1,), plan.num_rows, dtype=torch.int32, device=x_TD.device)
     else:
         offsets_E, table = plan.offsets_E, _table(plan.offsets_E, plan.num_rows, kernels, widths)
-    expert_plan = ExpertPlan(plan.source_R, plan.row_TK, offsets_E, table, kernels, widths, activation)
+    expert_plan = ExpertPlan(
+        plan.source_R, plan.row_TK, offsets_E, table, kernels, widths, activation, layout, bias_EF is not None
+    )
     if memory == "recompute":
-        return expert_recompute(x_TD, w1, v1, w2, weights_TK, expert_plan)
-    z_PV, h_V = expert_up(x_TD, w1, v1, expert_plan)
+        return expert_recompute(x_TD, w1, v1, bias_EF, w2, weights_TK, expert_plan)
+    z_PV, h_V = expert_up(x_TD, w1, v1, bias_EF, expert_plan)
     return expert_down(z_PV, h_V, w2, weights_TK, expert_plan)

@@ -109,14 +109,54 @@ def expert_mlp(
     return unpermute(y_RD, weights_TK, plan)
 
 
+def packed_mlp(
+    x_TD: Tensor,
+    weights_TK: Tensor | None,
+    plan: PermutePlan,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    activation: str,
+    gate_up: str | None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    memory: str = "save",
+) -> Tensor:
+    """The same for weights as most published models keep them, on backend blocksparse: gate and up in one tensor.
+
+    Weights are read, and their gradients written, as they lie in memory: contiguous, or `.mT` of a contiguous tensor.
+
+    Args:
+        w1: [E, 2 F, D], gate and up; without a gate [E, F, D].
+        w2: [E, D, F].
+        activation: a name in `foundry_moe.ops.POINTWISE`, or with a gate a name and three numbers: `silu ALPHA LIMIT
+            SHIFT` is g * sigmoid(ALPHA g) * (u + SHIFT) with the gate g at most LIMIT and u within +-LIMIT (0: none).
+        gate_up: rows of w1: concatenated (gate first) | interleaved (gate, up, gate, ...); None = there is no gate.
+        biases: of w1 (as its rows are) and of w2, [E, 2 F] and [E, D].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or an unknown activation or `gate_up`.
+    """
+    _check(x_TD, plan, (w1, None, w2), activation.split()[0], "blocksparse", gate_up=gate_up)
+    if gate_up not in (None, "concatenated", "interleaved"):
+        raise ValueError(f"gate_up ({gate_up!r}) must be concatenated, interleaved or None")
+    choose_backend("blocksparse", x_TD.device, x_TD.dtype)
+    bias_EF, bias_ED = biases or (None, None)
+    y_TD = blocksparse_mlp(
+        x_TD, weights_TK, plan, (w1, None, w2),
+        widths=None, activation=activation, memory=memory, gate_up=gate_up, bias_EF=bias_EF,
+    )  # fmt: skip
+    return y_TD if bias_ED is None else y_TD + _last_biases(bias_ED, weights_TK, plan)
+
+
 def _check(
     x_TD: Tensor,
     plan: PermutePlan,
     weights: tuple[Tensor, Tensor | None, Tensor],
     activation: str,
     backend: str,
-    widths: Sequence[int] | None,
-    adapters: Adapters | None,
+    widths: Sequence[int] | None = None,
+    adapters: Adapters | None = None,
+    gate_up: str | None = None,
 ) -> None:
     w1, v1, w2 = weights
     experts = w1.shape[0] if widths is None else len(widths)
@@ -134,7 +174,7 @@ def _check(
             raise ValueError(f"capacity ({plan.capacity}) is for experts of one width, not of {list(widths)}")
         second = tuple(w1.shape)
     else:
-        second = (experts, w1.shape[2], w1.shape[1])
+        second = (experts, w1.shape[2], w1.shape[1] // (2 if gate_up else 1))
         if x_TD.dim() != 2 or x_TD.shape[1] != w1.shape[2]:
             raise ValueError(f"x_TD {tuple(x_TD.shape)} must be [tokens, {w1.shape[2]}] to fit w1 {tuple(w1.shape)}")
     if w2.shape != second:

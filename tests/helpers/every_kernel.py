@@ -108,6 +108,12 @@ def launch_experts(dtype: torch.dtype) -> None:
     x, z, h = (torch.zeros(*shape, dtype=dtype) for shape in ((R, D), (2, R, F), (R, F)))
     pointwise.activate(z, offsets_E, "silu")
     pointwise.activation_backward_(h, z, offsets_E, "silu", weights_TK, source_R)
+    pairs, bias_EF = torch.zeros(1, R, 2 * F, dtype=dtype), torch.zeros(E, 2 * F, dtype=dtype)
+    for order in ("concatenated", "interleaved"):
+        pointwise.activate(pairs, offsets_E, "silu 1.702 7.0 1.0", pairs=order, bias_EF=bias_EF)
+        pointwise.activation_backward_(
+            h, pairs, offsets_E, "silu 1.702 7.0 1.0", weights_TK, source_R, pairs=order
+        )  # fmt: skip
     topology.block_row_table(offsets_E, R, BLOCK)
     permute.permute(x[:T], row_TK, offsets_E)
     permute.unpermute(x, weights_TK, row_TK)

@@ -1,0 +1,33 @@
+"""Programs in examples/ that train models of transformers have the same losses with our experts as with eager."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, folder: Path, experts: str) -> str:
+    done = subprocess.run(
+        [sys.executable, f"examples/{program}.py", str(folder), "--experts", experts],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(("program", "library"), [("transformers_trainer", "accelerate"), ("transformers_sft", "trl")])
+def test_twenty_steps_have_the_losses_of_eager_to_fp32_rounding(program, library, tmp_path):
+    if find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+    outputs = [run(program, tmp_path / experts, experts) for experts in ("eager", "foundry_moe")]
+    eager, ours = ([float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", text, re.M)] for text in outputs)
+    assert len(eager) == 20 and eager[-1] < 0.8 * eager[0]
+    # sums in another order, over twenty updates
+    assert ours == pytest.approx(eager, rel=1e-4)
+    if program == "transformers_trainer":
+        assert "reloaded model is equal: True" in outputs[1]
