@@ -42,8 +42,10 @@ def launcher_words(way: str) -> list[str]:
 
 
 def ranks_of(launcher: int) -> list[psutil.Process]:
-    """The training processes below a launcher, without those of their data loaders."""
-    return [child for child in psutil.Process(launcher).children() if "train.py" in " ".join(child.cmdline())]
+    """The four training processes below a launcher, without those of their data loaders."""
+    found = [child for child in psutil.Process(launcher).children() if "train.py" in " ".join(child.cmdline())]
+    # under torchrun the process that forks them has their command line too, and started first
+    return sorted(found, key=psutil.Process.create_time)[-4:]
 
 
 @pytest.mark.timeout(1800)
