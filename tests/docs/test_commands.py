@@ -19,6 +19,7 @@ ELSEWHERE = {
     "tutorials/own_text.md",
     "tutorials/hugging_face.md",
     "tutorials/cluster.md",
+    "tutorials/instructions.md",
     "how-to/plain_pytorch.md",
     "how-to/lora.md",  # tests/commands/test_export_adapter.py
     "explanation/recipe.md",  # hours on a GPU; tests/papers/test_dropping.py
