@@ -64,6 +64,7 @@ def test_export(folder):
     assert json.loads((folder / "exported" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.timeout(1300)  # two blocks train certificates
 def test_mesh(folder):
     models, own, plan, nodes = [block for text in blocks("how-to/mesh.md", "bash") for block in split(text)]
     assert "certificates on cpu: largest difference" in run_block(models, folder)
