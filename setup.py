@@ -64,10 +64,8 @@ ENTRY_POINTS = {
     "llmfoundry_callbacks": [
         "elastic_checkpoint = foundry_moe.registry:ElasticCheckpoint",
         "expert_load = foundry_moe.registry:ExpertLoad",
-        "nonfinite_guard = foundry_moe.registry:NonfiniteGuard",
         "run_report = foundry_moe.registry:RunReport",
     ],
-    "llmfoundry_ffns": ["dmoe = foundry_moe.registry:build_dmoe_ffn"],
     "llmfoundry_attention_implementations": ["sdpa = foundry_moe.registry:sdpa_attention"],
     "llmfoundry_module_init_fns": ["dmoe = foundry_moe.registry:init_moe_module"],
 }

@@ -5,13 +5,18 @@ from foundry_moe.algorithms.dmoe_mesh import MoEMesh, add_mesh_algorithm
 from foundry_moe.algorithms.gate_steps import GateSteps, add_steps_algorithm
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad
-from foundry_moe.callbacks.nonfinite_guard import NonfiniteGuard
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.models.attention import sdpa_attention
-from foundry_moe.models.mpt import DMoECausalLM, build_dmoe_ffn, init_moe_module
+from foundry_moe.models.mpt import DMoECausalLM, init_moe_module
 from foundry_moe.optim import DecoupledAdamWFused
 
-RouterSteps = GateSteps  # named by entry points of environments that were installed before the rename
+
+def _removed(*_: object, **__: object) -> None:
+    raise ValueError("this name of foundry_moe was removed: install the package again, so that nothing lists it")
+
+
+# An editable install keeps the entry points that it was made with, and LLM Foundry loads all of them at once.
+RouterSteps = NonfiniteGuard = build_dmoe_ffn = _removed
 
 __all__ = [
     "DMoE",
@@ -21,11 +26,9 @@ __all__ = [
     "ExpertLoad",
     "GateSteps",
     "MoEMesh",
-    "NonfiniteGuard",
     "RunReport",
     "add_mesh_algorithm",
     "add_steps_algorithm",
-    "build_dmoe_ffn",
     "init_moe_module",
     "sdpa_attention",
 ]

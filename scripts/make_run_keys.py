@@ -26,7 +26,7 @@ KINDS = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null
 GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
 GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
 PACKAGE = "foundry_moe"
-OUR_CALLBACKS = ("expert_load", "nonfinite_guard", "run_report")  # elastic_checkpoint looks at its keys itself
+OUR_CALLBACKS = ("expert_load", "run_report")  # elastic_checkpoint looks at its keys itself
 # LLM Foundry's transform `update_batch_size_info` reads these and fills in those
 NEEDED = {"global_train_batch_size", "device_train_microbatch_size"}
 COMPUTED = {"device_train_batch_size", "device_train_grad_accum", "device_eval_batch_size", "n_gpus"}

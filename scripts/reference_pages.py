@@ -12,7 +12,6 @@ from typing import Any
 
 import foundry_moe
 from foundry_moe.callbacks.expert_load import ExpertLoad
-from foundry_moe.callbacks.nonfinite_guard import NonfiniteGuard
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.checkpoint.settings import CheckpointConfig
 from foundry_moe.cli import build_parser
@@ -28,7 +27,6 @@ SECTIONS: dict[str, type] = {
     "callbacks.elastic_checkpoint": CheckpointConfig,
     "callbacks.expert_load": ExpertLoad,
     "callbacks.run_report": RunReport,
-    "callbacks.nonfinite_guard": NonfiniteGuard,
 }
 _KEY = re.compile(r"^(\w+(?:, \w+)*): ")
 

@@ -10,20 +10,19 @@ import logging
 import os
 from typing import Any
 
-from composer.core import State
+from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from foundry_moe.callbacks.composer_checkpoints import LoadPathSkip, check_folders, composer_folders
 from foundry_moe.callbacks.elastic_state import reseed
-from foundry_moe.callbacks.nonfinite_guard import ADVICE, NonfiniteGuard
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
-from foundry_moe.callbacks.run_watch import RunStatus, RunWatch, WatchingCallback
+from foundry_moe.callbacks.run_watch import RunStatus, RunWatch
 from foundry_moe.callbacks.timing import ResumeTimes
 from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError, StoreError
-from foundry_moe.checkpoint.settings import GUARDED_TWICE, WHERE, CheckpointConfig, checkpoint_config
+from foundry_moe.checkpoint.settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.ending import leave
 from foundry_moe.launch.user_errors import raise_on_all_ranks
@@ -31,9 +30,10 @@ from foundry_moe.launch.user_errors import raise_on_all_ranks
 log = logging.getLogger(__name__)
 
 REWINDS = 3  # to one checkpoint
+ADVICE = "lower the learning rate or inspect the data"
 
 
-class ElasticCheckpoint(WatchingCallback):
+class ElasticCheckpoint(Callback):
     """Saves the run in the background, as one commit of all ranks, and resumes it on any mesh.
 
     Under `callbacks` in YAML:
@@ -68,9 +68,7 @@ class ElasticCheckpoint(WatchingCallback):
         self._times: ResumeTimes | None = ResumeTimes()  # until the first batch
         self._mark("imports and process group")
         checks_values = self.config.max_nonfinite is not None
-        super().__init__(
-            RunWatch(signals=self.config.signals, grace_s=self.config.grace_s, checks_values=checks_values)
-        )
+        self._watch = RunWatch(signals=self.config.signals, grace_s=self.config.grace_s, checks_values=checks_values)
 
     @property
     def checkpoints(self) -> RunCheckpoints:
@@ -89,8 +87,6 @@ class ElasticCheckpoint(WatchingCallback):
         self._mark("data and model")
         if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
             raise ValueError(f"{WHERE} is there twice: one run has one folder")
-        if any(isinstance(callback, NonfiniteGuard) for callback in state.callbacks):
-            raise ValueError(GUARDED_TWICE)
         check_folders(composer_folders(state), self.config)
         first_start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
         fault = os.environ.get("FOUNDRY_MOE_FAULT") if first_start else None  # a test's fault is not repeated
@@ -177,6 +173,18 @@ class ElasticCheckpoint(WatchingCallback):
                     f"{self.config.folder}; {ADVICE}, or set {WHERE}.on_nonfinite: rewind"
                 )
             self._rewind(status, state, logger)
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        if self._watch.finite is not None:
+            self._watch.finite.after_loss(state.loss)
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        if self._watch.finite is not None:
+            self._watch.finite.after_backward()
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if self._watch.finite is not None:
+            self._watch.finite.after_batch()
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
         if self._fitting:  # an evaluation outside `fit` has no training to lose

@@ -1,6 +1,6 @@
 """One message of all ranks before each batch: stop requests, nonfinite values, numbers of microbatches, busy saves.
 
-`elastic_checkpoint` and `nonfinite_guard` are `WatchingCallback`s and decide what follows from a `RunStatus`.
+The callback `elastic_checkpoint` acts on the `RunStatus` that follows from it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import astuple, dataclass, fields
 
 import torch
 import torch.distributed as torch_dist
-from composer.core import Callback, Precision, State
-from composer.loggers import Logger
+from composer.core import Precision, State
 from composer.utils import dist
 
 from foundry_moe.callbacks.nonfinite import NO_NEWS, FiniteWatch, NonfiniteCount, name_ranks
@@ -80,12 +79,12 @@ class RunWatch:
     """One rank's part of the watch.
 
     Args:
-        signals: names of those that stop the run; without any, no handler is installed.
-        grace_s: how long data loader workers outlive a signal.
+        signals: names of the signals that stop the run.
+        grace_s: how long data loader workers ignore a signal.
         checks_values: whether losses, gradients and weights are checked.
     """
 
-    def __init__(self, *, signals: Sequence[str] = (), grace_s: float = 0.0, checks_values: bool = True) -> None:
+    def __init__(self, *, signals: Sequence[str], grace_s: float, checks_values: bool) -> None:
         self.signals = StopSignals(signals)
         self.count = NonfiniteCount()
         self.finite: FiniteWatch | None = None  # from `start` on
@@ -151,25 +150,6 @@ class RunWatch:
         stop = f"{self.signals.reason or 'a signal'} on {name_ranks(asked)}" if asked else None
         bad_batches = self.count.add([row.health for row in rows])
         return RunStatus(stop=stop, bad_batches=bad_batches, busy=any(row.busy for row in rows)), rows
-
-
-class WatchingCallback(Callback):
-    """Passes each batch's losses and gradients to a `RunWatch`."""
-
-    def __init__(self, watch: RunWatch) -> None:
-        self._watch = watch
-
-    def after_loss(self, state: State, logger: Logger) -> None:
-        if self._watch.finite is not None:
-            self._watch.finite.after_loss(state.loss)
-
-    def after_backward(self, state: State, logger: Logger) -> None:
-        if self._watch.finite is not None:
-            self._watch.finite.after_backward()
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        if self._watch.finite is not None:
-            self._watch.finite.after_batch()
 
 
 def count_microbatches(state: State) -> int:

@@ -18,10 +18,6 @@ RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
 WHERE = "callbacks.elastic_checkpoint"
 FROZEN = "frozen"  # of a checkpoint's info, where frozen weights are left out: their digest and place
-GUARDED_TWICE = (
-    "callbacks.nonfinite_guard: elastic_checkpoint looks at the same; remove nonfinite_guard, and set "
-    f"{WHERE}.max_nonfinite"
-)
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 COUNTS = ("ba", "ep", "sp", "tok")
 

@@ -19,10 +19,13 @@ from foundry_moe.schema import caught, nearest, refuse_unknown, section
 OURS: Mapping[str, tuple[str, ...]] = {
     "models": ("dmoe_causal_lm",),
     "algorithms": ("dmoe", "dmoe_mesh", "dmoe_steps"),
-    "callbacks": ("elastic_checkpoint", "expert_load", "nonfinite_guard", "run_report"),
+    "callbacks": ("elastic_checkpoint", "expert_load", "run_report"),
     "optimizers": ("decoupled_adamw_fused",),
     "attention_implementations": ("sdpa",),
-    "ffns": ("dmoe",),
+}
+# names of earlier versions, and what to use
+REMOVED = {
+    "callbacks.nonfinite_guard": "use elastic_checkpoint.max_nonfinite, or nan_monitor, which checks the loss only"
 }
 _GROUPS = {"callbacks": ("callbacks", "callbacks_with_config")}
 _EXTRA = {
@@ -106,6 +109,9 @@ def _entry_mistakes(
         foreign: the run imports its own code, which may register other names.
         named: the name is a value of the section, not the section's key.
     """
+    if where in REMOVED:
+        yield f"{where} was removed: {REMOVED[where]}"
+        return
     entry = _entry(registry, name)
     if entry is None:
         names = known_names(registry)

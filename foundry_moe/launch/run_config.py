@@ -33,7 +33,6 @@ from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
 MODEL = "dmoe_causal_lm"
 MOST_BYTES = 2**22
 _ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
-_OF_FOUNDRY = ("ffn_type", "fc_type", "ffn_act_fn", "ffn_hidden_size")  # keys of ffn_config that LLM Foundry reads
 _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
 
 
@@ -191,10 +190,10 @@ def _gate_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
-    """`algorithms.dmoe`, `model.moe`, or `model.ffn_config` with `ffn_type: dmoe`; None where the run has none.
+    """`algorithms.dmoe` or `model.moe`; None where the run has neither.
 
     Raises:
-        ValueError: two of them, invalid keys or values, or a model that does not read `moe`.
+        ValueError: both of them, invalid keys or values, or a model that does not read `moe`.
     """
     algorithms, model = section(run, "algorithms"), section(run, "model")
     name, has_algorithm = model.get("name"), "dmoe" in algorithms
@@ -209,10 +208,8 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
             f"model.moe: model.name: {name} does not read it; move its keys to algorithms.dmoe"
             + (f", or use model.name: {MODEL}" if name == "mpt_causal_lm" else "")
         )
-    ffn = section(run, "model", "ffn_config")
-    if model.get("moe") is None and name == MODEL and ffn.get("ffn_type") == "dmoe":
-        settings = {key: value for key, value in ffn.items() if key not in _OF_FOUNDRY}
-        return from_mapping(MoEConfig, settings, "model.ffn_config")
+    if section(run, "model", "ffn_config").get("ffn_type") == "dmoe":
+        raise ValueError("model.ffn_config.ffn_type (dmoe) was removed: move the keys of the experts to model.moe")
     if model.get("moe") is not None or name == MODEL:
         return from_mapping(MoEConfig, model.get("moe"), "model.moe")
     return None
@@ -307,7 +304,7 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
         if not Path(local).is_dir():
             found.append(
                 f"{loader}.dataset.local ({local}): there is no such folder, and no `remote` to fetch it from; prepare "
-                "the data (the demo's by `python -m foundry_moe.demo data/demo`) or correct the path"
+                "the data (the demo's by `python examples/demo_data.py data/demo`) or correct the path"
             )
         elif isinstance(split, str) and not (Path(local) / split).is_dir():
             there = sorted(path.name for path in Path(local).iterdir() if (path / "index.json").is_file())

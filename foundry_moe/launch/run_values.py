@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.checkpoint.settings import GUARDED_TWICE
 from foundry_moe.config import MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, known_names, table
 from foundry_moe.schema import caught, fits, one_of, section
@@ -242,12 +241,6 @@ def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
     loads = section(callbacks, "expert_load")
     if loads.get("html") and not loads.get("file"):
         yield f"callbacks.expert_load.html ({loads['html']}) is a page of `file`: give file too"
-    if "nonfinite_guard" in callbacks:
-        if "elastic_checkpoint" in callbacks:
-            yield GUARDED_TWICE
-        most = section(callbacks, "nonfinite_guard").get("max_nonfinite", 1)
-        if not fits(most, int) or most < 1:
-            yield f"callbacks.nonfinite_guard.max_nonfinite ({most!r}) must be a whole number from 1"
 
 
 def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:

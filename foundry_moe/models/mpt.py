@@ -21,7 +21,6 @@ from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models import loss_head
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.models.native.saving import let_save
 from foundry_moe.schema import from_mapping
 
 _ATTENTION = "sdpa"
@@ -44,28 +43,22 @@ class DMoEMPTConfig(MPTConfig):
 class DMoECausalLM(ComposerMPTCausalLM):
     """An MPT with dropless MoE layers; all keys of `mpt_causal_lm`, and `moe`, the keys of `algorithms.dmoe`.
 
-    The FFN that `ffn_config` describes sets the experts' width and activation where `moe` says `auto`. With
-    `ffn_config.ffn_type: dmoe` the keys stand in `ffn_config` instead, and every layer is MoE.
+    The FFN that `ffn_config` describes sets the experts' width and activation where `moe` says `auto`.
 
     Args:
         moe: mapping of keys of `MoEConfig`.
-        loss_fn: fused_linear_crossentropy | torch_crossentropy | auto. The first computes the loss in training without
-            ever holding all logits, and needs a GPU and Liger-Kernel; `auto` takes it where it can, which is not with
-            `use_train_metrics`, whose metrics read logits. Evaluation has logits always.
+        loss_fn: fused_linear_crossentropy | torch_crossentropy | auto. The first computes the training loss without
+            storing all logits, and needs a GPU and Liger-Kernel; `auto` uses it if possible. It is not possible with
+            `use_train_metrics`, whose metrics read logits. Evaluation always has logits.
 
     Raises:
-        ValueError: a key or value of `moe` that cannot be (`init: upcycle` has nothing to copy), no layer selected, or
-            both ways of configuring at once; a fused loss that cannot be had.
+        ValueError: an invalid key or value of `moe` (`init: upcycle` has no weights to copy), no layer selected, or a
+            fused loss that this model does not support.
     """
 
     def __init__(self, moe: Mapping[str, Any] | None = None, loss_fn: str = "auto", **kwargs: Any) -> None:
-        in_ffn = (kwargs.get("ffn_config") or {}).get("ffn_type") == "dmoe"
-        if in_ffn and moe is not None:
-            raise ValueError(
-                "model.moe and model.ffn_config.ffn_type: dmoe both configure the experts: keep one of them"
-            )
-        config = None if in_ffn else from_mapping(MoEConfig, moe, "model.moe")
-        if config is not None and config.init == "upcycle":
+        config = from_mapping(MoEConfig, moe, "model.moe")
+        if config.init == "upcycle":
             raise ValueError(UPCYCLE_NEEDS_WEIGHTS)
         kwargs["attn_config"] = {"attn_impl": _ATTENTION, **(kwargs.get("attn_config") or {})}
         fused = loss_fn in ("auto", _FUSED_LOSS)
@@ -74,11 +67,8 @@ class DMoECausalLM(ComposerMPTCausalLM):
         if self.fuses_loss:
             loss_head.make_loss_head(self.model.get_output_embeddings())
         self._use_sdpa()
-        if config is not None:
-            if not apply_dmoe(self.model, config):
-                raise ValueError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
-        else:
-            self._adopt_layers()
+        if not apply_dmoe(self.model, config):
+            raise ValueError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
 
     @property
     def config_class(self) -> type[MPTConfig]:
@@ -89,14 +79,6 @@ class DMoECausalLM(ComposerMPTCausalLM):
             for module in self.model.modules():
                 if getattr(module, "attn_impl", None) == "torch" and hasattr(module, "attn_fn"):
                     module.attn_fn = attention_implementations.get(_ATTENTION)
-
-    def _adopt_layers(self) -> None:
-        """Layers that MPT built one by one get the context that they share."""
-        context = BatchContext()
-        for layer in moe_layers(self.model):
-            layer.context = context
-        context.observe(self.model)
-        let_save(self.model)
 
     @property
     def context(self) -> BatchContext:
@@ -152,39 +134,13 @@ class DMoECausalLM(ComposerMPTCausalLM):
         return super().n_active_params - idle
 
 
-def build_dmoe_ffn(
-    d_model: int, expansion_ratio: float, device: str | None = None, bias: bool = True, **settings: Any
-) -> nn.Module:
-    """`ffn_config.ffn_type: dmoe`: an MPT block's FFN as a dMoE layer; use it with `model.name: dmoe_causal_lm`.
-
-    Other keys of `ffn_config` are those of `MoEConfig`, less `layers`, `init` and `mesh`. Experts have no bias.
-
-    Raises:
-        ValueError: an unknown key, or a value that cannot be.
-    """
-    for foundry_key in ("fc_type", "ffn_act_fn", "ffn_hidden_size"):
-        settings.pop(foundry_key, None)
-    for key in ("layers", "init"):
-        if key in settings:
-            raise ValueError(f"ffn_config.{key} is not for ffn_type: dmoe: use model.moe, which has it")
-    settings.setdefault("expert_hidden_size", int(d_model * expansion_ratio))
-    settings.setdefault("activation", "gelu")
-    config = from_mapping(MoEConfig, settings, "ffn_config")
-    # MPT numbers its blocks after it has built them, and before it draws weights: see `init_moe_module`
-    return MoELayer(d_model, config, layer_index=0, num_layers=1, context=BatchContext(), device=device)
-
-
 def init_moe_module(module: nn.Module, **_: Any) -> bool:
-    """LLM Foundry's hook for initial weights: True where the module is ours and has been dealt with."""
+    """LLM Foundry's hook for initial weights; True if the module belongs to an MoE layer, so MPT must not draw it."""
     if isinstance(module, MoELayer):
-        if hasattr(module, "block_idx"):
-            block: Any = module
-            module.layer_index = block.block_idx
-            module.experts.num_layers = block.max_block_idx + 1
         module.reset_parameters()
         return True
-    # Parts of a layer: the layer draws them, once it has its index. A part that is sharded comes from the meta device,
-    # where Composer asks for parts alone; on a mesh, `parallelize` has drawn it before.
+    # The layer draws its parts. A sharded part comes from the meta device, where Composer calls this for parts only; on
+    # a mesh, `parallelize` has drawn it before.
     ours = isinstance(module, Experts | Gate)
     if ours and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
         raise ValueError(META_NEEDS_MESH)

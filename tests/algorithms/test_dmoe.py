@@ -114,17 +114,6 @@ def test_algorithm_and_model_entry_together_are_refused():
         Trainer(model=mpt(), algorithms=[DMoE(**MOE)], device="cpu", progress_bar=False)
 
 
-def test_ffn_type_builds_the_layers_that_moe_builds():
-    """Seeded by layer: MPT numbers its blocks after it has built them."""
-    by_type = mpt(moe=None, ffn_config={"ffn_type": "dmoe", "activation": "gelu", **MOE})
-    by_moe = mpt(moe={**MOE, "activation": "gelu"})
-    pairs = zip(moe_layers(by_type), moe_layers(by_moe), strict=True)
-    for index, (a, b) in enumerate(pairs):
-        assert a.layer_index == b.layer_index == index
-        assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    assert len({id(layer.context) for layer in moe_layers(by_type)}) == 1
-
-
 def test_model_entry_without_a_layer_of_experts_is_refused():
     with pytest.raises(ValueError, match=r"model.moe.layers \({'every': 9}\) selects none"):
         mpt(moe={**MOE, "layers": {"every": 9}})
@@ -133,11 +122,6 @@ def test_model_entry_without_a_layer_of_experts_is_refused():
 def test_model_entry_has_no_trained_ffn_to_copy():
     with pytest.raises(ValueError, match=r"init \(upcycle\): .* use init: random, or algorithms.dmoe on a pretrained"):
         mpt(moe={**MOE, "init": "upcycle"})
-
-
-def test_model_entry_refuses_both_ways_at_once():
-    with pytest.raises(ValueError, match="both configure the experts: keep one"):
-        mpt(ffn_config={"ffn_type": "dmoe", **MOE})
 
 
 def test_model_entry_counts_active_parameters():

@@ -53,8 +53,6 @@ def test_its_model_answers_in_plain_transformers(launched, folder, tmp_path):
     answer = model.generate(**asked, max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert answer.shape[1] == asked["input_ids"].shape[1] + 8
     assert tokenizer.decode(answer[0]).startswith("The state of the union")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| run | demo |" in card and "| training loss at that step |" in card and "| mesh | world 2 |" in card
 
 
 def test_a_run_started_again_goes_on(launched):
@@ -111,21 +109,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(override, capsys, monkeypatch, tm
     assert error.startswith("error: ") and error.count("\n") == 1 and MISTAKES[override] in error
 
 
-def test_experts_in_ffn_config_are_checked_as_those_of_moe():
+def test_experts_from_meta_need_a_mesh():
     from foundry_moe.launch.run_config import check_run
 
-    def checked(ffn: dict, **run):
-        ffn = {"ffn_type": "dmoe", "num_experts": 4, **ffn}
-        return check_run({"model": {"name": "dmoe_causal_lm", "init_device": "meta", "ffn_config": ffn}, **run})
+    def checked(moe: dict, **run):
+        model = {"name": "dmoe_causal_lm", "init_device": "meta", "moe": {"num_experts": 4, **moe}}
+        return check_run({"model": model, **run})
 
     with pytest.raises(
         ValueError, match=r"init_device \(meta\): initialising experts from meta needs a mesh; add mesh"
     ):
         checked({})
-    with pytest.raises(ValueError, match=r"num_exprts is not a key of model\.ffn_config; did you mean"):
-        checked({"num_exprts": 4})
-    assert checked({"fc_type": "torch", "mesh": {"expert": 1}}).num_experts == 4
+    assert checked({"mesh": {"expert": 1}}).num_experts == 4
     checked({}, algorithms={"dmoe_mesh": {"expert": 1}})
+
+
+def test_experts_in_ffn_config_are_refused_with_their_new_place():
+    from foundry_moe.launch.run_config import check_run
+
+    with pytest.raises(ValueError, match=r"ffn_type \(dmoe\) was removed: move the keys of the experts to model\.moe"):
+        check_run({"model": {"name": "dmoe_causal_lm", "ffn_config": {"ffn_type": "dmoe", "num_experts": 4}}})
 
 
 def test_a_mesh_that_the_world_cannot_hold_is_named(capsys, monkeypatch):

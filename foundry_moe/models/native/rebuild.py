@@ -31,8 +31,6 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
     model: Any
     if architecture.model_type == "mpt":
         config["init_device"] = "meta"
-        # the FFN that was replaced; with `ffn_type: dmoe` there was none
-        config["ffn_config"] = {**config["ffn_config"], "ffn_type": _dense_type(config["ffn_config"])}
         config["attn_config"] = {**config["attn_config"], "attn_impl": "torch"}
         model = MPTForCausalLM(DMoEMPTConfig(**config))
     else:
@@ -50,11 +48,6 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
         )
     assert len(moe_layers(model)) == len(architecture.layers)
     return model.eval()
-
-
-def _dense_type(ffn: Mapping[str, Any]) -> str:
-    kind = ffn.get("ffn_type", "mptmlp")
-    return "mptmlp" if kind == "dmoe" else kind
 
 
 @torch.no_grad()
