@@ -15,19 +15,17 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from foundry_moe import __version__
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.exporting import INDEX, Source, sources_of, write_targets
 from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.settings import FROZEN
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.argument_types import dtype_named
-from foundry_moe.commands.chosen_checkpoint import describe_mesh, with_checkpoint
+from foundry_moe.commands.chosen_checkpoint import with_checkpoint
 from foundry_moe.commands.export_adapter import merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
 from foundry_moe.launch.user_errors import is_users
-from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
 
@@ -50,7 +48,7 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
         step, dtype = _exported_as(out, step, dtype)
 
     def write(found: Found) -> Certificate:
-        architecture = _architecture(found, store, arguments.config, arguments.overrides)
+        architecture = _architecture(found, store)
         exported = plan_export(store, found, architecture, dtype, merged=arguments.merge)
         if arguments.check:
             certificate = certify(exported, out, with_logits=arguments.certify)
@@ -66,7 +64,7 @@ def _export_adapter(arguments: argparse.Namespace, store: Store, ledger: Ledger,
     """`--adapter`: the adapters alone."""
 
     def write(found: Found) -> str:
-        architecture = _architecture(found, store, arguments.config, arguments.overrides)
+        architecture = _architecture(found, store)
         sources = _sources(found, architecture)
         with _beside(arguments.out.resolve()) as partial:
             return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
@@ -202,7 +200,6 @@ def export_to(
                 f"{out} is not written: the exported tensors or logits differ from the checkpoint: "
                 + "; ".join(certificate.problems[:3])
             )
-        write_model_card(exported, certificate, partial, has_tokenizer=tokenizer is not None)
     return certificate
 
 
@@ -252,17 +249,8 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> No
         )
 
 
-def _architecture(found: Found, store: Store, config: str | None, overrides: list[str]) -> Architecture:
-    where = f"the checkpoint of step {found.commit.step} in {store.url}"
-    if config is None:
-        if overrides:
-            raise ValueError(f"{overrides[0]}: keys of a run go with --config RUN.yaml")
-        return Architecture.from_info(found.manifest.info, where)
-    if found.manifest.info.get(ARCHITECTURE) is not None:
-        raise ValueError(f"--config: {where} records its model: leave out --config and its keys")
-    from foundry_moe.commands.architecture_of_run import architecture_of_run
-
-    return architecture_of_run(config, overrides)
+def _architecture(found: Found, store: Store) -> Architecture:
+    return Architecture.from_info(found.manifest.info, f"the checkpoint of step {found.commit.step} in {store.url}")
 
 
 def _print_result(certificate: Certificate, out: Path) -> int:
@@ -280,70 +268,3 @@ def _print_result(certificate: Certificate, out: Path) -> int:
         f"the checkpoint's; {compared}"
     )
     return 0
-
-
-def write_model_card(exported: Exported, certificate: Certificate, folder: Path, *, has_tokenizer: bool) -> None:
-    """Writes README.md from the checkpoint's figures; a figure that the checkpoint lacks is left out."""
-    commit, info = exported.found.commit, exported.found.manifest.info
-    blocks, summary = exported.native.blocks, commit.summary
-    total = sum(target.count for target in exported.targets)
-    per_expert = 3 * blocks.d_model * blocks.expert_hidden_size
-    active = total - len(blocks.layers) * (blocks.num_experts - blocks.top_k) * per_expert
-    rows: list[tuple[str, Any]] = [
-        ("family", f"{exported.native.family.name} (`{exported.native.config.model_type}`)"),
-        ("parameters", f"{_count(total)}, {_count(active)} of them active for a token"),
-        (
-            "experts",
-            f"{blocks.num_experts} of width {blocks.expert_hidden_size} in {len(blocks.layers)} of {blocks.num_layers} "
-            f"layers, {blocks.top_k} for a token",
-        ),
-        ("dtype", exported.native.config.torch_dtype),
-        ("run", info.get("run_name")),
-        ("step", commit.step),
-        ("tokens", f"{summary['token']:,}" if isinstance(summary.get("token"), int) and summary["token"] else None),
-        ("samples", f"{summary['sample']:,}" if isinstance(summary.get("sample"), int) else None),
-        ("training loss at that step", f"{summary['loss']:.4f}" if isinstance(summary.get("loss"), float) else None),
-        ("saved", summary.get("saved")),
-        ("mesh", describe_mesh(info["mesh"]) if info.get("mesh") else None),
-        ("trained with", f"foundry_moe {info.get('foundry_moe', '?')}, torch {info.get('torch', '?')}"),
-        ("exported with", f"foundry_moe {__version__}"),
-    ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
-    logits = certificate.logits
-    compared = (
-        f"Its logits in plain transformers differ from the trained model's by at most "
-        f"{logits['largest_difference']:.1e} of their standard deviation, in fp32."
-        if logits.get("compared")
-        else f"Its logits were not compared: {logits.get('why')}."
-    )
-    tokenizer = "" if has_tokenizer else "\nIt has no tokenizer.\n"
-    (folder / "README.md").write_text(
-        f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [moe, mixture-of-experts, foundry_moe]
----
-
-# {info.get("run_name") or "A mixture of experts"}
-
-| | |
-|---|---|
-{table}
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(".")
-```
-{tokenizer}
-Each tensor is, bit for bit, that of the checkpoint; `{CERTIFICATE}` has their hashes. {compared}
-"""
-    )
-
-
-def _count(number: float) -> str:
-    for unit in ("", " thousand", " M", " B"):
-        if number < 1000 or unit == " B":
-            return f"{number:.4g}{unit}"
-        number /= 1000
-    raise AssertionError

@@ -73,9 +73,8 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cpu, NCCL on cuda")
     parser.add_argument(
         "--precision",
-        choices=("fp64", "fp32", "bf16"),
-        help="tolerances are 1e-10, 1e-4, and in bf16 a ratio of 3 (default: on cpu fp64, a run fp32; on cuda fp32, a "
-        "run its own)",
+        choices=("fp64", "fp32"),
+        help="tolerances are 1e-10 and 1e-4 (default: fp32; without a run, fp64 on cpu)",
     )
     parser.add_argument("--backend", choices=BACKENDS, help="of the experts, without a run (default: auto)")
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
@@ -148,7 +147,6 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://, gs:// or az://, or a path")
     parser.add_argument("out", metavar="OUT", type=local_path, help="a new folder")
-    add_overrides(parser, help="with --config, keys of the run")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint that is good")
     parser.add_argument("--dtype", help="bf16, fp16 or fp32 (default: as it was trained)")
     parser.add_argument(
@@ -158,7 +156,6 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--check", action="store_true", help="write nothing but the certificate: OUT is there already")
     parser.add_argument("--tokenizer", help="its folder or name, or none (default: the run's)")
-    parser.add_argument("--config", metavar="RUN.yaml", help="the run, for checkpoints that do not record their model")
     lora = parser.add_mutually_exclusive_group()
     lora.add_argument("--merge", action="store_true", help="add LoRA adapters to the experts' weights")
     lora.add_argument("--adapter", action="store_true", help="write LoRA adapters alone, as a PEFT folder")

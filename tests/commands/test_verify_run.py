@@ -14,7 +14,7 @@ import torch
 
 from foundry_moe.cli import main
 from foundry_moe.commands.verify.formula import why_not
-from foundry_moe.commands.verify.rows import Row, compare_trials, difference, step_zero_row
+from foundry_moe.commands.verify.rows import Row, difference, step_zero_row
 from foundry_moe.commands.verify.shrink import shrink
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain, read_moe
 
@@ -45,9 +45,8 @@ def test_cases_on_a_mesh_equal_one_process_in_fp64(certificates: dict[str, Any])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_cases_on_gpus_equal_one_gpu(precision: str) -> None:
-    command = [sys.executable, "-m", "foundry_moe.cli", "verify", "--device", "cuda", "--precision", precision]
+def test_cases_on_gpus_equal_one_gpu() -> None:
+    command = [sys.executable, "-m", "foundry_moe.cli", "verify", "--device", "cuda"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
@@ -181,27 +180,3 @@ def test_what_is_missing_or_no_number_differs() -> None:
     assert step_zero_row({"converted": (some, some * 2)}, "").verdict == "differs"
     assert why_not("base", {}, capacity=None, widths=8) == "gate base has no independent formula"
     assert not why_not("switch", {"jitter": 0.01}, capacity="dynamic", widths=8)
-
-
-@pytest.mark.quick
-def test_in_bf16_a_mesh_may_be_as_far_from_fp32_as_one_process_is_but_not_much_farther() -> None:
-    torch.manual_seed(0)
-    names = ("begin/a", "loss/0", "loss/1", "norm/0", "grad/0/router/a", "grad/0/experts/b", "grad/1/experts/b")
-    exact = {name: torch.randn(64) for name in names}
-
-    def rounded(by: float) -> dict[str, Any]:
-        return {
-            name: value if name.startswith("begin/") else value + by * torch.randn(64) for name, value in exact.items()
-        }
-
-    def differing(mesh: dict[str, Any]) -> set[str]:
-        rows = compare_trials(mesh, rounded(0.1), steps=2, clips=False, exact=exact)
-        return {row.quantity for row in rows if row.verdict == "differs"}
-
-    assert not differing(rounded(0.1))
-    assert differing({**rounded(0.1), "grad/0/experts/b": 2 * exact["grad/0/experts/b"]}) == {"experts' gradients"}
-    assert differing({**rounded(0.1), "begin/a": exact["begin/a"] + 1e-6}) == {"weights at the start"}
-    exact_but_alone = {**rounded(0.1), "loss/0": torch.full((64,), math.nan)}
-    rows = compare_trials(rounded(0.1), exact_but_alone, steps=2, clips=False, exact=exact)
-    assert rows[1].verdict == "differs", "one process has no number to compare with"
-    assert "router's gradient" in differing({k: v for k, v in rounded(0.1).items() if "router" not in k})

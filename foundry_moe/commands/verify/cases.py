@@ -86,7 +86,7 @@ def small_runs(meshes: Sequence[Mesh], *, precision: str, backend: str) -> Itera
     """Every case on every mesh.
 
     Args:
-        precision: fp64 | fp32 | bf16.
+        precision: fp64 | fp32.
         backend: of the experts.
     """
     for mesh in meshes:

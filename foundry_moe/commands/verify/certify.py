@@ -23,7 +23,7 @@ import torch
 
 from foundry_moe.commands.verify.cases import check_mesh, default_meshes, small_runs
 from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, formula_rows, resume_rows, step_zero_row
-from foundry_moe.commands.verify.shrink import BATCHES, SmallRun, moe_keys, set_mesh, set_precision, shrink
+from foundry_moe.commands.verify.shrink import BATCHES, SmallRun, moe_keys, set_mesh, shrink
 from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
@@ -85,7 +85,7 @@ def certify_run(
     name: str = "run",
     mesh: Mesh | None = None,
     device: str = "cpu",
-    precision: str | None = None,
+    precision: str = "fp32",
     timeout_s: float = 600.0,
     train: Train = train_trials,
 ) -> Certificate:
@@ -94,7 +94,7 @@ def certify_run(
     Args:
         run: resolved and plain, as of `plain`.
         mesh: None = the run's, shrunk.
-        precision: fp64 | fp32 | bf16; None = fp32 on a CPU, the run's own on GPUs.
+        precision: fp64 | fp32.
         train: what the child processes run; tests plant faults with it.
 
     Raises:
@@ -123,7 +123,7 @@ def certify(
         ValueError: a trial fails.
     """
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        trials = [_trials_of(run, device, f"{folder}/{index}") for index, run in enumerate(runs)]
+        trials = [_trials_of(run, f"{folder}/{index}") for index, run in enumerate(runs)]
         by_size: dict[int, dict[str, Trial]] = defaultdict(dict)
         for roles in trials:
             for processes, trial in roles.values():
@@ -158,28 +158,24 @@ def _launch(
         ) from error
 
 
-def _trials_of(run: SmallRun, device: str, saved: str) -> dict[str, tuple[int, Trial]]:
-    """The trainings that a certificate compares, by their role, with their processes.
+def _trials_of(run: SmallRun, saved: str) -> dict[str, tuple[int, Trial]]:
+    """The trainings that a certificate compares, by their role, with their number of processes.
 
-    mesh: on the mesh. alone: on one process. exact: in 16 bits, one process in fp32. more: one process with twice the
-    microbatches. resumed: another mesh, or one process, from the checkpoint of `mesh`. beside: another mesh.
+    mesh: on the mesh. alone: on one process. more: one process with twice the microbatches. resumed: another mesh, or
+    one process, from the checkpoint of `mesh`. beside: another mesh.
     """
-    low = run.precision == "bf16" and device == "cuda"
     other = _other_mesh(run)
     trials = {
         "mesh": (run.processes, _trial(run, run.mesh, f"mesh {run.mesh}", folder=saved)),
-        "alone": (1, _trial_alone(run, "alone", with_formula=not low, source="" if low else run.source)),
+        "alone": (1, _trial_alone(run, "alone", with_formula=True, source=run.source)),
     }
     resumed = {"folder": saved, "resume": SAVE_AFTER}
     if other is not None:
         trials["resumed"] = (run.processes, _trial(run, other, f"resumed {run.mesh}", **resumed))
     else:
         trials["resumed"] = (1, _trial_alone(run, f"resumed {run.mesh}", **resumed))
-    exact = replace(run, precision="fp32") if low else run
-    if low:
-        trials["exact"] = (1, _trial_alone(exact, "exact", with_formula=True, source=run.source))
     if run.alone > 1:
-        more = _trial_alone(exact, "more", with_formula=True, steps=1, microbatch=run.alone // 2)
+        more = _trial_alone(run, "more", with_formula=True, steps=1, microbatch=run.alone // 2)
         trials["more"] = (1, more)
     if _shuffles(run) and other is not None:
         trials["beside"] = (run.processes, _trial(run, other, f"beside {run.mesh}"))
@@ -206,7 +202,6 @@ def _trial(run: SmallRun, mesh: Mesh | None, name: str, **more: Any) -> Trial:
 def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
     """One training on one process, with nothing compiled. Meshes of as many sequences share it."""
     keys = copy.deepcopy(dict(run.run))
-    set_precision(keys, run.precision)
     for mesh in (moe_keys(keys).get("mesh"), (keys.get("algorithms") or {}).get("dmoe_mesh")):
         if mesh is not None:
             mesh["compile"] = "none"
@@ -216,14 +211,10 @@ def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
 
 
 def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any]]) -> Certificate:
-    low, other, notes = "exact" in seen, _other_mesh(run), run.notes
-    tolerance = TOLERANCE["fp32" if low else run.precision]
+    other, notes, tolerance = _other_mesh(run), run.notes, TOLERANCE[run.precision]
     expected = seen.get("beside", seen["alone"])
-    compared = compare_trials(
-        seen["mesh"], expected, steps=SAVE_AFTER, clips=_clips(run), tolerance=tolerance, exact=seen.get("exact")
-    )
-    if low:
-        notes = (*notes, "in 16 bits a tolerance of 3 is of a ratio: the mesh's distance from fp32 over one process's")
+    clips = "gradient_clipping" in (run.run.get("algorithms") or {})
+    compared = compare_trials(seen["mesh"], expected, steps=SAVE_AFTER, clips=clips, tolerance=tolerance)
     if _shuffles(run):
         why = "gate base shuffles tokens over ranks, where they compete"
         peer = f"mesh {other}" if other else "nothing"
@@ -234,13 +225,9 @@ def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any
         *compared,
         *formula_rows(seen, tolerance),
         *resume_rows(
-            seen["mesh"],
-            seen["resumed"],
-            SAVE_AFTER,
-            "one process" if other is None else str(other),
-            TOLERANCE["16 bits"] if low else tolerance,
+            seen["mesh"], seen["resumed"], SAVE_AFTER, "one process" if other is None else str(other), tolerance
         ),
-        step_zero_row(seen.get("exact", seen["alone"]), _why_no_source(run)),
+        step_zero_row(seen["alone"], _why_no_source(run)),
     ]
     where = str(run.mesh) if run.mesh else "2 processes of data parallelism"
     return Certificate(run=run.name, mesh=where, device=device, notes=notes, rows=tuple(rows))
@@ -264,10 +251,6 @@ def _other_mesh(run: SmallRun) -> Mesh | None:
     return None
 
 
-def _clips(run: SmallRun) -> bool:
-    return "gradient_clipping" in (run.run.get("algorithms") or {})
-
-
 def _why_no_source(run: SmallRun) -> str:
     if run.run["model"]["name"] != "hf_causal_lm":
         return "the model is not converted from another"
@@ -287,8 +270,6 @@ def verify_command(arguments: argparse.Namespace) -> int:
         if devices is not None and math.prod(mesh) > devices:
             named = ",".join(map(str, mesh))
             raise ValueError(f"--mesh {named} needs {math.prod(mesh)} GPUs and {devices} are here: use --device cpu")
-    if arguments.precision == "bf16" and devices is None:
-        raise ValueError("--precision bf16: Composer trains in 16 bits on GPUs alone: use --device cuda, or fp32")
     certificates = _certify_yaml(arguments) if arguments.yaml is not None else _certify_cases(arguments, devices)
     for certificate in certificates:
         if arguments.json:
@@ -312,7 +293,8 @@ def _certify_yaml(arguments: argparse.Namespace) -> list[Certificate]:
     if arguments.backend is not None:
         raise ValueError("--backend is for verify without a run: a run takes algorithms.dmoe.backend=NAME")
     run = plain(load_run(arguments.yaml, arguments.overrides))
-    keys = {"device": arguments.device, "precision": arguments.precision, "timeout_s": arguments.timeout_s}
+    keys = {"device": arguments.device, "timeout_s": arguments.timeout_s}
+    keys |= {} if arguments.precision is None else {"precision": arguments.precision}
     return [certify_run(run, name=arguments.yaml, mesh=mesh, **keys) for mesh in arguments.mesh or [None]]
 
 

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
-# Sums in another order, over three steps of AdamW: fp64 measures 3e-15, fp32 some 1e-6. bf16 rounds to 2**-9.
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "16 bits": 5e-2}
+# Sums in another order, over three steps of AdamW: fp64 measures 3e-15, fp32 some 1e-6.
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
 # A loss that is dropped or counted twice is off by 1. The scale is found in the difference of two gradients, of which
 # the losses' is the small one.
 SCALE_TOLERANCE = 5e-2
-# Rounding to bf16 moves some tokens to other experts, so differences are large there. The figure is therefore a ratio:
-# the distance of a mesh in bf16 from one process in fp32, over the distance of one process in bf16.
-RATIO_TOLERANCE = 3.0
-LEAST_BF16 = 2.0**-9  # the least distance that a ratio is taken of: bf16's rounding
 
 
 def difference(measured: Tensor | None, expected: Tensor | None) -> float:
@@ -28,29 +24,9 @@ def difference(measured: Tensor | None, expected: Tensor | None) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
-    off = (measured.double() - expected.double()).abs().max().item()
-    return _relative(off, expected.double().abs().max().item())
-
-
-def distance(measured: Tensor | None, expected: Tensor | None) -> float:
-    """The norm of the difference over that of what is expected; `inf` as for `difference`.
-
-    For bf16: tokens that rounding moves to another expert change few elements by much.
-    """
-    if measured is None or expected is None or measured.shape != expected.shape:
-        return float("inf")
-    off = torch.linalg.vector_norm(measured.double() - expected.double()).item()
-    return _relative(off, torch.linalg.vector_norm(expected.double()).item())
-
-
-def ratio(found: float, own: float) -> float:
-    """A distance in bf16 over one process's own; where that one has no number to compare, nothing passes."""
-    return found / max(own if math.isfinite(own) else 0.0, LEAST_BF16)
-
-
-def _relative(off: float, scale: float) -> float:
+    off, scale = (measured.double() - expected.double()).abs().max().item(), expected.double().abs().max().item()
     relative = off / scale if scale else off
-    return relative if relative == relative else float("inf")
+    return float("inf") if math.isnan(relative) else relative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,44 +45,19 @@ class Row:
         return SAME if self.difference <= self.tolerance else DIFFERS
 
 
-def _largest(
-    measured: Mapping[str, Any], expected: Mapping[str, Any], prefixes: tuple[str, ...], by: Any = difference
-) -> float | None:
-    """Of all quantities whose names begin so, on either side; None where there are none."""
-    names = [name for name in measured.keys() | expected.keys() if name.startswith(prefixes)]
-    return max((by(measured.get(name), expected.get(name)) for name in names), default=None)
-
-
-def _ratio(
-    mesh: Mapping[str, Any], alone: Mapping[str, Any], exact: Mapping[str, Any], prefixes: tuple[str, ...]
-) -> float | None:
-    """The mesh's distance from `exact` over one process's own."""
-    found, own = (_largest(seen, exact, prefixes, distance) for seen in (mesh, alone))
-    return None if found is None or own is None else ratio(found, own)
-
-
 def compare_trials(
-    mesh: Mapping[str, Any],
-    alone: Mapping[str, Any],
-    *,
-    steps: int,
-    clips: bool,
-    tolerance: float = TOLERANCE["fp32"],
-    exact: Mapping[str, Any] | None = None,
+    mesh: Mapping[str, Any], alone: Mapping[str, Any], *, steps: int, clips: bool, tolerance: float = TOLERANCE["fp32"]
 ) -> list[Row]:
     """The mesh against one process.
 
     Args:
-        tolerance: of all rows but weights at the start, which are equal.
-        exact: in bf16, one process in fp32: rows are ratios then, see `RATIO_TOLERANCE`.
+        tolerance: of all rows except the weights at the start, which must be equal.
     """
     rows: list[Row] = []
 
     def add(quantity: str, *prefixes: str, why: str = "", limit: float = tolerance) -> None:
-        if exact is None or not limit:
-            found = _largest(mesh, alone, prefixes)
-        else:
-            found, limit = _ratio(mesh, alone, exact, prefixes), RATIO_TOLERANCE
+        names = [name for name in mesh.keys() | alone.keys() if name.startswith(prefixes)]
+        found = max((difference(mesh.get(name), alone.get(name)) for name in names), default=None)
         rows.append(Row(quantity=quantity, difference=found, tolerance=limit, why="" if found is not None else why))
 
     def all_steps(quantity: str) -> tuple[str, ...]:
@@ -135,11 +86,8 @@ def compare_trials(
 
 
 def formula_rows(seen: Mapping[str, Mapping[str, Any]], tolerance: float) -> list[Row]:
-    """Layers against their formula, and the auxiliary losses' share of the router's gradient.
-
-    In bf16 `exact`, one process in fp32, stands for `alone`: a formula does not round as bf16 does.
-    """
-    alone = seen.get("exact", seen["alone"])
+    """Layers against their formula, and the auxiliary losses' share of the router's gradient."""
+    alone = seen["alone"]
     layers: Mapping[str, Any] = alone["formula"]
     why = next((layer["why"] for layer in layers.values() if "why" in layer), "")
     names = ("layer's output, by its formula", "router's gradient, by its formula", "experts' gradients, by formula")

@@ -49,7 +49,7 @@ class SmallRun:
     mesh: (replicate, shard, expert); None = data parallelism over two processes, as Composer does it.
     microbatch: sequences of a rank in one.
     alone: sequences in a microbatch of one process, so that it sees what a rank, a group or all ranks see.
-    precision: fp64 | fp32 | bf16, which stands for fp16 too.
+    precision: fp64 | fp32.
     vocabulary: tokens are drawn below it.
     source: folder of the model that this one was converted from; empty = none.
     notes: sentences, one a change that matters.
@@ -91,7 +91,7 @@ class _Work:
 
 
 def shrink(
-    run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, device: str, precision: str | None = None
+    run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, device: str, precision: str = "fp32"
 ) -> SmallRun:
     """The run at a small size; `check_whole_run` has passed it.
 
@@ -99,7 +99,7 @@ def shrink(
         config: its experts.
         mesh: to train on; None = the run's, each axis above 1 as small as can be above 1.
         device: cpu | cuda.
-        precision: fp64 | fp32 | bf16; None = fp32 on a CPU, the run's own on GPUs.
+        precision: fp64 | fp32; 16-bit rounding would move tokens to other experts.
 
     Raises:
         ValueError: a mesh that does not fit the experts, or a model whose sizes are not known.
@@ -114,7 +114,7 @@ def shrink(
         scale, vocabulary = _shrink_mpt(work, length, config)
     _shrink_experts(work, config, scale, chosen)
     _shrink_training(work)
-    precision = _fit_device(work, device, precision)
+    _fit_device(work, device, precision)
     notes = [f"sequences of {run['max_seq_len']} -> {length} tokens, drawn at random in place of the run's data"]
     work.run["max_seq_len"] = length
     alone = _alone(work, config, chosen, microbatch)
@@ -146,14 +146,11 @@ def mesh_keys(run: Mapping[str, Any]) -> MeshConfig | None:
 
 
 def set_precision(run: dict[str, Any], precision: str) -> None:
-    """Sets the run's precision; bf16 leaves it in 16 bits as it is. In fp64 nothing is cast; a trial draws weights so.
+    """Sets the run's precision. In fp64 nothing is cast; the trial draws fp64 weights.
 
-    Flash attention computes in 16 bits alone.
+    Flash attention, which supports 16 bits only, is replaced.
     """
     fsdp, attention = run.get("fsdp_config"), run["model"].get("attn_config")
-    if precision == "bf16":
-        run["precision"] = run.get("precision", "amp_bf16") if "16" in run.get("precision", "amp_bf16") else "amp_bf16"
-        return
     run["precision"] = "fp32"
     if isinstance(fsdp, dict):
         fsdp.pop("mixed_precision", None)
@@ -349,20 +346,17 @@ def _shrink_training(work: _Work) -> None:
     )
 
 
-def _fit_device(work: _Work, device: str, precision: str | None) -> str:
-    """Returns the precision."""
+def _fit_device(work: _Work, device: str, precision: str) -> None:
     run, model = work.run, work.run["model"]
-    # drawn whole: those drawn on the mesh's pieces, from meta, are other numbers on another mesh
+    # weights drawn from meta are drawn for each shard, so they would depend on the mesh
     work.set(model, "init_device", "cpu", "the same initial weights on every mesh")
     run["expandable_segments"] = False
     own = str(run.get("precision", "amp_bf16"))
-    if precision is None:
-        precision = "fp32" if device == "cpu" else "bf16" if "16" in own else "fp32"
     set_precision(run, precision)
-    if run["precision"] != own or precision == "fp64":
-        work.notes.append(f"precision: {own} -> {precision}{' (on a CPU)' if device == 'cpu' else ''}")
+    if own != precision:
+        work.notes.append(f"precision: {own} -> {precision}")
     if device == "cuda":
-        return precision
+        return
     for where in (model, model.get("attn_config")):
         if not isinstance(where, dict):
             continue
@@ -379,4 +373,3 @@ def _fit_device(work: _Work, device: str, precision: str | None) -> str:
         if model["attn_config"].get("attn_impl", "flash") == "flash":
             model["attn_config"]["attn_impl"] = "torch"
     model.pop("use_flash_attention_2", None)
-    return precision

@@ -63,8 +63,8 @@ class Architecture:
         found = info.get(KEY)
         if found is None:
             raise ValueError(
-                f"{where} does not say what model its tensors are, as checkpoints of older versions and imported "
-                "weights do not: give the run's YAML with --config"
+                f"{where} does not record its model, as imported weights do not: start the run from it and export the "
+                "run's first checkpoint"
             )
         known = {field.name for field in fields(Architecture)}
         if not isinstance(found, Mapping) or not found.keys() <= known or not isinstance(found.get("config"), Mapping):
