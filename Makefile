@@ -39,8 +39,8 @@ unexport PYTHONDONTWRITEBYTECODE
 env:
 	@scripts/make_env.sh $(VENV) $(STACK)
 
-data/demo/facts.json: foundry_moe/demo.py | env
-	$(BIN)/python -m foundry_moe.demo data/demo
+data/demo/facts.json: examples/demo_data.py | env
+	$(BIN)/python examples/demo_data.py data/demo
 
 demo: env data/demo/facts.json
 	$(BIN)/foundry-moe train yamls/demo/cpu.yaml -n 2 $(DEMO)

@@ -315,7 +315,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="the demo's data: python -m foundry_moe.demo FOLDER")
+    parser.add_argument("data", type=Path, help="the demo's data: python examples/demo_data.py FOLDER")
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--seconds", type=float, help="as many batches as all runs together have in this time")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens")

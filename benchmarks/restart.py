@@ -207,7 +207,7 @@ def wait_for_commit(endpoint: str, agents: list[subprocess.Popen[bytes]], output
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Restart:
     """One run, from its start to the first batch after a host was lost."""
-    from foundry_moe.demo import prepare
+    from examples.demo_data import prepare
 
     prepare(folder / "data", speeches=25)
     hosts = Hosts(arguments.hosts, arguments.mbit, name="rst", subnet="10.78.0", burst_kb=max(16, arguments.mbit // 8))

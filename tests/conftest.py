@@ -49,7 +49,7 @@ def fixed_seed() -> None:
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real text as the demo has it (tokenizer, `train`, `val`, `facts.json`), of 25 speeches."""
-    from foundry_moe.demo import prepare
+    from examples.demo_data import prepare
 
     folder = tmp_path_factory.mktemp("text")
     prepare(folder, speeches=25)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.demo import prepare
+from examples.demo_data import prepare
 
 pytestmark = pytest.mark.quick
 

@@ -181,7 +181,7 @@ def read_facts(path: str) -> dict[str, float]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"callbacks.run_report.facts ({path}): {error}; leave it out, or write it with the demo's data "
-            "(python -m foundry_moe.demo FOLDER)"
+            "(python examples/demo_data.py FOLDER)"
         ) from None
 
 

@@ -6,11 +6,12 @@ The file is not trusted: a bad line is an error in one sentence. Shapes: N point
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E; below it, sqrt(E) ex
 MOST_LINE_BYTES = 32 * 2**20
 _MOST_CELLS = 4 * 2**20  # counts in memory; many layers and experts give fewer points
 _MOST_COUNT = 2**50  # sums of a thousand such counts are exact in fp64
-_MOST_METRIC = 1e30
+_FORM = 'this is not {"batch": 1, "loads": {"0": [2, 3]}, "metrics": {"x": 0.5}}, with as many counts in each layer'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,37 +133,18 @@ def _parsed_lines(path: Path, file: BinaryIO) -> Iterator[LoadLine]:
 
 def _parse_line(raw: bytes) -> LoadLine:
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("this is not JSON") from error
-    if not isinstance(value, dict) or not {"batch", "loads"} <= set(value):
-        raise ValueError('this is not {"batch": ..., "loads": {...}, "metrics": {...}}')
-    batch, loads, metrics = value["batch"], value["loads"], value.get("metrics", {})
-    if not _is_count(batch):
-        raise ValueError("batch must be a whole number of 0 or more")
-    layers = [int(name) for name in loads if name.isdecimal() and len(name) < 7] if isinstance(loads, dict) else []
-    if not layers or len(set(layers)) < len(loads):
-        raise ValueError("loads must be a mapping of layer indices to lists of counts")
-    rows = list(loads.values())
-    if not all(isinstance(row, list) and 0 < len(row) == len(rows[0]) and all(map(_is_count, row)) for row in rows):
-        raise ValueError("loads must have a list of as many counts, 0 to 2^50, for each layer")
-    if not isinstance(metrics, dict) or not all(number is None or _is_metric(number) for number in metrics.values()):
-        raise ValueError("metrics must be a mapping of names to finite numbers or null")
-    return LoadLine(
-        batch=batch,
-        layers=tuple(layers),
-        loads_LE=np.array(rows, dtype=np.float64),
-        metrics={name: float(number) for name, number in metrics.items() if number is not None},
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_COUNT
-
-
-def _is_metric(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST_METRIC
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(name)  # NaN and Infinity are not JSON
+        value = json.loads(raw)
+        loads, metrics = value["loads"], value.get("metrics", {}).items()
+        line = LoadLine(
+            batch=operator.index(value["batch"]),
+            layers=tuple(map(int, loads)),
+            loads_LE=np.array(list(loads.values()), dtype=np.float64),
+            metrics={name: float(number) for name, number in metrics if number is not None},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(_FORM) from error
+    counts_LE = line.loads_LE
+    valid = counts_LE.ndim == 2 and counts_LE.size and bool(((counts_LE >= 0) & (counts_LE <= _MOST_COUNT)).all())
+    if not valid or line.batch < 0 or len(set(line.layers)) < len(line.layers):
+        raise ValueError(_FORM)
+    return line

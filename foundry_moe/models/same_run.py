@@ -1,8 +1,8 @@
-"""Whether a checkpoint is of the model that this run builds, beyond the shapes of its tensors; and trained alike.
+"""Compares the model and the optimizer of a run with those of the checkpoint that it resumes from.
 
-Another `n_heads` or `norm_type` fits the same tensors and computes something else: such a checkpoint is refused.
-Another learning rate or batch size is a user's right, and said. What is described is plain data in one flat mapping
-of dotted keys, kept in a checkpoint's `info` and in the state of the algorithm `dmoe_steps`.
+A model with another `n_heads` or `norm_type` has tensors of the same shapes and computes something else: its checkpoint
+is refused. Another learning rate or batch size is allowed and logged. Both descriptions are flat mappings of dotted
+keys to plain data, stored in a checkpoint's `info` and in the state of the algorithm `dmoe_steps`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 from composer.core import State, Time
-from composer.optim import ComposerScheduler
 from composer.utils import dist
 from transformers import PretrainedConfig
 
 from foundry_moe.checkpoint.errors import printable
-from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.schema import yaml_value
 
-# of what every Hugging Face configuration has, only this says what the model computes; the rest is of generation
+# the only key of every Hugging Face configuration that changes what the model computes; the others are for generation
 _COMPUTES = ("tie_word_embeddings",)
-# of a model's own keys: how weights are first drawn, and which of several implementations of one formula runs
+# keys of a model for initial weights, and for the choice between implementations of one formula
 _NEUTRAL = ("init_device", "init_config", "initializer_range", "attn_impl", "fc_type", "use_cache", "loss_fn")
+# parts of keys that change the training and not what the weights compute
 _TRAINS = (
     "drop",  # attn_pdrop, attention_dropout, resid_pdrop and the like
     "embedding_fraction",
@@ -38,72 +37,36 @@ _SAME_NORM = ("low_precision_", "triton_")  # layernorm and low_precision_layern
 
 
 def describe_model(model: torch.nn.Module) -> dict[str, Any]:
-    """What the model computes, by dotted keys of its configuration; empty for a model that has none."""
-    return {key: value for key, value in _configuration(model).items() if not _trains(key)}
+    """The keys of its configuration that decide what the model computes; empty for a model without a configuration."""
+    config = getattr(getattr(model, "module", model), "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return {}
+    ignored = {*PretrainedConfig().to_dict(), *_NEUTRAL} - set(_COMPUTES)
+    found = _flat(config.to_dict(), ignored)
+    return {key: value for key, value in found.items() if not any(word in key.rpartition(".")[2] for word in _TRAINS)}
 
 
 def describe_training(state: State) -> dict[str, Any]:
-    """How the run is trained, as far as the trainer knows it: optimizer, schedule, losses, data, precision, dropout."""
-    found = {key: value for key, value in _configuration(state.model).items() if _trains(key)}
-    found["precision"] = str(getattr(state.precision, "value", state.precision))
+    """Optimizer, batch size and precision of the run."""
+    found: dict[str, Any] = {"precision": str(getattr(state.precision, "value", state.precision))}
     size = getattr(state.train_dataloader, "batch_size", None)
     if isinstance(size, int | float):
         found["global_train_batch_size"] = size * dist.get_world_size()
-    found |= {**_losses(state.model), **_data(state.train_dataloader), **_schedulers(state)}
-    if (seed := getattr(state, "rank_zero_seed", None)) is not None:
-        found["seed"] = seed
     for optimizer in state.optimizers or ():
         found["optimizer"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
             where = f"optimizer.param_groups.{index - 1}" if index else "optimizer"
-            # the scheduler changes `lr`; what the user wrote is the initial one
+            # the scheduler changes `lr`; the YAML has the initial one
             values = {**group, "lr": group.get("initial_lr", group.get("lr"))}
             found |= {f"{where}.{key}": _plain(values[key]) for key in optimizer.defaults if key in values}
     return found
 
 
-def _losses(model: torch.nn.Module) -> dict[str, Any]:
-    """The weights of the auxiliary losses, and over what the balance loss is taken."""
-    layers = moe_layers(model)
-    if not layers:
-        return {}
-    config = layers[0].config
-    weights = config.loss if isinstance(config.loss, Mapping) else {"": config.loss}
-    named = {f"moe.loss.{name}".rstrip("."): _plain(weight) for name, weight in weights.items()}
-    return {**named, "moe.balance_over": config.balance_over}
-
-
-def _data(loader: Any) -> dict[str, Any]:
-    """What of a streaming dataset says which samples come, and in which order."""
-    dataset, where = getattr(loader, "dataset", None), "train_loader.dataset"
-    splits = sorted({str(getattr(stream, "split", None)) for stream in getattr(dataset, "streams", None) or ()})
-    found = {f"{where}.split": printable(", ".join(splits))} if splits else {}
-    for key in ("shuffle", "shuffle_seed", "shuffle_algo"):
-        if splits and hasattr(dataset, key):
-            found[f"{where}.{key}"] = _plain(getattr(dataset, key))
-    return found
-
-
-def _schedulers(state: State) -> dict[str, Any]:
-    """The schedules of the learning rate: Composer compiles its own into the closure of a function."""
-    found: dict[str, Any] = {}
-    for number, scheduler in enumerate(getattr(state, "schedulers", None) or ()):
-        where = f"schedulers.{number}" if number else "scheduler"
-        cells = [cell for fn in getattr(scheduler, "lr_lambdas", ()) for cell in getattr(fn, "__closure__", None) or ()]
-        held = [cell.cell_contents for cell in cells]
-        own = next((item for item in held if ComposerScheduler in type(item).__mro__), None)
-        found[where] = type(scheduler if own is None else own).__name__
-        for key, value in ({} if own is None else vars(own)).items():
-            if value is None or isinstance(value, bool | int | float | str | Time):
-                found[f"{where}.{key}"] = _plain(value)
-    return found
-
-
 def check_model(here: Mapping[str, Any], there: object, where: str = "model") -> None:
-    """Compares the keys of two models that both have.
+    """Compares the keys that two descriptions of models have in common.
 
     Args:
-        there: from a checkpoint, which may hold anything.
+        there: from a checkpoint, so it is not trusted.
         where: prefix of the keys in the error.
 
     Raises:
@@ -124,8 +87,8 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
     """A sentence for each difference in how two runs are trained.
 
     Args:
-        asked, there: what this run's YAML says, and the checkpoint.
-        holds: what holds after loading: an optimizer's state brings its own learning rate.
+        asked, there: `describe_training` of this run and of the checkpoint.
+        holds: of this run after loading, since the optimizer's state contains the checkpoint's learning rate.
     """
     if not isinstance(there, Mapping):
         return []
@@ -138,21 +101,11 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
     ]
 
 
-def _configuration(model: torch.nn.Module) -> dict[str, Any]:
-    config = getattr(getattr(model, "module", model), "config", None)
-    if not isinstance(config, PretrainedConfig):
-        return {}
-    ignored = {*PretrainedConfig().to_dict(), *_NEUTRAL} - set(_COMPUTES)
-    return _flat(config.to_dict(), ignored)
-
-
 def _flat(mapping: Mapping[str, Any], ignored: set[str], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in mapping.items():
         if key in ignored or key.startswith("_"):
             continue
-        if isinstance(value, Mapping) and value.get("ffn_type") == "dmoe":
-            continue  # keys of experts: `describe_experts` has them
         if isinstance(value, Mapping):
             found |= _flat(value, ignored, f"{prefix}{key}.")
         elif key == "norm_type":
@@ -164,12 +117,8 @@ def _flat(mapping: Mapping[str, Any], ignored: set[str], prefix: str = "") -> di
     return found
 
 
-def _trains(key: str) -> bool:
-    return any(word in key.rpartition(".")[2] for word in _TRAINS)
-
-
 def _plain(value: Any) -> Any:
-    """As JSON has it; texts as a checkpoint that is read has them, without control characters."""
+    """The value as it is read back from a checkpoint: JSON, without control characters."""
     if isinstance(value, Time):
         value = value.to_timestring()
     if isinstance(value, str):

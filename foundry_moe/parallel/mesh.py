@@ -96,26 +96,6 @@ class MeshPlan:
         outer, expert = divmod(rank, self.expert)
         return (*divmod(outer, self.shard), expert)
 
-    def expert_group(self, rank: int) -> range:
-        """Ranks that exchange tokens with `rank`."""
-        first = rank - rank % self.expert
-        return range(first, first + self.expert)
-
-    def shard_group(self, rank: int) -> range:
-        """Ranks that hold the other shards of the same experts."""
-        replicate, _, expert = self.coordinates(rank)
-        first = replicate * self.dense_shard + expert
-        return range(first, first + self.dense_shard, self.expert)
-
-    def dense_shard_group(self, rank: int) -> range:
-        """Ranks that hold the other shards of parameters outside the experts."""
-        first = rank - rank % self.dense_shard
-        return range(first, first + self.dense_shard)
-
-    def replicate_group(self, rank: int) -> range:
-        """Ranks that hold copies of what `rank` holds."""
-        return range(rank % self.dense_shard, self.world_size, self.dense_shard)
-
     def experts_of(self, rank: int, num_experts: int) -> range:
         """Experts, of `num_experts` in a layer, whose weights `rank` has a part of."""
         local = num_experts // self.expert

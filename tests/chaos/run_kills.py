@@ -166,7 +166,7 @@ def resumed(printed: Path) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="the demo's data: python -m foundry_moe.demo FOLDER")
+    parser.add_argument("--data", required=True, help="the demo's data: python examples/demo_data.py FOLDER")
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--batches", type=int, default=60)
     parser.add_argument("--meshes", type=parse_mesh, nargs="+", default=MESHES, metavar="R,S,E")

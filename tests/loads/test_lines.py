@@ -33,35 +33,31 @@ def test_lines_are_read_and_an_incomplete_last_one_is_ignored(tmp_path):
 
 
 DEEP = "[" * 100_000
-LAYERS = "loads must be a mapping of layer indices to lists of counts"
-COUNTS = "loads must have a list of as many counts, 0 to 2^50, for each layer"
-METRICS = "metrics must be a mapping of names to finite numbers or null"
+FORM = 'line 2: this is not {"batch": 1, "loads": {"0": [2, 3]}'
 BAD = {
-    "hello": "line 2: this is not JSON",
-    DEEP: "line 2: this is not JSON",
-    '{"batch": 2, "loads": {"0": [NaN, 1]}}': "this is not JSON",
-    "[1, 2]": 'this is not {"batch": ...',
-    '{"batch": 2}': 'this is not {"batch": ...',
-    line(True): "batch must be a whole number",
-    line(-1): "batch must be a whole number",
-    line(2.5): "batch must be a whole number",
+    "hello": FORM,
+    DEEP: FORM,
+    '{"batch": 2, "loads": {"0": [NaN, 1]}}': FORM,
+    "[1, 2]": FORM,
+    '{"batch": 2}': FORM,
+    line("2"): FORM,
+    line(-1): FORM,
+    line(2.5): FORM,
     line(1): "line 2: batch 1 comes after batch 1",
     line(2, {"0": [3, 1]}): "its layers or experts differ from those of the line before",
     line(2, {"0": [3, 1, 1], "2": [1, 1, 1]}): "its layers or experts differ",
-    line(2, {"<b>": [1, 2]}): LAYERS,
-    line(2, {"0": [1, 2], "00": [1, 2]}): LAYERS,
-    '{"batch": 2, "loads": [1]}': LAYERS,
-    '{"batch": 2, "loads": {}}': LAYERS,
-    line(2, {"0": "12"}): COUNTS,
-    line(2, {"0": []}): COUNTS,
-    line(2, {"0": [1], "2": [1, 2]}): COUNTS,
-    line(2, {"0": [1, -2]}): COUNTS,
-    line(2, {"0": [1, 10**30]}): COUNTS,
-    line(2, {"0": [1, 1.5]}): COUNTS,
-    line(2, metrics=[1]): METRICS,
-    line(2, metrics={"x": "<script>"}): METRICS,
-    line(2, metrics={"x": 10**400}): METRICS,
-    line(2, metrics={"x": 1e300}): METRICS,
+    line(2, {"<b>": [1, 2]}): FORM,
+    line(2, {"0": [1, 2], "00": [1, 2]}): FORM,
+    '{"batch": 2, "loads": [1]}': FORM,
+    '{"batch": 2, "loads": {}}': FORM,
+    line(2, {"0": "12"}): FORM,
+    line(2, {"0": []}): FORM,
+    line(2, {"0": [1], "2": [1, 2]}): FORM,
+    line(2, {"0": [1, -2]}): FORM,
+    line(2, {"0": [1, 10**30]}): FORM,
+    line(2, metrics=[1]): FORM,
+    line(2, metrics={"x": "<script>"}): FORM,
+    line(2, metrics={"x": 10**400}): FORM,
 }
 
 
@@ -77,7 +73,7 @@ def test_a_bad_line_is_one_sentence_with_its_number(bad, tmp_path, capsys):
 
 def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("foundry_moe.loads.history.MOST_LINE_BYTES", 1000)
-    with pytest.raises(ValueError, match="line 1: this is not JSON"):
+    with pytest.raises(ValueError, match="line 1: this is not"):
         read_history(written(tmp_path, "{" * 2000))
 
 
@@ -86,8 +82,8 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
     [
         (None, "cannot be read: No such file or directory"),
         (b"", "has no line yet"),
-        (b"\xff\xfe\n", "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
+        (b"\xff\xfe\n", "this is not"),
+        (b"\xff\xfe", "this is not"),
     ],
 )
 def test_a_file_without_loads_is_one_sentence(content, sentence, tmp_path, capsys):

@@ -26,6 +26,27 @@ from foundry_moe.parallel.placement import place_experts, shard_dimension
 
 pytestmark = pytest.mark.quick
 
+
+def expert_group(plan: MeshPlan, rank: int) -> range:
+    first = rank - rank % plan.expert
+    return range(first, first + plan.expert)
+
+
+def shard_group(plan: MeshPlan, rank: int) -> range:
+    replicate, _, expert = plan.coordinates(rank)
+    first = replicate * plan.dense_shard + expert
+    return range(first, first + plan.dense_shard, plan.expert)
+
+
+def dense_shard_group(plan: MeshPlan, rank: int) -> range:
+    first = rank - rank % plan.dense_shard
+    return range(first, first + plan.dense_shard)
+
+
+def replicate_group(plan: MeshPlan, rank: int) -> range:
+    return range(rank % plan.dense_shard, plan.world_size, plan.dense_shard)
+
+
 WORLD_SIZES = [1, 2, 3, 6, 7, 8, 24, 64, 97, 512, 1000, 3072, 4096, 16384, 65536, 99991, 100_000]
 
 
@@ -55,19 +76,19 @@ def test_groups_partition_the_ranks_and_agree_with_coordinates(world_size: int) 
         replicate_index, shard_index, expert_index = plan.coordinates(rank)
         assert rank == (replicate_index * shard + shard_index) * expert + expert_index
         groups = {
-            "expert": (plan.expert_group(rank), expert),
-            "shard": (plan.shard_group(rank), shard),
-            "dense": (plan.dense_shard_group(rank), shard * expert),
-            "replicate": (plan.replicate_group(rank), plan.replicate),
+            "expert": (expert_group(plan, rank), expert),
+            "shard": (shard_group(plan, rank), shard),
+            "dense": (dense_shard_group(plan, rank), shard * expert),
+            "replicate": (replicate_group(plan, rank), plan.replicate),
         }
         for name, (group, size) in groups.items():
             assert len(group) == size and rank in group, name
         # an expert group holds each expert once, and it and a shard group meet in this rank alone
-        assert set(plan.expert_group(rank)) & set(plan.shard_group(rank)) == {rank}
-        assert {plan.coordinates(r)[:2] for r in plan.expert_group(rank)} == {(replicate_index, shard_index)}
-        assert {plan.coordinates(r)[2] for r in plan.shard_group(rank)} == {expert_index}
-        assert {r % plan.dense_shard for r in plan.replicate_group(rank)} == {rank % plan.dense_shard}
-    owned = [e for r in plan.expert_group(0) for e in plan.experts_of(r, expert * 3)]
+        assert set(expert_group(plan, rank)) & set(shard_group(plan, rank)) == {rank}
+        assert {plan.coordinates(r)[:2] for r in expert_group(plan, rank)} == {(replicate_index, shard_index)}
+        assert {plan.coordinates(r)[2] for r in shard_group(plan, rank)} == {expert_index}
+        assert {r % plan.dense_shard for r in replicate_group(plan, rank)} == {rank % plan.dense_shard}
+    owned = [e for r in expert_group(plan, 0) for e in plan.experts_of(r, expert * 3)]
     assert owned == list(range(expert * 3))
 
 
@@ -172,10 +193,10 @@ def test_3072_ranks_place_experts_and_the_rest(
     assert tuple(w1.to_local().shape) == (64 // expert, 1024 // shard, 2048)
     bytes_here = sum(p.to_local().numel() * 4 for p in layer.experts.parameters())
     assert bytes_here == 3 * 64 * 1024 * 2048 * 4 // (expert * shard)
-    assert dist.get_process_group_ranks(meshes.expert.get_group()) == list(plan.expert_group(rank))
-    assert dist.get_process_group_ranks(meshes.experts.get_group("shard")) == list(plan.shard_group(rank))
-    assert dist.get_process_group_ranks(meshes.dense.get_group("shard_expert")) == list(plan.dense_shard_group(rank))
-    assert dist.get_process_group_ranks(meshes.dense.get_group("replicate")) == list(plan.replicate_group(rank))
+    assert dist.get_process_group_ranks(meshes.expert.get_group()) == list(expert_group(plan, rank))
+    assert dist.get_process_group_ranks(meshes.experts.get_group("shard")) == list(shard_group(plan, rank))
+    assert dist.get_process_group_ranks(meshes.dense.get_group("shard_expert")) == list(dense_shard_group(plan, rank))
+    assert dist.get_process_group_ranks(meshes.dense.get_group("replicate")) == list(replicate_group(plan, rank))
     if expert > 8:
         node_group, peer_group = meshes.token_groups
         node = set(dist.get_process_group_ranks(node_group))

