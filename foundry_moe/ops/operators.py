@@ -40,7 +40,7 @@ class _Schema:
         return flat
 
     def group(self, flat: Iterable[Any]) -> list[Any]:
-        left = iter(flat)
+        left = iter(tuple(arg) if type(arg) is list else arg for arg in flat)  # torch.library gives lists; these hash
         return [record(*islice(left, len(record._fields))) if record else next(left) for record in self.records]
 
     def flatten_gradients(self, grads: Iterable[Any]) -> tuple[Any, ...]:
