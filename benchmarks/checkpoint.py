@@ -126,9 +126,9 @@ def measure(processes: int, width: int, repeats: int, folder: str, endpoint: str
     from composer.utils import checkpoint as composer_checkpoint
 
     from foundry_moe.callbacks.elastic_state import collect
+    from foundry_moe.checkpoint import open_store
     from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
     from foundry_moe.checkpoint.store import StoreOptions
-    from foundry_moe.checkpoint.stores import open_store
 
     if endpoint:
         os.environ["S3_ENDPOINT_URL"] = endpoint  # where Composer looks

@@ -192,9 +192,9 @@ def wait_for_commit(endpoint: str, agents: list[subprocess.Popen[bytes]], output
     Raises:
         SystemExit: there is none in time, or a host has ended.
     """
+    from foundry_moe.checkpoint import open_store
     from foundry_moe.checkpoint.ledger import Ledger
     from foundry_moe.checkpoint.store import StoreOptions
-    from foundry_moe.checkpoint.stores import open_store
 
     ledger = Ledger(open_store("s3://bucket/run", StoreOptions(endpoint_url=endpoint)))
     deadline = time.monotonic() + START_S

@@ -16,8 +16,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from foundry_moe.checkpoint.settings import checkpoint_config
 from foundry_moe.launch import fork_server
+from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, set_console
 from foundry_moe.launch.ending import exit_on, is_first_rank
 from foundry_moe.launch.run_config import check_device, check_files, check_whole_run, load_run, plain, ranks_that_train

@@ -13,9 +13,9 @@ from typing import Any
 import foundry_moe
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.run_report import RunReport
-from foundry_moe.checkpoint.settings import CheckpointConfig
 from foundry_moe.cli import build_parser
 from foundry_moe.config import LoRAConfig, MeshConfig, MoEConfig
+from foundry_moe.launch.checkpoint_settings import CheckpointConfig
 from foundry_moe.layers.gates.keys import KEYS
 from foundry_moe.schema import yaml_value
 

@@ -12,8 +12,8 @@ from composer.core import State
 from composer.trainer import trainer
 from composer.utils import dist, format_name_with_dist
 
-from foundry_moe.checkpoint.settings import WHERE, CheckpointConfig
-from foundry_moe.checkpoint.stores import is_remote
+from foundry_moe.checkpoint.store import is_remote
+from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig
 
 log = logging.getLogger(__name__)
 

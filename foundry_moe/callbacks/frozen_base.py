@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.layout import Box, layout_of
-from foundry_moe.checkpoint.settings import WHERE
 from foundry_moe.checkpoint.snapshot import local_part
+from foundry_moe.launch.checkpoint_settings import WHERE
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _MIX = (-0x61C8864680B583EB, -0x4B47D0C5A8A9B4E5)  # odd, of 64 bits

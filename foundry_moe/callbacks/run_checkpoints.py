@@ -22,11 +22,11 @@ from foundry_moe import __version__
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, restore
 from foundry_moe.callbacks.frozen_base import check_base, describe_base, frozen_names
 from foundry_moe.callbacks.timing import ResumeTimes
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
-from foundry_moe.checkpoint.settings import FROZEN, CheckpointConfig
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.launch.checkpoint_settings import FROZEN, CheckpointConfig
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes

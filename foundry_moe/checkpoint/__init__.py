@@ -4,22 +4,55 @@
 `engine.CheckpointEngine` saves in the background and plans without communication; it knows neither Composer nor a
 schedule, and `callbacks.elastic_checkpoint` is Composer's callback. All write one format
 (docs/reference/checkpoint_format.md).
-Public names are loaded when they are first used.
+`Writer` and `Reader` are imported when they are first used.
 """
+
+from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
+from foundry_moe.checkpoint.store import Store, StoreOptions, folder_problem
+
 _PUBLIC = {
     "Writer": "foundry_moe.checkpoint.dcp_writer",
     "Reader": "foundry_moe.checkpoint.dcp_reader",
-    "StoreOptions": "foundry_moe.checkpoint.store",
 }
 
-__all__ = [*_PUBLIC]
+__all__ = ["StoreOptions", "open_store", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def open_store(folder: str, options: StoreOptions | None = None) -> Store:
+    """The store for `s3://bucket/prefix`, `gs://...`, `az://...`, `/a/path` or `file:///a/path`. Nothing is asked of it
+    yet.
+
+    Raises:
+        ValueError: an address of another kind, a path at which something else is, or the cloud's client is missing.
+    """
+    options = options or StoreOptions()
+    problem = folder_problem(folder)
+    if problem:
+        raise ValueError(f"folder {folder!r}: {problem}")
+    scheme, separator, rest = folder.partition("://")
+    if not separator or scheme == "file":
+        from foundry_moe.checkpoint.store_file import FileStore
+
+        return FileStore(rest if separator else folder, options)
+    if scheme == "s3":
+        from foundry_moe.checkpoint.store_s3 import S3Store
+
+        return S3Store(folder, options)
+    try:
+        from foundry_moe.checkpoint.store_cloud import CloudStore
+    except ImportError as error:
+        extra = {"gs": "gcs", "az": "azure"}[scheme]
+        raise ValueError(
+            f"folder {folder!r}: {scheme}:// needs obstore ({error}): pip install 'foundry_moe[{extra}]'"
+        ) from error
+    return CloudStore(folder, options)

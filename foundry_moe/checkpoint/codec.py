@@ -180,16 +180,41 @@ class _Decoder:
         if len(item) != 1:
             raise DamagedError(f"the tag {shown(tag)} is not alone")
         body = item[tag]
-        if tag in ("$b", "$z"):
-            return self._bytes(item)
-        if tag == "$ref":
-            text(body, "a tensor's name")
-            if self._tensor is None:
-                raise DamagedError(f"tensor {shown(body)} is stored apart and was not given")
-            return self._tensor(body)
-        if tag not in _TAGS:
-            raise DamagedError(f"unknown tag {shown(tag)}: the checkpoint was written by a newer version")
-        return _TAGS[tag](self, body)
+        match tag:
+            case "$b" | "$z":
+                return self._bytes(item)
+            case "$ref" if self._tensor is not None:
+                return self._tensor(text(body, "a tensor's name"))
+            case "$tensor":
+                dtype, sizes, data = self._sized(body, _known, "an inline tensor")
+                return tensor_from_bytes(data, dtype, sizes)
+            case "$numpy" | "$scalar":
+                dtype, sizes, data = self._sized(body, lambda name: np.dtype(text(name, tag, _NUMPY)), "an array")
+                array = np.frombuffer(data, dtype=dtype).reshape(sizes).copy()
+                if tag == "$scalar" and sizes:
+                    fail("a scalar's shape", list(sizes), "empty")
+                return array if tag == "$numpy" else array[()]
+            case "$float" if body in ("nan", "inf", "-inf"):
+                return float(body)
+            case "$tuple":
+                return tuple(self.go(sequence(body, "a tuple")))
+            case "$set":
+                return set(self.go(sequence(body, "a set")))
+            case "$size":
+                return torch.Size(_shape(body))
+            case "$dict":
+                pairs = (sequence(pair, "a key with its value", 2) for pair in sequence(body, "a dictionary's list"))
+                return {self.go(key): self.go(value) for key, value in pairs}
+            case "$timedelta":
+                numbers = (integer(number, "a span of time", least=-MOST) for number in sequence(body, "a time", 3))
+                return datetime.timedelta(*numbers)
+            case "$datetime":
+                return datetime.datetime.fromisoformat(text(body, "a time"))
+            case "$dtype":
+                return _known(body)
+            case "$device":
+                return torch.device(text(body, "a device", _DEVICE))
+        raise DamagedError(f"unknown tag {shown(tag)}, or one whose value is none: {shown(body)}")
 
     def _bytes(self, packed: Any) -> bytes:
         tag, coded = next(iter(packed.items())) if type(packed) is dict and len(packed) == 1 else ("", None)
@@ -201,74 +226,25 @@ class _Decoder:
         self._left_bytes -= len(raw)
         return raw
 
-    def _tensor_of(self, body: Any) -> Tensor:
-        name, shape, raw = sequence(body, "an inline tensor", 3)
-        dtype = DTYPES.get(text(name, "a dtype"))
-        if dtype is None:
-            fail("a dtype", name, "known")
-        sizes = self._shape(shape)
-        data = self._bytes(raw)
-        if len(data) != math.prod(sizes) * dtype.itemsize:
-            raise DamagedError(f"an inline tensor {list(sizes)} of {name} has {len(data)} bytes")
-        return tensor_from_bytes(data, dtype, sizes)
-
-    def _array(self, body: Any) -> np.ndarray:
-        name, shape, raw = sequence(body, "an array", 3)
-        dtype = np.dtype(text(name, "an array's dtype", _NUMPY))
-        sizes = self._shape(shape)
-        data = self._bytes(raw)
+    def _sized(self, body: Any, dtype_of: Callable[[Any], Any], where: str) -> tuple[Any, tuple[int, ...], bytes]:
+        """A dtype, a shape, and as many bytes as these have."""
+        name, shape, raw = sequence(body, where, 3)
+        dtype, sizes, data = dtype_of(name), _shape(shape), self._bytes(raw)
         if not dtype.itemsize or len(data) != math.prod(sizes) * dtype.itemsize:
-            raise DamagedError(f"an array {list(sizes)} of {name} has {len(data)} bytes")
-        return np.frombuffer(data, dtype=dtype).reshape(sizes).copy()
-
-    def _scalar(self, body: Any) -> Any:
-        array = self._array(body)
-        if array.shape != ():
-            fail("a scalar's shape", list(array.shape), "empty")
-        return array[()]
-
-    @staticmethod
-    def _shape(shape: Any) -> tuple[int, ...]:
-        sizes = tuple(integer(size, "a dimension") for size in sequence(shape, "a shape"))
-        if len(sizes) > DIMS or math.prod(max(size, 1) for size in sizes) > MOST:
-            fail("a shape", shape, f"one of at most {DIMS} dimensions and {MOST} elements")
-        return sizes
-
-    @staticmethod
-    def _float(body: Any) -> float:
-        if body not in ("nan", "inf", "-inf"):
-            fail("a number", body, "nan, inf or -inf")
-        return float(body)
-
-    @staticmethod
-    def _dtype(body: Any) -> torch.dtype:
-        dtype = DTYPES.get(text(body, "a dtype"))
-        return fail("a dtype", body, "known") if dtype is None else dtype
-
-    def _dict(self, body: Any) -> dict[Any, Any]:
-        pairs = (sequence(pair, "a key with its value", 2) for pair in sequence(body, "a dictionary's list"))
-        return {self.go(key): self.go(value) for key, value in pairs}
-
-    @staticmethod
-    def _timedelta(body: Any) -> datetime.timedelta:
-        numbers = sequence(body, "a span of time", 3)
-        return datetime.timedelta(*(integer(number, "a span of time", least=-MOST) for number in numbers))
+            raise DamagedError(f"{where} {list(sizes)} of {name} has {len(data)} bytes")
+        return dtype, sizes, data
 
 
-_TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
-    "$tensor": _Decoder._tensor_of,
-    "$numpy": _Decoder._array,
-    "$scalar": _Decoder._scalar,
-    "$float": lambda self, body: self._float(body),
-    "$tuple": lambda self, body: tuple(self.go(sequence(body, "a tuple"))),
-    "$set": lambda self, body: set(self.go(sequence(body, "a set"))),
-    "$size": lambda self, body: torch.Size(self._shape(body)),
-    "$dict": _Decoder._dict,
-    "$timedelta": lambda self, body: self._timedelta(body),
-    "$datetime": lambda self, body: datetime.datetime.fromisoformat(text(body, "a time")),
-    "$dtype": lambda self, body: self._dtype(body),
-    "$device": lambda self, body: torch.device(text(body, "a device", _DEVICE)),
-}
+def _known(name: Any) -> torch.dtype:
+    dtype = DTYPES.get(text(name, "a dtype"))
+    return fail("a dtype", name, "known") if dtype is None else dtype
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    sizes = tuple(integer(size, "a dimension") for size in sequence(shape, "a shape"))
+    if len(sizes) > DIMS or math.prod(max(size, 1) for size in sizes) > MOST:
+        fail("a shape", shape, f"one of at most {DIMS} dimensions and {MOST} elements")
+    return sizes
 
 
 def tensors_in(values: Any, path: str = "") -> Iterator[tuple[str, str | None, Any]]:

@@ -1,6 +1,8 @@
 """How a rank fails without leaving the others alone: it goes on with what is collective, and all learn its error.
 
-It knows nothing of checkpoints.
+Ranks send each other Python objects by torch's object collectives, which pickle them. That is safe because only
+processes of one job, which run the same program, are in the group, and because what they send was made or parsed and
+checked by one of them: bytes of a store are never unpickled. It knows nothing of checkpoints.
 """
 
 from __future__ import annotations
@@ -87,12 +89,17 @@ class Ranks:
 
     def decide(self, here: Callable[[], T], first: Callable[[list[T]], R]) -> R:
         """Every rank runs `here`; rank 0 makes one answer of all results, in the order of ranks. Collective."""
-        answer = self._gathered(here, first)
+        mine = _tried(here)
+        results: list[Any] = [mine]
         if self.group is not None:
-            box = [answer]
+            results = [None] * self.size
+            dist.gather_object(mine, results if self.rank == 0 else None, dst=0, group=self.group)
+        box: list[Any] = [_answer(results, first) if self.rank == 0 else None]
+        if self.group is not None:
             dist.broadcast_object_list(box, src=0, group=self.group)
-            (answer,) = box
-        return _unwrapped(answer)
+        if isinstance(box[0], RanksError):
+            raise box[0]
+        return box[0]
 
     def first(self, step: Callable[[], R]) -> R:
         """What a step gives that rank 0 alone does, for all; its error is raised on all. Collective."""
@@ -101,35 +108,19 @@ class Ranks:
         except RanksError as failed:
             raise failed.reasons[0] from None
 
-    def deal(self, here: Callable[[], T], first: Callable[[list[T]], list[R]]) -> R:
-        """As `decide`, with one answer for each rank."""
-        answer = self._gathered(here, first)
-        if self.group is None:
-            return _unwrapped(answer)[0]
-        answers = answer if isinstance(answer, list) else [answer] * self.size
-        box: list[Any] = [None]
-        dist.scatter_object_list(box, answers if self.rank == 0 else None, src=0, group=self.group)
-        return _unwrapped(box[0])
 
-    def _gathered(self, here: Callable[[], T], first: Callable[[list[T]], Any]) -> Any:
-        """What rank 0 makes of all results; None elsewhere."""
-        mine = _tried(here)
-        results: list[Any] = [mine]
-        if self.group is not None:
-            results = [None] * self.size
-            dist.gather_object(mine, results if self.rank == 0 else None, dst=0, group=self.group)
-        if self.rank != 0:
-            return None
-        failed: dict[int, Exception] = {}
-        for rank, result in enumerate(results):
-            if isinstance(result, _Failed):
-                failed |= result.error.reasons if isinstance(result.error, RanksError) else {rank: result.error}
-        if not failed:
-            made = _tried(lambda: first(results))
-            if not isinstance(made, _Failed):
-                return made
-            failed = {0: made.error}
-        return RanksError(failed)
+def _answer(results: list[Any], first: Callable[[list[T]], R]) -> R | RanksError:
+    """What rank 0 makes of all results, or what failed where."""
+    failed: dict[int, Exception] = {}
+    for rank, result in enumerate(results):
+        if isinstance(result, _Failed):
+            failed |= result.error.reasons if isinstance(result.error, RanksError) else {rank: result.error}
+    if not failed:
+        made = _tried(lambda: first(results))
+        if not isinstance(made, _Failed):
+            return made
+        failed = {0: made.error}
+    return RanksError(failed)
 
 
 def _tried(step: Callable[[], T]) -> T | _Failed:
@@ -137,9 +128,3 @@ def _tried(step: Callable[[], T]) -> T | _Failed:
         return step()
     except Exception as error:
         return _Failed(portable(error))
-
-
-def _unwrapped(answer: Any) -> Any:
-    if isinstance(answer, RanksError):
-        raise answer
-    return answer

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.codec import DTYPES, decode
 from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, portable_errors
 from foundry_moe.checkpoint.dcp_writer import Writer, step_of
@@ -38,7 +39,6 @@ from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.store import StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.checkpoint.strict import shown
 
 log = logging.getLogger(__name__)
@@ -286,14 +286,18 @@ class Contents:
         if len(self.leaves) != len(flat):
             raise DamagedError("the checkpoint's values have two leaves of one name")
 
-    def pickled(self, name: str) -> io.BytesIO:
-        """A value as planners take it. They unpickle it: what was decoded just now, not what the store gave."""
+    def value(self, name: str) -> Any:
+        """What is no stored tensor. Raises CheckpointError if stored tensors are in it, or there is no such leaf."""
         if name not in self.leaves:
             raise MismatchError(f"{name} is not in the checkpoint")
         if _holds_stub(self.leaves[name]):
             raise CheckpointError(f"{name} holds tensors in a tuple or set, where PyTorch's planners find none")
+        return self.leaves[name]
+
+    def pickled(self, name: str) -> io.BytesIO:
+        """A value as planners take it. They unpickle it: what was decoded just now, not what the store gave."""
         data = io.BytesIO()
-        torch.save(self.leaves[name], data)
+        torch.save(self.value(name), data)
         data.seek(0)
         return data
 

@@ -18,20 +18,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint import fault_injection, open_store
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, Encoded, encode
 from foundry_moe.checkpoint.collective_errors import portable_errors
 from foundry_moe.checkpoint.committer import Committer
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.layout import Block, cut, narrow_to
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.manifest import Manifest
+from foundry_moe.checkpoint.manifest import Manifest, Row, build_manifest
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.records import Commit, CommitKey
-from foundry_moe.checkpoint.snapshot import INLINE_BYTES
+from foundry_moe.checkpoint.snapshot import INLINE_BYTES, Staged, StagingBuffer, place
 from foundry_moe.checkpoint.store import Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
-from foundry_moe.checkpoint.writer import Row, Staged, StagingBuffer, build_manifest, place
 
 _LIFE = secrets.token_hex(8)  # all writers of one process are one owner of a folder
 

@@ -27,15 +27,14 @@ from foundry_moe.checkpoint.errors import (
     worst,
 )
 from foundry_moe.checkpoint.exchange import Traffic, read_blocks
-from foundry_moe.checkpoint.finite_weights import is_finite
 from foundry_moe.checkpoint.layout import Block, plan_writes
 from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
+from foundry_moe.checkpoint.manifest import Row, build_manifest
 from foundry_moe.checkpoint.owners import Heart, Identity
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter
+from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, is_finite, place
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.checkpoint.writer import Row, build_manifest, place
 
 log = logging.getLogger(__name__)
 

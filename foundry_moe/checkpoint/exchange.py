@@ -53,8 +53,20 @@ class Traffic:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """A range that this rank fetches. `into` is the final memory of each of its blocks, if it is read straight there:
+    then all others that need any of it are neighbours. None: it is read, and then copied or sent."""
+
+    part: Range
+    into: Sequence[memoryview] | None
+
+
 class Targets:
-    """What one rank needs of a commit, and where it belongs."""
+    """What one rank needs of a commit and where it belongs: brings blocks there, and cuts pieces of them for others."""
+
+    fetcher: Fetcher
+    neighbours: frozenset[int]
 
     def __init__(
         self, manifest: Manifest, rank: int, needs: Mapping[str, Chunks], places: Mapping[str, Sequence[Place]]
@@ -71,6 +83,49 @@ class Targets:
         self._needs = [needs.get(name) for name in manifest.tensors]
         self._places = [places.get(name, ()) for name in manifest.tensors]
         self._pieces: dict[tuple[int, int, int], Box] = {}
+        self._needed = {(block.item, block.index): block for block in self.reads.needed}
+
+    def meet(self, fetcher: Fetcher, neighbours: frozenset[int]) -> None:
+        """What to read by, and which ranks can read again, from the memory of their host, what this one has read."""
+        self.fetcher, self.neighbours = fetcher, neighbours
+
+    def fetches(self) -> list[Fetch]:
+        """What this rank fetches, in order."""
+        here = self.neighbours | {self.rank}
+        fetches = []
+        for part in coalesce(self.manifest, self.reads.fetched, self.fetcher.store.range_bytes):
+            among_us = all(here.issuperset(self.receivers(block)) for block, _ in part.blocks)
+            fetches.append(Fetch(part=part, into=self._memories(part) if among_us else None))
+        return fetches
+
+    def _memories(self, part: Range) -> list[memoryview] | None:
+        """The final memory of each of a range's blocks, if this rank needs all of them whole and can read to it."""
+        if part.size_bytes < DIRECT_BYTES * len(part.blocks):
+            return None  # small blocks: one request, and then copies
+        found = [self._memory(block) for block, _ in part.blocks]
+        return None if any(memory is None for memory in found) else [m for m in found if m is not None]
+
+    def _memory(self, block: Block) -> memoryview | None:
+        """The final memory of a block, if the rank needs it whole and its bytes lie together."""
+        (box, tensor), *more = self._places_of(block)
+        if more or intersect(block.box, box) != block.box:
+            return None
+        view = narrow_to(tensor, box[0], block.box)
+        if view.device.type != "cpu" or view.dtype != self.dtypes[block.item] or not view.is_contiguous():
+            return None
+        return view.view(-1).view(torch.uint8).numpy().data
+
+    def _places_of(self, block: Block) -> list[Place]:
+        """Where this rank needs a block: boxes of the whole tensor that meet it, and the memory of each box."""
+        return [place for place in self._places[block.item] if intersect(block.box, place[0]) is not None]
+
+    def receivers(self, block: Block) -> Sequence[int]:
+        """For a fetched block, all ranks that need some of it, this one among them."""
+        return self.reads.needers[block.item, block.index]
+
+    def block(self, item: int, index: int) -> Block:
+        """One of those that this rank needs."""
+        return self._needed[item, index]
 
     def piece(self, block: Block, rank: int) -> Box:
         """The smallest box that holds all that a rank needs of a block."""
@@ -82,95 +137,31 @@ class Targets:
             self._pieces[key] = bounds([box for box in common if box is not None])
         return self._pieces[key]
 
-    def places(self, block: Block) -> list[Place]:
-        """Where this rank needs a block: boxes of the whole tensor that meet it, and the memory of each box."""
-        return [place for place in self._places[block.item] if intersect(block.box, place[0]) is not None]
-
-    def place(self, block: Block, piece: Tensor) -> None:
-        """Puts this rank's piece of a block, in its dtype and flat, where it belongs."""
-        mine = self.piece(block, self.rank)
-        for box, tensor in self.places(block):
-            common = intersect(mine, box)
-            assert common is not None
-            narrow_to(tensor, box[0], common).copy_(narrow_to(piece.view(mine[1]), mine[0], common))
-
-    def memory(self, block: Block) -> memoryview | None:
-        """The final memory of a block, if the rank needs it whole and its bytes lie together."""
-        (box, tensor), *more = self.places(block)
-        if more or intersect(block.box, box) != block.box:
-            return None
-        view = narrow_to(tensor, box[0], block.box)
-        if view.device.type != "cpu" or view.dtype != self.dtypes[block.item] or not view.is_contiguous():
-            return None
-        return view.view(-1).view(torch.uint8).numpy().data
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fetch:
-    """A range that this rank fetches. `into` is the final memory of each of its blocks, if it is read straight there:
-    then all others that need any of it are neighbours. None: it is read, and then copied or sent."""
-
-    part: Range
-    into: Sequence[memoryview] | None
-
-
-class Mover:
-    """Brings blocks to their places on one rank, and cuts pieces of them for others.
-
-    `neighbours` are ranks that can read again, from the memory of their host, what this one has read, and the other
-    way.
-    """
-
-    def __init__(self, targets: Targets, fetcher: Fetcher, neighbours: frozenset[int]) -> None:
-        self.fetcher, self.rank, self.neighbours = fetcher, targets.rank, neighbours
-        self.piece, self._targets = targets.piece, targets
-        self._needed = {(block.item, block.index): block for block in targets.reads.needed}
-
-    def fetches(self) -> list[Fetch]:
-        """What this rank fetches, in order."""
-        here = self.neighbours | {self.rank}
-        fetches = []
-        for part in coalesce(self.fetcher.manifest, self._targets.reads.fetched, self.fetcher.store.range_bytes):
-            among_us = all(here.issuperset(self.receivers(block)) for block, _ in part.blocks)
-            fetches.append(Fetch(part=part, into=self._memories(part) if among_us else None))
-        return fetches
-
-    def _memories(self, part: Range) -> list[memoryview] | None:
-        """The final memory of each of a range's blocks, if this rank needs all of them whole and can read to it."""
-        if part.size_bytes < DIRECT_BYTES * len(part.blocks):
-            return None  # small blocks: one request, and then copies
-        found = [self._targets.memory(block) for block, _ in part.blocks]
-        return None if any(memory is None for memory in found) else [m for m in found if m is not None]
-
-    def receivers(self, block: Block) -> Sequence[int]:
-        """For a fetched block, all ranks that need some of it, this one among them."""
-        return self._targets.reads.needers[block.item, block.index]
-
-    def block(self, item: int, index: int) -> Block:
-        """One of those that this rank needs."""
-        return self._needed[item, index]
-
     def piece_bytes(self, block: Block, rank: int) -> int:
-        return math.prod(self.piece(block, rank)[1]) * self._targets.dtypes[block.item].itemsize
+        return math.prod(self.piece(block, rank)[1]) * self.dtypes[block.item].itemsize
 
     def cut(self, block: Block, raw: Tensor, rank: int) -> Tensor:
         """A rank's piece of a block's bytes, contiguous."""
         box = self.piece(block, rank)
         if box == block.box:
             return raw
-        whole = raw.view(self._targets.dtypes[block.item]).view(block.box[1])
+        whole = raw.view(self.dtypes[block.item]).view(block.box[1])
         return narrow_to(whole, block.box[0], box).contiguous().view(-1).view(torch.uint8)
 
     def place(self, block: Block, piece: Tensor) -> None:
         """Puts this rank's piece of a block, as uint8, where it belongs."""
-        dtype = self._targets.dtypes[block.item]
+        dtype, mine = self.dtypes[block.item], self.piece(block, self.rank)
         if piece.storage_offset() % dtype.itemsize:
             piece = piece.clone()  # it came behind a piece of a smaller dtype
-        self._targets.place(block, piece.view(dtype))
+        elements = piece.view(dtype).view(mine[1])
+        for box, tensor in self._places_of(block):
+            common = intersect(mine, box)
+            assert common is not None
+            narrow_to(tensor, box[0], common).copy_(narrow_to(elements, mine[0], common))
 
     def read_again(self, block: Block) -> None:
         """Reads a block that a neighbour has read and checked, and puts this rank's piece of it in its place."""
-        memory = self._targets.memory(block)
+        memory = self._memory(block)
         if memory is not None:
             self.fetcher.read_again(block, memory)
             return
@@ -196,30 +187,24 @@ def read_blocks(store: Store, found: Found, ranks: Ranks, plan: Callable[[], Tar
         made.append(plan())
         return store.identity(f"{found.commit.attempt}/{objects[0][0]}") if objects else None
 
-    neighbours = ranks.deal(look, _neighbours)
-    mover = Mover(made[0], Fetcher(store, found.commit.attempt, found.manifest), neighbours)
+    seen = ranks.decide(look, lambda seen: seen)
+    alike = frozenset(
+        rank for rank, identity in enumerate(seen) if identity is not None and identity == seen[ranks.rank]
+    )
+    (targets,) = made
+    targets.meet(Fetcher(store, found.commit.attempt, found.manifest), alike - {ranks.rank})
     again: list[Block] = []
-    ranks.decide(lambda: again.extend(exchange(mover, ranks.group, traffic)), lambda _: None)
+    ranks.decide(lambda: again.extend(_Exchange(targets, ranks.group, traffic).run()), lambda _: None)
 
     def read_again() -> None:  # what others have read, now that every hash is known to be right
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
-            list(pool.map(mover.read_again, again))
+            list(pool.map(targets.read_again, again))
 
     ranks.decide(read_again, lambda _: None)
-    traffic.bytes_fetched = mover.fetcher.bytes_read
+    traffic.bytes_fetched = targets.fetcher.bytes_read
     traffic.seconds = time.perf_counter() - began
     fault_injection.point("load.done")
     return traffic
-
-
-def _neighbours(seen: list[str | None]) -> list[frozenset[int]]:
-    """For each rank those that see its files through the memory of the same host."""
-    alike: dict[str | None, set[int]] = {}
-    for rank, identity in enumerate(seen):
-        alike.setdefault(identity, set()).add(rank)
-    return [
-        frozenset() if identity is None else frozenset(alike[identity] - {rank}) for rank, identity in enumerate(seen)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,28 +225,11 @@ class _Arrival:
     sizes: list[int]
 
 
-def exchange(mover: Mover, group: dist.ProcessGroup | None, traffic: Traffic) -> list[Block]:
-    """Fetches, keeps and gives this rank's ranges, and receives the others'. Collective, whatever fails on a rank.
-
-    Args:
-        group: a CPU group over all ranks; None for a single process.
-
-    Returns:
-        The blocks that this rank is to read again, once no rank has failed.
-
-    Raises:
-        CheckpointError: a range of this rank could not be read.
-        Exception: something else failed on this rank; it is raised as it is. Whatever it was, all ranks have finished
-            the rounds by then, and nothing of this rank is being read any more.
-    """
-    return _Exchange(mover, group, traffic).run()
-
-
 class _Exchange:
     """One rank's side. What needs no other rank runs under `failure`; what does, always runs."""
 
-    def __init__(self, mover: Mover, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
-        self.mover, self.group, self.traffic = mover, group, traffic
+    def __init__(self, targets: Targets, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
+        self.targets, self.group, self.traffic = targets, group, traffic
         self.world = dist.get_world_size(group) if group is not None else 1
         self.failure = FirstError()
         self.fetches: Sequence[Fetch] = []
@@ -272,10 +240,19 @@ class _Exchange:
         self.given: collections.deque[list[Pending]] = collections.deque()  # of the last rounds
 
     def run(self) -> list[Block]:
+        """Fetches, keeps and gives this rank's ranges, and receives the others'. Collective, whatever fails on a rank.
+
+        Returns:
+            The blocks that this rank is to read again, once no rank has failed.
+
+        Raises:
+            Exception: what failed on this rank, as it is. Whatever it was, all ranks have finished the rounds by then,
+                and nothing of this rank is being read any more.
+        """
         self._prepare()
         if self._all_are_prepared():
             parts = [fetch.part for fetch in self.fetches]
-            with contextlib.closing(self.mover.fetcher.stream(parts, self._memory)) as reading:
+            with contextlib.closing(self.targets.fetcher.stream(parts, self._memory)) as reading:
                 for number in range(max([len(parts), *(number + 1 for number in self.arrivals)])):
                     self._round(number, reading)
                 while self.given:
@@ -288,7 +265,7 @@ class _Exchange:
 
     def _prepare(self) -> None:
         """Everything that can fail without a block having been read."""
-        self.fetches = self.failure.guard(self.mover.fetches) or []
+        self.fetches = self.failure.guard(self.targets.fetches) or []
         outgoing = self.failure.guard(lambda: [self._wanted(fetch.part) for fetch in self.fetches]) or []
         self.slot_bytes = max((fetch.part.size_bytes for fetch in self.fetches if fetch.into is None), default=0)
         slots = self.failure.guard(lambda: torch.empty(SLOTS * self.slot_bytes, dtype=torch.uint8))
@@ -301,17 +278,17 @@ class _Exchange:
         """What each other rank needs of a range."""
         wanted: dict[int, Pieces] = {}
         for block, start in part.blocks:
-            for to in self.mover.receivers(block):
-                if to != self.mover.rank:
+            for to in self.targets.receivers(block):
+                if to != self.targets.rank:
                     wanted.setdefault(to, []).append((block, start))
         return wanted
 
     def _plan_giving(self, outgoing: list[dict[int, Pieces]]) -> None:
         for fetch, wanted in zip(self.fetches, outgoing, strict=True):
-            assert fetch.into is None or self.mover.neighbours.issuperset(wanted), "there would be nothing to send"
+            assert fetch.into is None or self.targets.neighbours.issuperset(wanted), "there would be nothing to send"
             alike: dict[tuple[tuple[int, int, Box], ...], list[int]] = {}  # replicas that need the same bytes
-            for to in sorted(wanted.keys() - self.mover.neighbours):
-                boxes = tuple((block.item, block.index, self.mover.piece(block, to)) for block, _ in wanted[to])
+            for to in sorted(wanted.keys() - self.targets.neighbours):
+                boxes = tuple((block.item, block.index, self.targets.piece(block, to)) for block, _ in wanted[to])
                 alike.setdefault(boxes, []).append(to)
             self.parcels.append(
                 [
@@ -322,14 +299,14 @@ class _Exchange:
             self.traffic.bytes_sent += sum(self._bytes(pieces, to) for to, pieces in wanted.items())
 
     def _bytes(self, pieces: Pieces, rank: int) -> int:
-        return sum(self.mover.piece_bytes(block, rank) for block, _ in pieces)
+        return sum(self.targets.piece_bytes(block, rank) for block, _ in pieces)
 
     def _plan_arrivals(self, told: Told) -> None:
         for source, rounds in told.items():
             for number, rows in rounds.items():
-                blocks = [self.mover.block(item, index) for item, index, _ in rows]
-                sizes = [self.mover.piece_bytes(block, self.mover.rank) for block in blocks]
-                if source in self.mover.neighbours:
+                blocks = [self.targets.block(item, index) for item, index, _ in rows]
+                sizes = [self.targets.piece_bytes(block, self.targets.rank) for block in blocks]
+                if source in self.targets.neighbours:
                     self.again += blocks
                 else:
                     arrival = _Arrival(source=source, blocks=blocks, sizes=sizes)
@@ -380,7 +357,7 @@ class _Exchange:
 
     def _pack(self, parcel: _Parcel, data: Tensor) -> Tensor:
         parts = [
-            self.mover.cut(block, data[at : at + block.size_bytes], parcel.ranks[0]) for block, at in parcel.pieces
+            self.targets.cut(block, data[at : at + block.size_bytes], parcel.ranks[0]) for block, at in parcel.pieces
         ]
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         assert packed.numel() == parcel.size_bytes, (packed.numel(), parcel.size_bytes)
@@ -390,11 +367,11 @@ class _Exchange:
         """Puts this rank's part of what it fetched in its place."""
         fetch = self.fetches[number]
         for block, at in fetch.part.blocks if fetch.into is None else ():
-            self.mover.place(block, self.mover.cut(block, data[at : at + block.size_bytes], self.mover.rank))
+            self.targets.place(block, self.targets.cut(block, data[at : at + block.size_bytes], self.targets.rank))
 
     def _place(self, arrival: _Arrival, buffer: Tensor) -> None:
         for block, piece in zip(arrival.blocks, buffer.split(arrival.sizes), strict=True):
-            self.mover.place(block, piece)
+            self.targets.place(block, piece)
 
 
 def _next(reading: Reading) -> None:

@@ -2,16 +2,17 @@
 
 A manifest is a line that names the format, then zlib-compressed JSON; a commit's record names its size and hash. It
 is data from a place where others may write: `from_bytes` takes nothing on trust, and all who read a Manifest may.
-Legend: B blocks of a tensor, N its dimensions.
+Legend: T tensors, B blocks of a tensor or of all, N dimensions.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +20,21 @@ import numpy as np
 import xxhash
 
 from foundry_moe.checkpoint import strict
-from foundry_moe.checkpoint.coverage import check_places, check_tiling
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.records import FORMAT, MANIFEST_BYTES, Buffer, check_attempt, check_info
+from foundry_moe.checkpoint.strict import shown
 
 MAGIC = b"foundry-moe checkpoint 1\n"
 ALIGN_BYTES = 64  # blocks start at multiples of this, so that they can be viewed as any dtype
 
+MOST_CUT = 8  # dimensions along which blocks are cut: 2^8 corners each
+_KEYS = 2**62
+
 OBJECT = re.compile(r"data/[0-9]{6,9}\.bin")
 _HASHES = re.compile(r"[0-9a-f]*")
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+Row = tuple[str, Box, int, int]  # a block's tensor and box, its first byte in a rank's object, its hash
 
 BlockHash = xxhash.xxh3_64  # for a block that comes in pieces: `update(piece)`, `intdigest()`
 
@@ -133,7 +140,7 @@ class Manifest:
         body = strict.mapping(strict.parse_json(text, "the manifest"), "the manifest", ("format",))
         if body["format"] != FORMAT:
             raise DamagedError(
-                f"manifest format {strict.shown(body['format'])} is not {FORMAT}: use the version that wrote it"
+                f"manifest format {shown(body['format'])} is not {FORMAT}: use the version that wrote it"
             )
         strict.mapping(body, "the manifest", ("info", "objects", "tensors", "values"))
         check_info(body["info"], "the manifest's info", ("step", "attempt", "world_size"))
@@ -146,6 +153,51 @@ class Manifest:
         _check_blocks(objects, tensors)
         _check_values(body["values"], tensors)
         return Manifest(info=strict.clean(body["info"]), objects=objects, tensors=tensors, values=body["values"])
+
+
+def object_key(rank: int) -> str:
+    """The object that a rank writes, below its attempt's folder."""
+    return f"data/{rank:06d}.bin"
+
+
+def build_manifest(
+    tensors: Mapping[str, tuple[Any, tuple[int, ...]]],
+    written: Mapping[int, tuple[int, Iterable[Row]]],
+    values: Any,
+    info: Mapping[str, Any],
+) -> Manifest:
+    """The table of contents.
+
+    Args:
+        tensors: (torch.dtype, shape) of each, by path.
+        written: for each rank the size of its object, and the blocks in it.
+        values: all else, encoded.
+    """
+    objects: list[tuple[str, int]] = []
+    blocks: dict[str, list[tuple[Box, int, int, int]]] = {name: [] for name in tensors}
+    for rank, (size_bytes, rows) in sorted(written.items()):
+        for name, box, start, digest in rows:
+            blocks[name].append((box, len(objects), start, digest))
+        if size_bytes:
+            objects.append((object_key(rank), size_bytes))
+    entries = {
+        name: _entry_of(str(dtype).removeprefix("torch."), shape, sorted(blocks[name]))
+        for name, (dtype, shape) in tensors.items()
+    }
+    return Manifest(info=info, objects=objects, tensors=entries, values=values)
+
+
+def _entry_of(dtype: str, shape: tuple[int, ...], blocks: list[tuple[Box, int, int, int]]) -> TensorEntry:
+    dims = (len(blocks), len(shape))
+    return TensorEntry(
+        dtype=dtype,
+        shape=shape,
+        offsets_BN=np.array([box[0] for box, *_ in blocks], dtype=np.int64).reshape(dims),
+        sizes_BN=np.array([box[1] for box, *_ in blocks], dtype=np.int64).reshape(dims),
+        object_B=np.array([block[1] for block in blocks], dtype=np.int64),
+        start_B=np.array([block[2] for block in blocks], dtype=np.int64),
+        hash_B=np.array([block[3] for block in blocks], dtype=np.uint64),
+    )
 
 
 def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:
@@ -164,7 +216,7 @@ def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:
 
 def _entry(name: str, columns: Any) -> TensorEntry:
     """One tensor's line. How its blocks lie is looked at for all tensors together."""
-    where = f"tensor {strict.shown(name)}"
+    where = f"tensor {shown(name)}"
     dtype, shape, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
     if type(dtype) is not str or dtype not in strict.ITEM_BYTES:
         strict.fail(f"the dtype of {where}", dtype, "one that this version knows")
@@ -211,14 +263,138 @@ def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
 
     def refer(name: str) -> None:
         if name not in tensors or name in refs:
-            raise DamagedError(f"the values refer to {strict.shown(name)}, which is no tensor, or twice to it")
+            raise DamagedError(f"the values refer to {shown(name)}, which is no tensor, or twice to it")
         refs.add(name)
 
     decode(strict.mapping(values, "the manifest's values"), tensor=refer)
     if len(refs) != len(tensors):
         missing = next(name for name in tensors if name not in refs)
-        raise DamagedError(f"nothing in the values refers to tensor {strict.shown(missing)}")
+        raise DamagedError(f"nothing in the values refers to tensor {shown(missing)}")
     inline = [strict.text(path, "a tensor's path") for path, tag, _ in tensors_in(values) if tag == "$tensor"]
     twice = len(set(inline)) != len(inline) or not tensors.keys().isdisjoint(inline)
     if twice:
         raise DamagedError("two tensors of the manifest have the same path")
+
+
+def check_tiling(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    offsets: Sequence[np.ndarray],
+    sizes: Sequence[np.ndarray],
+) -> None:
+    """Raises DamagedError unless the boxes of each tensor cover it exactly once.
+
+    The indicator function of a box is the running sum, over all dimensions, of +1 and -1 at its corners, and it gives
+    the corners back. So boxes tile a tensor if and only if their corners, signs and all, cancel down to those of the
+    tensor: no search for overlaps, and nothing that depends on an order.
+
+    Args:
+        names, shapes: of the tensors. A tensor without elements has no boxes.
+        offsets, sizes: the tensors' boxes, each int64 [boxes, dimensions] without negative numbers.
+    """
+    groups: dict[int, list[int]] = {}
+    for item, shape in enumerate(shapes):
+        if 0 in shape:
+            if len(offsets[item]):
+                raise DamagedError(f"tensor {shown(names[item])} has no elements and {len(offsets[item])} blocks")
+        else:
+            groups.setdefault(len(shape), []).append(item)
+    for ndim, items in groups.items():
+        if ndim == 0:
+            for item in items:
+                if len(offsets[item]) != 1:
+                    raise DamagedError(f"tensor {shown(names[item])} is one element in {len(offsets[item])} blocks")
+            continue
+        _check_group(
+            [names[item] for item in items],
+            np.array([shapes[item] for item in items], dtype=np.int64),
+            np.array([len(offsets[item]) for item in items]),
+            np.concatenate([offsets[item] for item in items]),
+            np.concatenate([sizes[item] for item in items]),
+        )
+
+
+def _check_group(
+    names: Sequence[str], shape_TN: np.ndarray, count_T: np.ndarray, lower_BN: np.ndarray, size_BN: np.ndarray
+) -> None:
+    of_B = np.repeat(np.arange(len(names)), count_T)
+    shape_BN, upper_BN = shape_TN[of_B], lower_BN + size_BN
+    wrong_B = np.any((size_BN < 1) | (upper_BN > shape_BN), axis=1)
+    if wrong_B.any():
+        block = int(wrong_B.argmax())
+        tensor = int(of_B[block])
+        raise DamagedError(
+            f"a block of {shown(names[tensor])} {shape_TN[tensor].tolist()} reaches from {lower_BN[block].tolist()} "
+            f"to {upper_BN[block].tolist()}"
+        )
+    # along a dimension that no block cuts the corners of all are alike
+    cut = np.flatnonzero(np.any(size_BN != shape_BN, axis=0))
+    if not len(cut):
+        cut = np.array([0])
+    if len(cut) > MOST_CUT:
+        raise DamagedError(f"the blocks of {shown(names[0])} are cut along {len(cut)} dimensions")
+    whole_TN = shape_TN
+    shape_TN, lower_BN, upper_BN = shape_TN[:, cut], lower_BN[:, cut], upper_BN[:, cut]
+    # a corner as one integer: its tensor's first key and its place in a grid one larger than the tensor
+    grids = [int(np.prod([n + 1 for n in shape], dtype=object)) for shape in shape_TN.tolist()]
+    first_T = [0, *itertools.accumulate(grids)]
+    if first_T[-1] >= _KEYS:
+        raise DamagedError(f"the tensors from {shown(names[0])} on have too many elements")
+    step_TN = np.ones_like(shape_TN)
+    for dim in range(len(cut) - 2, -1, -1):
+        step_TN[:, dim] = step_TN[:, dim + 1] * (shape_TN[:, dim + 1] + 1)
+    first = np.array(first_T[:-1], dtype=np.int64)
+    boxes = _signed_corners(first[of_B], lower_BN * step_TN[of_B], upper_BN * step_TN[of_B])
+    whole = _signed_corners(first, np.zeros_like(shape_TN), shape_TN * step_TN)
+    left = np.sort(np.concatenate([boxes[0], whole[1]]))
+    right = np.sort(np.concatenate([boxes[1], whole[0]]))
+    if len(left) == len(right) and np.array_equal(left, right):
+        return
+    both = min(len(left), len(right))
+    differ = np.flatnonzero(left[:both] != right[:both])
+    key = min(int(left[differ[0]]), int(right[differ[0]])) if len(differ) else int(max(left, right, key=len)[both])
+    tensor = int(np.searchsorted(first, key, side="right")) - 1
+    raise DamagedError(
+        f"the blocks of {shown(names[tensor])} {whole_TN[tensor].tolist()} leave elements out or hold some twice"
+    )
+
+
+def _signed_corners(first: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The corners, as keys, whose sign is that of the lowest, and the others."""
+    signs: tuple[list[np.ndarray], list[np.ndarray]] = ([first], [])
+    for dim in range(lower.shape[1]):
+        plus, minus = signs
+        signs = (
+            [key + lower[:, dim] for key in plus] + [key + upper[:, dim] for key in minus],
+            [key + upper[:, dim] for key in plus] + [key + lower[:, dim] for key in minus],
+        )
+    return np.concatenate(signs[0]), np.concatenate(signs[1])
+
+
+def check_places(
+    sizes: Sequence[int], object_B: np.ndarray, start_B: np.ndarray, bytes_B: np.ndarray, align: int
+) -> None:
+    """Raises DamagedError unless the blocks lie within their objects, aligned, no two on the same bytes.
+
+    So tensors together are no larger than the objects, whose sizes the store is asked for.
+    """
+    if not len(object_B):
+        return
+    if object_B.min() < 0 or object_B.max() >= len(sizes):
+        raise DamagedError(f"a block lies in object {int(object_B.max())} of {len(sizes)}")
+    size_O = np.array(sizes, dtype=np.int64)
+    end_B = start_B + bytes_B
+    wrong_B = (end_B > size_O[object_B]) | (start_B % align != 0)
+    if wrong_B.any():
+        block = int(wrong_B.argmax())
+        raise DamagedError(
+            f"a block lies at bytes {int(start_B[block])} to {int(end_B[block])} of an object of "
+            f"{int(size_O[object_B[block]])} bytes: it must begin at a multiple of {align} and end within"
+        )
+    order = np.lexsort((start_B, object_B))
+    object_B, start_B, end_B = object_B[order], start_B[order], end_B[order]
+    overlap = (object_B[1:] == object_B[:-1]) & (start_B[1:] < end_B[:-1])
+    if overlap.any():
+        raise DamagedError(
+            f"two blocks share byte {int(start_B[1:][overlap][0])} of object {int(object_B[1:][overlap][0])}"
+        )

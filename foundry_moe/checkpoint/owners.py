@@ -33,6 +33,7 @@ from foundry_moe.checkpoint.errors import (
     StoreError,
     TakenOverError,
 )
+from foundry_moe.checkpoint.records import sealed, unsealed
 from foundry_moe.checkpoint.store import Entry, Store
 
 log = logging.getLogger(__name__)
@@ -101,32 +102,22 @@ class Claim:
         return f"{name} (process {self.pid} on {self.host})"
 
     def to_bytes(self) -> bytes:
-        body = asdict(self)
-        return json.dumps({**body, "xxh3": _digest(body)}, sort_keys=True, indent=1).encode()
+        return sealed(asdict(self))
 
     @staticmethod
     def from_bytes(raw: bytes, key: str) -> Claim:
         """Raises DamagedError for what is no claim, or another than its name says."""
-        try:
-            body: Any = json.loads(raw) if len(raw) <= CLAIM_BYTES else None
-            claimed = body.pop("xxh3")
-            kinds = {"number": int, "pid": int, "released": bool}
-            right = body.keys() == set(Claim.__dataclass_fields__) and all(
-                type(value) is kinds.get(name, str) and (not isinstance(value, str) or value.isprintable())
-                for name, value in body.items()
-            )
-            if not right or claimed != _digest(body):
-                raise ValueError("it is not what a run writes")
-            claim = Claim(**body)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{key}: the claim cannot be read: {error}") from error
+        body, kinds = unsealed(raw, f"{key}: the claim", CLAIM_BYTES), {"number": int, "pid": int, "released": bool}
+        right = body.keys() == set(Claim.__dataclass_fields__) and all(
+            type(value) is kinds.get(name, str) and (not isinstance(value, str) or value.isprintable())
+            for name, value in body.items()
+        )
+        if not right:
+            raise DamagedError(f"{key}: the claim cannot be read: it is not what a run writes")
+        claim = Claim(**body)
         if claim.key != key:
             raise DamagedError(f"{key}: the claim is that of {claim.number}")
         return claim
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
 def tensors_digest(state_dict: Mapping[str, Any]) -> str:

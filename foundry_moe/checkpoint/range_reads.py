@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
 from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Chunks, deal, narrow_to
+from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import BlockHash, Manifest, TensorEntry, block_hash
 from foundry_moe.checkpoint.store import Store
 
@@ -216,25 +217,27 @@ class Fetcher:
                 del future
                 yield result
 
-    def pieces(self, blocks: Sequence[Block]) -> Iterator[tuple[Block, Tensor]]:
-        """Blocks with their elements, in the order in which they lie in the store; memory holds a few ranges.
+    def whole(self, items: Iterable[int]) -> dict[int, Tensor]:
+        """Some tensors in memory, by their place in the manifest.
 
         Raises:
             CheckpointError: data is damaged.
         """
-        ranges = coalesce(self.manifest, blocks)
+        entries = {item: self._entries[item][1] for item in items}
+        tensors = {item: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for item, entry in entries.items()}
+        ranges = coalesce(self.manifest, blocks_of(self.manifest, tensors))
         for part, data in zip(ranges, self.stream(ranges), strict=True):
             if isinstance(data, CheckpointError):
                 raise data
             for block, start in part.blocks:
-                raw = torch.frombuffer(data[0][start : start + block.size_bytes], dtype=torch.uint8)
-                yield block, raw.view(DTYPES[self._entries[block.item][1].dtype]).view(block.box[1])
-
-    def whole(self, items: Iterable[int]) -> dict[int, Tensor]:
-        """Some tensors in memory, by their place in the manifest; raises what `pieces` does."""
-        entries = {item: self._entries[item][1] for item in items}
-        tensors = {item: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for item, entry in entries.items()}
-        for block, piece in self.pieces(blocks_of(self.manifest, tensors)):
-            whole = tensors[block.item]
-            narrow_to(whole, (0,) * whole.ndim, block.box).copy_(piece)
+                whole, raw = tensors[block.item], torch.frombuffer(data[0], dtype=torch.uint8)
+                piece = raw[start : start + block.size_bytes].view(whole.dtype).view(block.box[1])
+                narrow_to(whole, (0,) * whole.ndim, block.box).copy_(piece)
         return tensors
+
+
+def verify(store: Store, found: Found) -> list[str]:
+    """Reads every block and checks its hash; a sentence for each range that is damaged."""
+    fetcher = Fetcher(store, found.commit.attempt, found.manifest)
+    results = fetcher.stream(coalesce(found.manifest, blocks_of(found.manifest)))
+    return [str(result) for result in results if isinstance(result, CheckpointError)]

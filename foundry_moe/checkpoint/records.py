@@ -36,6 +36,27 @@ def file_hash(data: Buffer) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def sealed(body: dict[str, Any]) -> bytes:
+    """A record as JSON that ends with its own hash."""
+    digest = file_hash(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({**body, "xxh3": digest}, sort_keys=True, indent=1).encode()
+
+
+def unsealed(raw: bytes, where: str, most_bytes: int) -> dict[str, Any]:
+    """The inverse of `sealed`.
+
+    Raises:
+        DamagedError: a record that is torn or altered, or larger than `most_bytes`.
+    """
+    if len(raw) > most_bytes:
+        raise DamagedError(f"{where} has {len(raw)} bytes, more than {most_bytes}")
+    body = strict.mapping(strict.parse_json(raw, where), where, ("xxh3",))
+    strict.check_depth(body, where)
+    if body.pop("xxh3") != file_hash(json.dumps(body, sort_keys=True).encode()):
+        raise DamagedError(f"{where} does not have the hash it claims")
+    return body
+
+
 def check_info(info: Any, where: str, keys: tuple[str, ...] = ()) -> None:
     """What is known of a run's description, in manifests and records alike; other keys may be any JSON.
 
@@ -134,24 +155,17 @@ class Commit:
             "forked_from": self.forked_from,
             "summary": dict(self.summary),
         }
-        body["xxh3"] = file_hash(json.dumps(body, sort_keys=True).encode())
-        return json.dumps(body, sort_keys=True, indent=1).encode()
+        return sealed(body)
 
     @staticmethod
     def from_bytes(raw: bytes, key: str) -> Commit:
         """Raises DamagedError for a record that is torn, altered, not in its place, or whose attempt has no attempt's
         name."""
-        if len(raw) > RECORD_BYTES:
-            raise DamagedError(f"{key}: the commit record has {len(raw)} bytes, more than {RECORD_BYTES}")
         where = CommitKey.parse(key)
         if where is None:
             raise DamagedError(f"{strict.shown(key)} is no commit record's name")
         name = f"{key}: the commit record"
-        body = strict.mapping(strict.parse_json(raw, name), name, ("xxh3",))
-        strict.check_depth(body, name)
-        claimed = body.pop("xxh3")
-        if claimed != file_hash(json.dumps(body, sort_keys=True).encode()):
-            raise DamagedError(f"{key}: the commit record does not have the hash it claims")
+        body = unsealed(raw, name, RECORD_BYTES)
         strict.mapping(body, name, ("generation", "step", "attempt", "nonce", "manifest", "forked_from", "summary"))
         manifest = strict.mapping(body["manifest"], f"{name}: manifest", ("size", "xxh3"))
         for field_name, mine in (("generation", where.generation), ("step", where.step)):

@@ -6,20 +6,77 @@ and is used again for the next save; pinned where there is a GPU. Nothing here t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, encode
+from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, decode, encode, tensors_in
 from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes
-from foundry_moe.checkpoint.writer import Staged, StagingBuffer, place
+from foundry_moe.checkpoint.manifest import ALIGN_BYTES, block_hash, object_key
+from foundry_moe.checkpoint.store import Store
 
 INLINE_BYTES = 256  # a replicated tensor up to this size lives in the manifest: optimizer step counters
+
+
+def place(blocks: list[Block]) -> tuple[list[int], int]:
+    """Where each of a rank's blocks begins in its object, and the object's size."""
+    starts, end = [], 0
+    for block in blocks:
+        starts.append(end)
+        end = -(-(end + block.size_bytes) // ALIGN_BYTES) * ALIGN_BYTES
+    return starts, (starts[-1] + blocks[-1].size_bytes if blocks else 0)
+
+
+class StagingBuffer:
+    """Memory that is kept from save to save, so that its pages are touched, and pinned, once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> Tensor:
+        """A uint8 tensor of `size_bytes`; valid until the next call. New memory is touched here, not in a save."""
+        if self._memory.numel() < size_bytes or self._memory.is_pinned() is not pinned:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._memory = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._memory[:size_bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A rank's object in memory: its blocks, and where each begins."""
+
+    blocks: list[Block]
+    starts: list[int]
+    raw: Tensor  # uint8
+
+    def block(self, index: int, dtype: torch.dtype) -> Tensor:
+        """A block's elements."""
+        block, start = self.blocks[index], self.starts[index]
+        return self.raw[start : start + block.size_bytes].view(dtype).view(block.box[1])
+
+    def hashes(self) -> np.ndarray:
+        """The blocks' hashes, uint64."""
+        view = self.raw.numpy().data
+        placed = zip(self.blocks, self.starts, strict=True)
+        return np.array([block_hash(view[at : at + block.size_bytes]) for block, at in placed], dtype=np.uint64)
+
+    def write(self, store: Store, attempt: str, rank: int) -> None:
+        """Writes the object, if it has any bytes."""
+        if self.raw.numel():
+            store.put_large(
+                f"{attempt}/{object_key(rank)}",
+                self.raw.numpy().data,
+                on_part=lambda: fault_injection.point("save.part_written"),
+            )
+        fault_injection.point("save.written")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,3 +228,31 @@ def _continues(before: Tensor, after: Tensor) -> bool:
         and before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
         and before.data_ptr() + before.nbytes == after.data_ptr()
     )
+
+
+def is_finite(snapshot: Snapshot) -> bool:
+    """Whether all that this rank has staged of trained weights and their optimizer's state is finite; rank 0 looks at
+    small tensors too, which are values of the manifest. Looked at in the save's thread, so that no step waits for it.
+    Tensors that are no optimizer's, such as masks among a model's buffers, may hold infinities."""
+    optimizer = snapshot.values.get("optim")
+    state = optimizer.get("state") if isinstance(optimizer, Mapping) else None
+    parameters = set(state) if isinstance(state, Mapping) else set()
+
+    def is_trained(path: str) -> bool:
+        section, _, rest = path.partition(".")
+        if section == "optim":  # `step` is a count for each parameter: most of what is small, and never bad
+            return rest.startswith("state.") and not rest.endswith(".step")
+        return section == "model" and (not parameters or rest in parameters)
+
+    nodes = tensors_in(snapshot.values) if snapshot.rank == 0 else ()
+    small = ((path, decode(node)) for path, tag, node in nodes if tag == "$tensor" and is_trained(path))
+    staged = ((path, tensor) for path, tensor in snapshot.staged_tensors() if is_trained(path))
+    return all(_tensor_is_finite(tensor) for _, tensor in itertools.chain(staged, small))
+
+
+def _tensor_is_finite(values: Tensor) -> bool:
+    if not values.dtype.is_floating_point or not values.numel():
+        return True
+    if values.dtype.itemsize == 1:  # torch has no extremes of 8-bit floats
+        values = values.float()
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))

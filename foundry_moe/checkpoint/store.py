@@ -186,6 +186,11 @@ def folder_problem(folder: str) -> str | None:
     return None
 
 
+def is_remote(folder: str) -> bool:
+    """Whether a folder is an address (`s3://...`) and not a path."""
+    return "://" in folder
+
+
 def _unknown_scheme(scheme: str, rest: str) -> str:
     """What to write instead of an address of another kind."""
     if scheme.lower() == "dbfs":

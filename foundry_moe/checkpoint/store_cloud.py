@@ -23,11 +23,10 @@ from foundry_moe.checkpoint.errors import (
     ClockError,
     DeniedError,
     FullError,
-    NotAnObjectError,
     NotFoundError,
     StoreError,
 )
-from foundry_moe.checkpoint.store import PART_BYTES, Entry, StoreOptions, checked_key
+from foundry_moe.checkpoint.store import PART_BYTES, Entry
 from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, limit_of, with_retries, without_userinfo
 
 PIECE_BYTES = 2**18  # the least that obstore hands over at once
@@ -41,7 +40,6 @@ CREDENTIALS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN or give the "
     "machine an identity",
 }
-NAMES = {"gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 ROLES = {"gs": "the role Storage Object Admin", "az": "the role Storage Blob Data Contributor"}
 ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 
@@ -60,14 +58,6 @@ os.register_at_fork(after_in_child=_note_fork)  # obstore's threads are not in t
 class CloudStore(RemoteStore):
     """Objects below `gs://bucket/prefix` or `az://container/prefix`."""
 
-    def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
-        self.options = options or StoreOptions()
-        self.scheme, _, rest = folder.partition("://")
-        self.bucket, _, prefix = rest.partition("/")
-        self.prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        self.url = f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
-        self._made: Any = None
-
     @property
     def _client(self) -> Any:
         global _used
@@ -77,35 +67,33 @@ class CloudStore(RemoteStore):
                 "with multiprocessing's spawn"
             )
         _used = True
-        if self._made is None:
-            options, limit_s = self.options, limit_of(self.options.timeout_s, REQUEST_BYTES)
-            endpoint = without_userinfo(options.endpoint_url)
-            plain = any((address or "").startswith("http://") for address in (endpoint, *map(os.getenv, ENDPOINTS)))
-            given: Any = {} if endpoint is None else {"endpoint" if self.scheme == "az" else "base_url": endpoint}
-            kind: Any = AzureStore if self.scheme == "az" else GCSStore
-            try:
-                self._made = kind(
-                    self.bucket,
-                    config=given,
-                    client_options={
-                        "allow_http": plain,
-                        "connect_timeout": timedelta(seconds=min(options.timeout_s, 10.0)),
-                        "read_timeout": timedelta(seconds=options.timeout_s),
-                        "timeout": timedelta(seconds=limit_s),
-                    },
-                    retry_config={
-                        "max_retries": options.attempts - 1,
-                        "retry_timeout": timedelta(seconds=limit_s),
-                        "backoff": {
-                            "init_backoff": timedelta(seconds=0.2),
-                            "max_backoff": timedelta(seconds=5),
-                            "base": 2,
-                        },
-                    },
-                )
-            except ERRORS as error:
-                raise self._translate(error, "reach") from None
-        return self._made
+        return super()._client
+
+    def _make_client(self) -> Any:
+        options, limit_s = self.options, limit_of(self.options.timeout_s, REQUEST_BYTES)
+        endpoint = without_userinfo(options.endpoint_url)
+        plain = any((address or "").startswith("http://") for address in (endpoint, *map(os.getenv, ENDPOINTS)))
+        given: Any = {} if endpoint is None else {"endpoint" if self.scheme == "az" else "base_url": endpoint}
+        kind: Any = AzureStore if self.scheme == "az" else GCSStore
+        backoff = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2}
+        try:
+            return kind(
+                self.bucket,
+                config=given,
+                client_options={
+                    "allow_http": plain,
+                    "connect_timeout": timedelta(seconds=min(options.timeout_s, 10.0)),
+                    "read_timeout": timedelta(seconds=options.timeout_s),
+                    "timeout": timedelta(seconds=limit_s),
+                },
+                retry_config={
+                    "max_retries": options.attempts - 1,
+                    "retry_timeout": timedelta(seconds=limit_s),
+                    "backoff": backoff,
+                },
+            )
+        except ERRORS as error:
+            raise self._translate(error, "reach") from None
 
     def _call(self, action: str, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         client = self._client
@@ -113,9 +101,6 @@ class CloudStore(RemoteStore):
             return function(client, *arguments, **more)
         except ERRORS as error:
             raise self._translate(error, action) from error
-
-    def _key(self, key: str) -> str:
-        return self.prefix + checked_key(key)
 
     def put(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", obstore.put, self._key(key), data, use_multipart=False)
@@ -156,7 +141,7 @@ class CloudStore(RemoteStore):
         answer = self._call(action, obstore.get, self._key(key), options=wanted)
         begin, end = answer.range
         if begin != (span[0] if span else 0) or end < begin:
-            raise self._not_a_cloud(action, f"it sent bytes {begin} to {end}, which were not asked for")
+            raise self._strange(action, f"it sent bytes {begin} to {end}, which were not asked for")
         stream = answer.stream(min_chunk_size=PIECE_BYTES)
 
         def pieces() -> Iterator[bytes]:
@@ -185,20 +170,10 @@ class CloudStore(RemoteStore):
 
         found = with_retries(attempt, attempts=self.options.attempts)
         if not found and self.size_bytes(f"{CLOCK}-{secrets.token_hex(8)}") is not None:
-            raise self._not_a_cloud(action, "it has an object of any name")  # obstore takes a page for an empty listing
-        entries = []
-        for item in found:
-            key = item["path"].removeprefix(self.prefix)
-            try:
-                if item["path"].startswith(whole):
-                    entries.append(
-                        Entry(
-                            key=checked_key(key), size_bytes=item["size"], modified_s=item["last_modified"].timestamp()
-                        )
-                    )
-            except NotAnObjectError:
-                continue  # a name by which somebody wants to lead us out
-        return iter(sorted(entries, key=lambda entry: entry.key))
+            raise self._strange(action, "it has an object of any name")  # obstore takes a page for an empty listing
+        below = [item for item in found if item["path"].startswith(whole)]
+        entries = (self._entry(item["path"], item["size"], item["last_modified"].timestamp()) for item in below)
+        return iter(sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.key))
 
     async def _list(self, client: Any, prefix: str, action: str) -> list[Any]:
         """All objects below the folder of a prefix. A store that goes on sending empty pages is given up in time."""
@@ -227,12 +202,6 @@ class CloudStore(RemoteStore):
                         self._call("delete old objects", obstore.delete, name)
                     except NotFoundError:
                         continue
-
-    def _not_a_cloud(self, action: str, reason: str) -> StoreError:
-        return StoreError(
-            f"could not {action} in {self.url}: the endpoint did not answer as {NAMES[self.scheme]} ({reason}); check "
-            "`endpoint_url`, and the proxies in between"
-        )
 
     def _translate(self, error: Exception, action: str) -> StoreError:
         where = f"could not {action} in {self.url}"

@@ -144,14 +144,20 @@ class FileStore(Store):
         return handle
 
     @contextlib.contextmanager
-    def _file(self, key: str) -> Iterator[int]:
-        """Opens an object for reading."""
-        *folders, name = checked_key(key).split("/")
-        folder = self._folder(folders)
+    def _opened(self, path: str = "") -> Iterator[int]:
+        """A folder below the root, by its path."""
+        folder = self._folder(path.split("/") if path else ())
         try:
-            handle = os.open(name, READ, dir_fd=folder)
+            yield folder
         finally:
             os.close(folder)
+
+    @contextlib.contextmanager
+    def _file(self, key: str) -> Iterator[int]:
+        """Opens an object for reading."""
+        above, _, name = checked_key(key).rpartition("/")
+        with self._opened(above) as folder:
+            handle = os.open(name, READ, dir_fd=folder)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise NotAnObjectError(f"{self.url}/{key} is not a file: nothing else belongs there; remove it")
@@ -241,11 +247,8 @@ class FileStore(Store):
                 os.close(below)
 
         try:
-            folder = self._folder(_parts(checked_key(top) if top else ""))
-            try:
+            with self._opened(checked_key(top) if top else "") as folder:
                 look(folder, f"{top}/" if top else "")
-            finally:
-                os.close(folder)
         except OSError as error:
             translated = self._translate(error, f"list {prefix}".rstrip(), top)
             if isinstance(translated, NotAnObjectError) or not isinstance(translated, NotFoundError):
@@ -264,13 +267,10 @@ class FileStore(Store):
             folders.setdefault(above, []).append(name)
         for above, names in folders.items():
             try:
-                folder = self._folder(_parts(above))
-                try:
+                with self._opened(above) as folder:
                     for name in names:
                         with contextlib.suppress(FileNotFoundError):
                             os.unlink(name, dir_fd=folder)
-                finally:
-                    os.close(folder)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -282,11 +282,8 @@ class FileStore(Store):
         while path:
             above, _, name = path.rpartition("/")
             try:
-                folder = self._folder(_parts(above))
-                try:
+                with self._opened(above) as folder:
                     os.rmdir(name, dir_fd=folder)
-                finally:
-                    os.close(folder)
             except OSError:
                 return  # not empty, or gone already
             path = above
@@ -301,18 +298,11 @@ class FileStore(Store):
         """The clock that stamps files: on a network file system the server's, which may be hours from this host's."""
         name = f"{UNFINISHED}{secrets.token_hex(8)}-clock"
         try:
-            folder = self._folder(())
-            try:
-                handle = os.open(name, NEW, 0o666, dir_fd=folder)
-                try:
-                    os.unlink(name, dir_fd=folder)
-                    os.write(handle, b"t")  # the server sets the time of what is written
-                    os.fsync(handle)
-                    return os.fstat(handle).st_mtime
-                finally:
-                    os.close(handle)
-            finally:
-                os.close(folder)
+            with self._opened() as folder, open(os.open(name, NEW, 0o666, dir_fd=folder), "wb", buffering=0) as file:
+                os.unlink(name, dir_fd=folder)
+                file.write(b"t")  # the server sets the time of what is written
+                os.fsync(file.fileno())
+                return os.fstat(file.fileno()).st_mtime
         except OSError:
             return time.time()  # who may only read deletes nothing by this clock
 
@@ -338,10 +328,6 @@ class FileStore(Store):
             if path.is_symlink():
                 return str(path)
         return None
-
-
-def _parts(path: str) -> list[str]:
-    return path.split("/") if path else []
 
 
 def _replace(part: str, name: str, folder: int) -> bool:

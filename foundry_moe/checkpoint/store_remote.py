@@ -6,17 +6,20 @@ import abc
 import contextlib
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, StoreError
-from foundry_moe.checkpoint.store import SMALL_BYTES, Store
+from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key
 
 T = TypeVar("T")
 
 SLOWEST_BYTES_PER_S = 2**16  # a transfer that is slower is taken for one that stands still
+NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
+_MAKING = threading.Lock()  # of a client, which boto3 makes for one thread at a time
 CLOCK = "owners/clock"  # an empty object, written to read the store's clock from its time, and deleted
 
 
@@ -30,7 +33,44 @@ class Opened:
 
 
 class RemoteStore(Store):
-    """A store that announces how many bytes an answer has, and may send others."""
+    """Objects below `SCHEME://bucket/prefix`, in a store that announces how many bytes an answer has, and may send
+    others."""
+
+    def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
+        self.options = options or StoreOptions()
+        self.scheme, _, rest = folder.partition("://")
+        self.bucket, _, prefix = rest.partition("/")
+        self.prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        self.url = f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+        self._made: Any = None
+
+    @property
+    def _client(self) -> Any:
+        with _MAKING:
+            if self._made is None:
+                self._made = self._make_client()
+            return self._made
+
+    @abc.abstractmethod
+    def _make_client(self) -> Any:
+        """The cloud's client. Raises a StoreError if there can be none."""
+
+    def _key(self, key: str) -> str:
+        return self.prefix + checked_key(key)
+
+    def _entry(self, name: str, size_bytes: int, modified_s: float) -> Entry | None:
+        """An object of a listing; None for `steps/` as consoles make it, or a name that leads out of the folder."""
+        try:
+            key = checked_key(name.removeprefix(self.prefix))
+        except NotAnObjectError:
+            return None
+        return Entry(key=key, size_bytes=size_bytes, modified_s=modified_s)
+
+    def _strange(self, action: str, reason: str) -> StoreError:
+        return StoreError(
+            f"could not {action} in {self.url}: the endpoint did not answer as {NAMES[self.scheme]} ({reason}); check "
+            "`endpoint_url`, and the proxies in between"
+        )
 
     @abc.abstractmethod
     def open(self, key: str, span: tuple[int, int] | None) -> Opened:
@@ -50,27 +90,21 @@ class RemoteStore(Store):
         return found[0]
 
     def exists(self) -> bool:
-        """Whether the folder is there; on a cloud's store, which has no folders, whether it holds an object."""
         return next(self.scan(), None) is not None
 
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
-        """A small object's bytes. A larger one is a NotAnObjectError; no more than the limit is held in memory."""
-
         def attempt() -> bytes:
-            opened, pieces = self.open(key, None), []
-            with contextlib.closing(opened):
+            with contextlib.closing(self.open(key, None)) as opened:
                 if opened.size_bytes > most_bytes:
                     raise NotAnObjectError(
                         f"{self.url}/{key} has {opened.size_bytes} bytes, more than {most_bytes}, the most that it may "
                         "have"
                     )
-                pieces = list(self._receive(key, opened))
-            return b"".join(pieces)
+                return b"".join(self._receive(key, opened))
 
         return with_retries(attempt, attempts=self.options.attempts)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        """Fills `out` with the bytes from `start` on. A shorter object is a StoreError."""
         if not len(out):
             return
 

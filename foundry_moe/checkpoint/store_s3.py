@@ -25,11 +25,10 @@ from foundry_moe.checkpoint.errors import (
     ClockError,
     DeniedError,
     FullError,
-    NotAnObjectError,
     NotFoundError,
     StoreError,
 )
-from foundry_moe.checkpoint.store import Entry, StoreOptions, checked_key
+from foundry_moe.checkpoint.store import Entry
 from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, with_retries, without_userinfo
 
 SEND_BYTES = 2**20
@@ -153,21 +152,6 @@ def _length(request: Any) -> int:
 class S3Store(RemoteStore):
     """Objects below `s3://bucket/prefix`."""
 
-    def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
-        self.options = options or StoreOptions()
-        self.bucket, _, prefix = folder.removeprefix("s3://").partition("/")
-        self.prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
-        self._lock = threading.Lock()
-        self._made: Any = None
-
-    @property
-    def _client(self) -> Any:
-        with self._lock:
-            if self._made is None:
-                self._made = self._make_client()
-            return self._made
-
     def _make_client(self) -> Any:
         options = self.options
         config = Config(
@@ -191,9 +175,6 @@ class S3Store(RemoteStore):
         except (bce.BotoCoreError, ValueError) as error:
             raise self._translate(error, "reach") from None  # its text may hold the address, password and all
 
-    def _key(self, key: str) -> str:
-        return self.prefix + checked_key(key)
-
     def _call(self, action: str, operation: str, **arguments: Any) -> Any:
         client = self._client  # outside of the `try`: what is wrong with the user's address is no answer
         try:
@@ -210,7 +191,7 @@ class S3Store(RemoteStore):
             StoreError: it is not.
         """
         if operation == "get_object" and str(answer.get("ContentType", "")).startswith("text/html"):
-            raise self._not_s3(action, "it sent a page in place of the object")
+            raise self._strange(action, "it sent a page in place of the object")
         return self._with_fields(answer, ALWAYS.get(operation, {}), action)
 
     def _with_fields(self, answer: Any, fields: Mapping[str, type], action: str) -> Any:
@@ -218,14 +199,8 @@ class S3Store(RemoteStore):
         for name, kind in fields.items():
             value = answer.get(name) if isinstance(answer, Mapping) else None
             if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
-                raise self._not_s3(action, f"{name} is missing, or not what S3 gives")
+                raise self._strange(action, f"{name} is missing, or not what S3 gives")
         return answer
-
-    def _not_s3(self, action: str, reason: str) -> StoreError:
-        return StoreError(
-            f"could not {action} in {self.url}: the endpoint did not answer as S3 ({reason}); check `endpoint_url`, "
-            "and the proxies in between"
-        )
 
     def _list(self, operation: str, action: str, prefix: str) -> Iterator[Any]:
         """The items of all pages of a listing."""
@@ -235,16 +210,16 @@ class S3Store(RemoteStore):
             page = self._call(action, operation, **arguments)
             items = page.get(name, [])
             if not isinstance(items, list):
-                raise self._not_s3(action, f"{name} is not a list")
+                raise self._strange(action, f"{name} is not a list")
             yield from (self._with_fields(item, fields, action) for item in items)
             if not page.get("IsTruncated"):
                 return
             self._with_fields(page, dict.fromkeys(following.values(), str), action)
             after = {argument: page[field] for argument, field in following.items()}
             if after.items() <= arguments.items():
-                raise self._not_s3(action, "a page of the listing is followed by itself")
+                raise self._strange(action, "a page of the listing is followed by itself")
             arguments |= after
-        raise self._not_s3(action, f"its listing has more than {MAX_PAGES} pages")
+        raise self._strange(action, f"its listing has more than {MAX_PAGES} pages")
 
     def put(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", "put_object", Key=self._key(key), Body=data)
@@ -336,12 +311,9 @@ class S3Store(RemoteStore):
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         action = f"list {prefix}".rstrip()
         for item in self._list("list_objects_v2", action, prefix):
-            key = item["Key"].removeprefix(self.prefix)
-            try:
-                checked_key(key)
-            except NotAnObjectError:
-                continue  # `steps/` as the S3 console makes it, or a name by which somebody wants to lead us out
-            yield Entry(key=key, size_bytes=item["Size"], modified_s=self._seconds(item["LastModified"], action))
+            entry = self._entry(item["Key"], item["Size"], self._seconds(item["LastModified"], action))
+            if entry is not None:
+                yield entry
 
     def delete(self, keys: Iterable[str]) -> None:
         todo = [{"Key": self._key(key)} for key in keys]
@@ -373,7 +345,7 @@ class S3Store(RemoteStore):
         try:
             return (parsedate_to_datetime(moment) if isinstance(moment, str) else moment).timestamp()
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise self._not_s3(action, "it gives no date") from error
+            raise self._strange(action, "it gives no date") from error
 
     def _translate(self, error: Exception, action: str) -> StoreError:
         where = f"could not {action} in {self.url}"
@@ -387,9 +359,9 @@ class S3Store(RemoteStore):
         if isinstance(error, bce.EndpointConnectionError):
             return StoreError(f"{where}: no answer from {error.kwargs.get('endpoint_url')}; check `endpoint_url`")
         if isinstance(error, RecursionError):
-            return self._not_s3(action, "it redirects without end")
+            return self._strange(action, "it redirects without end")
         if isinstance(error, UNREADABLE):
-            return self._not_s3(action, "its answer cannot be read")
+            return self._strange(action, "its answer cannot be read")
         if not isinstance(error, bce.ClientError):
             return StoreError(f"{where}: {error}")
         code, message = _code(error), error.response.get("Error", {}).get("Message", "")

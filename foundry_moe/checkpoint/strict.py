@@ -147,9 +147,10 @@ def integers(value: Any, where: str, count: int, *, most: int = MOST) -> np.ndar
 
 
 def clean(value: Any) -> Any:
-    """JSON with all text printable, keys too: what people are shown of a run must not move their terminal's cursor."""
+    """JSON with all text printable, keys too: what people are shown of a run must not move a terminal's cursor. Line
+    breaks and tabs of values stay, because exports write them to a model's configuration."""
     if isinstance(value, str):
-        return printable(value)
+        return re.sub(r"[^\n\t]+", lambda found: printable(found[0]), value)
     if isinstance(value, dict):
         return {printable(key): clean(item) for key, item in value.items()}
     return [clean(item) for item in value] if isinstance(value, list) else value

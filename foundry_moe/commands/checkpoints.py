@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
+from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.retention import Retention
-from foundry_moe.checkpoint.settings import parse_interval
 from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive_int
 from foundry_moe.commands.chosen_checkpoint import describe_mesh, open_folder, with_checkpoint
+from foundry_moe.config import can_cut_rows
+from foundry_moe.launch.checkpoint_settings import parse_interval
 
 FAILED = 1
 
@@ -76,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=("safetensors", "dcp", "torch"),
         default="safetensors",
         help="safetensors: files with an index (default) | dcp: a folder as torch.distributed.checkpoint writes it | "
-        "torch: one file of torch.save, which is held in memory once",
+        "torch: one file of torch.save; memory holds the state once for dcp and torch",
     )
     export.add_argument("--step", type=int, help="default: the newest that is good")
     export.add_argument("--section", help="model, optim, ... (default: model for safetensors, all for dcp and torch)")
@@ -143,9 +148,49 @@ def run_ls(arguments: argparse.Namespace) -> int:
     return FAILED if damaged else 0
 
 
-def run_show(arguments: argparse.Namespace) -> int:
-    from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
+@dataclass(frozen=True, kw_only=True)
+class ExpertShapes:
+    """The sizes that a mesh must divide: dimensions 0 and 1 of every tensor of experts, with one name for each."""
 
+    sizes: dict[tuple[int, int], str]
+
+    def problem(self, *, expert: int, shard: int) -> str | None:
+        """Why a mesh cannot hold these experts; None if it can.
+
+        With `expert` above 1 `shard` cuts dimension 1, which FSDP2 wants divided evenly; with 1 it may cut the experts.
+        """
+        for (experts, width), name in self.sizes.items():
+            if experts % expert:
+                return f"expert ({expert}) must divide the {experts} experts of {name}"
+            if not can_cut_rows(width, shard=shard, expert=expert):
+                return f"shard ({shard}) must divide dimension 1 ({width}) of {name}"
+        return None
+
+
+def expert_shapes(manifest: Manifest) -> ExpertShapes:
+    """The model's tensors of three dimensions, in which dimension 0 counts experts."""
+    sizes: dict[tuple[int, int], str] = {}
+    for name, entry in manifest.tensors.items():
+        if name.startswith("model.") and len(entry.shape) == 3:
+            sizes.setdefault((entry.shape[0], entry.shape[1]), name)
+    return ExpertShapes(sizes=sizes)
+
+
+def meshes_that_hold(manifest: Manifest, world_size: int) -> Iterator[tuple[int, int, int]]:
+    """All (replicate, shard, expert) of `world_size` ranks that can hold a checkpoint."""
+    shapes = expert_shapes(manifest)
+    for expert in _divisors(world_size):
+        for shard in _divisors(world_size // expert):
+            if shapes.problem(expert=expert, shard=shard) is None:
+                yield world_size // (expert * shard), shard, expert
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def run_show(arguments: argparse.Namespace) -> int:
     _, ledger = open_folder(arguments.folder, arguments)
     found = ledger.open(_pick(ledger, arguments.step))
     manifest, info = found.manifest, found.manifest.info
@@ -174,7 +219,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    from foundry_moe.checkpoint.inspecting import verify
+    from foundry_moe.checkpoint.range_reads import verify
 
     store, ledger = open_folder(arguments.folder, arguments)
     keys = [_pick(ledger, arguments.step)] if arguments.step is not None else ledger.newest_first()
@@ -228,7 +273,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 def _distrust_damaged(ledger: Ledger) -> None:
     """Reads the newest checkpoints until one is good, before others are removed: sizes do not show damaged data."""
-    from foundry_moe.checkpoint.inspecting import verify
+    from foundry_moe.checkpoint.range_reads import verify
 
     for key in ledger.newest_first():
         try:
@@ -257,8 +302,7 @@ def run_release(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    from foundry_moe.checkpoint import stock_formats
-    from foundry_moe.checkpoint.exporting import export, weight_map
+    from foundry_moe.commands.exported_files import export, export_state, weight_map
 
     store, ledger = open_folder(arguments.folder, arguments)
     out, section = arguments.out, arguments.section
@@ -268,8 +312,7 @@ def run_export(arguments: argparse.Namespace) -> int:
             index = export(store, found, out, section=section or "model", file_bytes=int(arguments.file_gb * 10**9))
             count, where = len(weight_map(index)), f"{len(set(weight_map(index).values()))} files, {index}"
         else:
-            writers = {"dcp": stock_formats.export_dcp, "torch": stock_formats.export_torch}
-            count, where = writers[arguments.format](store, found, out, section=section), str(out)
+            count, where = export_state(store, found, out, arguments.format, section), str(out)
         return f"step {found.commit.step}: {count} tensors in {where}"
 
     try:
@@ -280,7 +323,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    from foundry_moe.checkpoint.importing import import_weights
+    from foundry_moe.commands.imported_files import import_weights
     from foundry_moe.models.pretrained import renaming_of
 
     store, _ = open_folder(arguments.folder, arguments, new=True)

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import DamagedError, NotFoundError
 from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.store import Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 
 BELOW = "checkpoints"  # the subfolder of a run's folder, in every shipped YAML
 

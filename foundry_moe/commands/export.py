@@ -16,15 +16,15 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.exporting import INDEX, Source, sources_of, write_targets
 from foundry_moe.checkpoint.ledger import Found, Ledger
-from foundry_moe.checkpoint.settings import FROZEN
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.argument_types import dtype_named
 from foundry_moe.commands.chosen_checkpoint import with_checkpoint
 from foundry_moe.commands.export_adapter import merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
+from foundry_moe.commands.exported_files import INDEX, Source, sources_of, write_targets
+from foundry_moe.launch.checkpoint_settings import FROZEN
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of

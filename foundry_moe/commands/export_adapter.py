@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.exporting import Source, read_whole
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
+from foundry_moe.commands.exported_files import Source, read_whole
 from foundry_moe.models.families import Family
 from foundry_moe.models.families.family import Part
 from foundry_moe.models.native.architecture import Architecture

@@ -22,14 +22,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.exporting import INDEX, Source, read_whole
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.checkpoint.targets import Target, assemble
+from foundry_moe.commands.exported_files import INDEX, Source, read_whole
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.rebuild import build, logits_of
 from foundry_moe.models.native.state_dict import Native
+from foundry_moe.models.native.targets import Target, assemble
 
 AS_TRAINED = "as trained"  # in place of a dtype
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder

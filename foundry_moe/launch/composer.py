@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from foundry_moe.checkpoint.settings import RESTART
+from foundry_moe.launch.checkpoint_settings import RESTART
 from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
 from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 

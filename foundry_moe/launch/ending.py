@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from foundry_moe.checkpoint.settings import RESTART, CheckpointConfig, checkpoint_config
+from foundry_moe.launch.checkpoint_settings import RESTART, CheckpointConfig, checkpoint_config
 
 INTERRUPTED = 130  # exit code after a second Ctrl-C, as of a shell
 LEAVE_S = 10.0  # limit for exit handlers, some of which wait for ranks that have already exited

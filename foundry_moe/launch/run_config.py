@@ -13,7 +13,6 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry_moe.checkpoint.settings import checkpoint_config
 from foundry_moe.config import (
     AUTO,
     META_NEEDS_MESH,
@@ -23,6 +22,7 @@ from foundry_moe.config import (
     check_compilation,
     refuse_other_parallelism,
 )
+from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.foundry_keys import OURS, key_mistakes, known_names
 from foundry_moe.launch.run_values import check_fit, value_mistakes
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use

@@ -40,7 +40,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from foundry_moe.checkpoint.settings import RESTART
+from foundry_moe.launch.checkpoint_settings import RESTART
 from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
 from foundry_moe.launch.fork_server import ForkServer, serves
 from foundry_moe.launch.lost_nodes import LAST_CALL_S, NodeWatch, silent_s

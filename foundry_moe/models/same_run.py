@@ -74,6 +74,7 @@ def check_model(here: Mapping[str, Any], there: object, where: str = "model") ->
     """
     if not isinstance(there, Mapping):
         return
+    there = {key: printable(value) if isinstance(value, str) else value for key, value in there.items()}
     for key in here:
         if key in there and here[key] != there[key]:
             raise ValueError(
@@ -92,6 +93,7 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
     """
     if not isinstance(there, Mapping):
         return []
+    there = {key: printable(value) if isinstance(value, str) else value for key, value in there.items()}
     holds = asked if holds is None else holds
     return [
         f"{key}: this run says {yaml_value(asked[key])}, the checkpoint was trained with {yaml_value(there[key])}, and "
@@ -118,7 +120,7 @@ def _flat(mapping: Mapping[str, Any], ignored: set[str], prefix: str = "") -> di
 
 
 def _plain(value: Any) -> Any:
-    """The value as it is read back from a checkpoint: JSON, without control characters."""
+    """As JSON has it; texts without control characters, as they are compared and shown."""
     if isinstance(value, Time):
         value = value.to_timestring()
     if isinstance(value, str):

@@ -18,10 +18,10 @@ from composer.optim.scheduler import compile_composer_scheduler
 from torch import nn
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.forging import forge_manifest, manifest_of
 
 # every key that `State.load_state_dict` looks at, with and without the underscore that it strips

@@ -42,13 +42,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import Reader, Writer, fault_injection
+from foundry_moe.checkpoint import Reader, Writer, fault_injection, open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.clouds import Azurite
 from tests.helpers.launching import free_port
 from tests.helpers.s3 import Moto

@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, MismatchError, NotAnObjectError, NotFoundError, StoreError
-from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold, verify
 from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.range_reads import verify
 from foundry_moe.checkpoint.records import ATTEMPT, CommitKey
 from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key
+from foundry_moe.commands.checkpoints import expert_shapes, meshes_that_hold
 from tests.helpers.forging import key_of, manifest_of, packed, put_manifest, put_record, record_of
 
 ODD = [

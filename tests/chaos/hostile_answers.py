@@ -23,9 +23,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import psutil
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import StoreError
 from foundry_moe.checkpoint.store import Entry, Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.clouds import ACCOUNT, KEY, NO_ACCOUNT
 
 DATE = "Tue, 24 Nov 2026 00:00:00 GMT"

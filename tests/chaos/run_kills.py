@@ -30,11 +30,10 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.inspecting import verify
+from foundry_moe.checkpoint import fault_injection, open_store
 from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.range_reads import verify
 from foundry_moe.checkpoint.store import StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.parallel.mesh import Mesh, parse_mesh
 from tests.helpers.kills import ROOT, Outcome, check, command, read_log
 from tests.helpers.s3 import Moto, Proxy, at_random

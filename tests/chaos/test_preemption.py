@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers import entrypoint
 from tests.helpers.entrypoint import START_S, STOP_S, kill_group, wait_for
 from tests.helpers.kills import ROOT, read_log

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Owners
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.user_errors import TAKEN_OVER
 from tests.helpers import entrypoint
 from tests.helpers.entrypoint import START_S, STOP_S, kill_group, wait_for

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.checkpoint.inspecting import verify
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint.range_reads import verify
 from tests.helpers import entrypoint
 from tests.helpers.kills import ROOT, Outcome, check, read_log
 

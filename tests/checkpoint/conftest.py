@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.store import Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.s3 import Choose, Proxy
 
 QUICK = {"timeout_s": 1.0, "part_bytes": 5 * 2**20}

@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from foundry_moe.checkpoint import Reader, Writer
+from foundry_moe.checkpoint import Reader, Writer, open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.stores import open_store
 
 SHAPES = {"experts": (4, 96, 40), "dense": (50, 33), "bias": (130,), "alike": (1000,)}
 HERE: dict[str, list[Placement]] = {  # how they are saved, and below how they are loaded

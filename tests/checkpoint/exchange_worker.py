@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from foundry_moe.checkpoint import exchange
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
-from foundry_moe.checkpoint.exchange import Mover
+from foundry_moe.checkpoint.exchange import Targets
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.range_reads import Fetcher
 from foundry_moe.checkpoint.store_file import FileStore
@@ -122,8 +122,8 @@ def injected(case: Case) -> Iterator[list[str]]:
         patch = mock.patch.object(Fetcher, "fetch", failing(Fetcher.fetch))
     else:
         name = "piece_bytes" if case.step == "plan" else case.step
-        counts = (lambda mover, *rest: case.way != "sent" or rest[-1] != mover.rank) if name == "cut" else _always
-        patch = mock.patch.object(Mover, name, failing(getattr(Mover, name), counts))
+        counts = (lambda targets, *rest: case.way != "sent" or rest[-1] != targets.rank) if name == "cut" else _always
+        patch = mock.patch.object(Targets, name, failing(getattr(Targets, name), counts))
     with patch:
         yield struck
 

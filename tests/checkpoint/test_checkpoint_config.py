@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.settings import checkpoint_config
+from foundry_moe.launch.checkpoint_settings import checkpoint_config
 
 pytestmark = pytest.mark.quick
 

@@ -21,12 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from foundry_moe.checkpoint import Reader, Writer
+from foundry_moe.checkpoint import Reader, Writer, open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.inspecting import verify
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint.range_reads import verify
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import dcp_worker
 from tests.helpers import checkpoints

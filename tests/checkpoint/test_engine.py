@@ -352,7 +352,7 @@ def test_manifests_and_commits_are_plain_json(store) -> None:
     reads = [path.name for path in source.glob("*.py") if re.search(r"import pickle|torch\.load", path.read_text())]
     # what a person asks to import may be of another format, ranks send each other errors by pickle, and a planner
     # of PyTorch's pickles the values that its own process saves before the writer sees them
-    assert set(reads) <= {"importing.py", "distributed_files.py", "collective_errors.py", "dcp_writer.py"}
+    assert set(reads) <= {"importing.py", "collective_errors.py", "dcp_writer.py"}
 
 
 def test_the_engine_needs_no_trainer() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
-from foundry_moe.checkpoint.finite_weights import is_finite
-from foundry_moe.checkpoint.snapshot import Snapshotter
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint.snapshot import Snapshotter, is_finite
 
 NAN, INF = float("nan"), float("inf")
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.inspecting import verify
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint.range_reads import verify
 from tests.helpers.older_formats import FIXTURES, STEP, make_state
 
 

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint import owners as owners_module
 from foundry_moe.checkpoint.collective_errors import portable
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError, MismatchError, OwnedError, TakenOverError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners, tensors_digest
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.checkpoints import blank, check, make_state, steps_in
 
 A, B = Identity(run_name="a", model="m"), Identity(run_name="b", model="m")
@@ -206,7 +206,7 @@ import sys, time
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import OwnedError, TakenOverError
 from foundry_moe.checkpoint.owners import Identity
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint import open_store
 from tests.helpers.checkpoints import blank, check, make_state
 folder, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 engine = CheckpointEngine(open_store(folder), policy=Policy(keep=2))

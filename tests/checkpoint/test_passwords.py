@@ -8,10 +8,10 @@ import uuid
 
 import pytest
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import CheckpointError, StoreError, without_password
-from foundry_moe.checkpoint.settings import CheckpointConfig, checkpoint_config
 from foundry_moe.checkpoint.store import StoreOptions
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.launch.checkpoint_settings import CheckpointConfig, checkpoint_config
 from tests.helpers.launching import free_port
 from tests.helpers.s3 import Proxy
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from foundry_moe.checkpoint import fault_injection
+from foundry_moe.checkpoint import fault_injection, open_store
 from foundry_moe.checkpoint import ledger as commits_module
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
@@ -17,7 +17,6 @@ from foundry_moe.checkpoint.ledger import BURIED, Ledger
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.records import Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.retention import Retention
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.checkpoints import blank, check, damage, make_state, save, steps_in
 
 

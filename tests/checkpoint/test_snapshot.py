@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.snapshot import merge
-from foundry_moe.checkpoint.stores import open_store
 
 pytestmark = pytest.mark.quick
 

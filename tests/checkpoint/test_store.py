@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import (
     ClockError,
     DeniedError,
@@ -23,9 +24,8 @@ from foundry_moe.checkpoint.errors import (
     NotFoundError,
     StoreError,
 )
-from foundry_moe.checkpoint.settings import checkpoint_config
 from foundry_moe.checkpoint.store import StoreOptions
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from tests.helpers.s3_servers import served
 
 LARGE = os.urandom(2**20) * 11 + b"tail"  # three parts of 5 MiB, the last one short
@@ -464,7 +464,7 @@ def test_links_and_pipes_below_the_folder_are_refused(tmp_path, caplog) -> None:
 
 RACER = """
 import sys
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.checkpoint import open_store
 store = open_store(sys.argv[1])
 for n in range(400):
     store.put(f"holds/{sys.argv[2]}-{n}", b"1")

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from foundry_moe.checkpoint import strict
-from foundry_moe.checkpoint.coverage import check_tiling
+from foundry_moe.checkpoint import open_store, strict
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.layout import cut
-from foundry_moe.checkpoint.manifest import MAGIC, Manifest, TensorEntry
+from foundry_moe.checkpoint.manifest import MAGIC, Manifest, TensorEntry, check_tiling
 from foundry_moe.checkpoint.records import Commit, CommitKey
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.checkpoints import blank, check, save
 from tests.helpers.commands import tool
 from tests.helpers.forged_manifests import MANIFESTS, OFFSETS, SHAPE, nested, put
@@ -333,3 +331,13 @@ def test_a_record_reads_what_it_writes() -> None:
         summary={"bytes": 1, "mesh": {"expert": 2}, "of a later version": {"a": [1, None, 0.5]}},
     )
     assert Commit.from_bytes(commit.to_bytes(), commit.where.key) == commit
+
+
+def test_texts_of_info_keep_line_breaks_and_no_other_control_characters(tmp_path) -> None:
+    store = open_store(str(tmp_path))
+    info = {"architecture": {"config": {"note": "two\nlines\tand \x1b[2J"}}}
+    engine = CheckpointEngine(store, policy=Policy(asynchronous=False), info=info)
+    engine.save(blank(), 1)
+    assert engine.wait().error is None
+    (found,) = [engine.ledger.open(key) for key in engine.ledger.newest_first()]
+    assert found.manifest.info["architecture"]["config"]["note"] == "two\nlines\tand \\x1b[2J"

@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import OwnedError
-from foundry_moe.checkpoint.inspecting import expert_shapes, meshes_that_hold
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, Owners
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.commands.checkpoints import expert_shapes, meshes_that_hold
 from tests.helpers.checkpoints import check_begins, damage, data_object, make_state, save
 from tests.helpers.commands import tool
 

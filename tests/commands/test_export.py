@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.store import StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.commands import export_certificate as certificate
 from foundry_moe.launch.run_config import load_run, plain
 from foundry_moe.models.mpt import DMoECausalLM
@@ -359,7 +359,7 @@ def test_without_space_nothing_stays(good: tuple[Path, Path], tmp_path: Path, ca
         assert export(good[0], tmp_path / "out") == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot be written: File too large" in capsys.readouterr().err
+    assert "cannot be written: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from foundry_moe.checkpoint import exchange
+from foundry_moe.checkpoint import exchange, open_store
 from foundry_moe.checkpoint.codec import tensor_bytes
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.stores import open_store
 
 EXPERTS, WIDTH, HIDDEN = 8, 5, 840  # 840 can be sharded over 1 to 8 ranks, as FSDP2 wants for dimension 1
 BLOCK_BYTES = 4096

@@ -6,10 +6,10 @@ import pytest
 import xxhash
 from safetensors.torch import load_file
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.codec import tensor_bytes
-from foundry_moe.checkpoint.exporting import export, weight_map
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
+from foundry_moe.commands.exported_files import export, weight_map
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import elastic_mesh_worker as worker
 from tests.helpers.launching import PRELOAD

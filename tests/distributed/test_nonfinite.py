@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import poisoned_worker
 from tests.helpers.launching import PRELOAD

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.cli import main
 from foundry_moe.models.families import family_of
 from foundry_moe.models.mpt import DMoECausalLM

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.store import Store, StoreOptions
-from foundry_moe.checkpoint.stores import open_store
 
 
 @contextlib.contextmanager

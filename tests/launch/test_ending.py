@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
 from tests.helpers.demo import BIN, DEMO, ROOT, run
 from tests.helpers.entrypoint import kill_group, wait_for
 

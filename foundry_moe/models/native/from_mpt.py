@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from foundry_moe.checkpoint.targets import Target, copied, rows_of
 from foundry_moe.models.families import FAMILIES, Blocks, Family
 from foundry_moe.models.families.family import gate_keys
+from foundry_moe.models.native.targets import Target, copied, rows_of
 from foundry_moe.schema import yaml_value
 
 _RMS_NORMS = ("rmsnorm", "low_precision_rmsnorm", "triton_rmsnorm")

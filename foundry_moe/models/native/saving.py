@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from foundry_moe.checkpoint.targets import assemble
 from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.state_dict import Native, native_of
+from foundry_moe.models.native.targets import assemble
 
 _HOW = (
     "save its state_dict, or use callbacks.elastic_checkpoint and `foundry-moe checkpoints export`, which writes it "

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.models.families import family_of
 from foundry_moe.models.pretrained import renaming_of
 from tests.helpers.commands import tool
