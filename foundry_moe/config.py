@@ -38,7 +38,7 @@ BACKENDS = ("auto", "blocksparse", "grouped", "reference")
 INITS = ("auto", "random", "upcycle")
 MEMORY = ("save", "recompute")
 DROPS = ("position", "weight")
-FREEZABLE = ("router",)
+FREEZABLE = ("gate",)
 BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
 REDUCE = ("microbatch", "batch")
@@ -241,7 +241,7 @@ class MoEConfig:
     balance_over: scope of the loads in the balance loss: sequence (packed documents are sequences too) | rank |
         group (ranks that share experts) | microbatch (of all ranks) | batch (all microbatches of a step, with one more
         forward pass if there are several).
-    freeze: parts of the layers that are not trained: [router] = the gate's weights and balancing bias. The gate's
+    freeze: parts of the layers that are not trained: [gate] = the gate's weights and balancing bias. The gate's
         losses still have gradients for earlier layers.
     lora: see LoRAConfig; absent = no adapters, and experts are trained themselves.
     init: random | upcycle (each expert starts as a copy of the dense FFN, or of a shard of it) | auto (upcycle if
@@ -275,7 +275,7 @@ class MoEConfig:
         default=AUTO, metadata=form("auto, or a mapping such as {balance: 0.01, z: 0.001}")
     )
     balance_over: str = "microbatch"
-    freeze: tuple[str, ...] = field(default=(), metadata=form("a list of parts such as [router]"))
+    freeze: tuple[str, ...] = field(default=(), metadata=form("a list of parts such as [gate]"))
     lora: dict[str, Any] | None = field(default=None, metadata=form("a mapping such as {r: 16, alpha: 32}"))
     init: str = AUTO
     init_std: float = 0.02
@@ -318,7 +318,10 @@ class MoEConfig:
         ):
             yield from caught(one_of, name, getattr(self, name), known)
         for part in self.freeze:
-            yield from caught(one_of, "freeze", part, FREEZABLE)
+            if part == "router":
+                yield "freeze (router) was renamed: use freeze: [gate]"
+            else:
+                yield from caught(one_of, "freeze", part, FREEZABLE)
         mesh_mistakes = caught(lambda: self.mesh_config)
         yield from mesh_mistakes
         hot_experts = 0 if mesh_mistakes or self.mesh_config is None else self.mesh_config.hot_experts

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from benchmarks.papers.tokens import Tokens, read_tokens
 from benchmarks.papers.transformer import Transformer, long_sequences
-from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY
+from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY
 
 DEFAULTS: dict[str, Any] = {"gate": {"name": "switch"}, "loss": {"balance": 0.01}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -246,7 +246,7 @@ def router_figures(model: Transformer) -> dict[str, float]:
     found: dict[str, list[float]] = {"dropped": [], "entropy": [], "top_share": []}
     for layer in model.moes:
         seen = layer.statistics
-        for key, name in (("dropped", DROPPED), ("entropy", ROUTER_ENTROPY)):
+        for key, name in (("dropped", DROPPED), ("entropy", GATE_ENTROPY)):
             if name in seen.names:
                 found[key].append(float(seen.losses_L[seen.names.index(name)] / seen.microbatches_1.clamp(min=1)))
         found["top_share"].append(float(seen.counts_E.max() / seen.counts_E.sum().clamp(min=1)))
@@ -294,7 +294,7 @@ def train(
         compile=compile and on_gpu, **keys,
     )  # fmt: skip
     for layer in model.moes:
-        layer.measure_router()
+        layer.measure_gate()
     microbatch = largest_microbatch(model, train_NS[: size.batch])
     validation_loss(model, valid_NS, microbatch, 0)  # compiles what evaluation has of its own
     clock, done = StepClock(device), 0

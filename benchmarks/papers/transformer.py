@@ -111,7 +111,7 @@ class Transformer:
         shared_width: of a shared expert, over D; 0 = none.
         dense_layers: so many first layers have dense FFNs of 4 D.
         positions: learned position embeddings; 0 = none.
-        router_lr, expert_lr: factors on the learning rate of routers and of experts.
+        gate_lr, expert_lr: factors on the learning rate of routers and of experts.
         seed: of all weights.
         compile: all but MoE layers.
         moe: further keys of `MoEConfig`; top-1 by `switch` unless they say otherwise.
@@ -131,7 +131,7 @@ class Transformer:
         dense_layers: int = 0,
         positions: int = 0,
         lr: float = 1e-3,
-        router_lr: float = 1.0,
+        gate_lr: float = 1.0,
         expert_lr: float = 1.0,
         weight_decay: float = 0.01,
         seed: int = 1,
@@ -163,7 +163,7 @@ class Transformer:
             self.model = Decoder(width, vocabulary, ffns, positions, compile).to(dtype)
         factors: dict[float, list[nn.Parameter]] = {}
         for name, parameter in self.model.named_parameters():
-            factor = router_lr if ".gate." in name else expert_lr if ".experts." in name else 1.0
+            factor = gate_lr if ".gate." in name else expert_lr if ".experts." in name else 1.0
             factors.setdefault(factor, []).append(parameter)
         self.optimizer = torch.optim.AdamW(
             [{"params": parameters, "factor": factor} for factor, parameters in factors.items()],

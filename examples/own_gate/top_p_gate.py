@@ -1,6 +1,6 @@
 """A gate of one's own: a token has as many experts as it takes to reach a probability of p, `top_k` at most.
 
-After Huang et al. 2024 (arXiv 2403.07652): tokens that the router is sure of have one expert, others more. `pip install
+After Huang et al. 2024 (arXiv 2403.07652): tokens that the gate is sure of have one expert, others more. `pip install
 examples/own_gate` makes it known as `top_p`; `python -m top_p_gate` then trains a layer with it.
 
 Shapes: T tokens, D model width, E experts, K choices a token at most.

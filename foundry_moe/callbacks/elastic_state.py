@@ -1,12 +1,11 @@
 """Composer's training state as a state dict that fits any mesh, and back.
 
-The model and the optimizer are taken apart by parameter name, as DTensors in place; all else goes through the
-`state_dict` and `load_state_dict` of Composer's own objects. Left out on purpose: the tokenizer, which Composer puts
-in byte by byte, and random states by rank (see `reseed`).
+Model and optimizer are saved by parameter name, as DTensors in place; everything else goes through `state_dict` and
+`load_state_dict` of Composer's objects. Not saved: the tokenizer, which Composer would store byte by byte, and random
+states of ranks (see `reseed`).
 
-A checkpoint is data that others may have written, and Composer's loader trusts what it is given: it strips underscores
-from keys, adds algorithms by evaluating their `repr`, and sets attributes. It is handed what `check` has looked at, and
-of that only what `collect` writes.
+A checkpoint is not trusted, but Composer's loader trusts its input: it strips underscores from keys, adds algorithms by
+evaluating their `repr`, and sets attributes. So it receives only keys that `collect` writes, after `check`.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from foundry_moe.checkpoint.strict import MOST, shown
 BY_NAME = ("schedulers", "algorithms", "callbacks", "scaler", "timestamp")
 PLAIN = ("rank_zero_seed", "dataset_state")
 SECTIONS = ("model", "optim", "composer")
-NEVER = ("repr", "required_on_load")  # of an algorithm's state: Composer evaluates the first as Python
+NEVER = ("repr", "required_on_load")  # keys of an algorithm's state; Composer evaluates the first as Python
 
 
 def collect(state: State, *, weights_only: bool = False, left_out: Collection[str] = ()) -> dict[str, Any]:
-    """Everything that a run needs to go on, or the model alone. The tensors are the live ones, not copies.
+    """The state that a run resumes from, or the model only. Tensors are the live ones, not copies.
 
-    An optimizer that has not stepped yet gets its state initialised, as PyTorch does it.
+    The state of an optimizer that has not stepped is initialised, as PyTorch does it.
 
     Args:
         left_out: names of the model's tensors.
@@ -62,7 +61,7 @@ def collect(state: State, *, weights_only: bool = False, left_out: Collection[st
 
 
 def _named(objects: Any) -> dict[str, Any]:
-    """State dicts by class name, as Composer keeps them, without what would be evaluated."""
+    """State dicts by class name, as Composer stores them, without keys that Composer evaluates."""
     return {
         type(item).__qualname__: {key: value for key, value in item.state_dict().items() if key not in NEVER}
         for item in _several(objects)
@@ -80,7 +79,7 @@ def check(
 
     Args:
         step: of the commit that the state came from.
-        samples: the most that an epoch of this run's data has; None where the data does not say.
+        samples: at most in an epoch of this run's data; None = not known.
 
     Raises:
         DamagedError: a section or a key that `collect` does not write, or a value of another kind than this run's.
@@ -101,7 +100,7 @@ def check(
             for key, value in _mapping(state, where).items():
                 if section == "algorithms":
                     _alike(value, like.get(key), f"{where}.{key}", inner=False)
-                elif section != "callbacks":  # a callback's state is its own affair; it is data in any case
+                elif section != "callbacks":  # callbacks check their own state, which is plain data
                     _alike(value, like.get(key), f"{where}.{key}", same_length=True)
                 # Composer's and torch's loaders set each key as an attribute: `optimizer` would replace the optimizer
                 if section == "schedulers" and like and key not in like and not key.startswith("_"):
@@ -132,7 +131,7 @@ def _check_groups(groups: Any, ours: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_timestamp(timestamp: Mapping[str, Any], like: Mapping[str, Any], where: str, step: int | None) -> None:
-    """Counts of batches, samples and tokens: those of the checkpoint's step, and none above what holds it."""
+    """Counts of batches, samples and tokens: consistent with the checkpoint's step and with each other."""
     for key, ours in like.items():
         value = timestamp.get(key)
         if type(ours) is int and not (type(value) is int and 0 <= value <= MOST):
@@ -149,7 +148,7 @@ def _check_timestamp(timestamp: Mapping[str, Any], like: Mapping[str, Any], wher
 
 
 def _check_data(dataset: Mapping[str, Any], samples: int | None) -> None:
-    """The place in the data, which streaming computes with in every data worker: its errors come long after a load."""
+    """The position in the data. Streaming computes with it in data workers, whose errors appear long after a load."""
     _only(dataset, ("train", "eval"), "dataset_state")
     train = dataset.get("train")
     if not isinstance(train, Mapping):
@@ -205,10 +204,9 @@ def _alike(value: Any, like: Any, where: str, *, inner: bool = True, same_length
 
 
 def restore(state: State, loaded: dict[str, Any], logger: Logger) -> None:
-    """Puts a loaded state, which `check` has passed, in place. The model's tensors were filled already: `loaded` refers
-    to the live ones."""
+    """Restores a loaded state that `check` has passed. Loading has filled the model's tensors, which are live."""
     if "composer" not in loaded:
-        return  # weights alone: a new run begins from them
+        return  # weights only: a new run starts from them
     if state.optimizers:
         for optimizer in state.optimizers:
             set_optimizer_state_dict(state.model, optimizer, loaded["optim"])
@@ -218,7 +216,7 @@ def restore(state: State, loaded: dict[str, Any], logger: Logger) -> None:
         rest[name] = {}
         for item in _several(getattr(state, name)):
             (kind, own), there = next(iter(_named(item).items())), saved.get(name) or {}
-            # what this run has and the checkpoint lacks starts anew, without Composer's warning
+            # objects that the checkpoint lacks keep their initial state, without Composer's warning
             known = kind in there and not isinstance(item, ProgressBarLogger)  # which formats text with its state
             rest[name][kind] = _handed_on(item, own, there[kind]) if known else own
             if name == "schedulers":
@@ -230,8 +228,11 @@ def restore(state: State, loaded: dict[str, Any], logger: Logger) -> None:
 
 
 def _handed_on(item: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an object's saved state what it may be given: schedulers and some algorithms set each key as an attribute, so
-    a key that it does not write itself must not name one of its methods."""
+    """The keys of a saved state that an object may receive.
+
+    Schedulers and some algorithms set each key as an attribute, so a key that the object does not write itself must not
+    name one of its methods.
+    """
     return {
         key: value
         for key, value in saved.items()

@@ -19,7 +19,7 @@ from torch import Tensor
 from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.layers.moe import DROPPED, ROUTER_ENTROPY, MoELayer
+from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY, MoELayer
 from foundry_moe.loads.history import entropy_of
 from foundry_moe.loads.page import write_page
 from foundry_moe.schema import refuse_unknown
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 RANK_MAX_OVER_MEAN = "rank_max_over_mean"
 ROUNDS = "rounds"
 _WORST = (RANK_MAX_OVER_MEAN, ROUNDS)
-_NO_LOSS = (DROPPED, ROUTER_ENTROPY, *_WORST)
+_NO_LOSS = (DROPPED, GATE_ENTROPY, *_WORST)
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:
@@ -65,7 +65,7 @@ class ExpertLoad(Callback):
 
     For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`, and:
 
-    - `router_entropy`: mean entropy of a token's probabilities, over log E; 1 = the router has no preference.
+    - `gate_entropy`: mean entropy of a token's probabilities, over log E; 1 = the gate has no preference.
     - `dead_for`: for how many batches the expert that has waited longest has had no token, since this process began.
     - `dropped`: with `capacity`, the share of choices dropped.
     - `rank_max_over_mean`: where experts are divided over ranks, the rows (choices) that come to the fullest rank over
@@ -73,7 +73,7 @@ class ExpertLoad(Callback):
     - `rounds`: there too, in how many rounds tokens were sent at most; 1 unless `mesh.buffer` was exceeded.
 
     Over the layers the worst `dmoe/max_over_mean`, `dmoe/rank_max_over_mean` and `dmoe/rounds`, the sum `dmoe/dead`,
-    the means `dmoe/router_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
+    the means `dmoe/gate_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
     A warning names a layer whose loads stay on few experts (see `load_health`).
     Each log reads the device once.
 
@@ -117,7 +117,7 @@ class ExpertLoad(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         for layer in moe_layers(state.model):
-            layer.measure_router()
+            layer.measure_gate()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if self.due(state, Event.BATCH_END):
@@ -160,7 +160,7 @@ class ExpertLoad(Callback):
     ) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for name, values in measured.items():
-            if not all(math.isfinite(value) for value in values) and name == ROUTER_ENTROPY:
+            if not all(math.isfinite(value) for value in values) and name == GATE_ENTROPY:
                 continue  # a gate without logits
             if name in _WORST:
                 metrics[f"dmoe/{name}"] = max(values)

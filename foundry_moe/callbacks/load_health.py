@@ -54,7 +54,7 @@ class LoadFile:
 
 
 def _batch_of(line: str) -> float | None:
-    """None for a line that is none of ours, or torn."""
+    """None for a line of another kind, or an incomplete one."""
     try:
         value: Any = json.loads(line)["batch"]
     except (ValueError, TypeError, KeyError):
@@ -63,7 +63,7 @@ def _batch_of(line: str) -> float | None:
 
 
 class CollapseWatch:
-    """Notices layers whose loads stay on few experts, and how long experts go without a token."""
+    """Finds layers whose loads stay on few experts, and counts batches in which an expert has no token."""
 
     def __init__(self, layers: int, experts: int, batch: int) -> None:
         self._alive_LE = torch.full((layers, experts), batch)  # the batch up to which an expert had tokens

@@ -1,8 +1,8 @@
 """Detects losses, gradients and weights that are not finite, and names the layer where it began.
 
 `FiniteWatch` checks one rank's part of each batch on the device and reads the flags a batch later, so that no step
-waits for the device. `NonfiniteCount` counts, over all ranks, how many batches in a row were bad. The callers decide
-what follows. This module must not import Composer.
+waits for the device. `NonfiniteCount` counts consecutive bad batches over all ranks. Callers act on the count. This
+module must not import Composer.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Shapes: Q rows received, K choices, D model width, F expert width, E experts, L 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,47 @@ from foundry_moe.ops import POINTWISE, Biases, PermutePlan, expert_mlp
 from foundry_moe.ops.lora import Adapter, Adapters
 
 
-class Experts(nn.Module):
-    """E MLPs or GLUs: w1_EFD (the gate projection of a GLU), v1_EFD (the up projection; None for an MLP), w2_EDF.
+class ExpertsBase(nn.Module):
+    """Settings and state of experts, whatever the layout of their weights.
 
     Args:
         activation: a name in `foundry_moe.config.ACTIVATIONS`.
-        bias: add biases to all projections: w1_bias_EF, v1_bias_EF (of a GLU), w2_bias_ED. They begin at zero.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
-        lora: adapters beside the weights, which are frozen: w1_A_EDL (transposed) and w1_B_EFL, v1_A_EDL and v1_B_EFL,
-            w2_A_EFL and w2_B_EDL, in fp32 or better. The rows of both are those of weights, for placement to cut.
 
     `most_rounds`: in which tokens of a call were sent and computed, since it was set to one (see `layers/rounds.py`).
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
+    """
+
+    def __init__(
+        self, *, activation: str, num_layers: int, init_std: float = 0.02, backend: str = "auto", memory: str = "save"
+    ) -> None:
+        super().__init__()
+        self.activation, self.gated = ACTIVATIONS[activation].pointwise, ACTIVATIONS[activation].gated
+        self.backend, self.memory = backend, memory
+        self.init_std, self.num_layers = init_std, num_layers
+        self.local: Callable[[Tensor], Tensor] = unchanged
+        self.most_rounds = 1
+
+    def run(
+        self, rows: Dispatched, dispatcher: Dispatcher, compute: Callable[..., Tensor], parameters: Sequence[Any]
+    ) -> Dispatched:
+        """The results of dispatched rows, on their way back.
+
+        Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
+        """
+        self.most_rounds = max(self.most_rounds, len(rows.rounds))
+        return run_experts(rows, dispatcher, compute, tuple(parameters))
+
+
+class Experts(ExpertsBase):
+    """E MLPs or GLUs: w1_EFD (the gate projection of a GLU), v1_EFD (the up projection; None for an MLP), w2_EDF.
+
+    Args:
+        bias: add biases to all projections: w1_bias_EF, v1_bias_EF (of a GLU), w2_bias_ED. They begin at zero.
+        lora: adapters beside the weights, which are frozen: w1_A_EDL (transposed) and w1_B_EFL, v1_A_EDL and v1_B_EFL,
+            w2_A_EFL and w2_B_EDL, in fp32 or better. The rows of both are those of weights, for placement to cut.
+        Others as those of `ExpertsBase`.
+
     `with_copies` adds the weights of other ranks' experts that this process has copies of: see `layers/hot_experts.py`.
     """
 
@@ -40,35 +70,24 @@ class Experts(nn.Module):
         d_model: int,
         hidden_size: int,
         activation: str,
-        num_layers: int,
         bias: bool = False,
-        init_std: float = 0.02,
-        backend: str = "auto",
-        memory: str = "save",
         lora: LoRAConfig | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__()
-        kind = ACTIVATIONS[activation]
-        self.activation = kind.pointwise
-        self.backend = backend
-        self.memory = memory
-        self.init_std = init_std
-        self.num_layers = num_layers
-        self.local: Callable[[Tensor], Tensor] = unchanged
+        super().__init__(activation=activation, **settings)
         self.with_copies: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]] = tuple
-        self.most_rounds = 1
         wide = (num_experts, hidden_size, d_model)
         self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
-        self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if kind.gated else None
+        self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if self.gated else None
         self.w2_EDF = nn.Parameter(torch.empty(num_experts, d_model, hidden_size, device=device, dtype=dtype))
 
         def bias_of(size: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(num_experts, size, device=device, dtype=dtype)) if bias else None
 
         self.w1_bias_EF = bias_of(hidden_size)
-        self.v1_bias_EF = bias_of(hidden_size) if kind.gated else None
+        self.v1_bias_EF = bias_of(hidden_size) if self.gated else None
         self.w2_bias_ED = bias_of(d_model)
         self.lora = lora
         self.adapter_names: dict[str, tuple[str, str]] = {}
@@ -113,10 +132,7 @@ class Experts(nn.Module):
                 parameter[expert].copy_(self.initial(name, expert, seed=seed, layer=layer, device=parameter.device))
 
     def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
-        """The results of dispatched rows, on their way back.
-
-        Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
-        """
+        """See `run`."""
         parameters = tuple(
             None if parameter is None else self.local(parameter)
             for parameter in (
@@ -124,8 +140,7 @@ class Experts(nn.Module):
             )
         )  # fmt: skip
         factors = (self.local(self.get_parameter(name)) for names in self.adapter_names.values() for name in names)
-        self.most_rounds = max(self.most_rounds, len(rows.rounds))
-        return run_experts(rows, dispatcher, self._compute, (*self.with_copies(parameters), *factors))
+        return self.run(rows, dispatcher, self._compute, (*self.with_copies(parameters), *factors))
 
     def _compute(
         self,

@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router, each a function of tensors. Means and sums are over the real tokens of one process.
+"""Auxiliary losses of a gate, each a function of tensors. Means and sums are over the real tokens of one process.
 
 Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens; padding takes part in nothing.
 """
@@ -12,26 +12,14 @@ from torch import Tensor
 
 from foundry_moe.layers.context import TokenSequences
 from foundry_moe.ops.masked import masked_mean, masked_sum
-from foundry_moe.ops.softmax_topk import balance, z_loss
-
-__all__ = [
-    "alignment_loss",
-    "balance_loss",
-    "chosen_with_new_noise",
-    "count_by_sequence",
-    "importance_loss",
-    "load_loss",
-    "router_entropy",
-    "sequence_balance_loss",
-    "z_loss",
-]
+from foundry_moe.ops.softmax_topk import balance
 
 
 def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """`foundry_moe.ops.softmax_topk.balance` from every token's probabilities.
 
     Args:
-        probs_TE: router probabilities, rows sum to one.
+        probs_TE: gate probabilities, rows sum to one.
         counts_E: choices per expert of the real tokens, of this process or of many; carries no gradient. With the
             counts of many, the mean of this loss over them is the loss of all their tokens.
     """
@@ -122,10 +110,10 @@ def alignment_loss(probs_TE: Tensor, inside_TE: Tensor, last_chosen_T: Tensor, m
 
 
 @torch.no_grad()
-def router_entropy(logits_TE: Tensor, mask_T: Tensor | None = None, *, score: str = "softmax") -> Tensor:
-    """The mean over tokens of the entropy of the router's probabilities, over log E. No loss: it is only measured.
+def gate_entropy(logits_TE: Tensor, mask_T: Tensor | None = None, *, score: str = "softmax") -> Tensor:
+    """The mean over tokens of the entropy of the gate's probabilities, over log E. No loss: it is only measured.
 
-    1 where the router has no preference, 0 where each token has one expert that takes all: loads may be even in both.
+    1 where the gate has no preference, 0 where each token has one expert that takes all: loads may be even in both.
 
     Args:
         score: softmax | sigmoid, whose scores are normalised first.

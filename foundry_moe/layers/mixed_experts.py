@@ -5,28 +5,26 @@ Shapes: Q rows received, K choices, D model width, F one expert's width, H width
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foundry_moe.config import ACTIVATIONS
-from foundry_moe.layers.context import unchanged
-from foundry_moe.layers.dispatch import Dispatched, Dispatcher, run_experts
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher
+from foundry_moe.layers.experts import ExpertsBase
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.ops import PermutePlan, expert_mlp
 
 
-class MixedExperts(nn.Module):
+class MixedExperts(ExpertsBase):
     """MLPs or GLUs: w1_HD, v1_HD (None for an MLP) and w2_HD, whose row j is what hidden unit j adds to the output.
 
     Args:
         widths: of each expert, in order; their rows lie in this order.
-        Others as those of `Experts`.
+        Others as those of `ExpertsBase`.
 
-    `local` turns a parameter into the tensor to compute with, as in `Experts`; `held` are the experts whose rows that
-    tensor has: all, or what placement on a mesh sets here.
+    `held`: the experts whose rows this process has: all, or what placement on a mesh sets here.
     """
 
     def __init__(
@@ -34,28 +32,16 @@ class MixedExperts(nn.Module):
         *,
         widths: tuple[int, ...],
         d_model: int,
-        activation: str,
-        num_layers: int,
-        init_std: float = 0.02,
-        backend: str = "auto",
-        memory: str = "save",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__()
-        kind = ACTIVATIONS[activation]
-        self.activation = kind.pointwise
-        self.backend = backend
-        self.memory = memory
-        self.init_std = init_std
-        self.num_layers = num_layers
-        self.local: Callable[[Tensor], Tensor] = unchanged
-        self.most_rounds = 1
+        super().__init__(**settings)
         self.widths = widths
         self.held = range(len(widths))
         shape = (sum(widths), d_model)
         self.w1_HD = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.v1_HD = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if kind.gated else None
+        self.v1_HD = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if self.gated else None
         self.w2_HD = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
     def rows_of(self, experts: range) -> range:
@@ -93,12 +79,11 @@ class MixedExperts(nn.Module):
             self.draw_(name, parameter, rows, columns, seed=seed, layer=layer)
 
     def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
-        """As `Experts.forward`."""
+        """See `run`."""
         parameters = tuple(
             None if parameter is None else self.local(parameter) for parameter in (self.w1_HD, self.v1_HD, self.w2_HD)
         )
-        self.most_rounds = max(self.most_rounds, len(rows.rounds))
-        return run_experts(rows, dispatcher, self._compute, parameters)
+        return self.run(rows, dispatcher, self._compute, parameters)
 
     def _compute(
         self,

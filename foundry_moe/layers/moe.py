@@ -17,16 +17,16 @@ from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
 from foundry_moe.layers.experts import Experts, SharedExpert
 from foundry_moe.layers.gates.gate import Choices
-from foundry_moe.layers.gates.registry import build_gate, no_router, resolve_losses
+from foundry_moe.layers.gates.registry import build_gate, no_gate, resolve_losses
 from foundry_moe.layers.hot_experts import HotExperts
-from foundry_moe.layers.losses import router_entropy
+from foundry_moe.layers.losses import gate_entropy
 from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.select_topk import count_choices
 
-# values in `LoadStatistics` beside the losses: the share of dropped choices, and that of `measure_router`
-DROPPED, ROUTER_ENTROPY = "dropped", "router_entropy"
+# values in `LoadStatistics` beside the losses: the share of dropped choices, and that of `measure_gate`
+DROPPED, GATE_ENTROPY = "dropped", "gate_entropy"
 
 
 class MoELayer(nn.Module):
@@ -39,16 +39,16 @@ class MoELayer(nn.Module):
         num_layers: layers of the model, for the scale of the output projections.
         context: shared by the layers of a model, which then draws their weights; None for a layer on its own, which
             draws its weights here.
-        router_output: return (output, router logits) or (output, probabilities), as Hugging Face's MoE blocks do.
+        gate_output: return (output, gate logits) or (output, probabilities), as Hugging Face's MoE blocks do.
 
-    router_groups: size of the groups of experts whose gate rows start equal (see `models/upcycling.py`).
+    gate_groups: size of the groups of experts whose gate rows start equal (see `models/upcycling.py`).
     adds_nothing: the shared expert's output starts as zero.
     hot: copies of hot experts on other ranks, set by placement on a mesh; None = no copies.
     sources: files of the layer's weights, for a layer on the meta device that is filled from a checkpoint.
 
     Raises:
         ValueError: `auto` for the experts' width or activation; an unknown gate or key, a loss that the gate does
-            not have, or a router to freeze that it does not have; a mesh for a layer on its own.
+            not have, or `freeze: [gate]` for a gate without weights; a mesh for a layer on its own.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MoELayer(nn.Module):
         layer_index: int = 0,
         num_layers: int = 1,
         context: BatchContext | None = None,
-        router_output: Literal["none", "logits", "probabilities"] = "none",
+        gate_output: Literal["none", "logits", "probabilities"] = "none",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -76,8 +76,8 @@ class MoELayer(nn.Module):
         self.config = config
         self.d_model = d_model
         self.layer_index = layer_index
-        self.router_output = router_output
-        self.router_groups = 1
+        self.gate_output = gate_output
+        self.gate_groups = 1
         self.adds_nothing = False
         self.sources: Sequence[Any] = ()
         self.num_experts = config.num_experts
@@ -93,9 +93,9 @@ class MoELayer(nn.Module):
             config.gate, d_model=d_model, num_experts=config.num_experts, top_k=config.top_k, **placement
         )
         computed = {"backend": config.backend, "memory": config.memory, **expert}
-        if "router" in config.freeze:
+        if "gate" in config.freeze:
             if next(self.gate.parameters(), None) is None:
-                raise no_router(config.gate["name"])
+                raise no_gate(config.gate["name"])
             self.gate.requires_grad_(False)
         self.experts: Experts | MixedExperts
         if isinstance(config.expert_hidden_size, tuple):
@@ -136,7 +136,7 @@ class MoELayer(nn.Module):
 
     @property
     def _gate_learns(self) -> bool:
-        return self.gate.learns_from_loads and "router" not in self.config.freeze
+        return self.gate.learns_from_loads and "gate" not in self.config.freeze
 
     def after_step(self, counts_E: Tensor, progress: Progress) -> None:
         """Once after each optimizer step: arguments as of `Gate.after_step`."""
@@ -145,10 +145,10 @@ class MoELayer(nn.Module):
         if self.hot is not None:
             self.hot.after_step(counts_E.tolist())
 
-    def measure_router(self) -> None:
-        """Adds `router_entropy` to the statistics, from the next microbatch on; NaN for a gate without logits."""
-        if ROUTER_ENTROPY not in self.statistics.names:
-            self.statistics = LoadStatistics(self.num_experts, [*self.statistics.names, ROUTER_ENTROPY])
+    def measure_gate(self) -> None:
+        """Adds `gate_entropy` to the statistics, from the next microbatch on; NaN for a gate without logits."""
+        if GATE_ENTROPY not in self.statistics.names:
+            self.statistics = LoadStatistics(self.num_experts, [*self.statistics.names, GATE_ENTROPY])
 
     def reset_parameters(self) -> None:
         """Draws gate and experts from (seed, layer, expert)."""
@@ -160,9 +160,9 @@ class MoELayer(nn.Module):
     def reset_gate(self) -> None:
         """Draws the gate from (seed, layer)."""
         self.gate.reset_parameters(seed=self.config.seed, layer=self.layer_index, std=self.config.init_std)
-        if self.router_groups > 1:
+        if self.gate_groups > 1:
             weight_ED = self.gate.get_parameter("weight_ED")
-            weight_ED.copy_(weight_ED[:: self.router_groups].repeat_interleave(self.router_groups, dim=0))
+            weight_ED.copy_(weight_ED[:: self.gate_groups].repeat_interleave(self.gate_groups, dim=0))
 
     def reset_shared_expert(self) -> None:
         """Draws the shared expert, if there is one, from (seed, layer)."""
@@ -184,10 +184,10 @@ class MoELayer(nn.Module):
         if self.training and torch.is_grad_enabled():
             y_TD = self._attach(y_TD, measured, choices, mask_T)
         y = y_TD.reshape(x.shape)
-        if self.router_output == "none":
+        if self.gate_output == "none":
             return y
         logits_TE = choices.logits_TE
-        if logits_TE is not None and self.router_output == "probabilities":
+        if logits_TE is not None and self.gate_output == "probabilities":
             return y, logits_TE.softmax(-1).to(x.dtype)
         return y, logits_TE
 
@@ -251,10 +251,10 @@ class MoELayer(nn.Module):
         """Adds the weighted auxiliary losses to the graph of `y_TD`, and the loads to the statistics."""
         weighted = [measured[name] * weight for name, weight in self.loss_weights.items()]
         loss = torch.stack(weighted).sum() if weighted else y_TD.new_zeros(())
-        if ROUTER_ENTROPY in self.statistics.names:
+        if GATE_ENTROPY in self.statistics.names:
             logits_TE, score = choices.logits_TE, getattr(self.gate.config, "score", "softmax")
-            measured[ROUTER_ENTROPY] = (
-                y_TD.new_full((), torch.nan) if logits_TE is None else router_entropy(logits_TE, mask_T, score=score)
+            measured[GATE_ENTROPY] = (
+                y_TD.new_full((), torch.nan) if logits_TE is None else gate_entropy(logits_TE, mask_T, score=score)
             )
         values = [measured[name].detach().float() for name in self.statistics.names]
         losses_L = torch.stack(values) if values else y_TD.new_zeros(0, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Autograd of rounds: parts of a layer's tokens are dispatched, computed and combined one after the other.
 
 The first round saves what its backward pass needs. Later rounds save nothing: the backward pass dispatches and computes
-them again. So a layer's peak memory does not depend on the router. Must not know dispatchers or experts.
+them again. So a layer's peak memory does not depend on the gate. Must not know dispatchers or experts.
 
 All rounds write to one tensor of outputs and add to one tensor of each gradient. In the graph the first round lies
 between two nodes: `_LaterRounds` computes the others, passes the first one's inputs on, and receives their gradients,

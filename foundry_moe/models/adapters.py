@@ -87,7 +87,7 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _factors(tensors: dict[str, Tensor], rank: int, experts: int, folder: Path) -> Factors:
-    """Of both formats. A tensor that is none of an expert's is an error: the run would not train what it adapts."""
+    """Factors of both formats. Adapters of other modules are an error, since the run would not train them."""
     pairs: dict[tuple[int, str, str], dict[int, Tensor]] = defaultdict(dict)
     factors: Factors = {}
     for name, tensor in tensors.items():
@@ -120,7 +120,7 @@ def _factors(tensors: dict[str, Tensor], rank: int, experts: int, folder: Path) 
 
 
 def _of_rank(a_EKM: Tensor, b_ENM: Tensor, matrix: str, rank: int, folder: Path) -> tuple[Tensor, Tensor]:
-    """Without the columns of zeros of an exported folder, in which gate and up have factors of their own side by side.
+    """The factors without the zero columns that an export adds, where gate and up share one rank of twice the size.
 
     Raises:
         ValueError: the folder's rank is not the run's.

@@ -15,7 +15,7 @@ def _allowed(
     key_padding_mask: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
-    """True where a query may look: [queries, keys], or [batch, 1, queries, keys] with padding. None = everywhere."""
+    """True where a query attends: [queries, keys], or [batch, 1, queries, keys] with padding. None = everywhere."""
     position_Q1 = torch.arange(keys - queries, keys, device=device)[:, None]
     position_K = torch.arange(keys, device=device)
     allowed = None
@@ -56,7 +56,7 @@ def sdpa_attention(
             the causal mask hides the padding from every real token, so it is not needed then.
 
     Raises:
-        ValueError: attention weights or soft-capping are asked for, which torch's function does not give.
+        ValueError: attention weights or soft-capping, which torch's function does not support.
     """
     if needs_weights or attn_logit_softcapping is not None:
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import nn
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.gates.topk import TopKGate
-from foundry_moe.models.families import FAMILIES, Blocks, Family, Part, family_of
+from foundry_moe.models.families import FAMILIES, Blocks, Family, WeightPart, family_of
 from foundry_moe.models.ffn import DenseFFN, UnknownExpertsError, describe, find_ffns
 from foundry_moe.models.upcycling import check_upcycle, upcycled_parts
 from foundry_moe.schema import nearest
@@ -24,15 +24,15 @@ class LayerPlan:
     """The MoE layer that replaces a block.
 
     parts: where the layer's tensors come from, with their names below the block; other tensors are random.
-    router_groups: see `MoELayer`.
+    gate_groups: see `MoELayer`.
     fresh_shared_expert: the experts keep weights but the shared expert is new, so its output starts at zero.
     """
 
     d_model: int
     config: MoEConfig
-    parts: list[Part] = field(default_factory=list)
-    router_groups: int = 1
-    router_output: Literal["none", "logits", "probabilities"] = "none"
+    parts: list[WeightPart] = field(default_factory=list)
+    gate_groups: int = 1
+    gate_output: Literal["none", "logits", "probabilities"] = "none"
     fresh_shared_expert: bool = False
 
 
@@ -217,7 +217,7 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOri
         d_model=block.d_model,
         config=config,
         parts=upcycled_parts(block, config, shards),
-        router_groups=shards,
+        gate_groups=shards,
         fresh_shared_expert=bool(config.shared_expert_hidden_size),
     )
 
@@ -240,7 +240,7 @@ def _plan_sparse(name: str, family: Family, blocks: Blocks, config: MoEConfig) -
         d_model=blocks.d_model,
         config=replace(config, **{**settings, "gate": gate, "bias": False}),
         parts=family.parts(blocks),
-        router_output=blocks.router_output,
+        gate_output=blocks.gate_output,
         fresh_shared_expert=fresh,
     )
 

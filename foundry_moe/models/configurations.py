@@ -1,4 +1,4 @@
-"""Bounds of a model's configuration that somebody else may have written, before anything is built of it."""
+"""Checks the configuration of a model from an untrusted checkpoint or folder, before the model is built."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def first_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def check_configuration(config: Mapping[str, Any], where: str) -> None:
-    """Refuses what a configuration cannot have: parts that are no mappings, sizes that are none, numbers out of bounds.
+    """Checks the types of a configuration's parts and the limits of its numbers.
 
     Raises:
-        ValueError: names the key.
+        ValueError: an invalid value; names its key.
     """
     if not isinstance(config.get("model_type"), str):
         raise ValueError(f"{where}.model_type ({shown(config.get('model_type'))}) must be a text")

@@ -122,11 +122,11 @@ def _build_layer(
         layer_index=block.layer,
         num_layers=num_layers,
         context=context,
-        router_output=plan.router_output,
+        gate_output=plan.gate_output,
         device=weight.device,
         dtype=weight.dtype,
     )
-    layer.router_groups = plan.router_groups
+    layer.gate_groups = plan.gate_groups
     layer.sources = plan.parts
     layer.adds_nothing = plan.fresh_shared_expert
     if weight.is_meta:

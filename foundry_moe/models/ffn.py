@@ -1,7 +1,7 @@
 """Reads the dense feed-forward blocks of known models: MPT's, Hugging Face's Llama-like `*MLP`, GPT-2's and NeoX's.
 
-Blocks are told by their parts, not by their class, so that look-alikes of other models are found too.
-Knows nothing of configuration or trainers.
+Blocks are recognised by their submodules, not by their class, so that blocks of other models with the same submodules
+are found too. Must not know configurations or trainers.
 
 Shapes: D model width, F width of the block.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 class UnknownExpertsError(ValueError):
-    """The model has a block of experts, and is of no known family."""
+    """The model has MoE blocks and belongs to no known family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class DenseFFN:
     names: `w1`, `v1` (of a GLU) and `w2` -> the name of the linear map in the block.
     transposed: the maps hold [in, out], as GPT-2's `Conv1D` does.
     activation: a name in `foundry_moe.config.ACTIVATIONS`, or None where it is not one of them.
-    dropout: of the block's output, which experts do not have.
+    dropout: of the block's output; experts have none.
     """
 
     module: nn.Module
@@ -81,7 +81,7 @@ _ACTS = ("act_fn", "act", "activation_fn")
 
 
 def _pointwise_name(act: Any) -> str | None:
-    """The name of an activation function or module, None where it is not one we compute."""
+    """The name of an activation function or module; None if experts do not support it."""
     keywords: dict[str, Any] = {}
     if isinstance(act, partial):
         act, keywords = act.func, dict(act.keywords)
@@ -96,7 +96,7 @@ def _pointwise_name(act: Any) -> str | None:
 
 
 def _linears(module: nn.Module, names: tuple[str, ...]) -> str | None:
-    """What kind of linear map all of these are: `Linear`, `Conv1D`, or None."""
+    """The common class of these linear maps: `Linear` or `Conv1D`; None if they have none."""
     parts = [getattr(module, name, None) for name in names]
     if all(isinstance(part, nn.Linear) for part in parts):
         return "Linear"
@@ -104,7 +104,7 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> str | None:
 
 
 def read_dense(module: nn.Module) -> DenseFFN | None:
-    """The block's parts, or None where it is not a dense FFN that we know."""
+    """The block's parts; None if the module is not a known dense FFN."""
     act = next((getattr(module, name) for name in _ACTS if getattr(module, name, None) is not None), None)
     if act is None:
         return None
@@ -125,13 +125,13 @@ def read_dense(module: nn.Module) -> DenseFFN | None:
 
 
 def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> DenseFFN:
-    """A block that a user names by hand.
+    """A block that the user names.
 
     Args:
-        parts: names of its linear maps under `w1`, `v1` (of a GLU) and `w2`, and `activation`; None: to be read.
+        parts: names of its linear maps under `w1`, `v1` (of a GLU) and `w2`, and `activation`; None = read from it.
 
     Raises:
-        ValueError: it cannot be read, or has no such linear maps.
+        ValueError: the module is not a known FFN, or has no such linear maps.
     """
     if parts is None:
         found = read_dense(module)
@@ -178,7 +178,7 @@ def find_ffns(model: nn.Module) -> Iterator[tuple[str, DenseFFN]]:
     """(name, parts) of each dense feed-forward block, in the order of layers.
 
     Raises:
-        UnknownExpertsError: a block of experts, whose experts would be taken for blocks.
+        UnknownExpertsError: an MoE block, whose experts would be mistaken for blocks.
         ValueError: a block with other parameters.
     """
     inside: tuple[str, ...] = ()

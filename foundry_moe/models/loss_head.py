@@ -1,7 +1,7 @@
 """The output projection and the loss in one step: logits of a part of the tokens at a time, never of all.
 
-The kernels are Liger-Kernel's (Hsu et al. 2024, arXiv 2410.10989). In the forward pass they compute the gradients as
-well, since a part's logits are there only once.
+The kernels are Liger-Kernel's (Hsu et al. 2024, arXiv 2410.10989). Their forward pass computes the gradients too,
+because the logits of each part of the tokens exist only once.
 
 Shapes: T tokens, D model width, V vocabulary.
 """
@@ -20,17 +20,17 @@ _LOGITS_OVER_HIDDEN = 4
 
 
 def is_installed() -> bool:
-    """Whether Liger-Kernel is."""
+    """Whether Liger-Kernel is installed."""
     return find_spec("liger_kernel") is not None
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether its kernels do."""
+    """Whether Liger-Kernel's kernels run on this device."""
     return device.type == "cuda"
 
 
 def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """The sum over tokens of the cross-entropy of `x_TD @ weight_VD.T`; targets of -100 count nothing.
+    """The sum over tokens of the cross-entropy of `x_TD @ weight_VD.T`; targets of -100 are ignored.
 
     Under autocast, operands are cast as they are for a linear layer. The weight's gradient is summed in fp32.
     """
@@ -50,7 +50,7 @@ def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> 
 
 
 class _LossHead(nn.Module):
-    """Put in front of the class of an output projection: with `targets` set, it returns the loss in place of logits.
+    """Mixed into the class of an output projection: with `targets` set, it returns the loss in place of logits.
 
     FSDP2 shards the projection by itself, so its weight is whole only during its own forward pass.
     """

@@ -85,7 +85,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
         return moe_layers(self.model)[0].context
 
     def forward(self, batch: MutableMapping) -> Any:
-        # A mask of ones says nothing, and without it attention takes torch's flash path. MPT reads the mask on the
+        # A mask of ones has no effect, and without it attention uses torch's flash kernels. MPT reads the mask on the
         # host anyway, to refuse padding on the left.
         mask = batch.get("attention_mask")
         if mask is not None and bool(mask.all()):

@@ -23,7 +23,7 @@ from foundry_moe.checkpoint.strict import shown
 from foundry_moe.config import MOST_EXPERTS
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.models.configurations import HEADS, WIDTH, check_configuration, first_of
-from foundry_moe.models.families import FAMILIES, Part
+from foundry_moe.models.families import FAMILIES, WeightPart
 from foundry_moe.models.families.family import whole
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ _IGNORED = (r"rotary_emb\.inv_freq$", r"masked_bias$", r"attn\.bias$", r"attenti
 
 
 @torch.no_grad()
-def fill(local: Tensor, begin: tuple[int, ...], parts: Iterable[Part], theirs: Callable[[str], Any]) -> None:
+def fill(local: Tensor, begin: tuple[int, ...], parts: Iterable[WeightPart], theirs: Callable[[str], Any]) -> None:
     """Fills a tensor of ours from parts of theirs, and reads only the slices that it needs.
 
     Args:
         local: a whole tensor or a box of it, without autograd.
         begin: index of the box in the whole tensor.
         parts: the parts of this tensor, in any order.
-        theirs: from a name in a `Part` to a tensor, or to a slice of a safetensors file.
+        theirs: from a name in a `WeightPart` to a tensor, or to a slice of a safetensors file.
     """
     for part in parts:
         target, offset = local, begin
@@ -61,9 +61,9 @@ def fill(local: Tensor, begin: tuple[int, ...], parts: Iterable[Part], theirs: C
             target.mul_(part.scale)
 
 
-def by_tensor(parts: Iterable[Part]) -> dict[str, list[Part]]:
+def by_tensor(parts: Iterable[WeightPart]) -> dict[str, list[WeightPart]]:
     """Groups parts by the name of our tensor."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[WeightPart]] = {}
     for part in parts:
         found.setdefault(part.ours, []).append(part)
     return found
@@ -81,7 +81,7 @@ class SafetensorsFolder:
         self.files: dict[str, Path] = {}
         self._open: tuple[Path, Any] | None = None
         if not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is no folder with a Hugging Face model")
+            raise ValueError(f"{self.folder} is not a folder with a Hugging Face model")
         paths = safetensors_in(self.folder)
         if not paths:
             pickles = "; its .bin files can be converted with save_pretrained" * any(self.folder.glob("*.bin"))
@@ -151,7 +151,7 @@ def read_pretrained(model: nn.Module, folder: SafetensorsFolder, *, root: str = 
         folder.close()
 
 
-def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, list[Part]]]]:
+def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, list[WeightPart]]]]:
     """Each tensor of the model with its parts in the folder, under full names."""
     prefix = f"{root}." if root else ""
     layers = named_moe_layers(model)
@@ -198,7 +198,7 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     None if the folder holds no model of a family of ours.
 
     Raises:
-        ValueError: the configuration asks for something that our layers do not compute.
+        ValueError: a configuration that dMoE layers do not support.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -206,7 +206,7 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     try:
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     model_type = config.get("model_type")
@@ -224,7 +224,7 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     family = FAMILIES[model_type]
     try:
         blocks = family.read(AutoConfig.from_pretrained(folder))
-    except Exception as error:  # whatever transformers says of a configuration that it cannot read
+    except Exception as error:  # transformers raises many types for an invalid configuration
         if isinstance(error, ValueError) and str(error).startswith(f"{family.name}: "):
             raise
         raise ValueError(f"{path} is no configuration of {model_type}: {str(error).partition(chr(10))[0]}") from error
@@ -265,7 +265,7 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
 
 
 def _check_attention(config: dict[str, Any], tensors: dict[str, Tensor], path: Path) -> None:
-    """Raises ValueError if the projections of the attention are not those of so many heads."""
+    """Raises ValueError if the shapes of the attention's projections do not match the number of heads."""
     heads, width = first_of(config, HEADS), first_of(config, WIDTH)
     for kind, count in (("q_proj", heads), ("k_proj", config.get("num_key_value_heads") or heads)):
         name = f"model.layers.0.self_attn.{kind}.weight"

@@ -1,9 +1,9 @@
 """A dense FFN as experts: copies of it, or of shards of it (granular upcycling), scaled so that they add up to it.
 
 Komatsuzaki et al. 2022 (Sparse Upcycling); He et al. 2024 (Upcycling Large Language Models into Mixture of Experts,
-arXiv 2410.07524), section 4: with experts of 1/G of the width, expert i holds shard i mod G, the rows of the router
+arXiv 2410.07524), section 4: with experts of 1/G of the width, expert i holds shard i mod G, the rows of the gate
 are equal within each virtual group of G experts, so that a token's top k are whole groups, and the weights are scaled
-by what the router's weights leave out. There the scale's cube root goes to each matrix of a GLU. Here its square root
+by what the gate's weights leave out. There the scale's cube root goes to each matrix of a GLU. Here its square root
 goes to each of those that act linearly on the output, up and down (of an MLP: all of it to down), since then a model
 whose weights add up to one computes what the dense one did, exactly.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from foundry_moe.config import MoEConfig
-from foundry_moe.models.families import Part
+from foundry_moe.models.families import WeightPart
 from foundry_moe.models.ffn import DenseFFN
 
 # the mean of sigmoid(x w) while w is small
@@ -67,9 +67,9 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
 
 
 def weight_scale(config: MoEConfig, shards: int) -> float:
-    """What the sum over a token's experts has to be multiplied by, to be the dense block's output.
+    """The factor that makes the weighted sum of a token's experts equal to the dense block's output.
 
-    Exact where the combine weights add up to one; otherwise for a router that knows nothing yet, as in He et al. 2024.
+    Exact if the combine weights add up to one; otherwise for an untrained gate, as in He et al. 2024.
     """
     gate = config.gate
     scale = float(gate.get("scale", 1.0))
@@ -86,8 +86,8 @@ def weight_scale(config: MoEConfig, shards: int) -> float:
     return shards / total
 
 
-def upcycled_parts(block: DenseFFN, config: MoEConfig, shards: int) -> list[Part]:
-    """Where the tensors of the experts come from; names of theirs are those in the block."""
+def upcycled_parts(block: DenseFFN, config: MoEConfig, shards: int) -> list[WeightPart]:
+    """The parts of the experts' tensors, in terms of the block's tensors."""
     d_model, dense, width = block.d_model, block.hidden_size, block.hidden_size // shards
     total = weight_scale(config, shards)
     gated = "v1" in block.names
@@ -100,7 +100,7 @@ def upcycled_parts(block: DenseFFN, config: MoEConfig, shards: int) -> list[Part
             whole, shape, begin = ((d_model, dense), (d_model, width), (0, row)) if down else (
                 (dense, d_model), (width, d_model), (row, 0))  # fmt: skip
             parts.append(
-                Part(
+                WeightPart(
                     ours=f"experts.{role}_{'EDF' if down else 'EFD'}",
                     expert=expert,
                     shape=shape,
@@ -113,14 +113,14 @@ def upcycled_parts(block: DenseFFN, config: MoEConfig, shards: int) -> list[Part
             )
             if role in block.biases:
                 parts.append(
-                    Part(
+                    WeightPart(
                         ours=f"experts.{role}_bias_{'ED' if down else 'EF'}",
                         expert=expert,
                         shape=shape[:1],
                         theirs=f"{theirs}.bias",
                         their_shape=whole[:1],
                         begin=(0,) if down else (row,),
-                        # it is added once for each of a token's experts, and of these each shard is one
+                        # every expert of a token adds it, so each shard has its share
                         scale=total / shards if down else scale[role],
                     )
                 )

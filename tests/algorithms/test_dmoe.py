@@ -73,7 +73,7 @@ def test_microbatches_do_not_change_training_beyond_the_losses_definition(build)
 
 
 def test_balance_loss_pulls_the_load_together():
-    """A router that starts far from even; loads of the second of two epochs."""
+    """A gate that starts far from even; loads of the second of two epochs."""
     skew = {**MOE, "top_k": 1, "init_std": 0.5}
     worst = []
     for weight in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""What fine-tuning asks of a model with experts: a frozen router, and documents packed into one row."""
+"""What fine-tuning asks of a model with experts: a frozen gate, and documents packed into one row."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gates(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("freeze", [[], ["router"]])
-def test_a_frozen_router_has_no_gradient_no_decay_and_no_step_of_its_bias(freeze):
+@pytest.mark.parametrize("freeze", [[], ["gate"]])
+def test_a_frozen_gate_has_no_gradient_no_decay_and_no_step_of_its_bias(freeze):
     model = mpt(moe={**MOE, "gate": BIASED, "loss": {"balance": 0.5}, "freeze": freeze})
     before, others = gates(model), {n: p.clone() for n, p in model.named_parameters() if ".gate." not in n}
     optimizer = DecoupledAdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -33,16 +33,16 @@ def test_a_frozen_router_has_no_gradient_no_decay_and_no_step_of_its_bias(freeze
 
 
 @pytest.mark.quick
-def test_a_router_is_frozen_in_a_model_that_is_converted():
+def test_a_gate_is_frozen_in_a_model_that_is_converted():
     model = llama()
-    fit(model, algorithms=[DMoE(**MOE, freeze=["router"])], duration="1ba")
+    fit(model, algorithms=[DMoE(**MOE, freeze=["gate"])], duration="1ba")
     assert [layer.gate.weight_ED.requires_grad for layer in moe_layers(model)] == [False, False]
     assert all(layer.gate.weight_ED.grad is None for layer in moe_layers(model))
 
 
 @pytest.mark.quick
-def test_a_frozen_router_leaves_the_other_gradients_as_they_are():
-    made = [mpt(moe={**MOE, "freeze": freeze}) for freeze in ([], ["router"])]
+def test_a_frozen_gate_leaves_the_other_gradients_as_they_are():
+    made = [mpt(moe={**MOE, "freeze": freeze}) for freeze in ([], ["gate"])]
     batch = {"input_ids": torch.randint(0, 50, (2, 16)), "attention_mask": torch.ones(2, 16, dtype=torch.bool)}
     batch["labels"] = batch["input_ids"]
     for model in made:
@@ -56,11 +56,12 @@ def test_a_frozen_router_leaves_the_other_gradients_as_they_are():
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"freeze": ["routr"]}, r"freeze: 'routr' is not one of router; did you mean 'router'\?"),
-        ({"freeze": "router"}, r"freeze must be a list of parts such as \[router\], not 'router'"),
+        ({"freeze": ["router"]}, r"freeze \(router\) was renamed: use freeze: \[gate\]"),
+        ({"freeze": ["gte"]}, r"freeze: 'gte' is not one of gate; did you mean 'gate'\?"),
+        ({"freeze": "gate"}, r"freeze must be a list of parts such as \[gate\], not 'gate'"),
         (
-            {"freeze": ["router"], "gate": {"name": "hash"}, "top_k": 1, "loss": {}},
-            r"freeze \(router\): gate hash has no",
+            {"freeze": ["gate"], "gate": {"name": "hash"}, "top_k": 1, "loss": {}},
+            r"freeze \(gate\): gate hash has no",
         ),
     ],
 )

@@ -136,8 +136,8 @@ def test_balance_over_microbatches_is_another_loss():
     moe = {"loss": LOSSES, "balance_over": "microbatch"}
     _, whole = fit(moe, batches=1)
     model, parts = fit(moe, microbatch=2, batches=1)
-    router = [name for name, _ in model.named_parameters()].index("body.ffns.0.gate.weight_ED")
-    assert not torch.allclose(whole.gradients[0][router], parts.gradients[0][router])
+    gate = [name for name, _ in model.named_parameters()].index("body.ffns.0.gate.weight_ED")
+    assert not torch.allclose(whole.gradients[0][gate], parts.gradients[0][gate])
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])

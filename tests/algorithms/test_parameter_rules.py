@@ -54,7 +54,7 @@ def test_a_group_for_experts_holds_them_and_nothing_else() -> None:
     assert set.union(*found) == set(names.values()) and sum(map(len, found)) == len(names)
 
 
-def test_the_recipe_of_a_learning_rate_for_experts_and_router_holds_through_a_schedule() -> None:
+def test_the_recipe_of_a_learning_rate_for_experts_and_gate_holds_through_a_schedule() -> None:
     (recipe,) = [block for block in blocks("how-to/recipes.md", "yaml") if "param_groups" in block]
     keys = yaml.safe_load(recipe)["optimizer"]
     state = train(keys, built=True)

@@ -46,7 +46,7 @@ def test_every_microbatch_of_every_batch_counts(microbatch):
     means = [value for _, value in metrics["dmoe/layer1/mean"]]
     assert means == [256 / 4] * 2
     assert sum(metrics[f"dmoe/share/expert{e}"][-1][1] for e in range(4)) == pytest.approx(1.0)
-    # the balance loss is 1 for an even load; the router of a new model is nearly even
+    # the balance loss is 1 for an even load; the gate of a new model is nearly even
     assert metrics["dmoe/loss/balance"][-1][1] == pytest.approx(1.0, abs=0.2)
 
 

@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
-from foundry_moe.layers.losses import router_entropy
+from foundry_moe.layers.losses import gate_entropy
 from foundry_moe.loads.history import entropy_of
 from tests.helpers.training import MOE, fit, mpt
 
@@ -66,7 +66,7 @@ def test_a_layer_that_collapses_is_told_once_until_it_recovers():
     assert look(50, ONE) == [] and len(look(60, ONE)) == 1
 
 
-def test_a_run_whose_router_collapses_says_so(caplog):
+def test_a_run_whose_gate_collapses_says_so(caplog):
     model = mpt(moe={**MOE, "num_experts": 16})
     for name, parameter in model.named_parameters():
         if name.endswith("gate.weight_ED"):
@@ -78,7 +78,7 @@ def test_a_run_whose_router_collapses_says_so(caplog):
     assert len(said) == 2, "each layer once"
 
 
-def test_the_routers_entropy_is_of_its_probabilities_and_not_of_the_loads(tmp_path):
+def test_the_gates_entropy_is_of_its_probabilities_and_not_of_the_loads(tmp_path):
     model, logger = mpt(), InMemoryLogger()
     for name, parameter in model.named_parameters():
         if name.endswith("gate.weight_ED"):
@@ -87,21 +87,21 @@ def test_the_routers_entropy_is_of_its_probabilities_and_not_of_the_loads(tmp_pa
     path = tmp_path / "load.jsonl"
     fit(model, callbacks=[ExpertLoad(file=str(path))], duration="2ba", optimizer=still, loggers=[logger])
     metrics = lines_of(path)[-1]["metrics"]
-    assert metrics["dmoe/layer0/router_entropy"] == metrics["dmoe/router_entropy"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["dmoe/layer0/gate_entropy"] == metrics["dmoe/gate_entropy"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["dmoe/layer0/entropy"] == pytest.approx(0.5, abs=1e-5), "two experts of four"
-    assert logger.data["dmoe/router_entropy"][-1][1] == metrics["dmoe/router_entropy"]
+    assert logger.data["dmoe/gate_entropy"][-1][1] == metrics["dmoe/gate_entropy"]
     assert "dmoe/rank_max_over_mean" not in metrics, "all experts are on this rank"
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_router_entropy_against_its_definition_without_padding(score):
+def test_gate_entropy_against_its_definition_without_padding(score):
     logits_TE, mask_T = torch.randn(5, 3, dtype=torch.float64), torch.tensor([True, True, False, True, True])
     probs_TE = logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
     probs_TE = (probs_TE / probs_TE.sum(-1, keepdim=True))[mask_T]
     wanted = -(probs_TE * probs_TE.log()).sum(-1).mean() / torch.tensor(3.0).double().log()
-    torch.testing.assert_close(router_entropy(logits_TE, mask_T, score=score), wanted)
+    torch.testing.assert_close(gate_entropy(logits_TE, mask_T, score=score), wanted)
     one = torch.tensor([[0.0, -torch.inf]])
-    assert router_entropy(one).item() == 0.0
+    assert gate_entropy(one).item() == 0.0
 
 
 def test_a_gate_without_logits_has_no_entropy_and_dropped_choices_are_told_by_layer(tmp_path):
@@ -109,6 +109,6 @@ def test_a_gate_without_logits_has_no_entropy_and_dropped_choices_are_told_by_la
     moe = {**MOE, "gate": {"name": "hash"}, "top_k": 1, "loss": {}, "capacity": 0.5}
     fit(mpt(moe=moe), callbacks=[ExpertLoad(file=str(path))], duration="1ba")
     metrics = lines_of(path)[-1]["metrics"]
-    assert not any("router_entropy" in name for name in metrics)
+    assert not any("gate_entropy" in name for name in metrics)
     dropped = [metrics[f"dmoe/layer{layer}/dropped"] for layer in (0, 1)]
     assert min(dropped) >= 0.5 and metrics["dmoe/dropped"] == pytest.approx(sum(dropped) / 2)

@@ -1,4 +1,4 @@
-"""What single ranks do in the test of recompilations: a run with compiled blocks whose router is turned over."""
+"""What single ranks do in the test of recompilations: a run with compiled blocks whose gate is turned over."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def choices_and_states(names: list[str], mesh: tuple[int, int, int] | None) -> d
 
 
 def balance_of_ranks(scopes: list[str], mesh: tuple[int, int, int]) -> dict[str, list[dict[str, Tensor]]]:
-    """For each scope, of each rank: inputs, weights and choices of the last router, its balance loss and gradient."""
+    """For each scope, of each rank: inputs, weights and choices of the last gate, its balance loss and gradient."""
     replicate, shard, expert = mesh
     results = {}
     for scope in scopes:

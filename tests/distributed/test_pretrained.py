@@ -100,7 +100,7 @@ def test_files_that_do_not_fit_are_one_sentence(folders: dict[str, Path], tmp_pa
         (tmp_path / "out", "names .*extra/model.safetensors.*, not safetensors files beside it"),
         (tmp_path / "list", "cannot be read as an index of safetensors"),
         (tmp_path / "nothing", "nothing holds no safetensors files"),
-        (tmp_path / "gone", "gone is no folder with a Hugging Face model"),
+        (tmp_path / "gone", "gone is not a folder with a Hugging Face model"),
     ):
         with pytest.raises(ValueError, match=sentence):
             SafetensorsFolder(path)

@@ -1,4 +1,4 @@
-"""Blocks are compiled in the first batch and first evaluation, and never again, whatever the router does."""
+"""Blocks are compiled in the first batch and first evaluation, and never again, whatever the gate does."""
 
 from __future__ import annotations
 

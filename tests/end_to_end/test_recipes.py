@@ -112,15 +112,15 @@ def test_tasks_of_a_yaml_are_evaluated_in_context(finetuned):
         assert f"metrics/answers/{shots}-shot/InContextLearningLMAccuracy" in finetuned[0]
 
 
-def test_a_frozen_router_is_the_one_it_was_after_a_mesh_a_resume_and_an_export(folder, exported):
+def test_a_frozen_gate_is_the_one_it_was_after_a_mesh_a_resume_and_an_export(folder, exported):
     before, after = tensors(folder / "model"), tensors(exported)
     assert before.keys() == after.keys()
-    routers = [name for name in before if name.endswith("block_sparse_moe.gate.weight")]
-    assert len(routers) == 2
+    gates = [name for name in before if name.endswith("block_sparse_moe.gate.weight")]
+    assert len(gates) == 2
     same = {name for name in before if torch.equal(before[name].float(), after[name].float())}
-    assert same >= set(routers)
+    assert same >= set(gates)
     # an expert of the last layer that has tokens of prompts alone gets no gradient: no loss stands behind it
-    assert all(".layers.1.block_sparse_moe.experts." in name for name in same - set(routers)), same
+    assert all(".layers.1.block_sparse_moe.experts." in name for name in same - set(gates)), same
 
 
 def test_figures_arrive_at_wandb_mlflow_and_tensorboard_without_a_network(folder, finetuned):

@@ -130,7 +130,7 @@ def launch_experts(dtype: torch.dtype) -> None:
 
 
 def launch_routing(experts: int = 128) -> None:
-    """Gates and tables of rows, with as many experts as a program of the router takes at once."""
+    """Gates and tables of rows, with as many experts as a program of the gate takes at once."""
     keys_T, mask_T = torch.zeros(T, dtype=torch.int32), torch.ones(T, dtype=torch.bool)
     x_TD, weight_ED = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(experts, D)
     logits_TE = torch.zeros(T, experts)

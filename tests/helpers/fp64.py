@@ -1,4 +1,4 @@
-"""Hugging Face's models in fp64 throughout: their norms and routers round to fp32, which hides errors below 1e-7."""
+"""Hugging Face's models in fp64 throughout: their norms and gates round to fp32, which hides errors below 1e-7."""
 
 from __future__ import annotations
 

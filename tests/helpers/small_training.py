@@ -84,7 +84,7 @@ CASES = (
     ),
     Case(
         name="upcycled, shared expert, tied, clipped",
-        # weights that are not normalised: else equal experts would give the router no gradient but rounding
+        # weights that are not normalised: else equal experts would give the gate no gradient but rounding
         moe={
             "num_experts": 8,
             "top_k": 2,

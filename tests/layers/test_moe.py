@@ -73,7 +73,7 @@ def test_one_token_and_no_token_pass():
     assert layer.experts.w1_EFD.grad.abs().sum() == 0
 
 
-def test_router_computes_in_fp32_in_a_bf16_model_and_under_autocast():
+def test_gate_computes_in_fp32_in_a_bf16_model_and_under_autocast():
     layer = build(dtype=torch.bfloat16)
     x_TD = torch.randn(64, 6, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):

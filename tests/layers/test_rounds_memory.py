@@ -1,4 +1,4 @@
-"""What a layer holds at most does not follow the router: peak bytes where a rank gets S times an even share of rows."""
+"""What a layer holds at most does not follow the gate: peak bytes where a rank gets S times an even share of rows."""
 
 import math
 import sys

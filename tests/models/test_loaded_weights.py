@@ -88,7 +88,7 @@ def test_dense_blocks_beside_moe_blocks_stay_what_they_are() -> None:
         before = model(input_ids=IDS).logits
         layers = apply_dmoe(model, MoEConfig(num_experts=4, top_k=2, expert_hidden_size=12, loss={}))
         assert [layer.layer_index for layer in layers] == [1, 2]
-        # Hugging Face rounds the router's weights to fp32
+        # Hugging Face rounds the gate's weights to fp32
         torch.testing.assert_close(model(input_ids=IDS).logits, before, rtol=2e-5, atol=2e-6)
 
 

@@ -74,8 +74,8 @@ def test_experts_of_a_third_of_the_width_add_up_to_the_dense_block(build: Any, g
     assert torch.equal(weight_ED[0], weight_ED[2]) and not torch.equal(weight_ED[0], weight_ED[3])
 
 
-def test_unnormalised_weights_are_made_up_for_by_the_mean_of_an_untrained_router() -> None:
-    """With a router of zeros every probability is 1/E, and the scale of He et al. 2024 is exact."""
+def test_unnormalised_weights_are_made_up_for_by_the_mean_of_an_untrained_gate() -> None:
+    """With a gate of zeros every probability is 1/E, and the scale of He et al. 2024 is exact."""
     model = llama()
     with torch.no_grad():
         before = model(input_ids=IDS).logits

@@ -141,7 +141,7 @@ def test_ways_differ_in_their_ffns_alone_and_what_is_done_is_kept(text, tmp_path
 
 def test_a_run_that_was_cut_off_continues_as_if_it_was_not_also_with_more_text(text, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    way = "fine,experts=16,shared_width=0.5,top_k=4,gate.normalize=False,router_lr=0.5"
+    way = "fine,experts=16,shared_width=0.5,top_k=4,gate.normalize=False,gate_lr=0.5"
     flags = ("--size", "toy", "--every", 4, "--runs", way, "--tokens", 70_000)
     run(monkeypatch, text, *flags, "--out", whole)
     first = tmp_path / "first"

@@ -15,8 +15,8 @@ from torch import Tensor
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate, pack_choices
 from foundry_moe.layers.gates.keys import ExpertChoiceKeys
-from foundry_moe.layers.losses import z_loss
 from foundry_moe.ops.select_topk import keep_largest
+from foundry_moe.ops.softmax_topk import z_loss
 
 
 class ExpertChoiceGate(LinearGate):

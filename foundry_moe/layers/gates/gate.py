@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from foundry_moe.layers.context import GateContext, unchanged
 from foundry_moe.layers.gates.keys import GateKeys, LinearKeys, need_top_k
 from foundry_moe.layers.init import normal_matrix
-from foundry_moe.layers.losses import balance_loss, count_by_sequence, sequence_balance_loss, z_loss
+from foundry_moe.layers.losses import balance_loss, count_by_sequence, sequence_balance_loss
 from foundry_moe.layers.schedule import Progress, Schedule
 from foundry_moe.ops import PermutePlan
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.router_logits import Jitter, router_logits
 from foundry_moe.ops.select_topk import pack
-from foundry_moe.ops.softmax_topk import Selection, balance
+from foundry_moe.ops.softmax_topk import Selection, balance, z_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Choices:
     experts_TK: int64, -1 where a token has fewer than K choices.
     weights_TK: combine weights, fp32 or better.
     losses: auxiliary losses by name, scalars, not yet weighted; at least those that the context asks for.
-    logits_TE: the router's logits where it has any; None for gates without a router.
+    logits_TE: None for gates without logits.
     rows: at most so many choices in all, where the host knows better than T * K; None = T * K.
     counts_E: int64, choices per expert of the real tokens, where the gate has counted them.
     plan: rows that are planned already (token dropping's padded layout), for experts that are all on this process.
@@ -147,18 +147,9 @@ class LinearGate(Gate):
     LOSSES: ClassVar[frozenset[str]] = LinearKeys.LOSSES
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = LinearKeys.DEFAULT_LOSSES
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        d_model: int,
-        num_experts: int,
-        top_k: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, d_model=d_model, num_experts=num_experts, top_k=top_k)
-        self.weight_ED = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+    def __init__(self, config: Any, *, device: Any = None, dtype: torch.dtype | None = None, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        self.weight_ED = nn.Parameter(torch.empty(self.num_experts, self.d_model, device=device, dtype=dtype))
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:

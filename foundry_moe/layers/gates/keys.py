@@ -43,6 +43,12 @@ def need_top_k(top_k: int, wanted: int, why: str) -> None:
         raise ValueError(f"top_k ({top_k}) must be {wanted}: {why}")
 
 
+def _check_jitter(jitter: float | dict[str, Any]) -> None:
+    low, high = parse_schedule(jitter, "jitter").bounds
+    if low < 0 or high >= 1:
+        raise ValueError(f"jitter ({jitter}) must be at least 0 and below 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TopKKeys(LinearKeys):
     """
@@ -73,9 +79,7 @@ class TopKKeys(LinearKeys):
 
     def __post_init__(self) -> None:
         one_of("score", self.score, ("softmax", "sigmoid"))
-        low, high = parse_schedule(self.jitter, "jitter").bounds
-        if low < 0 or high >= 1:
-            raise ValueError(f"jitter ({self.jitter}) must be at least 0 and below 1")
+        _check_jitter(self.jitter)
         if parse_schedule(self.bias_step, "bias_step").bounds[0] < 0:
             raise ValueError(f"bias_step ({self.bias_step}) must be 0 or more")
         if self.scale <= 0:
@@ -116,9 +120,7 @@ class SwitchKeys(LinearKeys):
     jitter: float | dict[str, Any] = 0.01
 
     def __post_init__(self) -> None:
-        low, high = parse_schedule(self.jitter, "jitter").bounds
-        if low < 0 or high >= 1:
-            raise ValueError(f"jitter ({self.jitter}) must be at least 0 and below 1")
+        _check_jitter(self.jitter)
 
     def check(self, num_experts: int, top_k: int) -> None:
         need_top_k(top_k, 1, "gate switch sends a token to one expert")

@@ -108,15 +108,15 @@ def read_keys(settings: Mapping[str, Any]) -> Any:
 
 
 def check_freeze(settings: Mapping[str, Any], freeze: Collection[str]) -> None:
-    """Raises ValueError where `freeze` names the router of a gate of ours that has none."""
+    """Raises ValueError if `freeze` names the gate and the gate has no weights."""
     keys = KEYS.get(settings["name"])
-    if "router" in freeze and keys is not None and not issubclass(keys, LinearKeys):
-        raise no_router(settings["name"])
+    if "gate" in freeze and keys is not None and not issubclass(keys, LinearKeys):
+        raise no_gate(settings["name"])
 
 
-def no_router(name: str) -> ValueError:
-    """The error for `freeze: [router]` with a gate without parameters."""
-    return ValueError(f"freeze (router): gate {name} has no weights that could be frozen; take it out")
+def no_gate(name: str) -> ValueError:
+    """The error for `freeze: [gate]` and a gate without weights."""
+    return ValueError(f"freeze (gate): gate {name} has no weights that could be frozen; take it out")
 
 
 def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import TopKKeys
-from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss, z_loss
+from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss
 from foundry_moe.layers.schedule import Progress, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.router_logits import Jitter, router_logits
 from foundry_moe.ops.select_topk import count_choices, topk
-from foundry_moe.ops.softmax_topk import softmax_topk
+from foundry_moe.ops.softmax_topk import softmax_topk, z_loss
 
 _JITTER, _NOISE = 0, 1
 _TINY = 1e-20

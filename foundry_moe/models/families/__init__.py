@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from foundry_moe.models.families.dbrx import DBRX
 from foundry_moe.models.families.deepseek_v3 import DeepSeekV3
-from foundry_moe.models.families.family import Blocks, Family, Part, blocks_of
+from foundry_moe.models.families.family import Blocks, Family, WeightPart, blocks_of
 from foundry_moe.models.families.granite_moe import GraniteMoE
 from foundry_moe.models.families.mixtral import Mixtral
 from foundry_moe.models.families.olmoe import OLMoE
 from foundry_moe.models.families.qwen2_moe import Qwen2MoE
 from foundry_moe.models.families.qwen3_moe import Qwen3MoE
 
-__all__ = ["FAMILIES", "Blocks", "Family", "Part", "blocks_of", "family_of"]
+__all__ = ["FAMILIES", "Blocks", "Family", "WeightPart", "blocks_of", "family_of"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -35,7 +35,7 @@ def family_of(model_type: str) -> Family:
     """The family of a Hugging Face `model_type`.
 
     Raises:
-        ValueError: it is none of these; says why if that is known.
+        ValueError: another model; with the reason if it is known.
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]

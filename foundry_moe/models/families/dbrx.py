@@ -1,10 +1,10 @@
-"""DBRX (Databricks 2024): softmax, the top k over their sum or as they are; experts' matrices stand in one tensor."""
+"""DBRX (Databricks 2024): softmax, the top k, normalised or not; one tensor holds the matrices of all experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, gate_keys, of_experts, whole
+from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, WeightPart, gate_keys, of_experts, whole
 
 
 class DBRX(Family):
@@ -28,7 +28,7 @@ class DBRX(Family):
             gate={"name": "topk", "normalize": ffn.moe_normalize_expert_weights is not None, **jitter},
             layers=tuple(range(config.n_layers)),
             num_layers=config.n_layers,
-            router_output="probabilities",
+            gate_output="probabilities",
         )
 
     def write(self, blocks: Blocks) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class DBRX(Family):
             },
         }
 
-    def parts(self, blocks: Blocks) -> list[Part]:
+    def parts(self, blocks: Blocks) -> list[WeightPart]:
         experts, width, d_model = blocks.num_experts, blocks.expert_hidden_size, blocks.d_model
 
         def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:

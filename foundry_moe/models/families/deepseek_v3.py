@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from foundry_moe.models.families.family import Blocks, Family, Part, each_expert, gate_keys, shared_expert, whole
+from foundry_moe.models.families.family import Blocks, Family, WeightPart, each_expert, gate_keys, shared_expert, whole
 
 # What DeepSeek's own configuration says, and transformers' does not know. Without it vLLM (`models/deepseek_v2.py`)
-# takes the router for one with softmax and no biases; SGLang's asks for the method too.
+# assumes a softmax gate without biases; SGLang's asks for the method too.
 _FOR_SERVERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
@@ -40,7 +40,7 @@ class DeepSeekV3(Family):
             },
             shared_expert_hidden_size=config.moe_intermediate_size * config.n_shared_experts,
             layers=tuple(range(config.first_k_dense_replace, config.num_hidden_layers)),
-            router_output="none",
+            gate_output="none",
         )
 
     def write(self, blocks: Blocks) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class DeepSeekV3(Family):
             **_FOR_SERVERS,
         }
 
-    def parts(self, blocks: Blocks) -> list[Part]:
+    def parts(self, blocks: Blocks) -> list[WeightPart]:
         return [
             whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model),
             whole("gate.bias_E", "gate.e_score_correction_bias", blocks.num_experts, fp32=True),

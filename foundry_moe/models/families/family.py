@@ -1,7 +1,6 @@
-"""What a family of Hugging Face MoE models is to us: its blocks in the words of `MoEConfig`, and where tensors lie.
+"""Describes a family of Hugging Face MoE models: its blocks in terms of `MoEConfig`, and the layout of their tensors.
 
-Plain data, both directions, without torch: a reader takes slices of files by it, a writer fills them, a conversion
-copies modules. Nothing here holds a tensor.
+Plain data without torch, used in both directions: to read slices of files, to write files, and to convert modules.
 
 Shapes: E experts, D model width, F expert width, S width of a shared expert.
 """
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from foundry_moe.config import ACTIVATIONS, MoEConfig
 from foundry_moe.schema import yaml_value
 
-# names in transformers' ACT2FN, for GLUs; the first of those with one meaning is what we write
+# names in transformers' ACT2FN, for GLUs; of several names with one meaning the first is written
 _GATED = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -34,11 +33,11 @@ SOFTMAX: dict[str, Any] = {"gate_score": "softmax", "gate_scale": 1.0, "gate_bia
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """What the sparse blocks of a model compute; all of them alike. The names are those of `MoEConfig`.
+    """The configuration of a model's sparse blocks, which are all alike. Names are those of `MoEConfig`.
 
-    gate: keys that say what the router means, all that differ from the gate's defaults among them.
+    gate: keys of the gate, at least those that differ from its defaults.
     layers: indices of the sparse layers; the others are dense, and stay so.
-    router_output: what a block returns beside its output.
+    gate_output: the second result of a block.
     """
 
     d_model: int
@@ -51,12 +50,12 @@ class Blocks:
     shared_expert_gate: bool = False
     layers: tuple[int, ...]
     num_layers: int
-    router_output: Literal["logits", "probabilities", "none"] = "logits"
+    gate_output: Literal["logits", "probabilities", "none"] = "logits"
 
     def settings(self) -> dict[str, Any]:
         """As keys of `MoEConfig`, but for `layers`."""
         keys = asdict(self)
-        for name in ("d_model", "num_layers", "layers", "router_output"):
+        for name in ("d_model", "num_layers", "layers", "gate_output"):
             del keys[name]
         return keys
 
@@ -96,7 +95,7 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class WeightPart:
     """A tensor of our layer, or one expert's matrix of it, and the box of a tensor of theirs that holds it.
 
     Names are those below the block: `experts.w1_EFD`, `experts.3.w1.weight`.
@@ -106,7 +105,7 @@ class Part:
     begin: where it begins in their tensor; dimensions that theirs has more, in front, are of size one.
     transposed: theirs holds the transpose of ours.
     fp32: kept in fp32, whatever the model's dtype is.
-    scale: ours is theirs times this; not 1 where a dense FFN becomes experts alone.
+    scale: ours is theirs times this; 1 except for experts that are copies of a dense FFN.
     """
 
     ours: str
@@ -136,9 +135,9 @@ class Part:
 class Family:
     """A family of Hugging Face models: one file each.
 
-    name: as people say it.
-    model_type, architecture: as its `config.json` says it.
-    block: where the FFN of a layer stands in the model's state dict.
+    name: for messages.
+    model_type, architecture: as in its `config.json`.
+    block: name of a layer's FFN in the model's state dict.
     sizes: keys of its configuration for the number of experts and their width, by their names in `Blocks`.
     """
 
@@ -152,7 +151,7 @@ class Family:
         """Its sparse blocks, from a `PretrainedConfig`.
 
         Raises:
-            ValueError: something that our layers do not compute; names the key and the value.
+            ValueError: a value that dMoE layers do not support; names the key and the value.
         """
         raise NotImplementedError
 
@@ -160,11 +159,11 @@ class Family:
         """Keys of its configuration for sparse blocks such as these: the reverse of `read`, for `Config(**keys)`.
 
         Raises:
-            ValueError: the family cannot say this; names our key, its value, and the value that would do.
+            ValueError: the family has no such blocks; names our key, its value, and a valid value.
         """
         raise NotImplementedError
 
-    def parts(self, blocks: Blocks) -> list[Part]:
+    def parts(self, blocks: Blocks) -> list[WeightPart]:
         """All tensors of one sparse block, each element of ours and of theirs in exactly one part."""
         return [whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model), *each_expert(blocks)]
 
@@ -183,7 +182,7 @@ class Family:
         """The reverse of `read_blocks`, without gate and layers.
 
         Raises:
-            ValueError: experts that are no GLUs.
+            ValueError: experts without a gate projection.
         """
         sizes = {theirs: getattr(blocks, ours) for ours, theirs in (_NAMES | self.sizes).items()}
         return {**sizes, "hidden_act": self.hidden_act(blocks)}
@@ -196,7 +195,7 @@ class Family:
         """The GLU that a `hidden_act` of this family is.
 
         Raises:
-            ValueError: none of ours.
+            ValueError: an activation that experts do not support.
         """
         if hidden_act not in _GATED:
             raise ValueError(f"{self.name}: hidden_act ({hidden_act}) is not one of {', '.join(_GATED)}")
@@ -212,7 +211,7 @@ class Family:
         return next(theirs for theirs, ours in _GATED.items() if ours == blocks.activation)
 
     def refuse_dense(self, blocks: Blocks) -> None:
-        """Raises ValueError where layers are dense, in a family that has none such."""
+        """Raises ValueError if some layers are dense, for a family whose layers are all sparse."""
         dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
         if dense:
             raise ValueError(f"layers: {dense} are dense, and {self.name} has none such; layers: all would do")
@@ -229,7 +228,7 @@ class Family:
 
 
 def gate_keys(blocks: Blocks) -> dict[str, Any]:
-    """The gate's name and all keys of gate `topk`, defaults filled in, that say what is computed in evaluation.
+    """The gate's name and all keys of gate `topk` that affect evaluation, with defaults.
 
     Raises:
         ValueError: another gate.
@@ -245,26 +244,28 @@ def gate_keys(blocks: Blocks) -> dict[str, Any]:
     return found if limited else {**found, "groups": 1, "group_limit": 0}
 
 
-def whole(ours: str, theirs: str, *shape: int, fp32: bool = False) -> Part:
+def whole(ours: str, theirs: str, *shape: int, fp32: bool = False) -> WeightPart:
     """The same tensor under another name."""
-    return Part(ours=ours, shape=shape, theirs=theirs, their_shape=shape, begin=(0,) * len(shape), fp32=fp32)
+    return WeightPart(ours=ours, shape=shape, theirs=theirs, their_shape=shape, begin=(0,) * len(shape), fp32=fp32)
 
 
-def of_experts(blocks: Blocks, place: Callable[[str, int, tuple[int, int]], Mapping[str, Any]]) -> list[Part]:
+def of_experts(blocks: Blocks, place: Callable[[str, int, tuple[int, int]], Mapping[str, Any]]) -> list[WeightPart]:
     """The parts of all experts' matrices.
 
     Args:
-        place: of `w1`, `v1` or `w2`, the expert and the matrix's shape, where it is: fields of `Part`.
+        place: of `w1`, `v1` or `w2`, the expert and the matrix's shape, where it is: fields of `WeightPart`.
     """
     wide, tall = (blocks.expert_hidden_size, blocks.d_model), (blocks.d_model, blocks.expert_hidden_size)
     return [
-        Part(ours=f"experts.{matrix}_{axes}", expert=e, shape=shape, **place(matrix, e, shape))
+        WeightPart(ours=f"experts.{matrix}_{axes}", expert=e, shape=shape, **place(matrix, e, shape))
         for e in range(blocks.num_experts)
         for matrix, axes, shape in (("w1", "EFD", wide), ("v1", "EFD", wide), ("w2", "EDF", tall))
     ]
 
 
-def each_expert(blocks: Blocks, *, w1: str = "gate_proj", v1: str = "up_proj", w2: str = "down_proj") -> list[Part]:
+def each_expert(
+    blocks: Blocks, *, w1: str = "gate_proj", v1: str = "up_proj", w2: str = "down_proj"
+) -> list[WeightPart]:
     """A tensor for each matrix of each expert, as in `experts.3.gate_proj.weight`."""
     names = {"w1": w1, "v1": v1, "w2": w2}
 
@@ -274,8 +275,8 @@ def each_expert(blocks: Blocks, *, w1: str = "gate_proj", v1: str = "up_proj", w
     return of_experts(blocks, place)
 
 
-def shared_expert(blocks: Blocks, prefix: str) -> list[Part]:
-    """A shared expert that is a Llama-like MLP below `prefix`; none where its width is 0."""
+def shared_expert(blocks: Blocks, prefix: str) -> list[WeightPart]:
+    """The parts of a shared expert, a Llama-like MLP below `prefix`; empty if its width is 0."""
     width, d_model = blocks.shared_expert_hidden_size, blocks.d_model
     if not width:
         return []

@@ -1,4 +1,4 @@
-"""Granite-MoE (IBM 2024): the softmax of the k largest logits; experts' matrices stand in one tensor, gate over up.
+"""Granite-MoE (IBM 2024): softmax of the k largest logits; one tensor holds gate and up projections of all experts.
 
 A softmax of the chosen logits is the softmax of all, the chosen divided by their sum.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, of_experts, whole
+from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, WeightPart, of_experts, whole
 
 
 class GraniteMoE(Family):
@@ -23,7 +23,7 @@ class GraniteMoE(Family):
         self.refuse_dense(blocks)
         return self.write_blocks(blocks)
 
-    def parts(self, blocks: Blocks) -> list[Part]:
+    def parts(self, blocks: Blocks) -> list[WeightPart]:
         experts, width, d_model = blocks.num_experts, blocks.expert_hidden_size, blocks.d_model
 
         def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, Part, each_expert, whole
+from foundry_moe.models.families.family import SOFTMAX, Blocks, Family, WeightPart, each_expert, whole
 
 
 class Mixtral(Family):
@@ -13,7 +13,7 @@ class Mixtral(Family):
     sizes: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts", "expert_hidden_size": "intermediate_size"}
 
     def read(self, config: Any) -> Blocks:
-        # Hugging Face's jitter falls on the experts' input too; ours, as Switch's, on the router's alone
+        # Hugging Face's jitter falls on the experts' input too; ours, as Switch's, on the gate's alone
         jitter = {"jitter": config.router_jitter_noise} if config.router_jitter_noise else {}
         return self.read_blocks(config, {"normalize": True, **jitter})
 
@@ -22,7 +22,7 @@ class Mixtral(Family):
         self.refuse_dense(blocks)
         return {**self.write_blocks(blocks), "router_jitter_noise": 0.0}
 
-    def parts(self, blocks: Blocks) -> list[Part]:
+    def parts(self, blocks: Blocks) -> list[WeightPart]:
         return [
             whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model),
             *each_expert(blocks, w1="w1", v1="w3", w2="w2"),

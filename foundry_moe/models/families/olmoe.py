@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al. 2024): softmax, the top k as they are, every layer sparse."""
+"""OLMoE (Muennighoff et al. 2024): softmax, the top k, not normalised, every layer sparse."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foundry_moe.models.families.family import Blocks, Part, shared_expert, whole
+from foundry_moe.models.families.family import Blocks, WeightPart, shared_expert, whole
 from foundry_moe.models.families.qwen3_moe import Qwen3MoE
 
 
@@ -20,7 +20,7 @@ class Qwen2MoE(Qwen3MoE):
         self.refuse_others(blocks, shared_expert_gate=True)
         return {"shared_expert_intermediate_size": blocks.shared_expert_hidden_size}
 
-    def parts(self, blocks: Blocks) -> list[Part]:
+    def parts(self, blocks: Blocks) -> list[WeightPart]:
         return [
             *super().parts(blocks),
             *shared_expert(blocks, "shared_expert"),

@@ -1,1 +1,1 @@
-"""A trained model in the names, layouts and configuration of a Hugging Face family: how it leaves."""
+"""Exports a trained model in the names, layouts and configuration of a Hugging Face family."""

@@ -1,6 +1,6 @@
-"""What a checkpoint records of its model, so that the model can leave without the run's YAML: plain data.
+"""The description of a model in a checkpoint, with which the model is exported without the run's YAML.
 
-Beside the tensors' names and shapes, which a checkpoint has anyway, this says what they compute.
+Plain data: what the tensors compute, whose names and shapes a checkpoint has anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foundry_moe.models.configurations import LAYERS, MOST_LAYERS, WIDTH, check_
 from foundry_moe.schema import from_mapping
 
 KEY = "architecture"  # of a checkpoint's `info`
-# of `MoEConfig`, what says nothing of the function that saved weights are
+# keys of `MoEConfig` that do not affect what saved weights compute
 _OF_THE_RUN = ("layers", "loss", "balance_over", "freeze", "init", "backend", "memory", "mesh")
 
 
@@ -28,12 +28,12 @@ _OF_THE_RUN = ("layers", "loss", "balance_over", "freeze", "init", "backend", "m
 class Architecture:
     """A model with dMoE layers.
 
-    config: what its `PretrainedConfig.to_dict()` gives, `model_type` among it.
+    config: `PretrainedConfig.to_dict()` of the model, with `model_type`.
     experts: keys of `MoEConfig`, resolved.
     layers: indices of the MoE layers.
     num_layers: of the model.
-    prefix: of the names of its tensors in a checkpoint: the trainer's wrapper has the model as an attribute.
-    tokenizer: the name or folder that the run's tokenizer was read from; empty for none.
+    prefix: of its tensors' names in a checkpoint, because the trainer's wrapper has the model as an attribute.
+    tokenizer: name or folder of the run's tokenizer; empty = none.
     """
 
     config: Mapping[str, Any]
@@ -48,17 +48,17 @@ class Architecture:
         return str(self.config.get("model_type"))
 
     def to_info(self) -> dict[str, Any]:
-        """As JSON has it, for `from_info`."""
+        """The description as JSON data, for `from_info`."""
         experts = {key: value for key, value in asdict(self.experts).items() if key not in _OF_THE_RUN}
         plain = {**asdict(self), "config": dict(self.config), "experts": experts}
         return json.loads(json.dumps(plain, default=str))
 
     @staticmethod
     def from_info(info: Mapping[str, Any], where: str) -> Architecture:
-        """From a checkpoint, which may hold anything.
+        """Reads a description from a checkpoint's info, which is not trusted.
 
         Raises:
-            ValueError: it does not say what its model is, or not in this form; `where` is named.
+            ValueError: the description is missing or invalid; names `where`.
         """
         found = info.get(KEY)
         if found is None:
@@ -91,13 +91,13 @@ class Architecture:
         )
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compares the sizes of the model with those of the checkpoint's tensors, before anything is built of them.
+        """Compares the sizes of the model with those of the checkpoint's tensors, before the model is built.
 
         Args:
             shapes: by name without `prefix`.
 
         Raises:
-            ValueError: the checkpoint does not hold such a model.
+            ValueError: the sizes differ.
         """
         width, words = (first_of(self.config, keys) for keys in (WIDTH, ("vocab_size",)))
         if not any(shape == (words, width) for shape in shapes.values()):
@@ -113,7 +113,7 @@ class Architecture:
 
 
 def architecture_of(model: nn.Module) -> Architecture | None:
-    """The architecture of a live model, wrapped or not; None for one without dMoE layers or a Hugging Face model."""
+    """The architecture of a model, wrapped or not; None without dMoE layers or without a Hugging Face model."""
     layers = moe_layers(model)
     named: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, PreTrainedModel)]
     if not layers or not named:
@@ -131,12 +131,12 @@ def architecture_of(model: nn.Module) -> Architecture | None:
 
 
 def _plain(config: PretrainedConfig) -> dict[str, Any]:
-    """As `to_dict`, but that parts which are configurations themselves, as DBRX has, keep their own keys alone: their
-    constructors refuse what every configuration has."""
+    """As `to_dict`, but nested configurations, as DBRX has, keep only their own keys: their constructors refuse
+    keys that all configurations have."""
     common = PretrainedConfig().to_dict().keys() | {"model_type"}
     parts = {key: value.to_dict() for key, value in vars(config).items() if isinstance(value, PretrainedConfig)}
     own = {key: {k: v for k, v in part.items() if k not in common} for key, part in parts.items()}
-    # `_attn_implementation_autoset` would keep a model that is built of this from choosing its attention
+    # with `_attn_implementation_autoset` a model that is built from this would not choose its attention
     return {key: value for key, value in {**config.to_dict(), **own}.items() if not key.startswith("_")}
 
 

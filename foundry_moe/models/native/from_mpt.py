@@ -1,9 +1,8 @@
 """An MPT with dMoE layers as Mixtral, OLMoE or Qwen3-MoE, which have its attention, rope and norms under other names.
 
 Which of them follows from how queries and keys are normalised: not at all (Mixtral), over all heads together
-(`qk_ln`, OLMoE), or over each head (`qk_gn`, Qwen3-MoE). Everything else either is the same in all three or stands in
-the way. MPT's code is LLM Foundry's `models/mpt` and `models/layers`; the families' is transformers'
-`models/{mixtral,olmoe,qwen3_moe}`.
+(`qk_ln`, OLMoE), or over each head (`qk_gn`, Qwen3-MoE). All other settings must be the same in all three. MPT's code
+is LLM Foundry's `models/mpt` and `models/layers`; the families' is transformers' `models/{mixtral,olmoe,qwen3_moe}`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from foundry_moe.schema import yaml_value
 
 _RMS_NORMS = ("rmsnorm", "low_precision_rmsnorm", "triton_rmsnorm")
 _OLMOE_EPS = 1e-5
-# keys whose value must be one of these, first what would do; a key that is not there is as the first
+# allowed values by key, the recommended one first; a missing key has the first value
 _WANTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("attn_config.rope", (True,)),
     ("attn_config.alibi", (False,)),
@@ -42,7 +41,7 @@ _WANTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("block_overrides", (None,)),
     ("fuse_norm_attn_norm", (False,)),
 )
-_UNREAD = {"rope_hf_config": "hf", "rope_dail_config": "dail"}  # a part that another `rope_impl` does not look at
+_UNREAD = {"rope_hf_config": "hf", "rope_dail_config": "dail"}  # parts that only one `rope_impl` reads
 _BLOCK = re.compile(r"transformer\.blocks\.(\d+)\.(.+)")
 _OUTSIDE = {
     "transformer.wte.weight": "model.embed_tokens.weight",
@@ -68,7 +67,7 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
     """The family that computes what this MPT does, and the keys of its configuration.
 
     Raises:
-        ValueError: none does; names the key in the way and the value that would do.
+        ValueError: there is none; names the key that prevents it and a valid value.
     """
     attention = config["attn_config"]
     for key, values in _WANTED:
@@ -146,7 +145,7 @@ def _head_width(config: Mapping[str, Any]) -> int:
 
 
 def _check_heads(config: Mapping[str, Any]) -> None:
-    """Families scale scores by their heads' width and turn the whole of it, MPT by what d_model over n_heads says."""
+    """Families scale scores by the head's width and rotate all of it; MPT uses d_model / n_heads for both."""
     attention, head, usual = config["attn_config"], _head_width(config), config["d_model"] // config["n_heads"]
     scale = attention.get("softmax_scale")
     if not math.isclose(usual**-0.5 if scale is None else scale, head**-0.5, rel_tol=1e-6):
@@ -163,7 +162,7 @@ def _check_heads(config: Mapping[str, Any]) -> None:
 
 
 def _check_query_key_norms(config: Mapping[str, Any]) -> None:
-    """MPT builds those norms of the attention's own `norm_type` and `norm_eps`, not of the model's."""
+    """MPT reads `norm_type` and `norm_eps` of these norms from `attn_config`, not from the model."""
     attention = config["attn_config"]
     kind, epsilon = attention.get("norm_type", "low_precision_layernorm"), attention.get("norm_eps", 1e-5)
     if kind not in _RMS_NORMS:
@@ -179,8 +178,7 @@ def _check_query_key_norms(config: Mapping[str, Any]) -> None:
 
 
 def _check_olmoe(config: Mapping[str, Any], blocks: Blocks) -> None:
-    """What transformers and vLLM (`vllm/model_executor/models/olmoe.py`) take for granted, whatever the configuration
-    says."""
+    """Checks what transformers and vLLM (`vllm/model_executor/models/olmoe.py`) assume and do not read."""
     usual = config["d_model"] // config["n_heads"]
     if _head_width(config) != usual:
         raise ValueError(

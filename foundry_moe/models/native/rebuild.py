@@ -1,4 +1,4 @@
-"""The model of ours that a checkpoint holds, built anew from what the checkpoint records, on one process and a CPU."""
+"""Rebuilds the model of a checkpoint from the checkpoint's description, on one process and a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
         tensors: by name, without the architecture's prefix; all of one floating-point dtype but for buffers.
 
     Raises:
-        ValueError: the tensors are not those of this model; names one.
+        ValueError: tensors are missing or unexpected; names some.
     """
     config = dict(architecture.config)
     model: Any

@@ -1,8 +1,8 @@
-"""How a model with dMoE layers is saved by `save_pretrained` and by LLM Foundry's `hf_checkpointer`: as its family.
+"""Makes `save_pretrained` and LLM Foundry's `hf_checkpointer` save a model with dMoE layers as its family.
 
 LLM Foundry makes a second model, `type(model)(config)`, loads the first one's whole state dict into it and saves it.
 So the converted model gets a class of its own, a subclass of what it was: called with a configuration it makes the
-family's native model, which takes our state dict and holds theirs. Where no family computes the same, both raise.
+family's native model, which loads our state dict. If no family computes the same, both raise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOW = (
 def let_save(model: nn.Module) -> None:
     """Gives the causal language model inside `model` a class whose saving writes its family's format.
 
-    Parts of it, which are models of transformers by themselves, refuse to be saved: they are no whole family's.
+    Its submodules that are transformers models themselves cannot be saved: no family has them.
     """
     found: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for number, module in enumerate(found):
@@ -46,7 +46,7 @@ def native_of_model(model: nn.Module) -> Native:
     """The family that a live model leaves as.
 
     Raises:
-        ValueError: none computes this; names the key in the way and the value that would do.
+        ValueError: no family computes this; names the key that prevents it and a valid value.
     """
     architecture = architecture_of(model)
     if architecture is None:
@@ -59,7 +59,7 @@ def _refuse(kind: str, *_: Any, **__: Any) -> None:
 
 
 class SavesNative(nn.Module):
-    """What is put in front of a converted model's class."""
+    """Mixed into the class of a converted model."""
 
     _converted: ClassVar[weakref.ref[Any]]
     generation_config: Any
@@ -68,7 +68,7 @@ class SavesNative(nn.Module):
         if not arguments and not keys:
             return super().__new__(cls)  # to be filled by a copy
         converted = cls._converted()
-        assert converted is not None, "the model that was converted is gone"
+        assert converted is not None, "the converted model was deleted"
         return _native_model(converted)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *arguments: Any, **keys: Any) -> None:
@@ -93,7 +93,7 @@ class SavesNative(nn.Module):
 
 
 class _TakesOurs(nn.Module):
-    """Put in front of a family's class: `load_state_dict` takes the tensors of a model of ours."""
+    """Mixed into a family's class: `load_state_dict` takes the tensors of a model with dMoE layers."""
 
     native: Native
     config: Any

@@ -56,7 +56,7 @@ class Native:
         """All tensors of the family's state dict, from ours by name.
 
         Raises:
-            ValueError: our tensors are not those of the architecture: some would be lost, or lack.
+            ValueError: the tensors do not match the architecture: some would be lost, or are missing.
         """
         prefixes = {match[1]: int(match[2]) for name in shapes if (match := _BLOCK.fullmatch(name))}
         if sorted(prefixes.values()) != sorted(self.blocks.layers):
@@ -122,7 +122,7 @@ def native_of(architecture: Architecture) -> Native:
     """The family that computes what this model does.
 
     Raises:
-        ValueError: none does; names the key in the way and the value that would do.
+        ValueError: there is none; names the key that prevents it and a valid value.
     """
     model_type, config = architecture.model_type, dict(architecture.config)
     if architecture.experts.lora is not None:

@@ -205,7 +205,7 @@ def test_bias_moves_towards_the_mean_load_by_its_step():
     assert gate.bias_E.tolist() == [0.25] * 6 + [0.5, -0.5]
 
 
-def test_bias_balances_a_lopsided_router():
+def test_bias_balances_a_lopsided_gate():
     gate = build({"name": "topk", "bias_balance": True, "bias_step": 0.02, "score": "sigmoid"}, 2)
     ids_BS, x_TD = batch(sequences=32, positions=16, vocabulary=400)
     with torch.no_grad():

@@ -100,7 +100,7 @@ def test_padding_takes_part_in_no_loss(settings, top_k):
 
 
 @every_gate
-def test_weights_pass_their_gradient_to_the_router(settings, top_k):
+def test_weights_pass_their_gradient_to_the_gate(settings, top_k):
     if settings["name"] == "hash":
         pytest.skip("hash has no parameters")
     gate = build(settings, top_k).train()

@@ -66,8 +66,8 @@ def test_deepseeks_biases_below_zero_choose_inside_the_groups_alone() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "dbrx", "granitemoe"])
-def test_routers_outputs_are_where_hugging_face_looks_for_them(model_type: str) -> None:
-    # Hugging Face itself fails where a Qwen has dense layers and router logits are asked for
+def test_gates_outputs_are_where_hugging_face_looks_for_them(model_type: str) -> None:
+    # Hugging Face itself fails where a Qwen has dense layers and gate logits are asked for
     keys: dict[str, Any] = {"mlp_only_layers": []} if model_type.startswith("qwen") else {}
     theirs, ours = small(model_type, **keys).double(), small(model_type, **keys).double()
     apply_dmoe(ours, config_of(ours))
