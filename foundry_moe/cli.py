@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from foundry_moe import __version__
-from foundry_moe.commands.check import add_check_parser
-from foundry_moe.commands.loads import add_loads_parser
-from foundry_moe.commands.parsers import add_export_parser, add_plan_parser, add_train_parser, add_verify_parser
+from foundry_moe.commands import parsers
 from foundry_moe.launch.console import quiet_third_parties
 from foundry_moe.launch.user_errors import run_cleanly
 
@@ -33,12 +31,15 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"foundry_moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    add_check_parser(commands)
-    add_train_parser(commands)
-    add_verify_parser(commands)
-    add_plan_parser(commands)
-    add_loads_parser(commands)
-    add_export_parser(commands)
+    for add in (
+        parsers.add_check_parser,
+        parsers.add_train_parser,
+        parsers.add_verify_parser,
+        parsers.add_plan_parser,
+        parsers.add_loads_parser,
+        parsers.add_export_parser,
+    ):
+        add(commands)
     if command == "checkpoints":
         from foundry_moe.commands import checkpoints
 

@@ -7,6 +7,7 @@ A run that is complete already ends without an error. Ranks that do not fit the 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -79,18 +80,19 @@ def train(arguments: list[str]) -> int:
     return 0
 
 
-def start(arguments: list[str], processes: int | None) -> int:
-    """Checks a run, then trains it with so many processes of this machine; None = one a GPU. Returns the exit code."""
+def train_command(arguments: argparse.Namespace) -> int:
+    """`foundry-moe train`: checks a run, then starts its processes on this machine."""
+    processes, words = arguments.nproc, [arguments.yaml, *arguments.overrides]
     if processes is None:
         import torch
 
         processes = max(1, torch.cuda.device_count())
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(processes)
-    checked(arguments)
+    checked(words)
 
     from foundry_moe.launch.composer import launch
 
-    return launch(["-n", str(processes), __file__, *arguments])
+    return launch(["-n", str(processes), __file__, *words])
 
 
 def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:

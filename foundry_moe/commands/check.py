@@ -7,29 +7,7 @@ import resource
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.commands.argument_types import positive_int
-from foundry_moe.commands.parsers import add_overrides
-
 GLOO_GROUPS = 3  # those of a run with `elastic_checkpoint` on a GPU: two of its own, and one between batches
-
-
-def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """`foundry-moe check`: sets `run` to a function of the parsed arguments that returns an exit code."""
-    parser = subparsers.add_parser(
-        "check",
-        help="validate a run's YAML",
-        description="Reads a run's YAML as the training command does and prints a line for each mistake (exit code "
-        "2), or a description of the run (exit code 0), with notes on missing data. Starts no training. --gpus, or a "
-        "launcher's WORLD_SIZE, also checks that the mesh and the batch fit.",
-        epilog="example: foundry-moe check run.yaml --gpus 64 max_duration=100ba",
-    )
-    parser.add_argument("yaml", help="the run, as given to train.py")
-    add_overrides(parser)
-    parser.add_argument("--gpus", type=positive_int, help="check that the mesh and the batch fit this many GPUs")
-    parser.add_argument("--data", action="store_true", help="treat missing data as an error")
-    parser.add_argument("--gpus-per-node", type=positive_int, default=8, help="GPUs of one node (default: 8)")
-    parser.set_defaults(run=check_command)
-    return parser
 
 
 def check_command(arguments: argparse.Namespace) -> int:

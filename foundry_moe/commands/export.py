@@ -21,7 +21,7 @@ from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.argument_types import dtype_named
 from foundry_moe.commands.chosen_checkpoint import with_checkpoint
 from foundry_moe.commands.export_adapter import merge, write_adapter
-from foundry_moe.commands.export_certificate import AS_TRAINED, Certificate, Exported, certify
+from foundry_moe.commands.export_certificate import AS_TRAINED, ExportCertificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
 from foundry_moe.commands.exported_files import INDEX, Source, sources_of, write_targets
 from foundry_moe.launch.checkpoint_settings import FROZEN
@@ -47,7 +47,7 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
     if arguments.check:
         step, dtype = _exported_as(out, step, dtype)
 
-    def write(found: Found) -> Certificate:
+    def write(found: Found) -> ExportCertificate:
         architecture = _architecture(found, store)
         exported = plan_export(store, found, architecture, dtype, merged=arguments.merge)
         if arguments.check:
@@ -167,7 +167,7 @@ def export_to(
     tokenizer: PreTrainedTokenizerBase | None,
     with_logits: bool | None,
     file_bytes: int,
-) -> Certificate:
+) -> ExportCertificate:
     """Writes the folder beside `out`, certifies it and renames it to `out`.
 
     Raises:
@@ -253,7 +253,7 @@ def _architecture(found: Found, store: Store) -> Architecture:
     return Architecture.from_info(found.manifest.info, f"the checkpoint of step {found.commit.step} in {store.url}")
 
 
-def _print_result(certificate: Certificate, out: Path) -> int:
+def _print_result(certificate: ExportCertificate, out: Path) -> int:
     logits: dict[str, Any] = certificate.logits
     for problem in certificate.problems:
         print(f"  {problem}", file=sys.stderr)

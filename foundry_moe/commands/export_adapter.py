@@ -23,7 +23,7 @@ from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import Source, read_whole
 from foundry_moe.models.families import Family
-from foundry_moe.models.families.family import Part
+from foundry_moe.models.families.family import WeightPart
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
 
@@ -127,7 +127,7 @@ def write_adapter(
 
 
 def _per_expert(
-    factors: Factors, layers: tuple[int, ...], family: Family, parts: list[Part]
+    factors: Factors, layers: tuple[int, ...], family: Family, parts: list[WeightPart]
 ) -> Iterator[tuple[str, Tensor]]:
     """A pair for each matrix of each expert: A [L, K] and B [N, L]."""
     for layer in layers:

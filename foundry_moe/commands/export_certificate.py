@@ -41,7 +41,7 @@ HEADROOM = 1.5  # of the fp32 model, for what else a forward pass and a load hol
 
 
 @dataclass(kw_only=True)
-class Certificate:
+class ExportCertificate:
     """What `certificate.json` holds.
 
     tensors: for each tensor of the folder the hash (xxh3, 128 bits) of its bytes, which is also that of the same
@@ -79,7 +79,7 @@ class Exported:
     dtype: str | None
 
 
-def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> Certificate:
+def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> ExportCertificate:
     """Compares a folder with the checkpoint.
 
     Writes our model's logits to the folder, so that those of other programs can be compared with them.
@@ -91,7 +91,7 @@ def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None
         The certificate, `good` or with its problems.
     """
     blocks, commit = exported.native.blocks, exported.found.commit
-    certificate = Certificate(
+    certificate = ExportCertificate(
         checkpoint={
             "folder": exported.store.url,
             "step": commit.step,
@@ -162,7 +162,7 @@ def _hash(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _compare_logits(exported: Exported, folder: Path, certificate: Certificate, with_logits: bool | None) -> None:
+def _compare_logits(exported: Exported, folder: Path, certificate: ExportCertificate, with_logits: bool | None) -> None:
     needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
     if with_logits is None and needed > free_memory_bytes():
         why = f"the model needs {needed / 1e9:.1f} GB in fp32, more than is free"
@@ -214,7 +214,7 @@ def _compare_logits(exported: Exported, folder: Path, certificate: Certificate, 
 
 @torch.no_grad()
 def _raise_biases(model: torch.nn.Module) -> bool:
-    """Adds a number to all biases of each DeepSeek router that has one below 0, so that the lowest is 0.
+    """Adds a number to all biases of each DeepSeek gate that has one below 0, so that the lowest is 0.
 
     No choice depends on that number, but in transformers 4.51, which counts experts outside a token's groups as 0 and
     so takes them for better than a score below it (5.x counts them as minus infinity, as we and servers do).

@@ -1,11 +1,14 @@
-"""Arguments of `foundry-moe train`, `verify`, `plan` and `export`.
+"""Arguments of `foundry-moe check`, `train`, `verify`, `plan`, `loads` and `export`.
 
-A command's modules are imported when it runs, so that `--help` and `check` start in half a second.
+Each `add_..._parser` sets `run` to a function of the parsed arguments that returns an exit code. A command's modules
+are imported when it runs, so that `--help` and `check` start in half a second.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,32 @@ def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> N
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
+def command_of(module: str, name: str) -> Callable[[argparse.Namespace], int]:
+    """A function that imports a module of this package and calls its function `name`."""
+    return lambda arguments: getattr(import_module(f"foundry_moe.{module}"), name)(arguments)
+
+
+def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """`foundry-moe check`."""
+    parser = subparsers.add_parser(
+        "check",
+        help="validate a run's YAML",
+        description="Reads a run's YAML as the training command does and prints a line for each mistake (exit code "
+        "2), or a description of the run (exit code 0), with notes on missing data. Starts no training. --gpus, or a "
+        "launcher's WORLD_SIZE, also checks that the mesh and the batch fit.",
+        epilog="example: foundry-moe check run.yaml --gpus 64 max_duration=100ba",
+    )
+    parser.add_argument("yaml", help="the run, as given to train.py")
+    add_overrides(parser)
+    parser.add_argument("--gpus", type=positive_int, help="check that the mesh and the batch fit this many GPUs")
+    parser.add_argument("--data", action="store_true", help="treat missing data as an error")
+    parser.add_argument("--gpus-per-node", type=positive_int, default=8, help="GPUs of one node (default: 8)")
+    parser.set_defaults(run=command_of("commands.check", "check_command"))
+    return parser
+
+
 def add_train_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """`foundry-moe train`: sets `run` to a function of the parsed arguments that returns an exit code."""
+    """`foundry-moe train`."""
     parser = subparsers.add_parser(
         "train",
         help="train a run on this machine",
@@ -37,18 +64,12 @@ def add_train_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("yaml", help="the run")
     add_overrides(parser, "keys of the run, as in max_duration=100ba")
     parser.add_argument("-n", "--nproc", type=positive_int, help="processes (default: the GPUs of this machine, or 1)")
-
-    def run(arguments: argparse.Namespace) -> int:
-        from foundry_moe.train import start
-
-        return start([arguments.yaml, *arguments.overrides], arguments.nproc)
-
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=command_of("train", "train_command"))
     return parser
 
 
 def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """`foundry-moe verify`: sets `run` to a function of the parsed arguments that returns an exit code."""
+    """`foundry-moe verify`."""
     from foundry_moe.config import BACKENDS
     from foundry_moe.parallel.mesh import parse_mesh
 
@@ -78,18 +99,12 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", choices=BACKENDS, help="of the experts, without a run (default: auto)")
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
-
-    def run(arguments: argparse.Namespace) -> int:
-        from foundry_moe.commands.verify.certify import verify_command
-
-        return verify_command(arguments)
-
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=command_of("commands.verify.certify", "verify_command"))
     return parser
 
 
 def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """`foundry-moe plan`: as `add_verify_parser`."""
+    """`foundry-moe plan`."""
     parser = subparsers.add_parser(
         "plan",
         help="estimate mesh, memory, messages and step time of a run",
@@ -120,23 +135,34 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         if arguments.calibrate:
             if arguments.yaml is not None or arguments.search or arguments.json:
                 parser.error("--calibrate takes no run: remove the YAML, --search and --json")
-            from foundry_moe.commands.plan.calibrate import calibrate_command
-
-            return calibrate_command(arguments)
+            return command_of("commands.plan.calibrate", "calibrate_command")(arguments)
         if arguments.out is not None:
             parser.error("--out belongs to --calibrate: add --calibrate")
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
-        from foundry_moe.commands.plan.command import plan_command
-
-        return plan_command(arguments)
+        return command_of("commands.plan.command", "plan_command")(arguments)
 
     parser.set_defaults(run=run)
     return parser
 
 
+def add_loads_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """`foundry-moe loads`."""
+    parser = subparsers.add_parser(
+        "loads",
+        help="draw the experts' loads of a run as an HTML page",
+        description="Reads the JSON lines of callbacks.expert_load.file, also during the run, and writes one HTML file "
+        "that opens in any browser without a server or a network.",
+        epilog="example: foundry-moe loads runs/demo/expert_load.jsonl --html loads.html",
+    )
+    parser.add_argument("file", type=Path, help="the path in callbacks.expert_load.file")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="the page (default: beside the file)")
+    parser.set_defaults(run=command_of("loads.page", "loads_command"))
+    return parser
+
+
 def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """`foundry-moe export`: as `add_verify_parser`."""
+    """`foundry-moe export`."""
     parser = subparsers.add_parser(
         "export",
         help="a trained model as a Hugging Face folder, for transformers, vLLM and SGLang",

@@ -5,6 +5,7 @@ Text from the run is escaped. Shapes: N points in time, L layers, E experts.
 
 from __future__ import annotations
 
+import argparse
 import io
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -46,6 +47,13 @@ def write_page(source: Path, target: Path) -> int:
     except OSError as error:
         raise ValueError(f"{target} cannot be written: {error.strerror}") from error
     return history.lines
+
+
+def loads_command(arguments: argparse.Namespace) -> int:
+    """`foundry-moe loads`."""
+    target = arguments.html or arguments.file.parent / f"{arguments.file.stem}.html"
+    print(f"wrote {target}: {write_page(arguments.file, target)} lines")
+    return 0
 
 
 def render(history: LoadHistory, *, title: str) -> str:

@@ -259,8 +259,8 @@ def test_importing_the_command_needs_no_trainer():
     ("override", "sentence"),
     [
         ("train_loader.dataset.packing_ration=3", "train_loader.dataset.packing_ration is not a key of"),
-        ("algorithms.dmoe.freeze=[routr]", "freeze: 'routr' is not one of router; did you mean 'router'?"),
-        ("algorithms.dmoe.gate={name: hash}", "freeze (router): gate hash has no weights"),
+        ("algorithms.dmoe.freeze=[gte]", "freeze: 'gte' is not one of gate; did you mean 'gate'?"),
+        ("algorithms.dmoe.gate={name: hash}", "freeze (gate): gate hash has no weights"),
         (
             "callbacks.expert_load.file=null",
             "expert_load.html (runs/instructions/expert_load.html) is a page of `file`",

@@ -82,26 +82,26 @@ def test_a_converted_model_begins_as_the_one_it_came_from(certificates: dict[str
 FAULTS = {
     "multiplied": {"experts' gradients", "gradients' norm", "weights after 3 steps"},
     "dropped": {
-        "router's gradient, by its formula",
+        "gate's gradient, by its formula",
         "auxiliary loss z: scale on one process",
         "auxiliary loss z: scale on the mesh",
     },
     "counted twice": {
-        "router's gradient",
+        "gate's gradient",
         "auxiliary loss z: scale on the mesh",
         "auxiliary loss balance: scale on the mesh",
     },
-    "softmax twice": {"layer's output, by its formula", "router's gradient, by its formula"},
-    "one bias stays": {"router's bias, equal on all ranks"},
+    "softmax twice": {"layer's output, by its formula", "gate's gradient, by its formula"},
+    "one bias stays": {"gate's bias, equal on all ranks"},
     "swapped": {"state saved, resumed on (1, 2, 1)"},
 }
 UNTOUCHED = {
-    "multiplied": {"router's gradient", "dense gradients", "auxiliary loss z: scale on the mesh"},
-    "dropped": {"router's gradient", "layer's output, by its formula", "auxiliary loss balance: scale on the mesh"},
+    "multiplied": {"gate's gradient", "dense gradients", "auxiliary loss z: scale on the mesh"},
+    "dropped": {"gate's gradient", "layer's output, by its formula", "auxiliary loss balance: scale on the mesh"},
     "counted twice": {"auxiliary loss z: scale on one process", "layer's output, by its formula"},
-    "softmax twice": {"router's gradient", "experts' gradients"},
+    "softmax twice": {"gate's gradient", "experts' gradients"},
     "one bias stays": {"layer's output, by its formula", "experts' gradients, by formula"},
-    "swapped": {"router's gradient", "weights after 3 steps"},
+    "swapped": {"gate's gradient", "weights after 3 steps"},
 }
 
 

@@ -80,7 +80,7 @@ def counted_twice(trials: Sequence[Trial]) -> Found:
 
 
 def softmax_twice(trials: Sequence[Trial]) -> Found:
-    """The router's probabilities are taken for its logits; everywhere."""
+    """The gate's probabilities are taken for its logits; everywhere."""
     from foundry_moe.layers.gates import topk
 
     original = topk.softmax_topk

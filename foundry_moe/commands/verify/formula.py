@@ -4,13 +4,13 @@ The formulas share no code with layers, gates and operators: every expert comput
 On a CPU the layer under test computes with `ops.reference`, so the formulas do not. `why_not` names the gates without a
 formula. `Capture` takes a layer's input and its output's gradient from the run.
 
-Shapes: T tokens, D model width, F expert width, E experts, K choices, G groups, S sequences.
+Shapes: T tokens, D model width, F expert width, E experts, G groups, M experts of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ _POINTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-_GATES = ("topk", "switch", "ktop1", "hierarchical", "gshard")
+_GATES = ("topk", "switch")  # tests/layers/gates compares the others with their papers' formulas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,12 @@ class Formula:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """probs_TE: what balance losses are over. counts_TE: choices that count, 0 or 1. weights_TE: 0 if not chosen."""
+    """probs_TE: for balance losses. chosen_TE: 0 or 1. weights_TE: 0 if not chosen."""
 
     logits_TE: Tensor
     probs_TE: Tensor
-    counts_TE: Tensor
+    chosen_TE: Tensor
     weights_TE: Tensor
-    blocks: int = 1
-    extra: dict[str, Tensor] = field(default_factory=dict)
 
 
 def why_not(gate: str, keys: Mapping[str, Any], *, capacity: Any, widths: Any) -> str:
@@ -74,8 +72,6 @@ def why_not(gate: str, keys: Mapping[str, Any], *, capacity: Any, widths: Any) -
         return f"gate {gate} has no independent formula"
     if keys.get("noise"):
         return "gate.noise draws random numbers"
-    if gate == "gshard" and keys.get("random_second", True):
-        return "gate.random_second draws random numbers"
     if isinstance(capacity, int | float):
         return f"capacity ({capacity}) drops choices, which the formula does not"
     if isinstance(widths, tuple | list):
@@ -92,40 +88,25 @@ def _best(scores_TX: Tensor, k: int) -> Tensor:
 def route(formula: Formula, x_TD: Tensor) -> Routed:
     """The gate: from (jittered) tokens to weights of all experts."""
     logits_TE = x_TD @ formula.weights["gate.weight_ED"].T
-    keys, k, experts = formula.keys, formula.top_k, formula.num_experts
-    if formula.gate == "ktop1":
-        by_block_TKM = logits_TE.view(-1, k, experts // k)
-        probs_TKM = (by_block_TKM - by_block_TKM.logsumexp(-1, keepdim=True)).exp()
-        chosen_TE = _best(probs_TKM.detach(), 1).view_as(logits_TE)
-        probs_TE = probs_TKM.view_as(logits_TE)
-        return Routed(
-            logits_TE=logits_TE, probs_TE=probs_TE, counts_TE=chosen_TE, weights_TE=probs_TE * chosen_TE, blocks=k
-        )
+    keys = formula.keys
     softmax_TE = (logits_TE - logits_TE.logsumexp(-1, keepdim=True)).exp()
     scores_TE = 1 / (1 + (-logits_TE).exp()) if keys.get("score") == "sigmoid" else softmax_TE
     probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
     ranked_TE = scores_TE.detach()
     if formula.bias_E is not None:
         ranked_TE = ranked_TE + formula.bias_E
-    groups, extra = int(keys.get("groups", 1)), {}
-    limit = 1 if formula.gate == "hierarchical" else int(keys.get("group_limit", 0))
-    inside_TE = torch.ones_like(ranked_TE)
+    groups, limit = int(keys.get("groups", 1)), int(keys.get("group_limit", 0))
     if 0 < limit < groups:
         by_group_TGM = ranked_TE.view(len(x_TD), groups, -1)
-        best = by_group_TGM.shape[-1] if formula.gate == "hierarchical" else min(2, by_group_TGM.shape[-1])
-        worth_TG = by_group_TGM.sort(-1, descending=True).values[..., :best].sum(-1)
-        inside_TE = _best(worth_TG, limit).repeat_interleave(experts // groups, dim=1)
+        worth_TG = by_group_TGM.sort(-1, descending=True).values[..., :2].sum(-1)
+        inside_TE = _best(worth_TG, limit).repeat_interleave(formula.num_experts // groups, dim=1)
         ranked_TE = ranked_TE.masked_fill(inside_TE == 0, -torch.inf)
-    chosen_TE = _best(ranked_TE, k)
+    chosen_TE = _best(ranked_TE, formula.top_k)
     weights_TE = scores_TE * chosen_TE
-    if formula.gate == "hierarchical":
-        last_T1 = torch.where(chosen_TE > 0, probs_TE, torch.inf).min(-1, keepdim=True).values
-        extra["alignment"] = ((probs_TE - last_T1).clamp(min=0) * (1 - inside_TE)).sum(-1).mean()
-    if formula.gate == "gshard" or (formula.gate == "topk" and keys.get("normalize", True)):
+    if formula.gate == "topk" and keys.get("normalize", True):
         weights_TE = weights_TE / weights_TE.sum(-1, keepdim=True)
-    counts_TE = _best(ranked_TE, 1) if formula.gate == "gshard" else chosen_TE
     weights_TE = weights_TE * float(keys.get("scale", 1.0))
-    return Routed(logits_TE=logits_TE, probs_TE=probs_TE, counts_TE=counts_TE, weights_TE=weights_TE, extra=extra)
+    return Routed(logits_TE=logits_TE, probs_TE=probs_TE, chosen_TE=chosen_TE, weights_TE=weights_TE)
 
 
 def experts_output(formula: Formula, x_TD: Tensor, weights_TE: Tensor) -> Tensor:
@@ -165,22 +146,18 @@ def auxiliary_losses(
         sequences: that the tokens are in, all of one length.
         batch_counts_E: choices of the whole batch, for a balance loss over it; None = those of these tokens.
     """
-    losses = dict(routed.extra)
-    blocks, experts = routed.blocks, formula.num_experts
-    size = experts // blocks
+    losses = {}
 
     def balance(probs_TE: Tensor, counts_E: Tensor) -> Tensor:
-        share_BM = counts_E.view(blocks, size)
-        share_BM = share_BM / share_BM.sum(-1, keepdim=True)
-        return size * (share_BM * probs_TE.mean(0).view(blocks, size)).sum()
+        return formula.num_experts * (counts_E / counts_E.sum() * probs_TE.mean(0)).sum()
 
     if formula.by_sequence:
-        by_sequence = zip(routed.probs_TE.chunk(sequences), routed.counts_TE.chunk(sequences), strict=True)
+        by_sequence = zip(routed.probs_TE.chunk(sequences), routed.chosen_TE.chunk(sequences), strict=True)
         losses["balance"] = torch.stack([balance(p, c.sum(0)) for p, c in by_sequence]).mean()
     else:
-        counts_E = routed.counts_TE.sum(0) if batch_counts_E is None else batch_counts_E
+        counts_E = routed.chosen_TE.sum(0) if batch_counts_E is None else batch_counts_E
         losses["balance"] = balance(routed.probs_TE, counts_E)
-    losses["z"] = routed.logits_TE.view(-1, blocks, size).logsumexp(-1).square().mean(0).sum()
+    losses["z"] = routed.logits_TE.logsumexp(-1).square().mean()
     importance_E = routed.weights_TE.sum(0)
     losses["importance"] = importance_E.var(correction=0) / importance_E.mean().square()
     return {name: losses[name] * weight for name, weight in formula.losses.items()}
@@ -233,7 +210,7 @@ class Capture:
         """By layer: a reason why it was not compared, or the largest differences and the formula's gradients.
 
         `output`: relative difference of outputs. `main`: gradients by parameter that the loss alone gives. `losses`: of
-        each auxiliary loss, weighted, the router's gradient.
+        each auxiliary loss, weighted, the gate's gradient.
         """
         for hook in self._hooks:
             hook.remove()
@@ -284,7 +261,7 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
     )
     tokens = sum(len(seen.x_TD) for seen in passes)
     routed = [route(formula, _jittered(seen)) for seen in passes]
-    counts_E = torch.stack([one.counts_TE.sum(0) for one in routed]).sum(0) if config.balance_over == "batch" else None
+    counts_E = torch.stack([one.chosen_TE.sum(0) for one in routed]).sum(0) if config.balance_over == "batch" else None
     output = 0.0
     main = torch.zeros((), dtype=torch.float64)
     losses: dict[str, Tensor] = {}
@@ -298,11 +275,11 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
         for loss, value in auxiliary_losses(formula, one, seen.sequences, counts_E).items():
             losses[loss] = losses.get(loss, 0.0) + value * len(seen.x_TD) / tokens
     trained = {key: weight for key, weight in weights.items() if weight.requires_grad}
-    router = trained.get("gate.weight_ED")
+    weight_ED = trained.get("gate.weight_ED")
     by_loss = {
-        loss: torch.autograd.grad(value, router, retain_graph=True, allow_unused=True)[0]
+        loss: torch.autograd.grad(value, weight_ED, retain_graph=True, allow_unused=True)[0]
         for loss, value in losses.items()
-        if router is not None
+        if weight_ED is not None
     }
     gradients = torch.autograd.grad(main, list(trained.values()), allow_unused=True) if trained else ()
     return {

@@ -23,7 +23,7 @@ from foundry_moe.commands.verify.formula import Capture
 from foundry_moe.layers.lookup import named_moe_layers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-KINDS = {"gate": "router", "experts": "experts", "shared_expert": "shared"}
+KINDS = {"gate": "gate", "experts": "experts", "shared_expert": "shared"}
 # Composer's Hugging Face wrapper looks through all of them for each model: they are imported once, in the fork server
 CAUSAL_MODELS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING.values())
 IDS = (2, 8)  # sequences and positions of the tokens that a converted model is compared on
@@ -47,7 +47,7 @@ class Recorder(Callback):
     `loss/step`, `norm/step` (before clipping), `clipped/step`, `grad/step/kind/name`, `begin/kind/name`,
     `weight/kind/name` and `buffer/name` (after `save_after` steps), `saved/name` and `resumed/name` (all tensors),
     `agree/name` (how far apart ranks' buffers are), `formula` (see `Capture`), `converted` (two logits). Kinds are
-    router, experts, shared and dense. The last run's recorder is `Recorder.last`.
+    gate, experts, shared and dense. The last run's recorder is `Recorder.last`.
     """
 
     last: ClassVar[Recorder]

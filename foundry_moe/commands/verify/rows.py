@@ -66,7 +66,7 @@ def compare_trials(
     add("weights at the start", "begin/", limit=0.0)
     add(f"loss of {steps} steps", *all_steps("loss"))
     # the first step's, on equal weights, show where a fault is: it is in all gradients after
-    add("router's gradient", "grad/0/router/", why="the gate has no weights")
+    add("gate's gradient", "grad/0/gate/", why="the gate has no weights")
     add("experts' gradients", "grad/0/experts/")
     add("shared expert's gradients", "grad/0/shared/", why="there is none")
     add("dense gradients", "grad/0/dense/")
@@ -79,18 +79,18 @@ def compare_trials(
     add(f"weights after {steps} steps", "weight/")
     add(f"optimizer's state after {steps} steps", "saved/optimizer/")
     if any(name.startswith("buffer/") for name in alone):
-        add(f"router's bias after {steps} steps", "buffer/")
+        add(f"gate's bias after {steps} steps", "buffer/")
         apart = max(float(value) for name, value in mesh.items() if name.startswith("agree/"))
-        rows.append(Row(quantity="router's bias, equal on all ranks", difference=apart, tolerance=0.0))
+        rows.append(Row(quantity="gate's bias, equal on all ranks", difference=apart, tolerance=0.0))
     return rows
 
 
 def formula_rows(seen: Mapping[str, Mapping[str, Any]], tolerance: float) -> list[Row]:
-    """Layers against their formula, and the auxiliary losses' share of the router's gradient."""
+    """Layers against their formula, and the auxiliary losses' share of the gate's gradient."""
     alone = seen["alone"]
     layers: Mapping[str, Any] = alone["formula"]
     why = next((layer["why"] for layer in layers.values() if "why" in layer), "")
-    names = ("layer's output, by its formula", "router's gradient, by its formula", "experts' gradients, by formula")
+    names = ("layer's output, by its formula", "gate's gradient, by its formula", "experts' gradients, by formula")
     if why:
         return [Row(quantity=name, why=why) for name in (*names, "auxiliary losses' scale")]
     output = max(layer["output"] for layer in layers.values())
@@ -100,7 +100,7 @@ def formula_rows(seen: Mapping[str, Mapping[str, Any]], tolerance: float) -> lis
         for name, value in zip(names, found, strict=True)
     ]
     if not any(layer["losses"] for layer in layers.values()):
-        return [*rows, Row(quantity="auxiliary losses' scale", why="no loss reaches a router that is trained")]
+        return [*rows, Row(quantity="auxiliary losses' scale", why="no loss reaches a gate that is trained")]
     scales = {"one process": _scales(layers, alone)}
     if "more" in seen:
         scales["twice the microbatches"] = _scales(seen["more"]["formula"], seen["more"])
@@ -119,7 +119,7 @@ def _of_layer(seen: Mapping[str, Any], layer: str, parameter: str) -> Tensor | N
 
 
 def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Largest differences of the router's gradients, and of the experts'; None where there are none."""
+    """Largest differences of the gate's gradients, and of the experts'; None where there are none."""
     found: dict[bool, list[float]] = {True: [], False: []}
     for name, layer in layers.items():
         for parameter, main in layer["main"].items():
@@ -129,7 +129,7 @@ def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tu
 
 
 def _scales(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:
-    """|scale - 1| of each loss: what is left of the router's gradient without the main loss's part, in its terms."""
+    """|scale - 1| of each loss: what is left of the gate's gradient without the main loss's part, in its terms."""
     worst: dict[str, float] = {}
     for name, layer in layers.items():
         measured = _of_layer(seen, name, "gate.weight_ED")
