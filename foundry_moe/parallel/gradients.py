@@ -143,9 +143,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
         return total
     if norms:
-        copies = [held for _, held in parts]
-        powers = torch.stack([norm.double() for norm in norms]) ** norm_type
-        total = (powers / torch.tensor(copies, dtype=torch.float64, device=device)).sum()
+        for copies in sorted({held for _, held in parts}):  # no tensor of them: its copy to the device waits
+            same = [norm for norm, (_, held) in zip(norms, parts, strict=True) if held == copies]
+            total += (torch.stack(same).double() ** norm_type).sum() / copies
     if distributed:
         dist.all_reduce(total)
     return total ** (1.0 / norm_type)
