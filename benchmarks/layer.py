@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from layer_sweep import LAYERS, sweep
+from layer_sweep import LAYERS, sweep, width_cliffs
 from timing import DEVICE, DTYPE, captured, header, in_processes, in_turn_ms, probabilities
 
 from foundry_moe.ops import expert_mlp, plan_permute
@@ -40,6 +40,7 @@ CASES: dict[str, Shape] = {
     "DeepSeek-V2-Lite": (16384, 2048, 1408, 64, 6, True),
     "DeepSeek-V2": (24576, 5120, 1536, 160, 6, True),
     "Qwen3": (16384, 2048, 768, 128, 8, True),
+    "odd": (16384, 2120, 1000, 60, 4, True),
 }
 
 
@@ -221,14 +222,16 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--mixed", action="store_true", help="experts of different widths")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--layers", default=",".join(LAYERS), help="of the sweep")
+    parser.add_argument("--layers", default=",".join([*LAYERS, "widths"]), help="of the sweep")
     parser.add_argument("--dtypes", default="bf16,fp16,tf32", help="of the sweep")
     parser.add_argument("--csv", type=Path, help="folder for the sweep's tables")
     arguments = parser.parse_args()
     if arguments.sweep:
         torch.manual_seed(0)
         layers, dtypes = arguments.layers.split(","), arguments.dtypes.split(",")
-        sys.exit(bool(sweep(grouped_experts, layers, dtypes, arguments.repeats, arguments.csv)))
+        odd = width_cliffs(arguments.repeats) if "widths" in layers else {}
+        layers = [layer for layer in layers if layer != "widths"]
+        sys.exit(bool(sweep(grouped_experts, layers, dtypes, arguments.repeats, arguments.csv) or odd))
     cases = arguments.cases.split(",")
     ways_of = mixed_ways if arguments.mixed else expert_ways
     in_processes(compile_kernels, ((index, case, ways_of) for index, case in enumerate(cases)))

@@ -1,6 +1,9 @@
 """Layers of every load: from one token up, three load classes, every dtype, beside torch's grouped way where it runs.
 
-    python benchmarks/layer.py --sweep [--layers few,OLMoE] [--dtypes bf16,fp16,tf32,fp32] [--csv FOLDER]
+    python benchmarks/layer.py --sweep [--layers few,OLMoE,widths] [--dtypes bf16,fp16,tf32,fp32] [--csv FOLDER]
+
+`widths` are a layer's step at many widths of tokens and experts, those that 8 does not divide too, in bf16: a cliff
+takes twice what a neighbour in the list leads to expect.
 
 A cell is a replayed graph's milliseconds, forward, or forward and backward. It is a cliff where it takes `CLIFF` times
 what a neighbour leads to expect: the neighbour's time, or more where the work is more. Work is a lower bound, the
@@ -25,6 +28,12 @@ from foundry_moe.ops import expert_mlp, plan_permute
 
 # model width, expert width, experts, top-k; all gated
 LAYERS = {"few": (2048, 512, 256, 8), "OLMoE": (2048, 1024, 64, 8)}
+# model width, expert width of one more layer, in order of work
+WIDTHS = [
+    (2048, 1000), (2048, 1001), (2048, 1024), (2112, 1000), (2116, 1000), (2120, 1000), (2120, 1001), (2121, 1001),
+    (2120, 1004), (2128, 1008), (2176, 1000), (2176, 1024),
+]  # fmt: skip
+WIDTHS_LAYER = (16384, 60, 4)  # tokens, experts, top-k
 LOADS = ("uniform", "zipf", "one")
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 CLIFF = 1.5
@@ -98,16 +107,48 @@ def chosen(tokens: int, experts: int, k: int, load: str) -> Tensor:
     return (noise + probabilities(experts, load).log().cuda().float()).topk(k).indices.int()
 
 
+def _weights(d: int, f: int, experts: int, kind: torch.dtype) -> list[Tensor]:
+    shapes = ((f, d), (f, d), (d, f))
+    made = [torch.randn(experts, *shape, device="cuda") * shape[1] ** -0.5 for shape in shapes]
+    return [weight.to(kind).requires_grad_() for weight in made]
+
+
+def width_cliffs(repeats: int) -> dict[tuple[int, int], float]:
+    """Prints a step's milliseconds at each of WIDTHS, and returns those that take twice what a neighbour predicts."""
+    tokens, experts, k = WIDTHS_LAYER
+    pool, kept, graphs = torch.cuda.graph_pool_handle(), [], []
+    for d, f in WIDTHS:
+        leaves = [torch.randn(tokens, d, device="cuda").bfloat16().requires_grad_()]
+        leaves += _weights(d, f, experts, torch.bfloat16)
+        weights, chosen_TK = torch.rand(tokens, k, device="cuda"), chosen(tokens, experts, k, "uniform")
+        dy = torch.randn(tokens, d, device="cuda").bfloat16()
+
+        def step(leaves=leaves, weights=weights, chosen_TK=chosen_TK, dy=dy) -> None:  # type: ignore[no-untyped-def]
+            x, w1, v1, w2 = leaves
+            plan = plan_permute(chosen_TK, experts)
+            y = expert_mlp(x, weights, plan, w1, v1, w2, activation="silu", backend="blocksparse")
+            torch.autograd.grad(y, leaves, dy)
+
+        kept.append(step)
+        graphs.append(captured(step, pool))
+    times = in_turn_ms([graph.replay for graph in graphs], repeats)
+    works = [d * f for d, f in WIDTHS]
+    over = {}
+    print(f"\nstep at widths, {WIDTHS_LAYER} (tokens, experts, top-k), ms\n| D | F | ms | over a neighbour |")
+    for i, widths in enumerate(WIDTHS):
+        beside = [j for j in (i - 1, i + 1) if 0 <= j < len(WIDTHS)]
+        over[widths] = max(times[i] / (times[j] * max(works[i] / works[j], 1.0)) for j in beside)
+        print(f"| {widths[0]} | {widths[1]} | {times[i]:.2f} | {over[widths]:.2f} |", flush=True)
+    return {widths: factor for widths, factor in over.items() if factor >= 2}
+
+
 def layer_times(
     layer: str, dtype: str, load: str, peer: Callable[..., Tensor] | None, repeats: int
 ) -> dict[Point, Time]:
     """Both times of every number of tokens, one replay of each in turn; with `peer`, torch's way too, as `grouped`."""
     d, f, experts, k = LAYERS[layer]
     kind = DTYPES[dtype]
-    w1, v1, w2 = (
-        (torch.randn(experts, *shape, device="cuda") * shape[1] ** -0.5).to(kind).requires_grad_()
-        for shape in ((f, d), (f, d), (d, f))
-    )
+    w1, v1, w2 = _weights(d, f, experts, kind)
     pool = torch.cuda.graph_pool_handle()
     graphs: dict[Point, torch.cuda.CUDAGraph] = {}
     works: dict[Point, float] = {}

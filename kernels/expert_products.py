@@ -7,6 +7,7 @@ Shapes: R rows sorted by expert, E experts, D model width, F expert width, P pla
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -349,9 +350,10 @@ def down_backward_(
     source_R: Tensor,
     *,
     pairs: str | None = None,
+    out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Through the second product and the activation; z_PRF becomes its own gradient.
+    """Through the second product and the activation; z_PRF, or `out`, becomes z's gradient.
 
     Args:
         dy_RD: gradient of each row's output, not yet weighted.
@@ -371,7 +373,8 @@ def down_backward_(
         _rows_product(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
 
     product(tile or _pick("nt" if transposed else f"down_backward{z_PRF.shape[0]}", rows, n, k, product))
-    return h_RF, activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs)
+    dots = activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs, out=out)
+    return h_RF, dots
 
 
 def weight_gradient(
@@ -379,7 +382,7 @@ def weight_gradient(
 ) -> Tensor:
     """[P, E, M, N]: a_e^T b_e over the rows of every expert, zeros for an expert without rows.
 
-    `out` may be a slice of columns of a larger tensor.
+    `out` may be a slice of columns of a larger tensor, and in fp32, which then gets the sums unrounded.
     """
     planes, _, m = a_PRM.shape
     n = b_RN.shape[1]
@@ -395,6 +398,8 @@ def weight_gradient(
     out = result
     tile = _runnable(tile, a_PRM.device)
     special = bool(tile.specialised)
+    if out.element_size() == 4:  # parts of as many bytes
+        tile = dataclasses.replace(tile, split=min(2 * tile.split, 4))
     m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
     programs = _programs(a_PRM.device, tile, experts * planes * m_tiles * n_tiles)
     a_desc = descriptors.ragged_rows(a_PRM, tile.bk, tile.bm, specialised=special)
@@ -408,7 +413,8 @@ def weight_gradient(
             a_desc, b_desc, descriptors.boxes(out[None], [1, 1, 1, tile.bm // 2, part], specialised=True),
             rows.offsets_E, rows.order_E, experts, planes, m_tiles, n_tiles, tile.group, m,
             BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, SPLIT=tile.split,
-            BUFFERS=hopper_products.buffers(tile, tile.split), LAST=hopper_products.last_columns(n, tile.bn),
+            BUFFERS=hopper_products.buffers(tile, tile.split, out.element_size()),
+            LAST=hopper_products.last_columns(n, tile.bn),
             num_warps=hopper_products.WARPS, maxnreg=hopper_products.REGISTERS,
         )  # fmt: skip
         return out

@@ -301,10 +301,10 @@ def rows_kernel(
         ], [4, LOADERS], [MOST, LEAST])  # fmt: skip
 
 
-def buffers(tile: Tile, split: int) -> int:
+def buffers(tile: Tile, split: int, itemsize: int = 2) -> int:
     """How many of its `split` parts each half of a tile may have on the way out: two if they fit beside the ring."""
     ring_bytes = 2 * tile.stages * (tile.bm + tile.bn) * tile.bk
-    part_bytes = 2 * tile.bm * tile.bn // split  # of both halves
+    part_bytes = itemsize * tile.bm * tile.bn // split  # of both halves
     return max(min((SHARED_BYTES - ring_bytes) // part_bytes, split, 2), 1)
 
 
@@ -338,10 +338,13 @@ _ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, ra
 
 
 @functools.cache
-def _layout(block: tuple[int, ...]) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16)  # bf16 lies alike
+def _layout(block: tuple[int, ...], itemsize: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float16 if itemsize == 2 else gl.float32)
 
 
 def descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
     """A tensor map for these kernels: it says how a box lies in shared memory."""
-    return TensorDescriptor(base, shape, strides, block, _layout(tuple(block)))
+    made = object.__new__(TensorDescriptor)  # its constructor checks what `supported` has, for some 5 us
+    layout = _layout(tuple(block), base.element_size())
+    vars(made).update(base=base, shape=shape, strides=strides, block_shape=block, layout=layout, padding="zero")
+    return made

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU
@@ -33,6 +34,29 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least n, for n from 1 up."""
     return 1 << (n - 1).bit_length()
+
+
+def divisor(*numbers: int) -> int:
+    """The power of two, 8 at most, that divides all: as many elements of 16 bits are moved at a time, 16 bytes.
+
+    Triton itself compiles for numbers that 16 divides, and for others moves single elements. Kernels take this as
+    ALIGN, for `multiple` and `load_multiple`. A number that may be 1, which Triton makes a constant, must be among
+    these.
+    """
+    return min([8, *(number & -number for number in numbers if number)])
+
+
+@triton.jit
+def multiple(number, ALIGN: tl.constexpr):
+    """The number, which ALIGN divides; stated by arithmetic, since the compiler ignores hints about arguments."""
+    return number // ALIGN * ALIGN if ALIGN > 1 else number
+
+
+@triton.jit
+def load_multiple(pointer, ALIGN: tl.constexpr):
+    """A number in memory that ALIGN divides."""
+    number = tl.load(pointer)
+    return tl.multiple_of(number, ALIGN)
 
 
 def _kind(argument: Any) -> Any:

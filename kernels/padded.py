@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels import permute_plan
+from foundry_moe_kernels.launch import divisor, multiple
 from torch import Tensor
 
 
@@ -36,8 +37,10 @@ def _slot_kernel(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, out_ptr, source_ptr, rows, width, choices, x_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    x_ptr, out_ptr, source_ptr, rows, width, choices, x_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
+    width, x_stride = multiple(width, ALIGN), multiple(x_stride, ALIGN)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     source = tl.load(source_ptr + r, mask=r < rows, other=-1)
@@ -92,6 +95,7 @@ def gather(x_TD: Tensor, source_R: Tensor, choices: int) -> Tensor:
         block = 4 if columns <= 1024 else 2
         _gather_kernel[(triton.cdiv(rows, block), triton.cdiv(width, columns))](
             x_TD, out, source_R, rows, width, choices, x_TD.stride(0), ROWS=block, WIDTH=columns,
+            ALIGN=divisor(width, x_TD.stride(0)),
             num_warps=max(1, min(8, columns * x_TD.element_size() // (32 * 16))),
         )  # fmt: skip
     return out

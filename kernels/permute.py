@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
+from foundry_moe_kernels.launch import cdiv, divisor, launch, multiple, next_power_of_2
 from torch import Tensor
 
 # From so many choices on most are taken to be absent, the last ones of each token: programs stop at the last one there
@@ -28,8 +28,9 @@ def _last_choice(row_ptr, t, tokens, K: tl.constexpr, KP: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _permute_kernel(
     x_ptr, out_ptr, row_ptr, end_ptr, tokens, rows, width, x_stride, K: tl.constexpr, ZERO_TAIL: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, SPARSE: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, SPARSE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    width, x_stride = multiple(width, ALIGN), multiple(x_stride, ALIGN)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     keep = (t < tokens)[:, None] & (d < width)[None, :]
@@ -67,8 +68,9 @@ def _weighted_row(
 @triton.jit(do_not_specialize=["tokens"])
 def _unpermute_kernel(
     y_ptr, out_ptr, row_ptr, weights_ptr, tokens, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, SPARSE: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, SPARSE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    width = multiple(width, ALIGN)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     keep = (t < tokens)[:, None] & (d < width)[None, :]
@@ -86,8 +88,9 @@ def _unpermute_kernel(
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _unpermute_backward_kernel(
     dy_ptr, y_ptr, out_ptr, row_ptr, weights_ptr, dweights_ptr, end_ptr, tokens, rows, width, K: tl.constexpr,
-    WIDTH: tl.constexpr, ACC: tl.constexpr,
+    WIDTH: tl.constexpr, ACC: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    width = multiple(width, ALIGN)
     t = tl.program_id(0).to(tl.int64)
     end = tl.load(end_ptr)
     for k in range(K):
@@ -175,7 +178,7 @@ def permute(
     launch(
         _permute_kernel, (cdiv(tokens, block), cdiv(width, columns)),
         x_TD, out, row_TK, offsets_E[-1:], tokens, rows, width, x_TD.stride(0), K=choices, ZERO_TAIL=zero_tail,
-        TOKENS=block, WIDTH=columns, SPARSE=_sparse(choices), num_warps=warps,
+        TOKENS=block, WIDTH=columns, SPARSE=_sparse(choices), ALIGN=divisor(width, x_TD.stride(0)), num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -193,7 +196,7 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor
         _unpermute_kernel, (cdiv(tokens, block), cdiv(width, columns)),
         y_RD.contiguous(), out, row_TK, None if weights_TK is None else weights_TK.contiguous(), tokens, width,
         K=choices, WEIGHTED=weights_TK is not None, TOKENS=block, WIDTH=columns, ACC=_accumulator(y_RD.dtype),
-        SPARSE=_sparse(choices), num_warps=warps,
+        SPARSE=_sparse(choices), ALIGN=divisor(width), num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -214,7 +217,8 @@ def unpermute_backward(
         _unpermute_backward_kernel, (tokens,),
         dy_TD.contiguous(), y_RD, out, row_TK, weights_TK.contiguous(), dweights, offsets_E[-1:],
         tokens, y_RD.shape[0], width,
-        K=choices, WIDTH=min(next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), num_warps=4,
+        K=choices, WIDTH=min(next_power_of_2(width), 1024), ACC=_accumulator(y_RD.dtype), ALIGN=divisor(width),
+        num_warps=4,
     )  # fmt: skip
     return out, dweights
 

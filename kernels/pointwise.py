@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from foundry_moe_kernels.activations import activate as _activate
 from foundry_moe_kernels.activations import activate_with_grad, formula, glu, glu_with_grad
-from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
-from foundry_moe_kernels.topology import Topology, load_multiple, multiple
+from foundry_moe_kernels.launch import cdiv, divisor, launch, load_multiple, multiple, next_power_of_2
+from foundry_moe_kernels.topology import Topology
 from torch import Tensor
 
 
@@ -64,9 +64,10 @@ def _store_pair(
 def _activate_kernel(
     z_ptr, h_ptr, bias_ptr, offsets_ptr, up_rows, width, experts,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
-    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, BIASED: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    width = multiple(width, ALIGN)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < tl.load(offsets_ptr + experts - 1)
     first = tl.program_id(1) * WIDTH
@@ -126,7 +127,7 @@ def activate(
         launch(
             _activate_kernel, (rows, cdiv(width, wide)),
             z_PRF, h_RF, bias_EF, offsets_E, 1 if pairs else rows, width, experts, **_options(z_PRF, activation, pairs),
-            BIASED=bias_EF is not None, EXPERTS=next_power_of_2(experts), ROWS=1, WIDTH=wide,
+            BIASED=bias_EF is not None, EXPERTS=next_power_of_2(experts), ALIGN=divisor(width), ROWS=1, WIDTH=wide,
             num_warps=max(1, min(8, wide // 256)),
         )  # fmt: skip
     return h_RF
@@ -134,11 +135,11 @@ def activate(
 
 @triton.jit
 def activation_backward_tile(
-    dh_ptr, z_ptr, dh_base, z_base, first, inside, width, weight, up_at,
+    dh_ptr, z_ptr, dz_ptr, dh_base, z_base, first, inside, width, weight, up_at,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows that begin at the bases and are `inside`: writes dz over z, and over dh the weighted h.
+    """Of a tile of rows that begin at the bases and are `inside`: writes dz, and over dh the weighted h.
 
     Returns dot(dh, h) of each row, from dh before it was weighted.
     """
@@ -154,7 +155,7 @@ def activation_backward_tile(
         dup = dgate
     weighted = dh * weight[:, None]
     _store_pair(
-        z_ptr, weighted * dgate, weighted * dup, z_base, first, inside, width, up_at, GLU, INTERLEAVED, ROWS, WIDTH
+        dz_ptr, weighted * dgate, weighted * dup, z_base, first, inside, width, up_at, GLU, INTERLEAVED, ROWS, WIDTH
     )  # fmt: skip
     tl.store(dh_ptr + at, (h * weight[:, None]).to(dh_ptr.dtype.element_ty), mask=keep)
     return tl.sum(dh * h, axis=1)
@@ -162,10 +163,12 @@ def activation_backward_tile(
 
 @triton.jit(do_not_specialize=["up_rows"])
 def _activation_backward_kernel(
-    dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, end_ptr, up_rows, width,
+    dh_ptr, z_ptr, dz_ptr, weights_ptr, source_ptr, dots_ptr, end_ptr, up_rows, width,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
-    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
+    width = multiple(width, ALIGN)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < tl.load(end_ptr)
     weight = tl.full((ROWS,), 1.0, tl.float32)
@@ -178,7 +181,7 @@ def _activation_backward_kernel(
     dots = tl.zeros((ROWS,), tl.float32)
     for first in range(0, width, WIDTH):
         dots += activation_backward_tile(
-            dh_ptr, z_ptr, base, base * SPAN, first, inside, width, weight, up_at,
+            dh_ptr, z_ptr, dz_ptr, base, base * SPAN, first, inside, width, weight, up_at,
             ACT, ALPHA, LIMIT, SHIFT, GLU, INTERLEAVED, ROWS, WIDTH
         )  # fmt: skip
     if WEIGHTED:
@@ -194,11 +197,13 @@ def activation_backward_(
     source_R: Tensor,
     *,
     pairs: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | None:
     """In place: z_PRF becomes its gradient, dh_RF the weighted h. Rows past the end keep what they hold.
 
     Args:
         z_PRF, pairs: as in `activate`.
+        out: like z_PRF, gets its gradient in its place.
 
     Returns:
         Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
@@ -210,23 +215,25 @@ def activation_backward_(
         raise ValueError(f"dh {tuple(dh_RF.shape)} and z {tuple(z_PRF.shape)} must be contiguous and of one [R, F]")
     dots = torch.empty(1, rows, dtype=torch.float32, device=dh_RF.device) if weights_TK is not None else None
     if rows and width:
-        # whole power-of-two parts of a row where there are: 768 as 3 x 256 leaves no thread idle
-        wide = min(width & -width, 1024)
-        wide = wide if wide >= 128 else min(next_power_of_2(width), 1024)
+        # the widest part that leaves the fewest threads idle: 768 as 3 x 256
+        wide = min((1024, 512, 256, 128), key=lambda part: cdiv(width, part) * part)
+        wide = min(wide, next_power_of_2(width))
         block = max(1, 2048 // wide)
         launch(
             _activation_backward_kernel, (cdiv(rows, block),),
-            dh_RF, z_PRF, weights_TK, source_R, dots, offsets_E[-1:], 1 if pairs else rows, width,
-            **_options(z_PRF, activation, pairs), WEIGHTED=weights_TK is not None, ROWS=block, WIDTH=wide, num_warps=4,
+            dh_RF, z_PRF, z_PRF if out is None else out, weights_TK, source_R, dots, offsets_E[-1:],
+            1 if pairs else rows, width,
+            **_options(z_PRF, activation, pairs), WEIGHTED=weights_TK is not None, ALIGN=divisor(width),
+            ROWS=block, WIDTH=wide, num_warps=4,
         )  # fmt: skip
     return dots
 
 
 @triton.jit(do_not_specialize=["plane"])
 def _values_backward_kernel(
-    dh_ptr, z_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
+    dh_ptr, z_ptr, dz_ptr, weights_ptr, source_ptr, dots_ptr, starts, sizes, experts, values, widths_E, plane,
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
-    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
@@ -236,18 +243,18 @@ def _values_backward_kernel(
         return
     i = first + tl.arange(0, ROWS)
     inside = i < size
-    width = load_multiple(widths_E + tl.load(experts + m), ALIGNED)
-    plane = multiple(plane, ALIGNED)
+    width = load_multiple(widths_E + tl.load(experts + m), ALIGN)
+    plane = multiple(plane, ALIGN)
     row = tl.load(starts + m) + i
     weight = tl.full((ROWS,), 1.0, tl.float32)
     if WEIGHTED:
         source = tl.load(source_ptr + row, mask=inside, other=0)
         weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
-    base = load_multiple(values + m, ALIGNED) + i.to(tl.int64) * width
+    base = load_multiple(values + m, ALIGN) + i.to(tl.int64) * width
     dots = tl.zeros((ROWS,), tl.float32)
     for column in range(0, width, WIDTH):
         dots += activation_backward_tile(
-            dh_ptr, z_ptr, base, base, column, inside, width, weight, plane,
+            dh_ptr, z_ptr, dz_ptr, base, base, column, inside, width, weight, plane,
             ACT, ALPHA, LIMIT, SHIFT, GLU, INTERLEAVED, ROWS, WIDTH
         )  # fmt: skip
     if WEIGHTED:
@@ -261,6 +268,8 @@ def values_backward_(
     activation: str,
     weights_TK: Tensor | None,
     source_R: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor | None:
     """`activation_backward_` over the values of a topology whose experts differ in width.
 
@@ -275,9 +284,9 @@ def values_backward_(
     rows = min(max(1, 2048 // wide), topology.block)
     launch(
         _values_backward_kernel, (topology.block_rows, topology.block // rows),
-        dh_V, z_PV, weights_TK, source_R, dots,
+        dh_V, z_PV, z_PV if out is None else out, weights_TK, source_R, dots,
         topology.starts_M, topology.sizes_M, topology.experts_M, topology.values_M, topology.widths_E, z_PV.stride(0),
-        **_options(z_PV, activation, None), WEIGHTED=weighted, ALIGNED=topology.aligned, ROWS=rows, WIDTH=wide,
-        num_warps=4,
+        **_options(z_PV, activation, None), WEIGHTED=weighted, ALIGN=divisor(topology.common_width),
+        ROWS=rows, WIDTH=wide, num_warps=4,
     )  # fmt: skip
     return dots

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels import tuning
-from foundry_moe_kernels.launch import cdiv, launch
+from foundry_moe_kernels.launch import cdiv, divisor, launch, multiple
 from foundry_moe_kernels.sparse_inner import inner_kernel
 from foundry_moe_kernels.sparse_rows import rows_kernel
 from foundry_moe_kernels.sparse_tiles import SparseTile, choose
@@ -30,8 +30,9 @@ _TRANSPOSED = 64  # rows and columns of a program: lines of 128 bytes on both si
 
 
 @triton.jit
-def _transpose_kernel(in_ptr, out_ptr, rows, columns, in_stride, TILE: tl.constexpr):
+def _transpose_kernel(in_ptr, out_ptr, rows, columns, in_stride, ALIGN: tl.constexpr, TILE: tl.constexpr):
     """out [rows, columns] from in [columns, rows]."""
+    rows, columns, in_stride = multiple(rows, ALIGN), multiple(columns, ALIGN), multiple(in_stride, ALIGN)
     wide = tl.cdiv(columns, TILE)
     r = (tl.program_id(0) // wide) * TILE + tl.arange(0, TILE)
     n = (tl.program_id(0) % wide) * TILE + tl.arange(0, TILE)
@@ -50,7 +51,7 @@ def row_major(matrix_RN: Tensor) -> Tensor:
     out_RN = torch.empty(rows, columns, dtype=matrix_RN.dtype, device=matrix_RN.device)
     launch(
         _transpose_kernel, (cdiv(rows, _TRANSPOSED) * cdiv(columns, _TRANSPOSED),),
-        matrix_RN, out_RN, rows, columns, across, TILE=_TRANSPOSED, num_warps=4,
+        matrix_RN, out_RN, rows, columns, across, ALIGN=divisor(rows, columns, across), TILE=_TRANSPOSED, num_warps=4,
     )  # fmt: skip
     return out_RN
 
@@ -130,15 +131,17 @@ def _rows(
         programs = topology.rows_Z.shape[0] * block // tile.bn
     else:
         programs = topology.block_rows * cdiv(columns, tile.bn)
+    out_row, along = out.stride(-2) if out.dim() > 1 else 0, _along(b)
+    align = divisor(topology.common_width, inner, columns, a_row, b_expert, b_n if along else b_k, out_row)
     launch(
         rows_kernel, (programs,),
         a, b, a_P[-1], b_P[-1], out, h, source_R,
         topology.starts_M, topology.sizes_M, topology.experts_M, topology.locals_M, topology.heights_M,
         topology.values_M, topology.row_offsets_M1, topology.rows_Z, topology.widths_E, topology.columns_E,
-        topology.block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out.stride(-2) if out.dim() > 1 else 0,
+        topology.block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out_row,
         out.stride(0) if glu else 0,
         SDD=sdd, UNIFORM=uniform, STACKED=b.dim() == 3, CHOICES=choices, PLANES=1 if glu else len(a_P), GLU=glu,
-        ACT=activation, BLOCK=block, BN=tile.bn, BK=tile.bk, GROUP=tile.group, ALIGNED=topology.aligned,
+        ACT=activation, BLOCK=block, BN=tile.bn, BK=tile.bk, GROUP=tile.group, ALIGN=align, ALONG=along,
         EVEN_N=(topology.common_width if sdd else columns) % tile.bn == 0,
         EVEN_K=(inner if sdd else topology.common_width) % tile.bk == 0,
         PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
@@ -250,7 +253,7 @@ def dsd(
             with `trans_s` [R, N] (with `trans_b` [N, R], copied as `sdd` does) and the result is [C, N], or
             [E, F, N] if `stacked`.
         zero_tail: rows of the result past the loads' end are zeros, otherwise undefined.
-        out: the result's place, with `trans_s` and `stacked`.
+        out: the result's place, with `trans_s` and `stacked`; in fp32 it gets the sums unrounded.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -292,13 +295,15 @@ def _inner(
     shape = (len(topology.widths), width, n) if stacked else (topology.num_columns, n)
     if out is None:
         out = torch.empty(shape, dtype=s.dtype, device=s.device)
-    elif out.shape != shape or out.dtype != s.dtype:
-        raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype}")
+    elif out.shape != shape or out.dtype not in (s.dtype, torch.float32):
+        raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype} or fp32")
     if out.numel():
         b_RN = row_major(b_RN)
         deep = tuning.per_expert(topology.num_rows, len(topology.widths))
         tile = tile or choose("inner", topology, s.dtype, columns=n, inner=deep, tf32=tf32)
         out_expert, out_column, out_n = _strides(out)
+        along = _along(out)
+        align = divisor(topology.common_width, n, b_RN.stride(0), out_expert, out_n if along else out_column)
         launch(
             inner_kernel, (topology.block_columns * cdiv(n, tile.bn),),
             s, b_RN, out,
@@ -307,7 +312,7 @@ def _inner(
             topology.column_experts_N, topology.column_locals_N, n, width, b_RN.stride(0), b_RN.stride(1),
             out_expert, out_column, out_n,
             UNIFORM=topology.uniform, STACKED=stacked, BLOCK=topology.block, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
-            ALIGNED=topology.aligned, EVEN_M=topology.common_width % topology.block == 0, EVEN_N=n % tile.bn == 0,
+            ALIGN=align, ALONG=along, EVEN_M=topology.common_width % topology.block == 0, EVEN_N=n % tile.bn == 0,
             TURNED=tf32 and s.element_size() == 4,
             PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

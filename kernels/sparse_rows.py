@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from foundry_moe_kernels.activations import activate
-from foundry_moe_kernels.topology import load_multiple, multiple
+from foundry_moe_kernels.launch import load_multiple, multiple
 
 
 @triton.jit
@@ -31,14 +31,22 @@ def rows_kernel(
     block_rows, inner, columns, a_row, a_k, b_expert, b_k, b_n, out_row, plane,
     SDD: tl.constexpr, UNIFORM: tl.constexpr, STACKED: tl.constexpr, CHOICES: tl.constexpr, PLANES: tl.constexpr,
     GLU: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, ALIGN: tl.constexpr, ALONG: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = A B at the blocks of S (SDD), or out = S B (DSD); with PLANES 2 out = A B + A2 B2.
 
     inner, columns: the inner width and the columns of a tile's row where they do not differ by expert. CHOICES: A's row
     r is a_ptr's row source_ptr[r] // CHOICES. GLU: of two SDDs A B and A B2, values in two planes `plane` apart, and
-    h = act(A B) (A B2) beside them; with ACT and no GLU, h = act(A B). ALIGNED: see `load_multiple`.
+    h = act(A B) (A B2) beside them; with ACT and no GLU, h = act(A B). ALIGN divides every width and stride but
+    those of adjacent elements, which in B are along the inner dimension where ALONG (see `divisor`).
     """
+    inner, columns, plane = multiple(inner, ALIGN), multiple(columns, ALIGN), multiple(plane, ALIGN)
+    a_row, b_expert, out_row = multiple(a_row, ALIGN), multiple(b_expert, ALIGN), multiple(out_row, ALIGN)
+    if ALONG:
+        b_n = multiple(b_n, ALIGN)
+    else:
+        b_k = multiple(b_k, ALIGN)
     if SDD:
         z = (tl.program_id(0) * BN) // BLOCK
         if z >= tl.load(row_offsets + block_rows):
@@ -59,7 +67,7 @@ def rows_kernel(
     e = tl.load(experts + m)
     size, start = tl.load(sizes + m), tl.load(starts + m).to(tl.int64)
     if not UNIFORM:
-        width = load_multiple(widths_E + e, ALIGNED)
+        width = load_multiple(widths_E + e, ALIGN)
     if SDD:
         if not UNIFORM:
             columns = width
@@ -74,17 +82,17 @@ def rows_kernel(
     if SDD and STACKED:
         base = e.to(tl.int64) * b_expert
     elif SDD:
-        base = load_multiple(columns_E + e, ALIGNED).to(tl.int64) * b_n
+        base = load_multiple(columns_E + e, ALIGN).to(tl.int64) * b_n
     elif STACKED:
         base = e.to(tl.int64) * b_expert
     else:
-        base = load_multiple(columns_E + e, ALIGNED).to(tl.int64) * b_k
+        base = load_multiple(columns_E + e, ALIGN).to(tl.int64) * b_k
     if CHOICES > 0:
         a_at = (tl.load(source_ptr + start + i_read) // CHOICES).to(tl.int64)[:, None] * a_row
     elif SDD or UNIFORM:
         a_at = (start + i_read)[:, None] * a_row
     else:
-        a_at = load_multiple(values + m, ALIGNED) + i_read.to(tl.int64)[:, None] * inner
+        a_at = load_multiple(values + m, ALIGN) + i_read.to(tl.int64)[:, None] * inner
     a_at += k[None, :] * a_k
     b_at = base + k.to(tl.int64)[:, None] * b_k + j.to(tl.int64)[None, :] * b_n
     acc = tl.zeros((BLOCK, BN), tl.float32)
@@ -119,7 +127,7 @@ def rows_kernel(
             a += BK * a_k
             b += BK * b_k
     if SDD and not UNIFORM:
-        out_at = load_multiple(values + m, ALIGNED) + i.to(tl.int64)[:, None] * columns + j[None, :]
+        out_at = load_multiple(values + m, ALIGN) + i.to(tl.int64)[:, None] * columns + j[None, :]
     else:
         out_at = (start + i)[:, None] * out_row + j[None, :]
     dtype = out_ptr.dtype.element_ty
@@ -127,6 +135,6 @@ def rows_kernel(
     tl.store(out_ptr + out_at, acc.to(dtype), mask=keep)
     if GLU:
         tl.store(h_ptr + out_at, (activate(acc, ACT) * acc2).to(dtype), mask=keep)
-        tl.store(out_ptr + multiple(plane, ALIGNED) + out_at, acc2.to(dtype), mask=keep)
+        tl.store(out_ptr + plane + out_at, acc2.to(dtype), mask=keep)
     elif ACT is not None:
         tl.store(h_ptr + out_at, activate(acc, ACT).to(dtype), mask=keep)

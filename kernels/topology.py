@@ -71,11 +71,6 @@ class Topology:
         return math.gcd(*self.widths)
 
     @property
-    def aligned(self) -> bool:
-        """16 divides every width, and with it every place that widths lead to: kernels then move 16 bytes at a time."""
-        return self.common_width % 16 == 0
-
-    @property
     def num_values(self) -> int:
         """Elements that hold the values of any load."""
         return self.num_rows * max(self.widths)
@@ -92,20 +87,6 @@ class Topology:
 def max_block_rows(num_rows: int, num_experts: int, block: int) -> int:
     """Most block rows that any load needs: every expert may end in a partial block."""
     return num_rows // block + min(num_experts, num_rows)
-
-
-@triton.jit
-def load_multiple(pointer, ALIGNED: tl.constexpr):
-    """A sum of widths from the topology. ALIGNED states that 16 divides every width, and so this number: then the
-    compiler moves 16 bytes at a time, else element by element."""
-    number = tl.load(pointer)
-    return tl.multiple_of(number, 16) if ALIGNED else number
-
-
-@triton.jit
-def multiple(number, ALIGNED: tl.constexpr):
-    """The same for an argument that kernels are not specialised on, where the compiler ignores hints."""
-    return number // 16 * 16 if ALIGNED else number
 
 
 @triton.jit

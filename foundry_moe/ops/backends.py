@@ -11,6 +11,7 @@ from foundry_moe_kernels.descriptors import capability_supported, products_compi
 from foundry_moe_kernels.launch import INTERPRETED
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+ALIGN = 8  # what divides the widths that kernels compute with: 16 bytes of a 16-bit type, moved at a time
 _HOPPER = "blocksparse, Hopper kernels"
 _PORTABLE = "blocksparse, portable kernels (SDD, DSD, DDS)"
 
@@ -137,12 +138,16 @@ def describe_backend(
     chosen = choose_backend(backend, device, dtype, capability)
     name = str(dtype).removeprefix("torch.")
     if chosen == "blocksparse":
+        widths = (width, *(hidden if isinstance(hidden, tuple) else (hidden,)))
+        odd = sorted({w for w in widths if w % ALIGN})
+        padded = f"; {', '.join(map(str, odd))} padded to multiples of {ALIGN}, by a copy of the weights a pass"
+        padded = padded if odd else ""
         if isinstance(hidden, tuple):
-            return f"{_PORTABLE}: the Hopper kernels need experts of one width"
-        reason = why_portable(device, dtype, width, hidden, capability)
+            return f"{_PORTABLE}: the Hopper kernels need experts of one width{padded}"
+        reason = why_portable(device, dtype, width + -width % ALIGN, hidden + -hidden % ALIGN, capability)
         if reason is None:
-            return f"{_HOPPER}: sm_90, Triton {triton.__version__}, {name}"
-        return f"{_PORTABLE}: {reason}"
+            return f"{_HOPPER}: sm_90, Triton {triton.__version__}, {name}{padded}"
+        return f"{_PORTABLE}: {reason}{padded}"
     if backend != "auto":
         return f"{chosen}, as backend ({backend}) requires"
     if device.type != "cuda":

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foundry_moe.ops.backends import FLOATS, choose_backend
+from foundry_moe.ops.backends import ALIGN, FLOATS, choose_backend
 from foundry_moe.ops.blocksparse import blocksparse_mlp
 from foundry_moe.ops.lora import Adapters, lora_mlp
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.permute import PermutePlan, permute, unpermute
 from foundry_moe.ops.reference import POINTWISE, batched_mlp, grouped_mlp, reference_mlp
-
-_BIAS_COLUMNS = 8  # 16 bytes of a 16-bit type, which the kernels need of a row
 
 
 class Biases(NamedTuple):
@@ -74,16 +72,24 @@ def expert_mlp(
         y_TP = expert_mlp(
             _with_ones(x_TD), weights_TK, plan, *_with_biases(weights, biases),
             activation=activation, backend=backend, memory=memory,
-            adapters=None if adapters is None else adapters.padded(_BIAS_COLUMNS),
+            adapters=None if adapters is None else adapters.padded(ALIGN),
         )  # fmt: skip
         return y_TP[:, : x_TD.shape[1]] + _last_biases(biases.w2_ED, weights_TK, plan).to(y_TP.dtype)
     device_type = x_TD.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        cast = w1.to(dtype), None if v1 is None else v1.to(dtype), w2.to(dtype)
         with torch.autocast(device_type, enabled=False):
+            x_TD = x_TD.to(dtype)
+            if w1.dtype is w2.dtype is torch.float32 and dtype is not torch.float32 and adapters is None and (
+                plan.capacity is None and choose_backend(backend, x_TD.device, dtype) == "blocksparse"
+            ) and _aligned(x_TD, w2, widths):  # fmt: skip
+                copies = w1.detach().to(dtype), None if v1 is None else v1.detach().to(dtype), w2.detach().to(dtype)
+                return blocksparse_mlp(
+                    x_TD, weights_TK, plan, copies, widths=widths, activation=activation, memory=memory, full=weights
+                )
+            cast = w1.to(dtype), None if v1 is None else v1.to(dtype), w2.to(dtype)
             return expert_mlp(
-                x_TD.to(dtype), weights_TK, plan, *cast,
+                x_TD, weights_TK, plan, *cast,
                 activation=activation, backend=backend, memory=memory, widths=widths, adapters=adapters,
             )  # fmt: skip
     if adapters is not None:
@@ -98,7 +104,12 @@ def expert_mlp(
     else:
         backend = choose_backend(backend, x_TD.device, x_TD.dtype)
     if backend == "blocksparse":  # permutes inside, so that the backward pass saves x alone
-        return blocksparse_mlp(x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory)
+        if _aligned(x_TD, w2, widths):
+            return blocksparse_mlp(x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory)
+        x_TP = F.pad(x_TD, (0, -x_TD.shape[1] % ALIGN))
+        padded, wide = _padded(weights, widths)
+        y_TP = blocksparse_mlp(x_TP, weights_TK, plan, padded, widths=wide, activation=activation, memory=memory)
+        return y_TP[:, : x_TD.shape[1]]
     x_RD = permute(x_TD, plan)
     if backend == "batched":
         y_RD = batched_mlp(x_RD, weights, activation)
@@ -187,6 +198,29 @@ def _check(
         raise ValueError(f"activation {activation!r} is not one of {', '.join(POINTWISE)}")
 
 
+def _aligned(x_TD: Tensor, w2: Tensor, widths: Sequence[int] | None) -> bool:
+    return all(width % ALIGN == 0 for width in (x_TD.shape[1], w2.shape[-1], *(widths or ())))
+
+
+def _padded(
+    weights: tuple[Tensor, Tensor | None, Tensor], widths: Sequence[int] | None
+) -> tuple[tuple[Tensor, Tensor | None, Tensor], list[int] | None]:
+    """The weights with zeros up to widths that `ALIGN` divides, and these widths.
+
+    One copy a pass: along odd rows the kernels would move single elements, for four times as long (H100).
+    """
+
+    def padded(weight: Tensor) -> Tensor:
+        if widths is None:
+            return F.pad(weight, (0, -weight.shape[2] % ALIGN, 0, -weight.shape[1] % ALIGN))
+        parts = weight.split(list(widths))
+        return torch.cat([F.pad(part, (0, -part.shape[1] % ALIGN, 0, -part.shape[0] % ALIGN)) for part in parts])
+
+    w1, v1, w2 = weights
+    wide = None if widths is None else [width + -width % ALIGN for width in widths]
+    return (padded(w1), None if v1 is None else padded(v1), padded(w2)), wide
+
+
 # Biases are added around products that have none: whatever computes x W^T computes x W^T + b. Tokens get a column of
 # ones, and each matrix its bias as the column that meets it. Copying the matrices costs their size once a forward pass
 # and once a backward pass: biases are for models that have them, not for speed.
@@ -194,7 +228,7 @@ def _check(
 
 def _with_ones(x_TD: Tensor) -> Tensor:
     """[T, D + P]: a one, then zeros."""
-    columns = x_TD.new_zeros(x_TD.shape[0], _BIAS_COLUMNS)
+    columns = x_TD.new_zeros(x_TD.shape[0], ALIGN)
     columns[:, 0] = 1
     return torch.cat([x_TD, columns], dim=1)
 
@@ -204,13 +238,13 @@ def _with_biases(weights: tuple[Tensor, Tensor | None, Tensor], biases: Biases) 
     w1_EFD, v1_EFD, w2_EDF = weights
 
     def with_column(weight_EFD: Tensor, bias_EF: Tensor) -> Tensor:
-        column = F.pad(bias_EF[..., None].to(weight_EFD.dtype), (0, _BIAS_COLUMNS - 1))
+        column = F.pad(bias_EF[..., None].to(weight_EFD.dtype), (0, ALIGN - 1))
         return torch.cat([weight_EFD, column], dim=2)
 
     return (
         with_column(w1_EFD, biases.w1_EF),
         None if v1_EFD is None or biases.v1_EF is None else with_column(v1_EFD, biases.v1_EF),
-        F.pad(w2_EDF, (0, 0, 0, _BIAS_COLUMNS)),
+        F.pad(w2_EDF, (0, 0, 0, ALIGN)),
     )
 
 

@@ -10,7 +10,7 @@ is one argument. Schemas of torch.library have no such type: there each field is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, get_type_hints
 
@@ -20,9 +20,9 @@ from torch import Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _traced(args: Sequence[Any]) -> bool:
-    """Whether `torch.compile` traces this call, or the first argument is a fake tensor or another subclass."""
-    return torch.compiler.is_compiling() or type(args[0]) not in _PLAIN
+def is_traced(first: Any) -> bool:
+    """Whether `torch.compile` traces a call with this first argument, or it is a fake tensor or another subclass."""
+    return torch.compiler.is_compiling() or type(first) not in _PLAIN
 
 
 class _Schema:
@@ -83,7 +83,7 @@ def operator(
         written = list(inspect.signature(function).parameters).index(mutates) if mutates else -1
 
         def call(*args: Any) -> Any:
-            if _traced(args):
+            if is_traced(args[0]):
                 return compiled(*schema.flatten(args))
             if written >= 0:
                 torch.autograd.graph.increment_version(args[written])  # as the operator does
@@ -122,7 +122,7 @@ def differentiable(
     Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     def apply(*args: Any) -> Any:
-        return compiled(*schema.flatten(args)) if _traced(args) else Eager.apply(*args)
+        return compiled(*schema.flatten(args)) if is_traced(args[0]) else Eager.apply(*args)
 
     apply.__doc__ = call.__doc__
     return apply

@@ -36,6 +36,9 @@ for width in (320, 384):  # and a last tile of 64 or 128 columns
     narrow = torch.zeros(2, width, 512, dtype=torch.bfloat16)
     ep.rows_product(x[None], (narrow,), rows, transposed=True, tile=tile)
     ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=tile)
+for width in (512, 320, 384):  # fp32 results, whose parts are as many bytes as those of twice as many columns
+    out = torch.empty(1, 2, 1024, width)
+    ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=Tile(specialised=1, split=1), out=out)
 """
 
 
@@ -73,5 +76,5 @@ def test_last_tile_is_as_narrow_as_what_is_left():
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     kernels = compile_for(90, COMPILE)
     # four instructions a step of 64 in each of two halves, and as many for a narrow last tile
-    assert [kernel.hopper_products for kernel in kernels] == [8] * 9 + [16] * 4
+    assert [kernel.hopper_products for kernel in kernels] == [8] * 9 + [16] * 4 + [8, 16, 16]
     assert not misfits(kernels, 90)

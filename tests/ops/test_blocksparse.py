@@ -219,6 +219,36 @@ def test_surrounding_model_compiles_without_a_graph_break(memory):
         assert error < (1e-2 if CUDA else 1e-6), float(error)
 
 
+@pytest.mark.parametrize("memory", ["save", "recompute"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_gives_fp32_weights_the_gradients_of_their_copies_unrounded(memory, compiled):
+    dtype = DTYPES[-1] if CUDA else torch.float16
+    leaf, experts_TK = leaves(torch.float32), choices("ragged")
+
+    def cast(*args, **keys):
+        with torch.autocast(DEVICE, dtype):
+            return expert_mlp(*args, **keys)
+
+    call = torch.compile(cast, backend="aot_eager", fullgraph=True) if compiled else cast
+    ours = run(leaf, experts_TK, memory=memory, call=call)
+    copies = {n: t.detach().to(t.dtype if n == "weights" else dtype).requires_grad_() for n, t in leaf.items()}
+    rounded = run(copies, experts_TK, memory=memory)
+    for name in ("w1", "v1", "w2"):
+        assert ours[name].dtype is torch.float32
+        assert torch.equal(ours[name].to(dtype), rounded[name])
+        assert not torch.equal(ours[name], rounded[name].float())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("width, hidden", [(21, 37), (24, 37), (20, 40)])
+def test_widths_that_8_does_not_divide_are_those_of_the_reference(gated, width, hidden, monkeypatch):
+    monkeypatch.setitem(globals(), "D", width)
+    monkeypatch.setitem(globals(), "F", hidden)
+    leaf, experts_TK = leaves(torch.float32, gated), choices("ragged")
+    truth = run(doubled(leaf), experts_TK, backend="reference")
+    assert_close(run(leaf, experts_TK), truth, TOLERANCE[torch.float32])
+
+
 def test_wrong_use_names_what_does_not_fit():
     leaf = leaves(torch.float32)
     args = (leaf["x"], leaf["weights"], plan_permute(choices("ragged"), EXPERTS), leaf["w1"], leaf["v1"])
