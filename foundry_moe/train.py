@@ -58,13 +58,7 @@ def train(arguments: list[str]) -> int:
 
     exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
     quiet_third_parties()
-    if launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)):
-        from composer.utils import dist, get_device
-
-        from foundry_moe.launch.network import log_network_speed
-
-        dist.initialize_dist(get_device(None), timeout=float(run.get("dist_timeout", 600.0)))
-        log_network_speed()
+    connect(float(run.get("dist_timeout", 600.0)), launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)))
     if is_first_rank():
         print(f"run {arguments[0]}, {len(arguments) - 1} overrides, {ranks} processes", flush=True)
     try:
@@ -121,6 +115,25 @@ def _stop_signals(run: Mapping[str, Any]) -> tuple[str, ...]:
     callbacks = section(run, "callbacks")
     keys = section(run, "callbacks", "elastic_checkpoint")
     return checkpoint_config(keys).signals if "elastic_checkpoint" in callbacks else ()
+
+
+def connect(timeout_s: float, several_nodes: bool) -> None:
+    """Collective: makes the process group of a run on GPUs or several nodes, before LLM Foundry makes it.
+
+    Without the all-reduce a barrier is NCCL's first operation, and NCCL warns that it guesses the barrier's device.
+    """
+    import torch
+    from composer.utils import dist, get_device
+
+    if not several_nodes and not torch.cuda.is_available():
+        return
+    dist.initialize_dist(get_device(None), timeout=timeout_s)
+    if torch.cuda.is_available():
+        torch.distributed.all_reduce(torch.zeros(1, device="cuda"))
+    if several_nodes:
+        from foundry_moe.launch.network import log_network_speed
+
+        log_network_speed()
 
 
 def make_wandb_folder(run: Mapping[str, Any]) -> None:
