@@ -151,9 +151,12 @@ def limit_s() -> float:
     """
     text = os.environ.get("FOUNDRY_MOE_AUTOTUNE_S", str(LIMIT_S))
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise ValueError(f"FOUNDRY_MOE_AUTOTUNE_S ({text!r}) must be seconds, 0 for none") from None
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"FOUNDRY_MOE_AUTOTUNE_S ({text!r}) must be seconds, 0 for none")
+    return seconds
 
 
 def cache_path(device: torch.device) -> Path:

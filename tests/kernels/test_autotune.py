@@ -123,9 +123,10 @@ def test_committed_classes_and_cpus_are_never_timed(monkeypatch):
 def test_the_limit_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("FOUNDRY_MOE_AUTOTUNE_S", "0")
     assert autotune.limit_s() == 0
-    monkeypatch.setenv("FOUNDRY_MOE_AUTOTUNE_S", "soon")
-    with pytest.raises(ValueError, match="must be seconds, 0 for none"):
-        autotune.limit_s()
+    for wrong in ("soon", "nan", "inf", "-1"):
+        monkeypatch.setenv("FOUNDRY_MOE_AUTOTUNE_S", wrong)
+        with pytest.raises(ValueError, match="must be seconds, 0 for none"):
+            autotune.limit_s()
     monkeypatch.setenv("FOUNDRY_MOE_TUNING_CACHE", "~/tiles.json")
     assert autotune.cache_path(torch.device("cuda")).name == "tiles.json"
 
