@@ -13,8 +13,9 @@ from foundry_moe.launch.user_errors import run_cleanly
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 the answer is no (damaged, different, does not fit), or an error that may pass, such as a "
-    "store that does not answer; 2 a mistake in the arguments or in the YAML; 3 a run whose numbers are not finite; "
-    "4 a run whose folder another run has taken over; 75 a run that was stopped and saved"
+    "store that does not answer; 2 a mistake in the arguments or in the YAML; 3 a run whose values are not finite; "
+    "4 a run whose folder another process has taken over; 5 a node that failed its check; 75 a run that was stopped "
+    "and saved; 130 a run that a second Ctrl-C ended"
 )
 
 
@@ -22,7 +23,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of all commands; each sets `run`, a function from the parsed arguments to an exit code.
 
     Args:
-        command: the first argument. The arguments of `checkpoints`, which needs torch, are added for that command only.
+        command: the first argument. The arguments of `checkpoints`, which needs numpy, are added for that command only.
     """
     parser = argparse.ArgumentParser(
         prog="foundry-moe",

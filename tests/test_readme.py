@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from foundry_moe.cli import EXIT_CODES
 from foundry_moe.config import ACTIVATIONS, MeshConfig, MoEConfig
 from foundry_moe.schema import from_mapping
 
@@ -67,3 +68,9 @@ def test_what_the_status_names_exists():
     assert len(named) > 10 and not [name for name in named if not (ROOT / name).exists()]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"`make ([\w-]+)", status + README)) <= set(targets)
+
+
+def test_the_table_of_exit_codes_is_that_of_the_command():
+    table = KEYS[KEYS.index("### Exit codes") :]
+    codes = re.findall(r"^\| (\d+) \|", table, re.M)
+    assert codes == re.findall(r"(?:: |; )(\d+) ", EXIT_CODES)

@@ -83,7 +83,7 @@ def read_history(path: Path) -> LoadHistory:
             return _merge(path, number, _parsed_lines(path, file))
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read: {error.strerror}; give the file of callbacks.expert_load.file"
+            f"{str(path)[-200:]} cannot be read: {error.strerror}; give the file of callbacks.expert_load.file"
         ) from error
 
 
