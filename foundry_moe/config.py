@@ -325,7 +325,7 @@ class MoEConfig:
         mesh_mistakes = caught(lambda: self.mesh_config)
         yield from mesh_mistakes
         hot_experts = 0 if mesh_mistakes or self.mesh_config is None else self.mesh_config.hot_experts
-        if hot_experts > self.num_experts:
+        if hot_experts > max(self.num_experts, 0):
             yield f"mesh.hot_experts ({hot_experts}) must be at most num_experts ({self.num_experts})"
         yield from self._lora_mistakes(hot_experts)
         if isinstance(self.expert_hidden_size, tuple):

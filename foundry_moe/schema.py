@@ -178,21 +178,25 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     forms = {name: f.metadata.get("form") or _plain(hints[name]) for name, f in known.items()}
     removed = getattr(cls, "REMOVED", {})
     mistakes = [f"{where}.{key} was removed: {removed[key]}" for key in mapping if key in removed]
-    mistakes += caught(refuse_unknown, [key for key in mapping if key not in {*known, *removed}], known, where)
-    for key, value in mapping.items():
-        if key in known and not fits(value, hints[key]):
-            mistakes.append(f"{where}.{key} must be {forms[key]}, not {value!r}")
-    for name, f in known.items():
-        if name not in mapping and f.default is MISSING and f.default_factory is MISSING:
-            mistakes.append(f"{where}.{name} is missing: give it {forms[name]}")
-    raise_mistakes(mistakes)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items()}
+    unknown = [str(key) for key in mapping if key not in {*known, *removed}]
+    mistakes += caught(refuse_unknown, unknown, known, where)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items() if key in known}
+    wrong = [key for key, value in values.items() if not fits(value, hints[key])]
+    mistakes += [f"{where}.{key} must be {forms[key]}, not {mapping[key]!r}" for key in wrong]
+    required = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in mapping]
+    mistakes += [f"{where}.{name} is missing: give it {forms[name]}" for name in missing]
+    # the values of other keys are checked too, beside defaults or these
+    values |= {key: hints[key](1) for key in {*wrong, *missing} if key in required and hints[key] in (int, float, str)}
     try:
-        return cls(**values)
+        made = cls(**{key: value for key, value in values.items() if key not in wrong or key in required})
     except ValueError as error:
-        found = [text if text.startswith(f"{where}.") else f"{where}: {text}" for text in sentences_of(error)]
-        raise_mistakes(found)
-        raise
+        meant = [word for key in unknown for word in difflib.get_close_matches(key, known, n=1)]
+        named = {*wrong, *missing, *meant}  # a sentence about one of these may speak of its default
+        found = [text for text in sentences_of(error) if named.isdisjoint(re.findall(r"\w+", text))]
+        mistakes += [text if text.startswith(f"{where}.") else f"{where}: {text}" for text in found]
+    raise_mistakes(mistakes)
+    return made
 
 
 _KEY_HELP = re.compile(r"^(\w+(?:, \w+)*): ")

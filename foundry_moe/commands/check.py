@@ -7,6 +7,8 @@ import resource
 from collections.abc import Mapping
 from typing import Any
 
+from foundry_moe.schema import caught, raise_mistakes, sentences_of
+
 GLOO_GROUPS = 3  # those of a run with `elastic_checkpoint` on a GPU: two of its own, and one between batches
 
 
@@ -16,35 +18,48 @@ def check_command(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: the run is invalid; a sentence for each mistake.
     """
-    from foundry_moe.config import MeshConfig
     from foundry_moe.launch.run_config import check_files, check_whole_run, device_notes, load_run, missing_files, plain
-    from foundry_moe.launch.run_values import check_fit
-    from foundry_moe.launch.spares import ranks_in_use
 
     run = plain(load_run(arguments.yaml, arguments.overrides))
-    config = check_whole_run(run)
+    mistakes = caught(check_whole_run, run)
     mesh = ""
     if arguments.gpus is not None:
-        from foundry_moe.parallel.mesh import check_expert_widths, plan_mesh
-
-        machine: dict[str, Any] = {
-            "ranks_per_node": min(arguments.gpus_per_node, arguments.gpus),
-            "num_experts": config.num_experts if config is not None else None,
-        }
-        keys = (config.mesh_config if config is not None else None) or MeshConfig()
-        batch = run["global_train_batch_size"]
-        used = ranks_in_use(keys, world_size=arguments.gpus, batch_size=batch, **machine)
-        check_fit(run, used=used, config=config)
-        plan = plan_mesh(keys, world_size=used, **machine)
-        if config is not None and isinstance(config.expert_hidden_size, tuple):
-            check_expert_widths(config.expert_hidden_size, plan.expert)
-        mesh = f", mesh {plan}"
+        try:
+            mesh = f", mesh {_mesh_of(run, arguments.gpus, arguments.gpus_per_node)}"
+        except ValueError as error:
+            mistakes += sentences_of(error)
+        except Exception:
+            if not mistakes:
+                raise  # else it met a value of the wrong kind, which has been reported
+    raise_mistakes(mistakes)
     if arguments.data:
         check_files(run)
     print(f"ok: {describe(run)}{mesh}")
     for sentence in [*missing_files(run), *device_notes(run), *descriptor_notes(arguments.gpus or 1)]:
         print(f"note: {sentence}")
     return 0
+
+
+def _mesh_of(run: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Any:
+    """The mesh of so many GPUs. Raises ValueError if the run's mesh, batch or experts do not fit them."""
+    from foundry_moe.config import MeshConfig
+    from foundry_moe.launch.run_config import read_moe
+    from foundry_moe.launch.run_values import check_fit
+    from foundry_moe.launch.spares import ranks_in_use
+    from foundry_moe.parallel.mesh import check_expert_widths, plan_mesh
+
+    config = read_moe(run)
+    machine: dict[str, Any] = {
+        "ranks_per_node": min(gpus_per_node, gpus),
+        "num_experts": config.num_experts if config is not None else None,
+    }
+    keys = (config.mesh_config if config is not None else None) or MeshConfig()
+    used = ranks_in_use(keys, world_size=gpus, batch_size=run.get("global_train_batch_size"), **machine)
+    check_fit(run, used=used, config=config)
+    plan = plan_mesh(keys, world_size=used, **machine)
+    if config is not None and isinstance(config.expert_hidden_size, tuple):
+        check_expert_widths(config.expert_hidden_size, plan.expert)
+    return plan
 
 
 def descriptor_notes(gpus: int) -> list[str]:

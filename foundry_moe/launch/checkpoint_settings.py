@@ -6,13 +6,13 @@ This module imports neither torch nor Composer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from foundry_moe.checkpoint.errors import without_password
 from foundry_moe.checkpoint.store import FORM, StoreOptions, folder_problem
-from foundry_moe.schema import form, from_mapping
+from foundry_moe.schema import MistakesError, caught, form, from_mapping, raise_mistakes, sentences_of
 
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever starts it again loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
@@ -103,35 +103,40 @@ class CheckpointConfig:
     on_nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
+        raise_mistakes(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if not self.folder.strip():
-            raise ValueError(f"folder is empty: write {FORM}")
-        problem = folder_problem(self.folder)
-        if problem:
-            raise ValueError(f"folder ({self.folder}): {problem}")
+            yield f"folder is empty: write {FORM}"
+        elif problem := folder_problem(self.folder):
+            yield f"folder ({self.folder}): {problem}"
         for name in ("region", "profile"):
             if getattr(self, name) is not None and self.folder.partition("://")[0] in ("gs", "az"):
-                raise ValueError(f"{name} ({getattr(self, name)}) is of s3:// alone, and folder is {self.folder}")
-        parse_interval(self.interval, "interval")
+                yield f"{name} ({getattr(self, name)}) is of s3:// alone, and folder is {self.folder}"
+        yield from caught(parse_interval, self.interval, "interval")
         for name in ("timeout", "stale_after", "grace", "save_timeout"):
-            if parse_interval(getattr(self, name), name).unit != "s":
-                raise ValueError(f"{name} ({getattr(self, name)}) must be a time, for example 60s or 6h")
-        if self.keep < 1:
-            raise ValueError(f"keep ({self.keep}) must be at least 1")
-        if self.max_failures < 1:
-            raise ValueError(f"max_failures ({self.max_failures}) must be at least 1")
+            yield from self._interval_mistakes(name, "s", "must be a time, for example 60s or 6h")
+        if self.keep_every is not None:
+            yield from self._interval_mistakes("keep_every", "ba", "must be in batches, for example 1000ba")
+        for name in ("keep", "max_failures"):
+            if getattr(self, name) < 1:
+                yield f"{name} ({getattr(self, name)}) must be at least 1"
         for name in self.signals:
             if name not in SIGNALS:
-                raise ValueError(f"signals ({name}) must be among {', '.join(SIGNALS)}")
+                yield f"signals ({name}) must be among {', '.join(SIGNALS)}"
         if self.max_nonfinite is not None and self.max_nonfinite < 1:
-            raise ValueError(f"max_nonfinite ({self.max_nonfinite}) must be at least 1, or null to look at no numbers")
+            yield f"max_nonfinite ({self.max_nonfinite}) must be at least 1, or null to look at no numbers"
         if self.on_nonfinite not in ("stop", "rewind"):
-            raise ValueError(f"on_nonfinite ({self.on_nonfinite}) must be stop or rewind")
-        if self.keep_every is not None and parse_interval(self.keep_every, "keep_every").unit != "ba":
-            raise ValueError(f"keep_every ({self.keep_every}) must be in batches, for example 1000ba")
-        if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
-            raise ValueError(f"resume ({self.resume}) must be auto, never, or a step such as 500")
-        if isinstance(self.resume, int) and self.resume < 0:
-            raise ValueError(f"resume ({self.resume}) must be auto, never, or a step such as 500")
+            yield f"on_nonfinite ({self.on_nonfinite}) must be stop or rewind"
+        if self.resume not in ("auto", "never") and (isinstance(self.resume, str) or self.resume < 0):
+            yield f"resume ({self.resume}) must be auto, never, or a step such as 500"
+
+    def _interval_mistakes(self, name: str, unit: str, should: str) -> Iterator[str]:
+        value = getattr(self, name)
+        mistakes = caught(parse_interval, value, name)
+        yield from mistakes
+        if not mistakes and parse_interval(value, name).unit != unit:
+            yield f"{name} ({value}) {should}"
 
     @property
     def every(self) -> Interval:
@@ -167,10 +172,11 @@ def checkpoint_config(mapping: Mapping[str, Any]) -> CheckpointConfig:
     """From the user's keys; `async` is `asynchronous`, because Python keeps the word for itself.
 
     Raises:
-        ValueError: one sentence that names key, value and what would be valid.
+        ValueError: a sentence for each mistake, with key, value and what would be valid.
     """
     keys = {"asynchronous" if key == "async" else key: value for key, value in mapping.items()}
     try:
         return from_mapping(CheckpointConfig, keys, WHERE)
     except ValueError as error:
-        raise ValueError(without_password(str(error))) from None  # the value that is wrong may hold one
+        # the value that is wrong may hold a password
+        raise MistakesError(without_password(text) for text in sentences_of(error)) from None

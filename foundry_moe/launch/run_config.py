@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from foundry_moe.config import (
 )
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.foundry_keys import OURS, key_mistakes, known_names
-from foundry_moe.launch.run_values import check_fit, value_mistakes
+from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate, read_keys
 from foundry_moe.parallel.mesh import divisors, listed
-from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
+from foundry_moe.schema import caught, from_mapping, raise_mistakes, section, sentences_of
 
 MODEL = "dmoe_causal_lm"
 MOST_BYTES = 2**22
@@ -138,18 +139,42 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
     # mistakes in the experts' keys are named in `read_moe`'s words alone
     experts = ("model.moe", "model.ffn_config", "algorithms.dmoe") if mistakes else ()
     mistakes += [sentence for sentence in key_mistakes(run) if not sentence.startswith(experts)]
-    reported = {sentence.split(" ")[0] for sentence in mistakes}
-    try:
-        config = None if caught(read_moe, run) else read_moe(run)
-        for sentence in chain(_own_mistakes(run), value_mistakes(run, config)):
-            if sentence.split(" ")[0] not in reported or sentence.startswith(experts):
+    reported = {sentence.split(" ")[0].rstrip(":") for sentence in mistakes}
+    config = None if caught(read_moe, run) else read_moe(run)
+    # the other checks need not expect values of the wrong kind
+    rest = _without(run, [path for path in reported if not path.startswith(experts)])
+    checks: list[Callable[[Mapping[str, Any]], Iterator[str]]] = [_own_mistakes]
+    checks += [functools.partial(check, config=config) for check in VALUE_CHECKS]
+    for check in checks:
+        found: list[str] = []
+        try:
+            found.extend(check(rest))
+        except Exception as error:
+            if not mistakes:
+                raise
+            # a value of the wrong kind inside another or a missing key, which has been reported
+            found += sentences_of(error) if isinstance(error, ValueError) else ()
+        for sentence in found:
+            key = sentence.split(" ")[0].rstrip(":")
+            if not any(key == path or key.startswith(f"{path}.") for path in reported) or sentence.startswith(experts):
                 mistakes.append(sentence)
-    except Exception:
-        if not mistakes:
-            raise
-        # a check met a value of the wrong kind or a missing key, which has been reported
     raise_mistakes(mistakes)
     return read_moe(run)
+
+
+def _without(run: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """A copy of a run without some keys, such as `model.attn_config` or `optimizer.param_groups.0`."""
+    rest: dict[str, Any] = copy.deepcopy(dict(run))
+    for path in sorted(paths, key=lambda path: (len(path), path), reverse=True):
+        *parents, key = path.split(".")
+        holder: Any = rest
+        for parent in parents:
+            holder = holder.get(parent) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(key, None)
+        elif isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
+            del holder[int(key)]
+    return rest
 
 
 def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:

@@ -42,16 +42,6 @@ _HUGGING_FACE_EXPERTS = {
 }
 
 
-def value_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    """Mistakes in the numbers, times and names of a run.
-
-    Args:
-        config: the run's experts, if it has any.
-    """
-    for check in (_batches, _precision, _times, _model, _optimizer, _algorithms, _callbacks, _loaders):
-        yield from check(run, config)
-
-
 def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) -> None:
     """Raises ValueError if the GPUs do not divide the batch, or a mesh has no `fsdp_config` for other modules."""
     batch = run.get("global_train_batch_size")
@@ -63,14 +53,18 @@ def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) ->
 
 
 def _batches(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    yield from _at_least("global_train_batch_size", run["global_train_batch_size"], 1)
-    micro = run["device_train_microbatch_size"]
+    for key, least, why in (
+        ("global_train_batch_size", 1, ""),
+        ("max_seq_len", 2, ": a token is predicted from those before it"),
+        ("seed", 0, ""),
+    ):
+        if key in run:
+            yield from _at_least(key, run[key], least, why)
+    micro = run.get("device_train_microbatch_size", "auto")
     if micro != "auto":
         yield from _above("device_train_microbatch_size", micro, 0, " or auto")
     if "device_eval_batch_size" in run:
         yield from _above("device_eval_batch_size", run["device_eval_batch_size"], 0)
-    yield from _at_least("max_seq_len", run["max_seq_len"], 2, ": a token is predicted from those before it")
-    yield from _at_least("seed", run.get("seed", 0), 0)
     if run.get("dist_timeout") is not None:
         yield from _above("dist_timeout", run["dist_timeout"], 0)
 
@@ -168,7 +162,7 @@ def _mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig | N
     if bad:
         return
     longest, layers = sizes["max_seq_len"], sizes["n_layers"]
-    if run["max_seq_len"] > longest:
+    if run.get("max_seq_len", 0) > longest:
         yield f"max_seq_len ({run['max_seq_len']}) must not be above model.max_seq_len ({longest})"
     yield from _heads(model, attention, sizes["d_model"], sizes["n_heads"])
     if config is not None:
@@ -258,7 +252,7 @@ def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
                 if workers == 0 and value and loader.get("name") in ("text", "finetuning"):
                     yield f"{where}.{key} ({value}) needs worker processes: with num_workers: 0 write {key}: {valid}"
         length = section(loader, "dataset").get("max_seq_len")
-        if length is not None and length != run["max_seq_len"]:
+        if length is not None and length != run.get("max_seq_len"):
             mistakes = list(_at_least(f"{where}.dataset.max_seq_len", length, 2))
             yield from mistakes
             if not mistakes and model.get("name") in MPTS and length > longest:
@@ -273,3 +267,7 @@ def _at_least(where: str, value: Any, least: int, why: str = "") -> Iterator[str
 def _above(where: str, value: Any, limit: int, more: str = "") -> Iterator[str]:
     if not fits(value, float) or value <= limit:
         yield f"{where} ({value!r}) must be a number above {limit}{more}"
+
+
+# mistakes in the numbers, times and names of a run: each gets the run and its experts, if it has any
+VALUE_CHECKS = (_batches, _precision, _times, _model, _optimizer, _algorithms, _callbacks, _loaders)

@@ -96,6 +96,51 @@ def test_all_mistakes_are_named_at_once() -> None:
     assert keys == ["max_seq_len", "model.max_seq_len", "seed", "precision:"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "named", "beside"),
+    [
+        (
+            "model.moe.top_k=x",
+            "model.moe.top_k must be a whole number",
+            ("model.moe: drop", "gate 'topkk'", "optimizer.lr"),
+        ),
+        ("model.moe={}", "model.moe.num_experts is missing", ("callbacks.elastic_checkpoint: keep", "optimizer.lr")),
+        ("model.attn_config=3", "model.attn_config must be a mapping", ("model.resid_pdrop", "optimizer.lr")),
+        ("optimizer.betas=3", "optimizer.betas must be a list", ("optimizer.lr", "train_loader.num_workers")),
+        (
+            "optimizer.param_groups=[3]",
+            "optimizer.param_groups.0 must be",
+            ("optimizer.lr", "train_loader.num_workers"),
+        ),
+        ("max_seq_len=x", "max_seq_len must be a whole number", ("optimizer.lr", "global_train_batch_size")),
+        (
+            "callbacks.elastic_checkpoint.grace=[1]",
+            "callbacks.elastic_checkpoint.grace must be",
+            ("callbacks.elastic_checkpoint: keep", "callbacks.elastic_checkpoint: max_failures"),
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type_hides_no_other_mistake(wrong: str, named: str, beside: tuple[str, ...]) -> None:
+    others = [
+        *("model.moe.drop=x", "model.moe.gate.name=topkk", "model.resid_pdrop=7", "optimizer.lr=-1"),
+        *("train_loader.num_workers=-2", "global_train_batch_size=0"),
+        *("callbacks.elastic_checkpoint.keep=0", "callbacks.elastic_checkpoint.max_failures=0"),
+    ]
+    if wrong == "model.moe={}":
+        others = others[2:]
+    with pytest.raises(MistakesError) as raised:
+        check(*others, wrong)
+    for start in (named, *beside):
+        assert any(start in sentence for sentence in raised.value.sentences), (start, raised.value.sentences)
+
+
+def test_a_mesh_that_does_not_fit_is_named_beside_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", DEMO, "--gpus", "3", "optimizer.lr=-1", "max_duration=3"])
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2 and all(key in errors for key in ("optimizer.lr", "max_duration", "GPUs (3)"))
+
+
 def test_the_experts_of_a_model_in_a_local_folder_are_checked(tmp_path: Path) -> None:
     model = f"model={{name: hf_causal_lm, pretrained_model_name_or_path: {tmp_path}}}"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 4}))
