@@ -14,11 +14,9 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.strict import (
@@ -36,8 +34,10 @@ from foundry_moe.checkpoint.strict import (
     text,
 )
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+if TYPE_CHECKING:  # torch is imported where it is needed: `check` does without
+    import torch
+    from torch import Tensor
+
 PACK_BYTES = 4096  # byte strings above this are compressed
 DEPTH = 60  # lists and dictionaries in one another, each of up to three levels in JSON
 _NUMPY = re.compile(r"[<>|=][biufcSU][0-9]{1,5}")
@@ -46,12 +46,16 @@ _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,5})?")
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """A tensor's elements as raw bytes in row-major order, machine order (little endian)."""
+    import torch
+
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def tensor_from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The inverse of `tensor_bytes`; the result owns its memory."""
+    import torch
+
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
@@ -83,6 +87,10 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
         TypeError: a value of another type; the path is named.
         ValueError: values that are nested too deep, or too many bytes, to be read again.
     """
+    import torch
+
+    from foundry_moe.checkpoint.dtypes import DTYPE_NAMES
+
     packed_bytes = 0
 
     def pack(raw: bytes, path: str) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
             raise ValueError(f"{path or 'the value'} is nested deeper than {DEPTH}, which a checkpoint cannot hold")
         if isinstance(item, enum.Enum):
             return go(item.value, path, depth)
-        if isinstance(item, Tensor):
+        if isinstance(item, torch.Tensor):
             if tensor is not None:
                 return tensor(path, item)
             name = DTYPE_NAMES[item.dtype]
@@ -152,9 +160,18 @@ def decode(value: Any, *, tensor: Callable[[str], Any] | None = None) -> Any:
     Raises:
         DamagedError: anything that `encode` does not write. No more memory is used than 1 GiB and what `value` takes.
     """
+    return _decode(value, _Decoder(tensor))
+
+
+def check(value: Any, *, tensor: Callable[[str], Any]) -> None:
+    """Raises what `decode` raises, without making tensors and so without importing torch, which takes seconds."""
+    _decode(value, _Decoder(tensor, makes_tensors=False))
+
+
+def _decode(value: Any, decoder: _Decoder) -> Any:
     check_depth(value, "a value")
     try:
-        return _Decoder(tensor).go(value)
+        return decoder.go(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if isinstance(error, DamagedError):
             raise
@@ -162,10 +179,10 @@ def decode(value: Any, *, tensor: Callable[[str], Any] | None = None) -> Any:
 
 
 class _Decoder:
-    """One call of `decode`: the bytes that it may still make of compressed ones."""
+    """One call of `decode` or `check`: the bytes that it may still make of compressed ones."""
 
-    def __init__(self, tensor: Callable[[str], Any] | None) -> None:
-        self._tensor, self._left_bytes = tensor, INFLATED_BYTES
+    def __init__(self, tensor: Callable[[str], Any] | None, *, makes_tensors: bool = True) -> None:
+        self._tensor, self._makes_tensors, self._left_bytes = tensor, makes_tensors, INFLATED_BYTES
 
     def go(self, item: Any) -> Any:
         if isinstance(item, list):
@@ -186,11 +203,13 @@ class _Decoder:
             case "$ref" if self._tensor is not None:
                 return self._tensor(text(body, "a tensor's name"))
             case "$tensor":
-                dtype, sizes, data = self._sized(body, _known, "an inline tensor")
-                return tensor_from_bytes(data, dtype, sizes)
+                name, sizes, data = self._sized(body, lambda name: ITEM_BYTES[_known(name)], "an inline tensor")
+                return tensor_from_bytes(data, _dtype(name), sizes) if self._makes_tensors else None
             case "$numpy" | "$scalar":
-                dtype, sizes, data = self._sized(body, lambda name: np.dtype(text(name, tag, _NUMPY)), "an array")
-                array = np.frombuffer(data, dtype=dtype).reshape(sizes).copy()
+                name, sizes, data = self._sized(
+                    body, lambda name: np.dtype(text(name, tag, _NUMPY)).itemsize, "an array"
+                )
+                array = np.frombuffer(data, dtype=np.dtype(name)).reshape(sizes).copy()
                 if tag == "$scalar" and sizes:
                     fail("a scalar's shape", list(sizes), "empty")
                 return array if tag == "$numpy" else array[()]
@@ -201,7 +220,7 @@ class _Decoder:
             case "$set":
                 return set(self.go(sequence(body, "a set")))
             case "$size":
-                return torch.Size(_shape(body))
+                return _size(_shape(body)) if self._makes_tensors else _shape(body)
             case "$dict":
                 pairs = (sequence(pair, "a key with its value", 2) for pair in sequence(body, "a dictionary's list"))
                 return {self.go(key): self.go(value) for key, value in pairs}
@@ -211,9 +230,9 @@ class _Decoder:
             case "$datetime":
                 return datetime.datetime.fromisoformat(text(body, "a time"))
             case "$dtype":
-                return _known(body)
-            case "$device":
-                return torch.device(text(body, "a device", _DEVICE))
+                return _dtype(_known(body)) if self._makes_tensors else _known(body)
+            case "$device":  # rare
+                return _device(text(body, "a device", _DEVICE))
         raise DamagedError(f"unknown tag {shown(tag)}, or one whose value is none: {shown(body)}")
 
     def _bytes(self, packed: Any) -> bytes:
@@ -226,18 +245,35 @@ class _Decoder:
         self._left_bytes -= len(raw)
         return raw
 
-    def _sized(self, body: Any, dtype_of: Callable[[Any], Any], where: str) -> tuple[Any, tuple[int, ...], bytes]:
-        """A dtype, a shape, and as many bytes as these have."""
+    def _sized(self, body: Any, itemsize_of: Callable[[Any], int], where: str) -> tuple[str, tuple[int, ...], bytes]:
+        """A dtype's name, a shape, and as many bytes as these have."""
         name, shape, raw = sequence(body, where, 3)
-        dtype, sizes, data = dtype_of(name), _shape(shape), self._bytes(raw)
-        if not dtype.itemsize or len(data) != math.prod(sizes) * dtype.itemsize:
+        itemsize, sizes, data = itemsize_of(name), _shape(shape), self._bytes(raw)
+        if not itemsize or len(data) != math.prod(sizes) * itemsize:
             raise DamagedError(f"{where} {list(sizes)} of {name} has {len(data)} bytes")
-        return dtype, sizes, data
+        return name, sizes, data
 
 
-def _known(name: Any) -> torch.dtype:
-    dtype = DTYPES.get(text(name, "a dtype"))
-    return fail("a dtype", name, "known") if dtype is None else dtype
+def _known(name: Any) -> str:
+    return name if text(name, "a dtype") in ITEM_BYTES else fail("a dtype", name, "known")
+
+
+def _dtype(name: str) -> torch.dtype:
+    from foundry_moe.checkpoint.dtypes import DTYPES
+
+    return DTYPES[name]
+
+
+def _size(sizes: tuple[int, ...]) -> torch.Size:
+    import torch
+
+    return torch.Size(sizes)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    return torch.device(name)
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from foundry_moe.checkpoint import open_store
-from foundry_moe.checkpoint.codec import DTYPES, decode
+from foundry_moe.checkpoint.codec import decode
 from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, portable_errors
 from foundry_moe.checkpoint.dcp_writer import Writer, step_of
+from foundry_moe.checkpoint.dtypes import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NotFoundError, worst
 from foundry_moe.checkpoint.exchange import Place, Targets, Traffic, read_blocks
 from foundry_moe.checkpoint.layout import Box, Chunks, narrow_to

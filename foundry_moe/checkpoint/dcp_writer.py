@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from foundry_moe.checkpoint import fault_injection, open_store
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, Encoded, encode
+from foundry_moe.checkpoint.codec import Encoded, encode
 from foundry_moe.checkpoint.collective_errors import portable_errors
 from foundry_moe.checkpoint.committer import Committer
+from foundry_moe.checkpoint.dtypes import DTYPE_NAMES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.layout import Block, cut, narrow_to
 from foundry_moe.checkpoint.ledger import Ledger

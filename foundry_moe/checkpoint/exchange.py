@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.collective_errors import FirstError, Ranks
+from foundry_moe.checkpoint.dtypes import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.layout import Block, Box, Chunks, bounds, intersect, narrow_to
 from foundry_moe.checkpoint.ledger import Found

@@ -14,12 +14,13 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:  # commands that read a checkpoint without its tensors start without torch
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -139,6 +140,8 @@ def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
     Raises:
         ValueError: a placement other than Replicate and Shard.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     if not isinstance(tensor, DTensor):
         return replicated(tensor.shape, world_size)
     sharded: list[int | None] = []
@@ -155,7 +158,7 @@ def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
 @functools.lru_cache(maxsize=16)  # PyTorch works the ranks out anew at each look: a quarter of the time of a plan
 def _grid_of(mesh: DeviceMesh) -> Grid:
     ranks = mesh.mesh
-    return _intern(tuple(ranks.shape), ranks.to(torch.int64).contiguous().numpy().tobytes())
+    return _intern(tuple(ranks.shape), ranks.long().contiguous().numpy().tobytes())
 
 
 @functools.lru_cache(maxsize=65536)

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from foundry_moe.checkpoint import strict
+from foundry_moe.checkpoint.codec import check, tensors_in
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.records import FORMAT, MANIFEST_BYTES, Buffer, check_attempt, check_info
 from foundry_moe.checkpoint.strict import shown
@@ -257,8 +258,6 @@ def _check_blocks(objects: list[tuple[str, int]], tensors: Mapping[str, TensorEn
 
 
 def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
-    from foundry_moe.checkpoint.codec import decode, tensors_in  # imports torch, which listing records does not need
-
     refs: set[str] = set()
 
     def refer(name: str) -> None:
@@ -266,7 +265,7 @@ def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
             raise DamagedError(f"the values refer to {shown(name)}, which is no tensor, or twice to it")
         refs.add(name)
 
-    decode(strict.mapping(values, "the manifest's values"), tensor=refer)
+    check(strict.mapping(values, "the manifest's values"), tensor=refer)
     if len(refs) != len(tensors):
         missing = next(name for name in tensors if name not in refs)
         raise DamagedError(f"nothing in the values refers to tensor {shown(missing)}")

@@ -12,18 +12,19 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
 from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Chunks, deal, narrow_to
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import BlockHash, Manifest, TensorEntry, block_hash
 from foundry_moe.checkpoint.store import Store
+
+if TYPE_CHECKING:  # as in `layout`
+    from torch import Tensor
 
 RANGE_BYTES = BLOCK_BYTES  # what one request reads, and one round of the exchange sends
 GAP_BYTES = 4096  # two blocks this close are read as one range; the bytes between are alignment
@@ -223,6 +224,10 @@ class Fetcher:
         Raises:
             CheckpointError: data is damaged.
         """
+        import torch
+
+        from foundry_moe.checkpoint.dtypes import DTYPES
+
         entries = {item: self._entries[item][1] for item in items}
         tensors = {item: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for item, entry in entries.items()}
         ranges = coalesce(self.manifest, blocks_of(self.manifest, tensors))

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.checkpoint import fault_injection
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, decode, encode, tensors_in
+from foundry_moe.checkpoint.codec import decode, encode, tensors_in
+from foundry_moe.checkpoint.dtypes import DTYPE_NAMES
 from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes
 from foundry_moe.checkpoint.manifest import ALIGN_BYTES, block_hash, object_key
 from foundry_moe.checkpoint.store import Store

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, inline_tensors
+from foundry_moe.checkpoint.codec import decode, inline_tensors
+from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.exchange import Targets
 from foundry_moe.checkpoint.layout import narrow_to

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foundry_moe.checkpoint.codec import DTYPES
+from foundry_moe.checkpoint.dtypes import DTYPES
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store

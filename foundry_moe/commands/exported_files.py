@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, inline_tensors
+from foundry_moe.checkpoint.codec import inline_tensors
 from foundry_moe.checkpoint.dcp_reader import Contents
+from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES
+from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.ledger import Ledger

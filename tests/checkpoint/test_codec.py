@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundry_moe.checkpoint.codec import DTYPES, decode, encode, tensor_bytes, tensor_from_bytes
+from foundry_moe.checkpoint.codec import check, decode, encode, tensor_bytes, tensor_from_bytes
+from foundry_moe.checkpoint.dtypes import DTYPES
 from foundry_moe.checkpoint.errors import DamagedError
 
 pytestmark = pytest.mark.quick
@@ -71,3 +72,22 @@ def test_nothing_in_a_file_runs_code() -> None:
     """Tags are a fixed set; none names a type to import."""
     with pytest.raises(DamagedError, match="unknown tag"):
         decode({"$call": ["os.system", "true"]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$tensor": ["float32", [2], {"$b": ""}]},
+        {"$tensor": ["float31", [0], {"$b": ""}]},
+        {"$tensor": ["float32", [-1], {"$b": ""}]},
+        {"$size": [1, "2"]},
+        {"$dtype": "object"},
+        {"$device": "nonsense"},
+        {"$set": [[1]]},
+        {"$ref": 3},
+    ],
+)
+def test_a_check_without_torch_refuses_what_decoding_refuses(value) -> None:
+    for read in (lambda: decode(value, tensor=str), lambda: check(value, tensor=str)):
+        with pytest.raises(DamagedError):
+            read()
