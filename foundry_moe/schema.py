@@ -186,8 +186,10 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     required = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     missing = [name for name in required if name not in mapping]
     mistakes += [f"{where}.{name} is missing: give it {forms[name]}" for name in missing]
-    # the values of other keys are checked too, beside defaults or these
-    values |= {key: hints[key](1) for key in {*wrong, *missing} if key in required and hints[key] in (int, float, str)}
+    replaced = [key for key in (*wrong, *missing) if key in required]
+    if any(hints[key] not in (int, float, str) for key in replaced):
+        raise_mistakes(mistakes)
+    values |= {key: hints[key](1) for key in replaced}  # so that the values of other keys are checked too
     try:
         made = cls(**{key: value for key, value in values.items() if key not in wrong or key in required})
     except ValueError as error:
