@@ -252,7 +252,7 @@ def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
                 if workers == 0 and value and loader.get("name") in ("text", "finetuning"):
                     yield f"{where}.{key} ({value}) needs worker processes: with num_workers: 0 write {key}: {valid}"
         length = section(loader, "dataset").get("max_seq_len")
-        if length is not None and length != run.get("max_seq_len"):
+        if length is not None and length != run.get("max_seq_len", length):
             mistakes = list(_at_least(f"{where}.dataset.max_seq_len", length, 2))
             yield from mistakes
             if not mistakes and model.get("name") in MPTS and length > longest:
