@@ -49,19 +49,9 @@ class NotAnObjectError(NotFoundError):
 
 
 class DeniedError(StoreError, ValueError):
-    """No credentials, wrong ones, or no permission."""
+    """No credentials, wrong ones, no permission, or a clock by which the store refuses them."""
 
     lasting = True
-
-
-class ClockError(StoreError, ValueError):
-    """The store refuses requests because this machine's clock is far off."""
-
-    lasting = True
-
-
-class FullError(StoreError):
-    """No space is left."""
 
 
 class DamagedError(CheckpointError):

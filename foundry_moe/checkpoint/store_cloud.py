@@ -20,9 +20,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.store import AzureStore, GCSStore
 
 from foundry_moe.checkpoint.errors import (
-    ClockError,
     DeniedError,
-    FullError,
     NotFoundError,
     StoreError,
 )
@@ -210,12 +208,11 @@ class CloudStore(RemoteStore):
         status, code = (re.search(form, text) for form in (r"status code: (\d+)", r"<Code>(\w+)</Code>"))
         text = text.partition(" <")[0][:400] + (f" ({code[1]})" if code else "")
         number, name = status[1] if status else "", code[1] if code else ""
-        if name in ("ContainerNotFound", "NoSuchBucket"):
-            return NotFoundError(f"{where}: {self.bucket!r} does not exist; create it or correct `folder`")
+        known = self._known(name, action) or self._known(number, action)
+        if known is not None:
+            return known
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"{where}: no such object")
-        if name == "RequestTimeTooSkewed":
-            return ClockError(f"{where}: this machine's clock is far off; set it right, for example by NTP")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or number in (
             "401",
             "403",
@@ -226,6 +223,4 @@ class CloudStore(RemoteStore):
             )
         if re.search(r"token request|must be specified|[Cc]redential|Access Key|account", text):
             return DeniedError(f"{where}: no valid credentials: {CREDENTIALS[self.scheme]} ({text})")
-        if name in ("AccountIsFull", "QuotaExceeded", "InsufficientStorage") or number == "507":
-            return FullError(f"{where}: the store is full; free some space or lower `keep` ({text})")
         return StoreError(f"{where}: {text}")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from foundry_moe.checkpoint.errors import DeniedError, FullError, NotAnObjectError, NotFoundError, StoreError
+from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key, folder_problem
 
 log = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ class FileStore(Store):
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             return DeniedError(f"{where}: no permission ({error.strerror}); let user {os.getuid()} write there")
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return FullError(f"{where}: the disk is full ({error.strerror}); free some space or lower `keep`")
+            return StoreError(f"{where}: the disk is full ({error.strerror}); free some space or lower `keep`")
         return StoreError(f"{where}: {error.strerror or error}")
 
     def _link_in(self, key: str) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, StoreError
+from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key
 
 T = TypeVar("T")
@@ -20,6 +20,9 @@ T = TypeVar("T")
 SLOWEST_BYTES_PER_S = 2**16  # a transfer that is slower is taken for one that stands still
 NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 _MAKING = threading.Lock()  # of a client, which boto3 makes for one thread at a time
+NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
+FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "AccountIsFull", "507"}
 CLOCK = "owners/clock"  # an empty object, written to read the store's clock from its time, and deleted
 
 
@@ -75,6 +78,17 @@ class RemoteStore(Store):
     @abc.abstractmethod
     def open(self, key: str, span: tuple[int, int] | None) -> Opened:
         """The bytes of an object, or those of a span (start, count), as they come."""
+
+    def _known(self, code: str, action: str) -> StoreError | None:
+        """What an error code means that is the same for all clouds; None for another."""
+        where = f"could not {action} in {self.url}"
+        if code in NO_BUCKET:
+            return NotFoundError(f"{where}: bucket {self.bucket!r} does not exist; create it or correct `folder`")
+        if code in SKEWED:
+            return DeniedError(f"{where}: this machine's clock is far off; set it right, for example by NTP")
+        if code in FULL:
+            return StoreError(f"{where}: the store is full ({code}); free some space or lower `keep`")
+        return None
 
     def now_s(self) -> float:
         key = f"{CLOCK}-{secrets.token_hex(8)}"

@@ -22,9 +22,7 @@ from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
 from foundry_moe.checkpoint.errors import (
-    ClockError,
     DeniedError,
-    FullError,
     NotFoundError,
     StoreError,
 )
@@ -38,7 +36,6 @@ DELETE_BATCH = 1_000  # S3's own limit
 MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
 DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
 WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
-SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
 ALWAYS: dict[str, dict[str, type]] = {  # fields of every answer of S3's; a proxy's or an attacker's may lack them
     "list_objects_v2": {"Name": str},
     "list_multipart_uploads": {"Bucket": str},
@@ -65,7 +62,6 @@ LISTED: dict[str, tuple[str, dict[str, type], dict[str, str]]] = {
 MAX_PAGES = 20_000  # of a listing, of 1,000 objects each: no folder of checkpoints has so many
 ANSWER_BYTES = 2**26  # the most that an answer other than an object's bytes may have; a full page has 4 MB
 UNREADABLE = (ResponseParserError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"}
 
 
 class _View:
@@ -365,18 +361,15 @@ class S3Store(RemoteStore):
         if not isinstance(error, bce.ClientError):
             return StoreError(f"{where}: {error}")
         code, message = _code(error), error.response.get("Error", {}).get("Message", "")
-        if code == "NoSuchBucket":
-            return NotFoundError(f"{where}: bucket {self.bucket!r} does not exist; create it or correct `folder`")
+        known = self._known(code, action)
+        if known is not None:
+            return known
         if code in MISSING:
             return NotFoundError(f"{where}: no such object")
         if code in DENIED:
             return DeniedError(f"{where}: no permission; allow s3:ListBucket, GetObject, PutObject and DeleteObject")
         if code in WRONG_KEYS:
             return DeniedError(f"{where}: the store refuses these credentials ({code}); renew them")
-        if code in SKEWED:
-            return ClockError(f"{where}: this machine's clock is far off ({message}); set it right, for example by NTP")
-        if code in FULL:
-            return FullError(f"{where}: the store is full ({code}); free some space or lower `keep`")
         return StoreError(f"{where}: {code} {message}".rstrip())
 
 

@@ -22,7 +22,6 @@ from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import (
     CheckpointError,
     DamagedError,
-    FullError,
     MismatchError,
     StoreError,
     TooManyFailuresError,
@@ -186,13 +185,13 @@ def test_failures_are_told_and_end_training_only_when_they_go_on(store) -> None:
     engine = CheckpointEngine(failing, policy=Policy(max_failures=2))
     engine.save(make_state(1), 1)
     assert engine.wait().error is None
-    failing.error = FullError("could not write: the disk is full")
+    failing.error = StoreError("could not write: the disk is full")
     engine.save(make_state(2), 2)
     assert "disk is full" in engine.wait().error
     failing.error = None
     engine.save(make_state(3), 3)
     assert engine.wait().error is None and engine.failures_in_a_row == 0
-    failing.error = FullError("could not write: the disk is full")
+    failing.error = StoreError("could not write: the disk is full")
     engine.save(make_state(4), 4)
     engine.wait()
     engine.save(make_state(5), 5)
