@@ -15,7 +15,7 @@ CLAIMS = (
     ),
     (
         "the same, with small experts: docs/explanation/recipe.md",
-        "python -m benchmarks.papers.dropping text --runs dense fine dmoe --reference fine",
+        "python -m benchmarks.papers.recipe text",
     ),
     ("its text, from Debian's packages of sources", "python -m benchmarks.papers.make_text text"),
     ("MegaBlocks issue 86: the scale of experts' gradients", "make verify"),

@@ -28,7 +28,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
@@ -45,9 +45,11 @@ from torch import Tensor
 
 from benchmarks.papers.tokens import Tokens, read_tokens
 from benchmarks.papers.transformer import Transformer, long_sequences
-from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY
+from foundry_moe.layers.gates.gate import Choices, Gate
+from foundry_moe.layers.losses import gate_entropy
+from foundry_moe.layers.moe import DROPPED
 
-DEFAULTS: dict[str, Any] = {"gate": {"name": "switch"}, "loss": {"balance": 0.01}}
+DEFAULTS: dict[str, Any] = {"gate": {"name": "switch"}, "loss": {"balance": 0.01}, "balance_over": "rank"}
 WAYS: dict[str, dict[str, Any]] = {
     "dmoe": {},
     "dense": {"experts": 0},
@@ -64,6 +66,16 @@ PAPER = {
     "dynamic": "1.38 (XS), 2.0 (Small)",
     **dict.fromkeys(("cap1", "cap1.5", "cap2"), "1.18 to 1.38 over the best"),
 }
+COMPILE: dict[str, bool | str] = {"none": False, "parts": True, "blocks": "blocks"}
+LABELS = {
+    "tokens": "million tokens",
+    "seconds": "seconds of training steps",
+    "loss": "validation loss, nats",
+    "entropy": "gate entropy over log E",
+    "top_share": "share of the expert with most choices",
+}
+LOSSES = (("tokens", "loss"), ("seconds", "loss"))  # panels
+GATES = (("tokens", "entropy"), ("tokens", "top_share"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +111,8 @@ class Row:
 
     seconds, optimizer_seconds: of all training steps so far, and of clipping and the optimizer in them.
     dropped: share of the choices since the row before.
-    entropy: of routers' probabilities since then, over log E; mean of layers.
-    top_share: of the choices since then, of the expert with most; mean of layers.
+    entropy: of routers' probabilities on the held-out text, over log E; mean of layers.
+    top_share: of the choices since the row before, of the expert with most; mean of layers.
     constant: the learning rate has not begun to decay.
     done: the run's last row.
     """
@@ -219,13 +231,14 @@ def largest_microbatch(model: Transformer, ids_NS: Tensor) -> int:
         RuntimeError: one sequence does not fit.
     """
     model.set_lr(0.0)
-    microbatch = len(ids_NS)
+    microbatch, buffers = len(ids_NS), [buffer.clone() for buffer in model.model.buffers()]
     while microbatch:
         # two microbatches, whose gradients are added; twice, the second time beside the optimizer's state
         if all(take_step(model, ids_NS[: 2 * microbatch], 0, microbatch) for _ in range(2)):
             model.optimizer.state.clear()
-            for layer in model.moes:
-                layer.statistics.reset()
+            model.reset_statistics()
+            for buffer, before in zip(model.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
             return microbatch
         microbatch //= 2
     raise RuntimeError("not even one sequence a microbatch fits in this GPU's memory")
@@ -241,16 +254,33 @@ def validation_loss(model: Transformer, ids_NS: Tensor, microbatch: int, step: i
     return float(losses.sum() / len(ids_NS))
 
 
-def router_figures(model: Transformer) -> dict[str, float]:
+def measure_entropy(model: Transformer) -> list[Tensor]:
+    """The list that gate entropies of evaluated batches are added to: training steps do not compute them."""
+    found: list[Tensor] = []
+
+    @torch.compiler.disable  # in evaluation alone, where a compiled block may break
+    def add(logits_TE: Tensor, score: str) -> None:
+        found.append(gate_entropy(logits_TE, score=score))
+
+    def measure(gate: Gate, _: Any, choices: Choices) -> None:
+        if not gate.training and choices.logits_TE is not None:
+            add(choices.logits_TE, getattr(gate.config, "score", "softmax"))
+
+    for layer in model.moes:
+        layer.gate.register_forward_hook(measure)
+    return found
+
+
+def gate_figures(model: Transformer, entropies: list[Tensor]) -> dict[str, float]:
     """`dropped`, `entropy` and `top_share` of a row, since the last call."""
-    found: dict[str, list[float]] = {"dropped": [], "entropy": [], "top_share": []}
+    found: dict[str, list[float]] = {"dropped": [], "entropy": list(map(float, entropies)), "top_share": []}
+    entropies.clear()
     for layer in model.moes:
         seen = layer.statistics
-        for key, name in (("dropped", DROPPED), ("entropy", GATE_ENTROPY)):
-            if name in seen.names:
-                found[key].append(float(seen.losses_L[seen.names.index(name)] / seen.microbatches_1.clamp(min=1)))
+        if DROPPED in seen.names:
+            found["dropped"].append(float(seen.losses_L[seen.names.index(DROPPED)] / seen.microbatches_1.clamp(min=1)))
         found["top_share"].append(float(seen.counts_E.max() / seen.counts_E.sum().clamp(min=1)))
-        seen.reset()
+    model.reset_statistics()
     return {key: sum(values) / len(values) if values else 0.0 for key, values in found.items()}
 
 
@@ -275,7 +305,7 @@ def keep_state(path: Path, model: Transformer, **progress: Any) -> None:
 
 def train(
     name: tuple[str, str, int], size: Size, tokens: Tokens, device: torch.device, *,
-    seconds: float, every: int, state: Path, compile: bool,
+    seconds: float, every: int, state: Path, compile: bool | str,
 ) -> Iterator[Row]:  # fmt: skip
     """Trains one way; yields a row every so many steps.
 
@@ -291,13 +321,11 @@ def train(
     on_gpu = device.type == "cuda"
     model = Transformer(
         size.width, size.layers, tokens.vocabulary, device, positions=size.sequence, weight_decay=0.1, seed=seed,
-        compile=compile and on_gpu, **keys,
+        compile=on_gpu and compile, **keys,
     )  # fmt: skip
-    for layer in model.moes:
-        layer.measure_gate()
     microbatch = largest_microbatch(model, train_NS[: size.batch])
     validation_loss(model, valid_NS, microbatch, 0)  # compiles what evaluation has of its own
-    clock, done = StepClock(device), 0
+    clock, done, entropies = StepClock(device), 0, measure_entropy(model)
     if state.exists():
         kept = torch.load(state, map_location=device)
         model.model.load_state_dict(kept["model"])
@@ -328,7 +356,7 @@ def train(
             size=size_name, way=way, seed=seed, lr=lr, device=torch.cuda.get_device_name() if on_gpu else "cpu",
             microbatch=microbatch, step=step, tokens=step * size.batch * size.sequence,
             seconds=clock.seconds, optimizer_seconds=clock.optimizer_seconds,
-            loss=validation_loss(model, valid_NS, microbatch, step), **router_figures(model),
+            loss=validation_loss(model, valid_NS, microbatch, step), **gate_figures(model, entropies),
             peak_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
             constant=size.warmup < share <= 1 - DECAY, done=step == steps,
         )  # fmt: skip
@@ -414,31 +442,32 @@ def table(rows: list[Row], reference: str = "dmoe") -> list[list[str]]:
     return lines
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Validation loss over tokens and over time, a row of panels for each size."""
+def plot(rows: list[Row], path: Path, panels: Sequence[tuple[str, str]] = LOSSES) -> None:
+    """Panels of (quantity over which, quantity), fields of `Row`; a row of panels for each size."""
     from matplotlib.figure import Figure
 
     sizes = list(dict.fromkeys(row.size for row in rows))
     ways = list(dict.fromkeys(row.way for row in rows))
     figure = Figure(figsize=(9, 3.6 * len(sizes)), layout="constrained")
-    panels = figure.subplots(len(sizes), 2, squeeze=False, sharey="row")
-    for size, (over_tokens, over_time) in zip(sizes, panels, strict=True):
+    grid = figure.subplots(len(sizes), len(panels), squeeze=False, sharey="row" if panels == LOSSES else False)
+    for size, axes in zip(sizes, grid, strict=True):
         runs = dict.fromkeys(row.run for row in rows if row.size == size)
-        for run in runs:
-            curve = [row for row in rows if row.run == run]
-            losses = [row.loss for row in curve]
-            style = {"color": f"C{ways.index(run[1])}", "linestyle": ("-", "--", ":")[run[2] % 3], "lw": 1.2}
-            label = f"{run[1]}/{run[2]}"
-            over_tokens.plot([row.tokens / 1e6 for row in curve], losses, label=label, **style)
-            over_time.plot([row.seconds for row in curve], losses, label=label, **style)
-        over_tokens.set(xlabel="million tokens", ylabel=f"{size}: validation loss, nats")
-        over_time.set(xlabel="seconds of training steps")
-        over_time.legend(fontsize=8)
+        for axis, (across, up) in zip(axes, panels, strict=True):
+            for run in runs:
+                curve = [row for row in rows if row.run == run]
+                scale = 1e6 if across == "tokens" else 1
+                over = [getattr(row, across) / scale for row in curve]
+                style = {"color": f"C{ways.index(run[1])}", "linestyle": ("-", "--", ":")[run[2] % 3], "lw": 1.2}
+                axis.plot(over, [getattr(row, up) for row in curve], label=f"{run[1]}/{run[2]}", **style)
+            axis.set(
+                xlabel=LABELS[across], ylabel=f"{size}: {LABELS[up]}" if axis is axes[0] or panels != LOSSES else ""
+            )
+        axes[-1].legend(fontsize=7, framealpha=0.6)
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    """Runs from the command line; see the text at the top."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs from the command line, or of these arguments; see the text at the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a folder, written by benchmarks.papers.make_text")
     parser.add_argument("--size", choices=SIZES, default="XS")
@@ -447,10 +476,12 @@ def main() -> None:
         parser.add_argument(f"--{key}", type=kind, help="instead of what is set for the size")
     parser.add_argument("--seconds", type=float, default=150, help="at most so many for each run")
     parser.add_argument("--every", type=int, default=15, help="steps between evaluations")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile on a GPU")
+    parser.add_argument(
+        "--compile", choices=COMPILE, default="parts", help="on a GPU; blocks: MoE layers too, in training"
+    )
     parser.add_argument("--reference", default="dmoe", help="the way whose speed over others is in the table")
     parser.add_argument("--out", type=Path, default=Path("runs/dropping"), help="a folder for curves, table and plot")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     changed = {
         key: value for key in ("lr", "tokens", "batch", "warmup") if (value := getattr(arguments, key)) is not None
     }
@@ -474,7 +505,7 @@ def main() -> None:
     failed = []
     for run in wanted:
         assert tokens is not None
-        limits = {"seconds": arguments.seconds, "every": arguments.every, "compile": not arguments.eager}
+        limits = {"seconds": arguments.seconds, "every": arguments.every, "compile": COMPILE[arguments.compile]}
         try:
             for row in train(run, size, tokens, device, state=state_path(arguments.out, run), **limits):
                 write_rows(path, [row], "a")
@@ -495,6 +526,8 @@ def main() -> None:
         print("no plot: matplotlib is not installed; --runs without a name draws it where it is")
     elif rows:
         plot(rows, arguments.out / "curves.svg")
+        if routed := [row for row in rows if row.top_share]:
+            plot(routed, arguments.out / "gates.svg", GATES)
     if failed:
         raise SystemExit(f"failed: {failed}")
 

@@ -32,13 +32,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attend(x_NSD: Tensor, norm_1_D: Tensor, qkv: Tensor, out: Tensor, norm_2_D: Tensor) -> tuple[Tensor, Tensor]:
-    """The stream behind pre-norm attention, and what the FFN reads."""
+    """The stream behind pre-norm attention, and what the FFN reads, in the precision of products."""
     n, s, d = x_NSD.shape
     mixed_NSQ = F.linear(F.rms_norm(x_NSD, (d,), norm_1_D), qkv)
     q, k, v = mixed_NSQ.view(n, s, 3, -1, math.gcd(64, d)).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x_NSD = x_NSD + F.linear(mixed.transpose(1, 2).reshape(n, s, d), out)
-    return x_NSD, F.rms_norm(x_NSD, (d,), norm_2_D)
+    return x_NSD, F.rms_norm(x_NSD, (d,), norm_2_D).to(mixed.dtype)
 
 
 def dense_ffn(x_NSD: Tensor, w1_FD: Tensor, w2_DF: Tensor) -> Tensor:
@@ -48,17 +48,32 @@ def dense_ffn(x_NSD: Tensor, w1_FD: Tensor, w2_DF: Tensor) -> Tensor:
 class Block(nn.Module):
     """Pre-norm attention and an FFN.
 
-    compile: all but a MoE layer.
+    compile: all but a MoE layer, once for all blocks; "blocks": in training a block with a MoE layer whole, by itself.
     """
 
-    def __init__(self, width: int, ffn: nn.Module, compile: bool) -> None:
+    def __init__(self, width: int, ffn: nn.Module, compile: bool | str) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.ffn = ffn
         self.attend, self.dense_ffn = (compiled(attend), compiled(dense_ffn)) if compile else (attend, dense_ffn)
+        self.compute_training: Callable[[Tensor], Tensor] = self.compute
+        if not isinstance(ffn, MoELayer):
+            return
+        if compile == "blocks":
+            config: Any = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, 64)  # blocks share a code object
+            if not ffn.chooses_by_tokens_alone:  # else values of one layer or batch become constants
+                ffn.choose = torch.compiler.disable(ffn.choose)  # type: ignore[method-assign]
+            self.attend = attend
+            self.compute_training = torch.compile(self.compute, dynamic=False)
+        elif compile and (shared := ffn.shared_expert) is not None:
+            shared.forward = lambda x_TD: self.dense_ffn(x_TD, shared.w1.weight, shared.w2.weight)
 
     def forward(self, x_NSD: Tensor) -> Tensor:
+        return (self.compute_training if self.training else self.compute)(x_NSD)
+
+    def compute(self, x_NSD: Tensor) -> Tensor:
         weights = self.norm_1.weight, self.qkv.weight, self.out.weight, self.norm_2.weight
         x_NSD, ffn_input_NSD = self.attend(x_NSD, *weights)
         if isinstance(self.ffn, SharedExpert):
@@ -69,7 +84,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embeddings, blocks and a head. Returns what the head reads, so that no loss holds the logits of all tokens."""
 
-    def __init__(self, width: int, vocabulary: int, ffns: list[Any], positions: int, compile: bool) -> None:
+    def __init__(self, width: int, vocabulary: int, ffns: list[Any], positions: int, compile: bool | str) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(width, ffn, compile) for ffn in ffns))
         self.embedding = nn.Embedding(vocabulary, width)
@@ -111,9 +126,10 @@ class Transformer:
         shared_width: of a shared expert, over D; 0 = none.
         dense_layers: so many first layers have dense FFNs of 4 D.
         positions: learned position embeddings; 0 = none.
-        gate_lr, expert_lr: factors on the learning rate of routers and of experts.
+        gate_lr, expert_lr: factors on the learning rate of gates and of experts.
+        gate_init, expert_init: factors on their initial weights.
         seed: of all weights.
-        compile: all but MoE layers.
+        compile: all but MoE layers; "blocks": in training these too, which takes longer to begin.
         moe: further keys of `MoEConfig`; top-1 by `switch` unless they say otherwise.
     """
 
@@ -133,9 +149,11 @@ class Transformer:
         lr: float = 1e-3,
         gate_lr: float = 1.0,
         expert_lr: float = 1.0,
+        gate_init: float = 1.0,
+        expert_init: float = 1.0,
         weight_decay: float = 0.01,
         seed: int = 1,
-        compile: bool = False,
+        compile: bool | str = False,
         **moe: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -157,8 +175,13 @@ class Transformer:
             of_model: dict[str, Any] = {"num_layers": layers, "context": self.context}
             ffns.append(MoELayer(width, config, layer_index=index, **of_model, **placement))
         self.moes = [ffn for ffn in ffns if isinstance(ffn, MoELayer)]
+        self.counted: dict[MoELayer, Tensor] = {}
         for layer in self.moes:
             layer.reset_parameters()
+            with torch.no_grad():
+                for part, factor in ((layer.gate, gate_init), (layer.experts, expert_init)):
+                    for parameter in part.parameters():
+                        parameter.mul_(factor)
         with device:
             self.model = Decoder(width, vocabulary, ffns, positions, compile).to(dtype)
         factors: dict[float, list[nn.Parameter]] = {}
@@ -178,10 +201,10 @@ class Transformer:
     def loss(self, ids_NS: Tensor, batch: int) -> Tensor:
         ids_NS = ids_NS.long()
         self.context.note(ids_NS[:, :-1])
-        self.context.progress = Progress(ba=batch)
+        self.context.progress = self.progress = Progress(ba=batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             x_TD = self.model(ids_NS[:, :-1]).flatten(0, 1)
-            return next_token_loss(x_TD, self.model.head, ids_NS[:, 1:].flatten(), self.compile)
+            return next_token_loss(x_TD, self.model.head, ids_NS[:, 1:].flatten(), bool(self.compile))
 
     def backward(self, ids_NS: Tensor, batch: int, microbatch: int) -> None:
         """Adds up the gradients of a batch, `microbatch` samples at a time."""
@@ -194,6 +217,17 @@ class Transformer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        for layer in self.moes:
+            if layer.learns_from_loads:
+                counts_E = layer.statistics.counts_E.clone()
+                layer.after_step(counts_E - self.counted.get(layer, 0), self.progress)
+                self.counted[layer] = counts_E
+
+    def reset_statistics(self) -> None:
+        """Starts the sums of loads and losses anew."""
+        self.counted.clear()
+        for layer in self.moes:
+            layer.statistics.reset()
 
     def step(self, ids_NS: Tensor, batch: int) -> None:
         """One step, on all samples at once."""

@@ -4,12 +4,13 @@ import csv
 import lzma
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.papers import dropping, make_text
+from benchmarks.papers import dropping, make_text, recipe
 from benchmarks.papers.tokens import END, HELD_OUT, read_tokens
 from benchmarks.papers.transformer import Transformer, next_token_loss
 
@@ -172,11 +173,67 @@ def test_a_run_with_an_unknown_way_or_a_key_without_value_is_refused(text, tmp_p
 def test_compiled_parts_have_the_loss_and_gradients_of_the_model(monkeypatch):
     monkeypatch.setattr("benchmarks.papers.transformer.compiled", lambda function: function)  # inductor takes minutes
     monkeypatch.setattr("benchmarks.papers.transformer.COMPILED_LOGITS", 50 * 10)
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
     ids_NS, results = torch.randint(50, (4, 17)), []
-    for compile in (False, True):
+    for compile in (False, True, "blocks"):
         model = Transformer(
-            16, 2, 50, torch.device("cpu"), experts=4, top_k=2, gate={"name": "topk"}, dense_layers=1, compile=compile
-        )
+            16, 2, 50, torch.device("cpu"), experts=4, top_k=2, gate={"name": "topk"}, dense_layers=1, shared_width=0.5,
+            balance_over="rank", compile=compile,
+        )  # fmt: skip
         model.backward(ids_NS, 1, 4)
         results.append([parameter.grad for parameter in model.model.parameters()])
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+def test_a_balancing_bias_follows_the_loads_of_each_step_also_after_they_were_read():
+    gate = {"name": "topk", "bias_balance": True, "bias_step": 0.5}
+    model = Transformer(16, 1, 50, torch.device("cpu"), experts=4, top_k=2, gate=gate, loss={})
+    bias_E, loads = model.moes[0].gate.bias_E, []
+    model.moes[0].after_step = lambda counts_E, _: loads.append(counts_E.clone())
+    ids_NS = torch.randint(50, (4, 9))
+    for step in range(3):
+        model.backward(ids_NS, step, 2)
+        model.update()
+        if step == 1:
+            dropping.gate_figures(model, [])
+    assert [int(counts_E.sum()) for counts_E in loads] == [4 * 8 * 2] * 3
+
+    del model.moes[0].after_step
+    before = [buffer.clone() for buffer in model.model.buffers()]
+    assert dropping.largest_microbatch(model, ids_NS) == 4  # whose steps leave the bias as it was
+    assert all(torch.equal(*pair) for pair in zip(before, model.model.buffers(), strict=True))
+    model.step(ids_NS, 3)
+    assert bias_E.abs().max() == 0.5
+
+
+def test_factors_of_initial_weights_are_those_of_routers_and_experts_alone():
+    small, large = (
+        Transformer(16, 1, 50, torch.device("cpu"), experts=4, gate_init=factor, expert_init=2 * factor)
+        for factor in (1.0, 3.0)
+    )
+    for (name, weight), other in zip(small.model.named_parameters(), large.model.parameters(), strict=True):
+        factor = 3 if ".gate." in name or ".experts." in name else 1
+        torch.testing.assert_close(other, weight * factor, msg=name)
+
+
+def test_one_command_runs_the_recipe_beside_a_dense_model_and_prints_ratios(text, tmp_path, capsys):
+    recipe.main([str(text), "--plans", "toy", "--out", str(tmp_path)])
+    with (tmp_path / "toy" / "ratios.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["experts"].split(",")[0] for line in lines} == {"toy-fine", "toy-cap1-0"}
+    assert all(line["dense model"] == "toy-dense-0" and float(line["times fewer tokens"]) > 0 for line in lines)
+    assert "times less time" in capsys.readouterr().out
+    assert (tmp_path / "toy" / "gates.svg").stat().st_size > 1000
+    rows = dropping.read_rows(tmp_path / "toy" / "curves.csv")
+    assert all(0 < row.entropy <= 1 for row in rows if row.way.startswith("fine"))
+
+
+def test_ratios_are_read_at_losses_that_both_reach():
+    dense = [row(t, 6 - t / 10) for t in (1.0, 5.0, 10.0, 20.0)]  # to a loss of 4
+    sparse = [row(r.seconds, r.loss, way="fine", tokens=r.tokens // 2) for r in dense[:3]]  # to a loss of 5
+    other = replace(dense[0], seed=1)
+    lines = recipe.ratios([*dense, *sparse, other, row(1.0, 1.0, way="fine", constant=False)])
+    assert [line[2] for line in lines] == [5.75, 5.5, 5.25, 5.0]
+    assert all(line[:2] == ("XS-fine-0", "XS-dense-0") for line in lines)
+    assert all(line[3:] == pytest.approx((2.0, 1.0)) for line in lines)
