@@ -9,7 +9,7 @@ else 1), L columns of a factor, a power of two from 16 up of which `rank` are no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,51 +43,102 @@ def columns_of(rank: int) -> int:
     return max(LEAST_COLUMNS, next_power_of_2(rank))
 
 
+class Factors(NamedTuple):
+    """A [E, K, rank] and B [E, N, rank] of w1, v1 and w2; None for a matrix without an adapter."""
+
+    w1_a: Tensor | None
+    w1_b: Tensor | None
+    v1_a: Tensor | None
+    v1_b: Tensor | None
+    w2_a: Tensor | None
+    w2_b: Tensor | None
+
+    @property
+    def rank(self) -> int:
+        return next(factor.shape[2] for factor in self if factor is not None)
+
+
+class Packed(NamedTuple):
+    """Factors as products read them, with zeros in columns that are padding: A [E, P * L, K]; B times the scale.
+
+    up_b: [P, E, F, P * L], each plane with zeros in the others' columns.
+    down_b: [1, E, D, L].
+    """
+
+    up_a: Tensor
+    up_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+
+
 @triton.jit
-def _pack_kernel(
-    factor_ptr, out_ptr, experts, width, rank, scale,
-    PLANES: tl.constexpr, L: tl.constexpr, APART: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    expert, plane = tl.program_id(1).to(tl.int64), tl.program_id(2)
+def _pack_a(factor_ptr, out_ptr, width, rank, PLANE: tl.constexpr, PLANES: tl.constexpr, L: tl.constexpr,
+            ROWS: tl.constexpr):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     keep = (k < width)[:, None]
-    WIDE: tl.constexpr = PLANES * L
-    c = tl.arange(0, WIDE) if APART else plane * L + tl.arange(0, L)
-    l = c - plane * L
-    inside = keep & ((l >= 0) & (l < rank))[None, :]
-    row = ((plane * experts + expert) * width + k[:, None]) * rank
-    value = tl.load(factor_ptr + row + l[None, :], mask=inside, other=0.0).to(tl.float32) * scale
-    if APART:
-        out = ((plane * experts + expert) * width + k[:, None]) * WIDE + c[None, :]
-    elif TRANSPOSED:
-        out = (expert * WIDE + c[None, :]) * width + k[:, None]
+    l = tl.arange(0, L)
+    value = tl.zeros((ROWS, L), tl.float32)
+    if factor_ptr is not None:
+        at = factor_ptr + (expert * width + k[:, None]) * rank + l[None, :]
+        value = tl.load(at, mask=keep & (l < rank)[None, :], other=0.0).to(tl.float32)
+    out = out_ptr + (expert * PLANES * L + PLANE * L + l[None, :]) * width + k[:, None]
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _pack_b(factor_ptr, out_ptr, width, rank, scale, PLANE: tl.constexpr, PLANES: tl.constexpr, L: tl.constexpr,
+            ROWS: tl.constexpr):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    keep = (k < width)[:, None]
+    c = tl.arange(0, PLANES * L)
+    l = c - PLANE * L
+    value = tl.zeros((ROWS, PLANES * L), tl.float32)
+    if factor_ptr is not None:
+        at = factor_ptr + (expert * width + k[:, None]) * rank + l[None, :]
+        value = tl.load(at, mask=keep & ((l >= 0) & (l < rank))[None, :], other=0.0).to(tl.float32) * scale
+    row = (PLANE * tl.num_programs(1).to(tl.int64) + expert) * width + k[:, None]
+    tl.store(out_ptr + row * PLANES * L + c[None, :], value.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _pack_kernel(
+    w1_a, w1_b, v1_a, v1_b, w2_a, w2_b, up_a, up_b, down_a, down_b, d, f, rank, scale,
+    PLANES: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    factor = tl.program_id(2)
+    if factor == 0:
+        _pack_a(w1_a, up_a, d, rank, 0, PLANES, L, ROWS)
+    elif factor == 1:
+        _pack_b(w1_b, up_b, f, rank, scale, 0, PLANES, L, ROWS)
+    elif factor == 2:
+        _pack_a(w2_a, down_a, f, rank, 0, 1, L, ROWS)
+    elif factor == 3:
+        _pack_b(w2_b, down_b, d, rank, scale, 0, 1, L, ROWS)
+    elif factor == 4:
+        _pack_a(v1_a, up_a, d, rank, 1, PLANES, L, ROWS)
     else:
-        out = (expert * width + k[:, None]) * WIDE + c[None, :]
-    tl.store(out_ptr + out, value.to(out_ptr.dtype.element_ty), mask=keep)
+        _pack_b(v1_b, up_b, f, rank, scale, 1, PLANES, L, ROWS)
 
 
-def pack(
-    factor_PEKr: Tensor, dtype: torch.dtype, *, scale: float = 1.0, apart: bool = False, transposed: bool = False
-) -> Tensor:
-    """Factors as products read them, times scale, with zeros in columns that are padding: [E, K, P * L].
-
-    Args:
-        apart: [P, E, K, P * L], each plane with zeros in the others' columns.
-        transposed: [E, P * L, K].
-    """
-    factor_PEKr = factor_PEKr.contiguous()
-    planes, experts, width, rank = factor_PEKr.shape
-    wide = planes * columns_of(rank)
-    shape = (
-        (planes, experts, width, wide) if apart else (experts, wide, width) if transposed else (experts, width, wide)
+def pack(factors: Factors, like_EDF: Tensor, planes: int, scale: float) -> Packed:
+    """The factors of weights w2 like these, in their dtype: one launch."""
+    experts, d, f = like_EDF.shape
+    factors = Factors(*(None if factor is None else factor.contiguous() for factor in factors))
+    columns = columns_of(factors.rank)
+    packed = Packed(
+        like_EDF.new_empty(experts, planes * columns, d),
+        like_EDF.new_empty(planes, experts, f, planes * columns),
+        like_EDF.new_empty(experts, columns, f),
+        like_EDF.new_empty(1, experts, d, columns),
     )
-    out = torch.empty(shape, dtype=dtype, device=factor_PEKr.device)
     launch(
-        _pack_kernel, (cdiv(width, 128), experts, planes),
-        factor_PEKr, out, experts, width, rank, float(scale),
-        PLANES=planes, L=columns_of(rank), APART=apart, TRANSPOSED=transposed, ROWS=128, num_warps=4,
+        _pack_kernel, (cdiv(max(d, f), 128), experts, 2 * planes + 2),
+        *factors, *packed, d, f, factors.rank, float(scale),
+        PLANES=planes, L=columns, ROWS=128, num_warps=4,
     )  # fmt: skip
-    return out
+    return packed
 
 
 @triton.jit
@@ -120,29 +171,29 @@ def _project_kernel(
     a_row = _row_pointers(a_ptr, source_ptr, r, inside, stride, CHOICES)
     k = tl.arange(0, COLUMNS)
     l = tl.arange(0, L)
-    factor = factor_ptr + expert * width * L + k[:, None] * L + l[None, :]
+    factor = factor_ptr + (expert * L + l[:, None]) * width + k[None, :]
     acc = tl.zeros((ROWS, L), tl.float32)
     for first in range(0, width, COLUMNS):
         if EVEN:
             a = tl.load(a_row + (first + k)[None, :], mask=inside[:, None], other=0.0)
-            b = tl.load(factor + first * L)
+            b = tl.load(factor + first)
         else:
             keep = first + k < width
             a = tl.load(a_row + (first + k)[None, :], mask=inside[:, None] & keep[None, :], other=0.0)
-            b = tl.load(factor + first * L, mask=keep[:, None], other=0.0)
-        acc = tl.dot(a, b, acc)
+            b = tl.load(factor + first, mask=keep[None, :], other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc)
     tl.store(out_ptr + r.to(tl.int64)[:, None] * L + l[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def project(a: Tensor | Tokens, factor_EKL: Tensor, rows: RaggedRows) -> Tensor:
+def project(a: Tensor | Tokens, factor_ELK: Tensor, rows: RaggedRows) -> Tensor:
     """[R, L]: each row, or its token, times its expert's factor; rows past the end are undefined.
 
     Args:
         a: [R, K].
-        factor_EKL: in the dtype of a, zeros in columns that are padding.
+        factor_ELK: in the dtype of a, zeros in columns that are padding.
     """
     matrix, source_R, choices = (a.x_TD, a.source_R, a.choices) if isinstance(a, Tokens) else (a, None, 0)
-    _, width, columns = factor_EKL.shape
+    _, columns, width = factor_ELK.shape
     out_RL = torch.empty(rows.num_rows, columns, dtype=matrix.dtype, device=matrix.device)
     if rows.num_rows:
         sizes = PROJECT
@@ -150,7 +201,7 @@ def project(a: Tensor | Tokens, factor_EKL: Tensor, rows: RaggedRows) -> Tensor:
         height = min(sizes.rows, block)
         launch(
             _project_kernel, (rows.entries_M4.shape[0] * (block // height),),
-            matrix, source_R, factor_EKL, out_RL, rows.entries_M4, rows.count, rows.num_rows, width, matrix.stride(0),
+            matrix, source_R, factor_ELK, out_RL, rows.entries_M4, rows.count, rows.num_rows, width, matrix.stride(0),
             CHOICES=choices, L=columns, BLOCK=block, ROWS=height, COLUMNS=sizes.columns,
             EVEN=width % sizes.columns == 0, num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
@@ -167,20 +218,22 @@ def _span(offsets_ptr, expert, part, parts, ROWS: tl.constexpr):
     return first, tl.minimum(first + height, end)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _outer_kernel(
+@triton.jit
+def _outer_rows(
     a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
     num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
     CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """low is [R, PLANES * L], and out [PLANES, parts, E, K, rank].
+    """Of a program for columns of `a`, an expert and a part of its rows.
 
-    PROJECTED: also partial[chunk of columns, R, L] = a factor, of those columns; there is one plane then.
+    low is [R, PLANES * L], and out [PLANES, parts, E, K, rank].
+    PROJECTED: also partial[chunk of columns, R] = a factor, of those columns; there is one plane then.
     """
-    expert = tl.program_id(1)
-    first, last = _span(offsets_ptr, expert, tl.program_id(2), tl.num_programs(2), ROWS)
-    k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # programs of the same columns run at the same time: L2 then holds these columns of all tokens
+    expert, chunk, part = tl.program_id(0), tl.program_id(1), tl.program_id(2) % PARTS
+    first, last = _span(offsets_ptr, expert, part, PARTS, ROWS)
+    k = chunk * COLUMNS + tl.arange(0, COLUMNS)
     keep = k < width
     l = tl.arange(0, L)
     wide = tl.arange(0, PLANES * L)
@@ -205,13 +258,60 @@ def _outer_kernel(
             low = (low.to(tl.float32) * weight.to(tl.float32)[:, None]).to(low.dtype)
         acc = tl.dot(tl.trans(a), low, acc)
         if PROJECTED:
-            part = tl.dot(a, factor)
-            out = partial_ptr + (tl.program_id(0).to(tl.int64) * num_rows + at) * L + l[None, :]
-            tl.store(out, part.to(partial_ptr.dtype.element_ty), mask=inside[:, None])
-    slot = (tl.program_id(2) * tl.num_programs(1) + expert).to(tl.int64)
+            out = partial_ptr + (chunk.to(tl.int64) * num_rows + at) * low_stride + l[None, :]
+            tl.store(out, tl.dot(a, factor).to(partial_ptr.dtype.element_ty), mask=inside[:, None])
+    slot = (part * tl.num_programs(0) + expert).to(tl.int64)
     place = (wide // L).to(tl.int64) * plane_size + wide % L
     out = out_ptr + (slot * width + k[:, None]) * rank + place[None, :]
     tl.store(out, acc * scale, mask=keep[:, None] & (wide % L < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _outer_kernel(
+    a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
+    num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
+    CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    _outer_rows(
+        a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
+        num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
+        CHOICES, PLANES, WEIGHTED, PROJECTED, L, ROWS, COLUMNS, EVEN, PARTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _hidden_outer_kernel(
+    z_ptr, h_ptr, u_ptr, v_down_ptr, b_ptr, partial_ptr, out_ptr, offsets_ptr,
+    num_rows, width, rank, plane_size, scale,
+    PLANES: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """out is [PLANES + 1, parts, E, F, rank]: z's planes with u, then h with v_down."""
+    which = (tl.program_id(2) // PARTS).to(tl.int64)
+    WIDE: tl.constexpr = PLANES * L
+    if which < PLANES:
+        _outer_rows(
+            z_ptr + which * num_rows * width, None, u_ptr + which * L, None,
+            b_ptr + which * tl.num_programs(0) * width * WIDE + which * L, partial_ptr + which * L,
+            out_ptr + which * plane_size, offsets_ptr, num_rows, width, width, WIDE, WIDE, rank, plane_size, scale,
+            0, 1, False, True, L, ROWS, COLUMNS, EVEN, PARTS,
+        )  # fmt: skip
+    else:
+        _outer_rows(
+            h_ptr, None, v_down_ptr, None, None, None, out_ptr + PLANES * plane_size, offsets_ptr,
+            num_rows, width, width, L, 0, rank, plane_size, 1.0,
+            0, 1, False, False, L, ROWS, COLUMNS, EVEN, PARTS,
+        )  # fmt: skip
+
+
+def _outer_options(width: int) -> dict[str, Any]:
+    """Of both kernels."""
+    sizes = OUTER
+    return {
+        "ROWS": sizes.rows, "COLUMNS": sizes.columns, "EVEN": width % sizes.columns == 0, "PARTS": sizes.parts,
+        "num_warps": sizes.warps, "num_stages": sizes.stages,
+    }  # fmt: skip
 
 
 def outer(
@@ -223,47 +323,36 @@ def outer(
     planes: int = 1,
     scale: float = 1.0,
     weights_TK: Tensor | None = None,
-    source_R: Tensor | None = None,
     factor_EKL: Tensor | None = None,
-    out: Tensor | None = None,
-    projected: Tensor | None = None,
+    source_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sums over each expert's rows of a_r low_r, fp32 [P, E, K, rank], and, given a factor, [R, L] = a factor.
 
     Args:
         a: [R, K].
-        low: [R, P * L], columns of a tensor that may have more.
+        low: [R, P * L].
         weights_TK, source_R: multiply each row of low.
-        factor_EKL: columns of a tensor that may have more.
-        out, projected: for the results, which are made here without.
     """
     matrix, choices = (a.x_TD, a.choices) if isinstance(a, Tokens) else (a, 0)
     source_R = a.source_R if isinstance(a, Tokens) else source_R
     experts, width, columns = rows.offsets_E.shape[0], matrix.shape[1], low.shape[1] // planes
-    sizes = OUTER
-    chunks = cdiv(width, sizes.columns)
-    if out is None or sizes.parts > 1:
-        made = torch.empty(planes, sizes.parts, experts, width, rank, dtype=torch.float32, device=matrix.device)
-    else:
-        made = out.view(planes, 1, experts, width, rank)
+    chunks = cdiv(width, OUTER.columns)
+    made = torch.empty(planes, OUTER.parts, experts, width, rank, dtype=torch.float32, device=matrix.device)
     partial = None
     if factor_EKL is not None:
         partial = torch.empty(chunks, rows.num_rows, columns, dtype=matrix.dtype, device=matrix.device)
     launch(
-        _outer_kernel, (chunks, experts, sizes.parts),
+        _outer_kernel, (experts, chunks, OUTER.parts),
         matrix, source_R, low, weights_TK, factor_EKL, partial, made, rows.offsets_E,
-        rows.num_rows, width, matrix.stride(0), low.stride(0),
-        0 if factor_EKL is None else factor_EKL.stride(1), rank, made[0].numel(), float(scale),
+        rows.num_rows, width, matrix.stride(0), low.stride(0), columns, rank, made[0].numel(), float(scale),
         CHOICES=choices, PLANES=planes, WEIGHTED=weights_TK is not None, PROJECTED=partial is not None, L=columns,
-        ROWS=sizes.rows, COLUMNS=sizes.columns, EVEN=width % sizes.columns == 0, num_warps=sizes.warps,
-        num_stages=sizes.stages,
+        **_outer_options(width),
     )  # fmt: skip
-    if partial is not None:
-        projected = torch.sum(partial, 0) if projected is None else torch.sum(partial, 0, out=projected)
-    if sizes.parts == 1:
-        return made[:, 0], projected
-    whole = made.sum(1)
-    return whole if out is None else out.copy_(whole.view(out.shape)), projected
+    return _add_parts(made), None if partial is None else torch.sum(partial, 0)
+
+
+def _add_parts(made: Tensor) -> Tensor:
+    return made[:, 0] if made.shape[1] == 1 else made.sum(1)
 
 
 class Hidden(NamedTuple):
@@ -306,18 +395,15 @@ def hidden_backward_(
     # In one kernel with these products, whose tiles change layout for each, the activation took as long as both do
     # apart: 0.93 ms, of which the pass over memory is 0.45 (H100, OLMoE's shape)
     dots = activation_backward_(dh_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
-    db = torch.empty(planes, *b_PEFL.shape[1:3], rank, dtype=torch.float32, device=z_PRF.device)
-    v_RL = torch.empty(num_rows, planes * columns, dtype=z_PRF.dtype, device=z_PRF.device)
-    for plane, (z_RF, b_EFL) in enumerate(zip(z_PRF, b_PEFL, strict=True)):
-        own = slice(plane * columns, (plane + 1) * columns)
-        outer(
-            z_RF,
-            u_RL[:, own],
-            rows,
-            rank,
-            scale=scale,
-            factor_EKL=b_EFL[..., own],
-            out=db[plane],
-            projected=v_RL[:, own],
-        )
-    return Hidden(db, outer(dh_RF, v_down_RL, rows, rank)[0][0], v_RL, dots)
+    experts, width = b_PEFL.shape[1:3]
+    chunks = cdiv(width, OUTER.columns)
+    like: dict[str, Any] = {"device": z_PRF.device}
+    made = torch.empty(planes + 1, OUTER.parts, experts, width, rank, dtype=torch.float32, **like)
+    partial = torch.empty(chunks, num_rows, planes * columns, dtype=z_PRF.dtype, **like)
+    launch(
+        _hidden_outer_kernel, (experts, chunks, (planes + 1) * OUTER.parts),
+        z_PRF, dh_RF, u_RL, v_down_RL, b_PEFL, partial, made, rows.offsets_E,
+        num_rows, width, rank, made[0].numel(), float(scale), PLANES=planes, L=columns, **_outer_options(width),
+    )  # fmt: skip
+    whole = _add_parts(made)
+    return Hidden(whole[:planes], whole[planes], torch.sum(partial, 0), dots)

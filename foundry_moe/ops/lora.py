@@ -9,7 +9,7 @@ Shapes: R rows, E experts, D model width, F expert width, L rank of the adapters
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.ops.backends import takes_hopper
 from foundry_moe.ops.expert_linear import expert_linear
-from foundry_moe.ops.low_rank import MOST_RANK, Frozen, kernels_mlp
+from foundry_moe.ops.low_rank import MOST_RANK, Factors, Frozen, kernels_mlp
 from foundry_moe.ops.permute import PermutePlan, permute, unpermute
 from foundry_moe.ops.reference import POINTWISE
 
@@ -110,10 +110,9 @@ def lora_mlp(
         memory: save | recompute everything in the backward pass.
     """
     if backend == "blocksparse" and _on_kernels(x_TD, weights, adapters):
-        scale, factors = adapters.scale, _stacked(weights, adapters)
-        return kernels_mlp(
-            x_TD, weights_TK, plan, Frozen(*weights, scale), factors, activation=activation, memory=memory
-        )
+        factors = Factors(*(factor for adapter in adapters[:3] for factor in adapter or (None, None)))
+        frozen = Frozen(*weights, adapters.scale)
+        return kernels_mlp(x_TD, weights_TK, plan, frozen, factors, activation=activation, memory=memory)
     product, act = _PRODUCTS[backend], POINTWISE[activation]
     w1, v1, w2 = weights
     x_RD = permute(x_TD, plan)
@@ -147,20 +146,3 @@ def _on_kernels(x_TD: Tensor, weights: tuple[Tensor, Tensor | None, Tensor], ada
     frozen = not any(weight is not None and weight.requires_grad for weight in weights)
     kernels = takes_hopper(x_TD.device, x_TD.dtype, *weights[2].shape[1:])
     return kernels and frozen and not adapters.dropout and max(ranks) <= MOST_RANK
-
-
-def _stacked(
-    weights: tuple[Tensor, Tensor | None, Tensor], adapters: Adapters
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The factors of `low_rank`, with zeros for a matrix that has no adapter."""
-    rank = next(one for one in (adapters.w1, adapters.v1, adapters.w2) if one is not None).a_EKL.shape[2]
-
-    def of(adapter: Adapter | None, weight: Tensor) -> Adapter:
-        experts, outputs, inputs = weight.shape
-        new: dict[str, Any] = {"device": weight.device, "dtype": torch.float32}
-        return adapter or Adapter(torch.zeros(experts, inputs, rank, **new), torch.zeros(experts, outputs, rank, **new))
-
-    w1, v1, w2 = weights
-    up = [of(adapters.w1, w1), *(() if v1 is None else (of(adapters.v1, v1),))]
-    down = of(adapters.w2, w2)
-    return torch.stack([one.a_EKL for one in up]), torch.stack([one.b_ENL for one in up]), down.a_EKL, down.b_ENL

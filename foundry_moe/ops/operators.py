@@ -44,9 +44,11 @@ class _Schema:
         return [record(*islice(left, len(record._fields))) if record else next(left) for record in self.records]
 
     def flatten_gradients(self, grads: Iterable[Any]) -> tuple[Any, ...]:
-        """A record has no gradient: None for it becomes None for each field."""
-        pairs = zip(grads, self.records, strict=True)
-        return tuple(None if record else grad for grad, record in pairs for _ in (record._fields if record else (0,)))
+        """A gradient for each field: None for a record is None for all of its fields."""
+        flat: list[Any] = []
+        for grad, record in zip(grads, self.records, strict=True):
+            flat.extend((grad or (None,) * len(record._fields)) if record else (grad,))
+        return tuple(flat)
 
     def flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of all fields, with the signature that torch.library infers a schema from."""
@@ -104,25 +106,31 @@ def differentiable(
     Args:
         call: from `operator`.
         save: of (ctx, inputs, output), as `register_autograd` wants it.
-        backward: of (ctx, *gradients of the outputs); one result for each argument, None for a record.
+        backward: of (ctx, *gradients of the outputs); one result for each argument, for a record one of its fields'
+            gradients or None. `ctx.needs_input_grad` has each field by itself.
     """
     compiled, function, schema = call.operator, call.function, call.schema  # type: ignore[attr-defined]
+
+    def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return schema.flatten_gradients(backward(ctx, *grads))
+
     compiled.register_autograd(
-        lambda ctx, *grads: schema.flatten_gradients(backward(ctx, *grads)),
-        setup_context=lambda ctx, inputs, output: save(ctx, schema.group(inputs), output),
+        gradients, setup_context=lambda ctx, inputs, output: save(ctx, schema.group(inputs), output)
     )
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
+        def forward(ctx: Any, *flat: Any) -> Any:
+            inputs = schema.group(flat)
             output = function(*inputs)
             save(ctx, inputs, output)
             return output
 
-    Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
+    Eager.backward = staticmethod(gradients)  # type: ignore[method-assign]
 
     def apply(*args: Any) -> Any:
-        return compiled(*schema.flatten(args)) if is_traced(args[0]) else Eager.apply(*args)
+        flat = schema.flatten(args)
+        return compiled(*flat) if is_traced(args[0]) else Eager.apply(*flat)
 
     apply.__doc__ = call.__doc__
     return apply

@@ -194,15 +194,15 @@ def launch_low_rank(dtype: torch.dtype) -> None:
     rows, weights_TK = expert_products.ragged_rows(offsets_E, R), torch.zeros(T, K)
     tokens = expert_products.Tokens(x_TD=torch.zeros(T, D, dtype=dtype), source_R=source_R, choices=K)
     low, wide, h, z = (torch.zeros(*shape, dtype=dtype) for shape in ((R, 16), (R, 32), (R, F), (2, R, F)))
-    factor, b = torch.zeros(E, D, 16, dtype=dtype), torch.zeros(2, E, F, 32, dtype=dtype)
-    low_rank.project(tokens, torch.zeros(E, D, 32, dtype=dtype), rows)
-    low_rank.project(h, torch.zeros(E, F, 16, dtype=dtype), rows)
-    low_rank.outer(tokens, low, rows, 16, weights_TK=weights_TK, factor_EKL=factor)
+    of_d, of_f = torch.zeros(E, D, 16), torch.zeros(E, F, 16)
+    factors = low_rank.Factors(of_d, of_f, of_d, of_f, of_f, of_d)
+    packed = low_rank.pack(factors, torch.zeros(E, D, F, dtype=dtype), 2, 2.0)
+    low_rank.project(tokens, packed.up_a, rows)
+    low_rank.project(h, packed.down_a, rows)
+    low_rank.outer(tokens, low, rows, 16, weights_TK=weights_TK, factor_EKL=packed.down_b[0])
     low_rank.outer(tokens, wide, rows, 16, planes=2)
-    for form in ({}, {"apart": True}, {"transposed": True}):
-        low_rank.pack(torch.zeros(2, E, D, 16), dtype, **form)
     low_rank.hidden_backward_(
-        h, z, wide, low, b, rows, 16, scale=2.0, activation="silu", weights_TK=weights_TK, source_R=source_R
+        h, z, wide, low, packed.up_b, rows, 16, scale=2.0, activation="silu", weights_TK=weights_TK, source_R=source_R
     )
 
 

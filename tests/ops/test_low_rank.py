@@ -15,8 +15,8 @@ from foundry_moe_kernels.launch import INTERPRETED
 from foundry_moe_kernels.tuning import Tile
 
 from foundry_moe.ops import plan_permute
-from foundry_moe.ops.lora import Adapter, Adapters, _stacked, lora_mlp
-from foundry_moe.ops.low_rank import Frozen, kernels_mlp
+from foundry_moe.ops.lora import Adapter, Adapters, lora_mlp
+from foundry_moe.ops.low_rank import Factors, Frozen, kernels_mlp
 
 pytest.importorskip("triton.tools.tensor_descriptor", reason="Triton before 3.4 has no tensor descriptors")
 CUDA = torch.cuda.is_available()
@@ -62,6 +62,11 @@ def adapters_of(factors, gated: bool) -> Adapters:
     return Adapters(pairs[0], pairs[1] if gated else None, pairs[-1], scale=0.7)
 
 
+def factors_of(factors, gated: bool) -> Factors:
+    up = factors[:-2] if gated else [*factors[:2], None, None]
+    return Factors(*up, *factors[-2:])
+
+
 def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     return float((ours.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
@@ -77,7 +82,7 @@ def test_outputs_and_every_gradient_equal_plain_products(rank, activation, gated
     plan = plan_permute(experts_TK, E)
     adapters = adapters_of(factors, gated)
     y_TD = kernels_mlp(
-        x_TD, weights_TK, plan, Frozen(*weights, adapters.scale), _stacked(weights, adapters),
+        x_TD, weights_TK, plan, Frozen(*weights, adapters.scale), factors_of(factors, gated),
         activation=activation, memory=memory,
     )  # fmt: skip
     dy_TD = torch.randn_like(y_TD)
@@ -99,11 +104,11 @@ def test_outputs_and_every_gradient_equal_plain_products(rank, activation, gated
 
 def test_rows_in_several_parts_give_the_same_gradients(monkeypatch):
     x_TD, weights_TK, experts_TK, weights, factors = problem(4, True, True)
-    adapters, plan = adapters_of(factors, True), plan_permute(experts_TK, E)
+    plan = plan_permute(experts_TK, E)
 
     def gradients() -> list[torch.Tensor]:
         y_TD = kernels_mlp(
-            x_TD, weights_TK, plan, Frozen(*weights, 0.7), _stacked(weights, adapters), activation="silu", memory="save"
+            x_TD, weights_TK, plan, Frozen(*weights, 0.7), factors_of(factors, True), activation="silu", memory="save"
         )
         return list(torch.autograd.grad(y_TD.float().sin().sum(), factors))
 
