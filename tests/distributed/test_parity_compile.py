@@ -7,7 +7,7 @@ import pytest
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import parity_worker, trainer_worker
 from tests.helpers.launching import PRELOAD
-from tests.helpers.small_training import CASES, TOLERANCE, compare, run_case
+from tests.helpers.small_training import CASES, TOLERANCE, Case, compare, run_case
 from tests.helpers.tiny_runs import YAML, largest_difference, mesh
 
 BLOCKS = {"algorithms.dmoe.mesh.compile": "blocks"}
@@ -15,8 +15,10 @@ BLOCKS = {"algorithms.dmoe.mesh.compile": "blocks"}
 
 def test_compiled_blocks_on_meshes_equal_one_process_in_fp64() -> None:
     """Without a code generator, whose order of sums is its own: graphs, breaks and gradients are the point."""
-    results = run_processes(parity_worker.compiled, [(1, 1, 2), (1, 2, 1)], world_size=2, preload=PRELOAD)
-    for case in CASES[:2]:
+    adapters = Case(name="adapters", moe={**CASES[0].moe, "lora": {"r": 3, "alpha": 5}})
+    cases = (*CASES[:2], adapters)
+    results = run_processes(parity_worker.compiled, [(1, 1, 2), (1, 2, 1)], cases, world_size=2, preload=PRELOAD)
+    for case in cases:
         expected = run_case(case, None)
         for mesh_, seen in results[case.name].items():
             rows = compare(seen, expected)

@@ -8,6 +8,7 @@ Letters: D model width, F expert width, E experts, K choices, S sequence length,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from foundry_moe.schema import from_mapping, section
 
 MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 HUGGING_FACE = "hf_causal_lm"
+ADAPTER = r"_[AB]_E[DF]L$"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class ModelShape:
     outside_blocks: parameters of embeddings, head and last norm.
     looked_up: of these, the parameters that take part in no matrix product.
     fused_loss: the loss is computed without holding all logits (see `foundry_moe.models.loss_head`).
+    disabled_dense, disabled_experts: parameters outside experts, and of a layer's experts (of their adapters, if there
+        are any), that `optimizer.disable_grad` or `freeze` excludes from training.
     """
 
     layers: int
@@ -52,6 +56,8 @@ class ModelShape:
     outside_blocks: float
     looked_up: int
     fused_loss: bool = False
+    disabled_dense: float = 0.0
+    disabled_experts: float = 0.0
 
     @property
     def expert_widths(self) -> tuple[int, ...]:
@@ -94,7 +100,12 @@ class ModelShape:
     @property
     def trained_experts_a_layer(self) -> int:
         """Parameters of experts, or of their adapters, that have gradients."""
-        return self.adapters_a_layer or self.experts_a_layer
+        return (self.adapters_a_layer or self.experts_a_layer) - round(self.disabled_experts)
+
+    @property
+    def trained_share(self) -> float:
+        """Of the parameters outside experts."""
+        return 1.0 - self.disabled_dense / self.dense
 
     @property
     def moe_block(self) -> float:
@@ -257,12 +268,16 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from foundry_moe.algorithms.parameter_rules import patterns_of
     from foundry_moe.layers.lookup import named_moe_layers
     from foundry_moe.models.block_plans import find_blocks
     from foundry_moe.models.conversion import apply_dmoe
 
     def count(module: torch.nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
+
+    def is_disabled(name: str, parameter: torch.nn.Parameter) -> bool:
+        return not parameter.requires_grad or any(re.search(pattern, f"model.{name}") for pattern in patterns)
 
     def mean(counts: list[int]) -> float:
         return sum(counts) / len(counts) if counts else 0.0
@@ -286,6 +301,13 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
             "has no feed-forward block that algorithms.dmoe can replace"
         )
     first = next(iter(layers.values()))
+    patterns = patterns_of(section(run, "optimizer").get("disable_grad"))
+    disabled = {True: 0, False: 0}  # of experts, of the rest
+    for name, parameter in built.named_parameters():
+        of_experts = ".experts." in name
+        base = of_experts and first.config.lora_config is not None and not re.search(ADAPTER, name)
+        if is_disabled(name, parameter) and not base:
+            disabled[of_experts] += parameter.numel()
     inside = sum(count(built.get_submodule(name)) for name in blocks)
     around = sum(count(built.get_submodule(name.rpartition(".")[0])) for name in blocks) - inside
     heads = config.num_attention_heads
@@ -310,4 +332,6 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         dense_ffn=mean([size for name, size in blocks.items() if name not in layers]),
         outside_blocks=before - around - sum(blocks.values()),
         looked_up=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
+        disabled_dense=disabled[False],
+        disabled_experts=disabled[True] / len(layers),
     )

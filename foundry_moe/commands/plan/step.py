@@ -64,9 +64,9 @@ def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
 
 
 def trained_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
-    """Of these, the ones with gradients and optimizer state; `optimizer.disable_grad` is not read."""
+    """Of these, the ones with gradients and optimizer state."""
     experts = shape.moe_layers * shape.trained_experts_a_layer
-    return shape.dense / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
+    return shape.dense * shape.trained_share / mesh.dense_shard + experts / (mesh.shard * mesh.expert)
 
 
 def ranks_per_token(num_experts: int, top_k: int, ranks: int) -> float:
@@ -99,7 +99,7 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
     # FSDP's units: their number, the parameters of one, those with gradients, the ranks that shard it, and the
     # distance between these ranks
     block = shape.dense / (shape.layers + 1)
-    units = {"dense": (shape.layers + 1, block, block, mesh.dense_shard, 1)}
+    units = {"dense": (shape.layers + 1, block, block * shape.trained_share, mesh.dense_shard, 1)}
     if shape.moe_layers:
         size = (shape.experts_a_layer + shape.adapters_a_layer) / mesh.expert
         trained = shape.trained_experts_a_layer / mesh.expert
@@ -179,6 +179,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     """
     tokens, width = step.tokens, step.width
     held, trained = held_parameters(shape, mesh), trained_parameters(shape, mesh)
+    adapters = shape.moe_layers * shape.adapters_a_layer / (mesh.shard * mesh.expert)  # fp32
     layer = _saved_by_moe_block(shape, mesh, step)
     if step.checkpointed:
         saved = shape.layers * tokens * shape.d_model * width + layer
@@ -193,11 +194,11 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         logits = width * (4 + 1) * hidden + (4 + width) * head
     else:
         logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
-    unsharded = shape.dense + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
+    unsharded = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
     kept = unsharded if step.reductions < step.microbatches else trained
     at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
     unit = shape.experts_a_layer / mesh.expert + shape.moe_block
-    trained_unit = shape.trained_experts_a_layer / mesh.expert + shape.moe_block
+    trained_unit = shape.trained_experts_a_layer / mesh.expert + shape.moe_block * shape.trained_share
     if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
         gathered: float = width * shape.total if step.stored == 4 else 0.0
         at_end = 4 * trained + layer + width * (unit + trained_unit) - gathered
@@ -206,7 +207,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         # a unit and the next one gathered, and the gradients of one, as computed and in fp32 for the reduction
         at_end = 4 * trained + layer + 2 * width * unit + (width + 4) * trained_unit
     return {
-        "weights": step.stored * held,
+        "weights": step.stored * held + (4 - step.stored) * adapters,
         "optimizer": step.state_bytes * trained,
         "gathered weights": gathered,
         "activations and logits" if at_loss > at_end else "gradients and a layer": max(at_loss, at_end),
@@ -280,7 +281,7 @@ def step_time(
     tokens_s = sum(message_s(m, constants) for m in messages if m.kind in (TOKENS, COUNTS))
     all_to_all = tokens_s + waits * LAUNCHES_WAITED * constants.launch_s
     exposed = _exposed_s(step, messages, sum(parts.values()) + all_to_all, constants)
-    once = held_parameters(shape, mesh) * (CLIP_BYTES + STEP_BYTES + step.state_bytes)
+    once = trained_parameters(shape, mesh) * (CLIP_BYTES + STEP_BYTES + step.state_bytes)
     parts |= {
         "optimizer": once / constants.memory_bytes_per_s,
         "all-to-all": all_to_all,
@@ -299,15 +300,21 @@ def _work(shape: ModelShape, mesh: MeshPlan, step: Step, constants: Constants) -
     memory = constants.memory_bytes_per_s
     head = shape.vocab_size * shape.d_model
     inside = shape.dense - shape.looked_up - head
-    products = 6 * t * (inside * again + head) * slower / rate_at(constants.dense_flops_per_s, shape.d_model)
+    # two products backward for a trained matrix, one for a frozen one
+    products = (
+        (4 + 2 * shape.trained_share)
+        * t
+        * (inside * again + head)
+        * slower
+        / rate_at(constants.dense_flops_per_s, shape.d_model)
+    )
     experts = 0.0
     if shape.moe_layers:
         rows = t * shape.moe.top_k * (1 + UNEVEN * (1 - 1 / mesh.expert))
-        # two products backward for a trained matrix, one for a frozen one
         work = 4 * shape.expert + 6 * shape.adapter if shape.adapter else 6 * shape.expert
         arithmetic = rows * work * again * slower / rate_at(constants.expert_flops_per_s, shape.expert_hidden)
-        # weights are read forward and backward, and their gradient is written
-        weights = (3 + again) * step.width * shape.experts_a_layer / mesh.expert / memory
+        # weights are read forward and backward, and the gradient of trained ones is written
+        weights = ((1 if shape.adapter else 3) + again) * step.width * shape.experts_a_layer / mesh.expert / memory
         # the transition between two roofs is smooth: 0.92 ms for roofs of 0.77 and 0.51 (RESULTS)
         experts = shape.moe_layers * math.hypot(arithmetic, weights) * (1.2 if shape.moe.memory == "recompute" else 1.0)
     attention = 6 * shape.sequence * shape.query_width * t * shape.layers * again / constants.attention_flops_per_s
@@ -323,13 +330,15 @@ def _work(shape: ModelShape, mesh: MeshPlan, step: Step, constants: Constants) -
 
 
 def _copied_bytes(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
-    held = held_parameters(shape, mesh)
+    held, trained = held_parameters(shape, mesh), trained_parameters(shape, mesh)
+    cast = held if step.stored == 4 else trained
     if mesh.world_size == 1:  # autocast casts weights, and their gradients back
-        return step.microbatches * 2 * CAST_BYTES * held if step.width == 2 else 0.0
-    whole = shape.dense + shape.experts / mesh.expert
+        return step.microbatches * CAST_BYTES * (cast + trained) if step.width == 2 else 0.0
+    whole = shape.dense + shape.moe_layers * (shape.experts_a_layer + shape.adapters_a_layer) / mesh.expert
+    reduced = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
     gathers = step.microbatches * (2 if step.resharded else 1)
-    gathered = gathers * (CAST_BYTES * held + COPY_BYTES * whole)
-    return gathered + step.reductions * (GRADIENT_BYTES * whole + REDUCED_BYTES * held)
+    gathered = gathers * (CAST_BYTES * cast + COPY_BYTES * whole)
+    return gathered + step.reductions * (GRADIENT_BYTES * reduced + REDUCED_BYTES * trained)
 
 
 def _exposed_s(step: Step, messages: tuple[Message, ...], busy_s: float, constants: Constants) -> float:
