@@ -28,7 +28,7 @@ def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
     if not rules or (name == "dmoe_steps" and (config.get("model") or {}).get("name") != "dmoe_causal_lm"):
         return config
     copied = {
-        "disable_grad": patterns_of(rules.get("disable_grad")),
+        "disable_grad": _patterns(rules.get("disable_grad")),
         "param_groups": [group["param_str_match"] for group in rules.get("param_groups", ())],
     }
     config["algorithms"] = {**algorithms, name: {**(algorithms.get(name) or {}), RULES: copied}}
@@ -78,8 +78,7 @@ def apply_rules(model: nn.Module, optimizers: Iterable[Optimizer], rules: Mappin
             group["params"] = parameters
 
 
-def patterns_of(given: Any) -> list[str]:
-    """The value of `disable_grad` as a list."""
+def _patterns(given: Any) -> list[str]:
     return [given] if isinstance(given, str) else list(given or ())
 
 

@@ -1,28 +1,19 @@
-"""Frozen weights that checkpoints leave out: a digest of their values, and the check that a resumed run has them.
-
-The digest is a sum over all elements, so that it does not depend on the mesh that holds them.
-"""
+"""What checkpoints record of the frozen weights they leave out, and the check that a resumed run has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import xxhash
 from composer.core import State
 from torch import Tensor, nn
 
 from foundry_moe.checkpoint.errors import MismatchError
-from foundry_moe.checkpoint.layout import Box, layout_of
-from foundry_moe.checkpoint.snapshot import local_part
 from foundry_moe.launch.checkpoint_settings import WHERE
+from foundry_moe.models.frozen_weights import digest
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-_MIX = (-0x61C8864680B583EB, -0x4B47D0C5A8A9B4E5)  # odd, of 64 bits
-_CHUNK = 2**22  # elements at a time
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def frozen_names(model: nn.Module) -> set[str]:
@@ -35,16 +26,9 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 def describe_base(state: State, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Any]:
     """The digest of these tensors and where they were loaded from, for a checkpoint's info. Collective."""
-    world_size = 1 if group is None else dist.get_world_size(group)
-    rank = dist.get_rank() if world_size > 1 else 0
-    total = sum(_digest(name, tensor, rank, world_size) for name, tensor in tensors.items())
-    if group is not None and world_size > 1:
-        parts: list[int] = [0] * world_size
-        dist.all_gather_object(parts, total, group=group)
-        total = sum(parts)
     named = (getattr(getattr(module, "config", None), "_name_or_path", "") for module in state.model.modules())
     place = str(state.load_path or "") or next((str(name) for name in named if name), "")
-    return {"digest": f"{total % 2**64:016x}", "tensors": len(tensors), "from": place}
+    return {"digest": digest(tensors, group), "tensors": len(tensors), "from": place}
 
 
 def check_base(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
@@ -56,28 +40,3 @@ def check_base(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
         f"(digest {there.get('digest')}), and this run has {here['tensors']}, from {here['from']!r} (digest "
         f"{here['digest']}): start it from the same weights, with {WHERE}.save_frozen: false, or give it another folder"
     )
-
-
-def _digest(name: str, tensor: Tensor, rank: int, world_size: int) -> int:
-    """This rank's share: of the boxes that several ranks hold, the first rank's count."""
-    boxes = [box for box, ranks in layout_of(tensor, world_size, name).chunks if min(ranks) == rank]
-    seed = xxhash.xxh3_64_intdigest(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()) | 1
-    return sum(seed * _sum(local_part(tensor), box, tuple(tensor.shape)) for box in boxes)
-
-
-def _sum(part: Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    if not part.ndim:
-        part, box, shape = part[None], ((0,), (1,)), (1,)
-    rows = max(1, _CHUNK // max(part[0].numel(), 1))
-    total = 0
-    for first in range(0, part.shape[0], rows):
-        some = part[first : first + rows].contiguous()
-        values = some.view(_INTEGERS[some.element_size()]).to(torch.int64)
-        index = torch.zeros((), dtype=torch.int64, device=part.device)
-        for dim, size in enumerate(shape):
-            start = box[0][dim] + (first if dim == 0 else 0)
-            places = torch.arange(start, start + some.shape[dim], device=part.device)
-            index = index[..., None] * size + places
-        mixed = (values ^ (index * _MIX[0])) * _MIX[1]
-        total += int(((mixed ^ (mixed >> 29)) * _MIX[0]).sum())
-    return total

@@ -20,7 +20,7 @@ from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.argument_types import dtype_named
 from foundry_moe.commands.chosen_checkpoint import with_checkpoint
-from foundry_moe.commands.export_adapter import merge, write_adapter
+from foundry_moe.commands.export_adapter import frozen_sources, merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, ExportCertificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
 from foundry_moe.commands.exported_files import INDEX, Source, sources_of, write_targets
@@ -49,7 +49,7 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
 
     def write(found: Found) -> ExportCertificate:
         architecture = _architecture(found, store)
-        exported = plan_export(store, found, architecture, dtype, merged=arguments.merge)
+        exported = plan_export(store, found, architecture, dtype, merged=arguments.merge, base=arguments.base)
         if arguments.check:
             certificate = certify(exported, out, with_logits=arguments.certify)
             certificate.write(out)
@@ -93,10 +93,6 @@ def _sources(found: Found, architecture: Architecture) -> dict[str, Source]:
     }
 
 
-def _place_of(base: Any) -> str:
-    return str(base.get("from")) if isinstance(base, dict) else "?"
-
-
 def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
     """The step and dtype that a folder was exported with, by its certificate; without one those asked for.
 
@@ -117,24 +113,29 @@ def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | 
 
 
 def plan_export(
-    store: Store, found: Found, architecture: Architecture, dtype: str | None, *, merged: bool = False
+    store: Store,
+    found: Found,
+    architecture: Architecture,
+    dtype: str | None,
+    *,
+    merged: bool = False,
+    base: str | None = None,
 ) -> Exported:
     """What is to be written, and of what.
 
     Args:
         dtype: as torch names it; None = as it was trained.
         merged: LoRA adapters are added to the weights.
+        base: where the weights are that a checkpoint leaves out; None = where the checkpoint says.
 
     Raises:
         ValueError: no family computes this, or there are no adapters to merge.
     """
-    base = found.manifest.info.get(FROZEN)
-    if base is not None:
-        raise ValueError(
-            f"the checkpoint of step {found.commit.step} leaves out the frozen weights (of {_place_of(base)!r}): use "
-            "--adapter, or continue the run for a batch with callbacks.elastic_checkpoint.save_frozen: true"
-        )
     sources = _sources(found, architecture)
+    if found.manifest.info.get(FROZEN) is not None:
+        sources |= frozen_sources(found.manifest.info[FROZEN], architecture, sources, base)
+    elif base is not None:
+        raise ValueError("--base is for checkpoints that leave out the frozen weights, and this one holds all: drop it")
     if merged:
         sources = merge(store, found, architecture, sources)
         architecture = replace(architecture, experts=replace(architecture.experts, lora=None))

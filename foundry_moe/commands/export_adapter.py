@@ -1,4 +1,4 @@
-"""LoRA adapters of a checkpoint: added to the experts' weights, or as a PEFT folder of their own.
+"""LoRA adapters of a checkpoint: added to the frozen weights, or as a PEFT folder of their own.
 
 Shapes: E experts, K inputs and N outputs of a matrix, L rank.
 """
@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from foundry_moe.checkpoint.dtypes import DTYPES
+from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import Source, read_whole
+from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.models.families import Family
 from foundry_moe.models.families.family import WeightPart
+from foundry_moe.models.frozen_weights import digest
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
 
@@ -39,6 +42,51 @@ def _scale_of(architecture: Architecture) -> float:
     if lora is None:
         raise ValueError("--merge and --adapter are for runs with lora, and this checkpoint has no adapters")
     return lora.scale
+
+
+def frozen_sources(
+    base: Any, architecture: Architecture, sources: Mapping[str, Source], place: str | None
+) -> dict[str, Source]:
+    """The weights that a checkpoint leaves out, as the run had them, from the Hugging Face model it began with.
+
+    Args:
+        base: what the checkpoint records of them.
+        place: a folder or name; None = the recorded one.
+
+    Raises:
+        ValueError: the model is not there, or is another one.
+    """
+    recorded = base if isinstance(base, Mapping) else {}
+    where = place or str(recorded.get("from") or "")
+    hint = "name the Hugging Face model that the run began with by --base FOLDER, or use --adapter"
+    if not where or architecture.model_type == "mpt":
+        raise ValueError(f"the checkpoint leaves out the frozen weights and records no place of theirs: {hint}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, torch_dtype="auto", trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the checkpoint leaves out the frozen weights, and {where} cannot be read ({reason}): {hint}"
+        ) from error
+    apply_dmoe(model, replace(architecture.experts, layers=architecture.layers, lora=None, backend="auto"), loaded=True)
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name in dict(model.named_parameters()) and name not in sources
+    }
+    found = {tensor.dtype for tensor in tensors.values()}
+    for dtype in (None, *sorted({torch.float32, torch.bfloat16, torch.float16} - found, key=str)):
+        cast = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
+        named = {f"{architecture.prefix}{name}": tensor for name, tensor in cast.items()}
+        if digest(named) == recorded.get("digest"):
+            return {
+                name: Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
+                for name, tensor in cast.items()
+            }
+    raise ValueError(
+        f"{where} does not hold the {recorded.get('tensors')} frozen tensors that the checkpoint leaves out (digest "
+        f"{recorded.get('digest')}): {hint}"
+    )
 
 
 def merge(store: Store, found: Found, architecture: Architecture, sources: Mapping[str, Source]) -> dict[str, Source]:

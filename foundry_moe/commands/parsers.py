@@ -184,6 +184,12 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="its folder or name, or none (default: the run's)")
     lora = parser.add_mutually_exclusive_group()
     lora.add_argument("--merge", action="store_true", help="add LoRA adapters to the experts' weights")
+    parser.add_argument(
+        "--base",
+        metavar="FOLDER",
+        help="with --merge, the Hugging Face model that the run began with, for checkpoints that leave out the frozen "
+        "weights (default: where the checkpoint says it is)",
+    )
     lora.add_argument("--adapter", action="store_true", help="write LoRA adapters alone, as a PEFT folder")
     parser.add_argument(
         "--format",

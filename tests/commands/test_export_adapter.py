@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from composer.models import HuggingFaceModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.models.adapters import load_adapter
 from foundry_moe.models.families import family_of
 from tests.helpers.commands import export
 from tests.helpers.exporting import Wrapped, commit, mpt
 from tests.helpers.families import small
+from tests.helpers.training import fit
 
 ROOT = Path(__file__).parents[2]
 PEFT = Path(os.environ.get("PEFT_PYTHON", ROOT / ".venv-transformers" / "bin" / "python"))
@@ -63,6 +66,45 @@ def test_a_merged_export_is_the_model_with_adapters(kind: str, tmp_path: Path) -
 def test_a_merged_mpt_in_bf16_is_certified(tmp_path: Path) -> None:
     model = drawn(mpt(moe={"lora": {"r": 4, "targets": ["w1", "w2"]}}))
     assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--merge", "--dtype", "bf16", "--certify") == 0
+
+
+def trained(base: Path, folder: Path, save_frozen: bool) -> None:
+    """Adapters alone, of a model in a folder whose weights are kept in bf16."""
+    model = AutoModelForCausalLM.from_pretrained(base, torch_dtype=torch.bfloat16)
+    blocks = family_of("mixtral").read(model.config)
+    apply_dmoe(model, MoEConfig(num_experts=blocks.num_experts, top_k=blocks.top_k, loss={}, lora={"r": 3, "alpha": 4}))
+    drawn(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("_A_E" in name or "_B_E" in name)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    callback = ElasticCheckpoint(folder=str(folder), interval="100ba", save_frozen=save_frozen)
+    composed = HuggingFaceModel(model, use_logits=True, shift_labels=True)
+    fit(composed, optimizer=optimizer, duration="1ba", callbacks=[callback], run_name="adapters")
+
+
+def test_a_checkpoint_without_the_base_is_merged_with_it(tmp_path: Path, capsys: Any) -> None:
+    small("mixtral").save_pretrained(tmp_path / "base")
+    for name, save_frozen in (("whole", True), ("parts", False)):
+        trained(tmp_path / "base", tmp_path / name, save_frozen)
+        words = ["--merge", "--certify"] if save_frozen else ["--merge", "--base", tmp_path / "base", "--certify"]
+        assert export(tmp_path / name, tmp_path / f"{name}-out", *words) == 0
+    whole, parts = (
+        load_file(tmp_path / f"{name}-out" / "model-00001-of-00001.safetensors") for name in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert export(tmp_path / "parts", tmp_path / "by-record", "--merge") == 0, "the checkpoint says where its base is"
+    other = small("mixtral")
+    with torch.no_grad():
+        next(other.parameters()).add_(0.1)
+    other.save_pretrained(tmp_path / "other")
+    for words, sentence in (
+        (("parts", "--base", tmp_path / "other"), "does not hold the"),
+        (("parts", "--base", tmp_path / "none"), "cannot be read"),
+        (("whole", "--base", tmp_path / "base"), "this one holds all: drop it"),
+    ):
+        capsys.readouterr()
+        assert export(tmp_path / words[0], tmp_path / "no", "--merge", *words[1:]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def tensors_of(model: nn.Module, tmp_path: Path, *words: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

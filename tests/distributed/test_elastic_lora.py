@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from foundry_moe.checkpoint.stores import open_store
 
 from foundry_moe.checkpoint.codec import inline_tensors
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.stores import open_store
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import lora_worker
 from tests.helpers.launching import PRELOAD

@@ -268,7 +268,6 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from foundry_moe.algorithms.parameter_rules import patterns_of
     from foundry_moe.layers.lookup import named_moe_layers
     from foundry_moe.models.block_plans import find_blocks
     from foundry_moe.models.conversion import apply_dmoe
@@ -301,7 +300,8 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
             "has no feed-forward block that algorithms.dmoe can replace"
         )
     first = next(iter(layers.values()))
-    patterns = patterns_of(section(run, "optimizer").get("disable_grad"))
+    given = section(run, "optimizer").get("disable_grad") or []
+    patterns = [given] if isinstance(given, str) else given
     disabled = {True: 0, False: 0}  # of experts, of the rest
     for name, parameter in built.named_parameters():
         of_experts = ".experts." in name
