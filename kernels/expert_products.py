@@ -230,9 +230,12 @@ def _rows_product(
     low_tiles = 0
     if low is not None:
         b = low.b.flip(0) if glu and swapped else low.b  # its planes side by side as those of the weights
-        low_a_desc = descriptors.rows(low.a_RL[None], tile.bm, tile.bk, specialised=special)
-        low_b_desc = descriptors.boxes(b, [box[0], 1, *box[1:]], specialised=special)
-        low_tiles = cdiv(low.a_RL.shape[1], tile.bk)
+        columns_L = low.a_RL.shape[1]
+        depth = min(columns_L, tile.bk) if special else tile.bk
+        low_box = [box[0], 1, box[1], depth] if transposed else [1, 1, depth, box[2]]
+        low_a_desc = descriptors.rows(low.a_RL[None], tile.bm, depth, specialised=special)
+        low_b_desc = descriptors.boxes(b, low_box, specialised=special)
+        low_tiles = cdiv(columns_L, depth)
     programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)
     if special:
         from foundry_moe_kernels import hopper_products

@@ -154,15 +154,17 @@ def _rows_producer(
             stage, phase = next_stage(stage, phase, STAGES)
         if LOW:
             for step in range(low_tiles):
-                k = step * BK
+                k = step * low_a_desc.block_type.shape[2]
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 ready = full.index(stage)
+                low_a = a_ring.index(stage)._reinterpret(a_ring.dtype, low_a_desc.block_type.shape, low_a_desc.layout)
+                low_b = b_ring.index(stage)._reinterpret(b_ring.dtype, low_b_desc.block_type.shape, low_b_desc.layout)
                 mbarrier.expect(ready, low_a_desc.block_type.nbytes + low_b_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(low_a_desc, [0, first_row, k], ready, a_ring.index(stage))
+                tma.async_copy_global_to_shared(low_a_desc, [0, first_row, k], ready, low_a)
                 if TRANS_B:
-                    tma.async_copy_global_to_shared(low_b_desc, [0, expert, column, k], ready, b_ring.index(stage))
+                    tma.async_copy_global_to_shared(low_b_desc, [0, expert, column, k], ready, low_b)
                 else:
-                    tma.async_copy_global_to_shared(low_b_desc, [0, expert, k, column], ready, b_ring.index(stage))
+                    tma.async_copy_global_to_shared(low_b_desc, [0, expert, k, column], ready, low_b)
                 if GATHERED:
                     async_copy.mbarrier_arrive(ready, increment_count=False)
                 stage, phase = next_stage(stage, phase, STAGES)
@@ -174,7 +176,7 @@ def _rows_producer(
 
 @gluon.jit
 def _rows_consumer(
-    c_desc, h_desc, ring, work, queue, buffers, HALF: gl.constexpr,
+    c_desc, h_desc, low, ring, work, queue, buffers, HALF: gl.constexpr, LOW: gl.constexpr,
     PLANES: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, TRANS_B: gl.constexpr,
     GATHERED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, LAST: gl.constexpr,
@@ -183,6 +185,7 @@ def _rows_consumer(
     num_blocks = gl.load(counts_ptr)
     tiles = num_blocks * column_tiles
     COLUMNS: gl.constexpr = BN // 2 if GATED else BN
+    more = (low[0], low[1], low_tiles)
     stage = 0
     phase = 0
     turn = 0
@@ -193,25 +196,25 @@ def _rows_consumer(
         start = gl.load(entry + 1)
         size = gl.load(entry + 2)
         row = gl.load(entry + 3) + HALF * (BM // 2)
-        steps = k_tiles * PLANES + low_tiles
+        steps = k_tiles * PLANES
         place = (0, WRAP, start + size, WRAP - size + row)
         column = column_tile * COLUMNS
         if row >= size:
-            stage, phase = skip(ring, stage, phase, steps, STAGES)
+            stage, phase = skip(ring, stage, phase, steps + low_tiles, STAGES)
         elif GATED:
             acc, stage, phase = multiply(
-                ring, stage, phase, steps, HALF, False, TRANS_B, GATHERED, BM, BN, BK, STAGES, BN
+                ring, stage, phase, steps, HALF, False, TRANS_B, GATHERED, BM, BN, BK, STAGES, BN, more, LOW
             )
             store_gated(acc, c_desc, h_desc, place, column, buffers, swapped, ACT)
         elif LAST == BN or column_tile < column_tiles - 1:
             stage, phase = multiply_and_store(
                 ring, stage, phase, steps, c_desc, place, column, buffers, HALF, False, TRANS_B, GATHERED,
-                BM, BN, BK, STAGES, SPLIT, BN
+                BM, BN, BK, STAGES, SPLIT, BN, more, LOW
             )  # fmt: skip
         else:
             stage, phase = multiply_and_store(
                 ring, stage, phase, steps, c_desc, place, column, buffers, HALF, False, TRANS_B, GATHERED,
-                BM, BN, BK, STAGES, SPLIT, LAST
+                BM, BN, BK, STAGES, SPLIT, LAST, more, LOW
             )  # fmt: skip
         turn += 1
         tile = _pop_tile(queue, turn)
@@ -261,7 +264,8 @@ def rows_kernel(
     GATED     c = gate and up, whose columns lie side by side in the tile; h = act(gate) * up
     GATHERED  row r of A is token source[r] // CHOICES of x (its width a multiple of BK); else A comes by a_desc
     LAST      columns to multiply of a row's last tile, unless GATED: see `last_columns`
-    LOW       low_tiles more steps, of low_a [1, R, L] and low_b, laid out as B, are added: c = A W + low_a low_b
+    LOW       low_tiles more steps, of low_a [1, R, L] and low_b, laid out as B, are added: c = A W + low_a low_b. They
+              are as deep as low_a's box, BK or less
     SLOTS     of the copier; 0 = none. Row r of out_desc becomes token source[r] // CHOICES of in_desc. Not GATHERED
     """
     ring = rings(a_desc, b_desc, STAGES, GATHERED)
@@ -279,10 +283,10 @@ def rows_kernel(
             mbarrier.init(ready.index(i), count=1)
         fence_async_shared()
         gl.warp_specialize([
-            (_rows_consumer, (c_desc, h_desc, ring, work, queue, first, 0, PLANES, GATED, ACT, TRANS_B, False,
-                              BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_consumer, (c_desc, h_desc, ring, work, queue, second, 1, PLANES, GATED, ACT, TRANS_B, False,
-                              BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_consumer, (c_desc, h_desc, low, ring, work, queue, first, 0, LOW, PLANES, GATED, ACT, TRANS_B,
+                              False, BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_consumer, (c_desc, h_desc, low, ring, work, queue, second, 1, LOW, PLANES, GATED, ACT, TRANS_B,
+                              False, BM, BN, BK, STAGES, SPLIT, LAST)),
             (_rows_producer, (a_desc, b_desc, low, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
                               False, LOW, BM, BK, STAGES)),
             (_copy, (in_desc, out_desc, source_ptr, end_ptr, slots, ready, CHOICES)),
@@ -292,10 +296,10 @@ def rows_kernel(
         MOST: gl.constexpr = 232 if GATHERED else 240
         LEAST: gl.constexpr = 40 if GATHERED else 24
         gl.warp_specialize([
-            (_rows_consumer, (c_desc, h_desc, ring, work, queue, first, 0, PLANES, GATED, ACT, TRANS_B, GATHERED,
-                              BM, BN, BK, STAGES, SPLIT, LAST)),
-            (_rows_consumer, (c_desc, h_desc, ring, work, queue, second, 1, PLANES, GATED, ACT, TRANS_B, GATHERED,
-                              BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_consumer, (c_desc, h_desc, low, ring, work, queue, first, 0, LOW, PLANES, GATED, ACT, TRANS_B,
+                              GATHERED, BM, BN, BK, STAGES, SPLIT, LAST)),
+            (_rows_consumer, (c_desc, h_desc, low, ring, work, queue, second, 1, LOW, PLANES, GATED, ACT, TRANS_B,
+                              GATHERED, BM, BN, BK, STAGES, SPLIT, LAST)),
             (_rows_producer, (a_desc, b_desc, low, ring, work, queue, tokens, PLANES, GATED, TRANS_B, COLUMNS, CHOICES,
                               GATHERED, LOW, BM, BK, STAGES)),
         ], [4, LOADERS], [MOST, LEAST])  # fmt: skip

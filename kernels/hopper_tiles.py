@@ -40,10 +40,12 @@ def multiply(
     ring, stage, phase, steps,
     HALF: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, GATHERED: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr,
+    low=None, LOW: gl.constexpr = False,
 ):  # fmt: skip
     """The first WIDE columns of one half [H, BN] of a tile, fp32.
 
-    A step's stage is released once the next step's product has been issued.
+    A step's stage is released once the next step's product has been issued. LOW: with steps that are less deep, whose
+    boxes lie at the beginning of a stage in a layout of their own.
     """
     a_ring, b_ring, full, empty = ring
     H: gl.constexpr = BM // 2
@@ -65,6 +67,22 @@ def multiply(
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=step > 0)
         stage, phase = next_stage(stage, phase, STAGES)
+    if LOW:
+        low_a, low_b, low_tiles = low
+        K: gl.constexpr = low_a.block_type.shape[2]
+        for _ in range(low_tiles):
+            mbarrier.wait(full.index(stage), phase)
+            a_box = a_ring.index(stage)._reinterpret(a_ring.dtype, low_a.block_type.shape, low_a.layout)
+            b_box = b_ring.index(stage)._reinterpret(b_ring.dtype, low_b.block_type.shape, low_b.layout)
+            a = a_box.reshape([BM, K]).slice(HALF * H, H, dim=0)
+            if TRANS_B:
+                b = b_box.reshape([BN, K]).slice(0, WIDE, dim=0).permute((1, 0))
+            else:
+                b = b_box.reshape([K, BN]).slice(0, WIDE, dim=1)
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index(_before(stage, STAGES)))
+            stage, phase = next_stage(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(_before(stage, STAGES)))
     return acc, stage, phase
@@ -124,10 +142,12 @@ def multiply_and_store(
     ring, stage, phase, steps, desc, place, column, buffers,
     HALF: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, GATHERED: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    WIDE: gl.constexpr,
+    WIDE: gl.constexpr, low=None, LOW: gl.constexpr = False,
 ):  # fmt: skip
     """Multiplies and stores the first WIDE columns of a half tile: of the matrix's last one, those that are there."""
-    acc, stage, phase = multiply(ring, stage, phase, steps, HALF, TRANS_A, TRANS_B, GATHERED, BM, BN, BK, STAGES, WIDE)
+    acc, stage, phase = multiply(
+        ring, stage, phase, steps, HALF, TRANS_A, TRANS_B, GATHERED, BM, BN, BK, STAGES, WIDE, low, LOW
+    )
     PART: gl.constexpr = BN // SPLIT
     if WIDE >= PART:
         _write(acc, desc, place, column, buffers, WIDE // PART)

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from foundry_moe_kernels import expert_products
+from foundry_moe_kernels.activations import activate_with_grad, formula, glu_with_grad
 from foundry_moe_kernels.expert_products import RaggedRows, Tokens
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
-from foundry_moe_kernels.pointwise import activation_backward_
 from torch import Tensor
 
 LEAST_COLUMNS = 16  # of a factor, for tensor cores
@@ -33,9 +33,10 @@ class Sizes(NamedTuple):
     stages: int = 3
 
 
-# H200: not tuned yet
+# H100: within 1% of the best of four others each for the shapes of OLMoE, Qwen3 and Mixtral
 PROJECT = Sizes(rows=64, columns=64, stages=4)
 OUTER = Sizes(rows=64, columns=128)
+HIDDEN = Sizes(rows=16, columns=128)
 
 
 def columns_of(rank: int) -> int:
@@ -230,8 +231,10 @@ def _outer_rows(
     low is [R, PLANES * L], and out [PLANES, parts, E, K, rank].
     PROJECTED: also partial[chunk of columns, R] = a factor, of those columns; there is one plane then.
     """
-    # programs of the same columns run at the same time: L2 then holds these columns of all tokens
-    expert, chunk, part = tl.program_id(0), tl.program_id(1), tl.program_id(2) % PARTS
+    chunk, expert, part = tl.program_id(0), tl.program_id(1), tl.program_id(2) % PARTS
+    experts = tl.num_programs(1)
+    if CHOICES:  # programs of the same columns run at the same time: L2 then holds these columns of all tokens
+        expert, chunk, experts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     first, last = _span(offsets_ptr, expert, part, PARTS, ROWS)
     k = chunk * COLUMNS + tl.arange(0, COLUMNS)
     keep = k < width
@@ -260,7 +263,7 @@ def _outer_rows(
         if PROJECTED:
             out = partial_ptr + (chunk.to(tl.int64) * num_rows + at) * low_stride + l[None, :]
             tl.store(out, tl.dot(a, factor).to(partial_ptr.dtype.element_ty), mask=inside[:, None])
-    slot = (part * tl.num_programs(0) + expert).to(tl.int64)
+    slot = (part * experts + expert).to(tl.int64)
     place = (wide // L).to(tl.int64) * plane_size + wide % L
     out = out_ptr + (slot * width + k[:, None]) * rank + place[None, :]
     tl.store(out, acc * scale, mask=keep[:, None] & (wide % L < rank)[None, :])
@@ -281,36 +284,70 @@ def _outer_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _hidden_outer_kernel(
-    z_ptr, h_ptr, u_ptr, v_down_ptr, b_ptr, partial_ptr, out_ptr, offsets_ptr,
-    num_rows, width, rank, plane_size, scale,
+def _planes_outer_kernel(
+    z_ptr, u_ptr, b_ptr, partial_ptr, out_ptr, offsets_ptr, num_rows, width, rank, plane_size, scale,
     PLANES: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out is [PLANES + 1, parts, E, F, rank]: z's planes with u, then h with v_down."""
-    which = (tl.program_id(2) // PARTS).to(tl.int64)
+    """Each plane of z [PLANES, R, F] with its columns of u; out is [PLANES, parts, E, F, rank]."""
+    plane = (tl.program_id(2) // PARTS).to(tl.int64)
     WIDE: tl.constexpr = PLANES * L
-    if which < PLANES:
-        _outer_rows(
-            z_ptr + which * num_rows * width, None, u_ptr + which * L, None,
-            b_ptr + which * tl.num_programs(0) * width * WIDE + which * L, partial_ptr + which * L,
-            out_ptr + which * plane_size, offsets_ptr, num_rows, width, width, WIDE, WIDE, rank, plane_size, scale,
-            0, 1, False, True, L, ROWS, COLUMNS, EVEN, PARTS,
-        )  # fmt: skip
-    else:
-        _outer_rows(
-            h_ptr, None, v_down_ptr, None, None, None, out_ptr + PLANES * plane_size, offsets_ptr,
-            num_rows, width, width, L, 0, rank, plane_size, 1.0,
-            0, 1, False, False, L, ROWS, COLUMNS, EVEN, PARTS,
-        )  # fmt: skip
+    _outer_rows(
+        z_ptr + plane * num_rows * width, None, u_ptr + plane * L, None,
+        b_ptr + plane * tl.num_programs(1) * width * WIDE + plane * L, partial_ptr + plane * L,
+        out_ptr + plane * plane_size, offsets_ptr, num_rows, width, width, WIDE, WIDE, rank, plane_size, scale,
+        0, 1, False, True, L, ROWS, COLUMNS, EVEN, PARTS,
+    )  # fmt: skip
 
 
-def _outer_options(width: int) -> dict[str, Any]:
-    """Of both kernels."""
-    sizes = OUTER
+@triton.jit(do_not_specialize=["num_rows"])
+def _activation_outer_kernel(
+    dh_ptr, z_ptr, low_ptr, weights_ptr, source_ptr, dots_ptr, out_ptr, offsets_ptr, num_rows, width, rank,
+    ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
+    WEIGHTED: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """z becomes its gradient, as in `pointwise`; out [parts, E, F, rank] sums h and low, and dots is [chunks, R]."""
+    chunk, expert = tl.program_id(0), tl.program_id(1)
+    first, last = _span(offsets_ptr, expert, tl.program_id(2), tl.num_programs(2), ROWS)
+    k = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    keep = k < width
+    l = tl.arange(0, L)
+    dtype = z_ptr.dtype.element_ty
+    up_at = num_rows.to(tl.int64) * width
+    acc = tl.zeros((COLUMNS, L), tl.float32)
+    for begin in range(first, last, ROWS):
+        r = begin + tl.arange(0, ROWS)
+        inside = r < last
+        here = inside[:, None] if EVEN else inside[:, None] & keep[None, :]
+        at = r.to(tl.int64)[:, None] * width + k[None, :]
+        dh = tl.load(dh_ptr + at, mask=here, other=0.0).to(tl.float32)
+        gate = tl.load(z_ptr + at, mask=here, other=0.0).to(tl.float32)
+        low = tl.load(low_ptr + r.to(tl.int64)[:, None] * L + l[None, :], mask=inside[:, None], other=0.0)
+        weight = tl.full((ROWS,), 1.0, tl.float32)
+        if WEIGHTED:
+            source = tl.load(source_ptr + r, mask=inside, other=0)
+            weight = tl.load(weights_ptr + source, mask=inside, other=0.0).to(tl.float32)
+        weighted = dh * weight[:, None]
+        if GLU:
+            up = tl.load(z_ptr + up_at + at, mask=here, other=0.0).to(tl.float32)
+            h, dgate, dup = glu_with_grad(gate, up, ACT, ALPHA, LIMIT, SHIFT)
+            tl.store(z_ptr + up_at + at, (weighted * dup).to(dtype), mask=here)
+        else:
+            h, dgate = activate_with_grad(gate, ACT)
+        tl.store(z_ptr + at, (weighted * dgate).to(dtype), mask=here)
+        if WEIGHTED:
+            tl.store(dots_ptr + chunk.to(tl.int64) * num_rows + r, tl.sum(dh * h, axis=1), mask=inside)
+        acc = tl.dot(tl.trans((h * weight[:, None]).to(dtype)), low, acc)
+    slot = (tl.program_id(2) * tl.num_programs(1) + expert).to(tl.int64)
+    out = out_ptr + (slot * width + k[:, None]) * rank + l[None, :]
+    tl.store(out, acc, mask=keep[:, None] & (l < rank)[None, :])
+
+
+def _options(sizes: Sizes, width: int) -> dict[str, Any]:
+    """Of kernels whose programs have columns of an operand of this width."""
     return {
-        "ROWS": sizes.rows, "COLUMNS": sizes.columns, "EVEN": width % sizes.columns == 0, "PARTS": sizes.parts,
-        "num_warps": sizes.warps, "num_stages": sizes.stages,
+        "ROWS": sizes.rows, "COLUMNS": sizes.columns, "EVEN": width % sizes.columns == 0, "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
     }  # fmt: skip
 
 
@@ -342,11 +379,11 @@ def outer(
     if factor_EKL is not None:
         partial = torch.empty(chunks, rows.num_rows, columns, dtype=matrix.dtype, device=matrix.device)
     launch(
-        _outer_kernel, (experts, chunks, OUTER.parts),
+        _outer_kernel, (*((experts, chunks) if choices else (chunks, experts)), OUTER.parts),
         matrix, source_R, low, weights_TK, factor_EKL, partial, made, rows.offsets_E,
         rows.num_rows, width, matrix.stride(0), low.stride(0), columns, rank, made[0].numel(), float(scale),
         CHOICES=choices, PLANES=planes, WEIGHTED=weights_TK is not None, PROJECTED=partial is not None, L=columns,
-        **_outer_options(width),
+        PARTS=OUTER.parts, **_options(OUTER, width),
     )  # fmt: skip
     return _add_parts(made), None if partial is None else torch.sum(partial, 0)
 
@@ -378,7 +415,7 @@ def hidden_backward_(
     weights_TK: Tensor | None,
     source_R: Tensor,
 ) -> Hidden:
-    """Through the activation: z_PRF becomes its gradient dz. In the same pass over them the products of adapters.
+    """Through the activation: z_PRF becomes its gradient dz. With the products of adapters, in two launches.
 
     Args:
         dh_RF: gradient of each row's hidden units, not yet weighted.
@@ -390,20 +427,27 @@ def hidden_backward_(
         db: of dz and u, times scale. da: of h, weighted, and v_down. v_RL: dz B. dots: fp32 [chunks, R], which add up
         to the gradient of each row's weight.
     """
-    planes, num_rows, _ = z_PRF.shape
-    columns = v_down_RL.shape[1]
-    # In one kernel with these products, whose tiles change layout for each, the activation took as long as both do
-    # apart: 0.93 ms, of which the pass over memory is 0.45 (H100, OLMoE's shape)
-    dots = activation_backward_(dh_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R)
-    experts, width = b_PEFL.shape[1:3]
-    chunks = cdiv(width, OUTER.columns)
+    planes, num_rows, width = z_PRF.shape
+    columns, experts = v_down_RL.shape[1], b_PEFL.shape[1]
     like: dict[str, Any] = {"device": z_PRF.device}
-    made = torch.empty(planes + 1, OUTER.parts, experts, width, rank, dtype=torch.float32, **like)
+    act, alpha, limit, shift = formula(activation)
+    # H100, Qwen3's layer: 0.82 of full training with the product of h in the activation's launch, 0.83 with h written
+    # and read again. With those of dz there too, whose tiles change layout for each, it took longer
+    chunks = cdiv(width, HIDDEN.columns)
+    da = torch.empty(1, HIDDEN.parts, experts, width, rank, dtype=torch.float32, **like)
+    dots = None if weights_TK is None else torch.empty(chunks, num_rows, dtype=torch.float32, **like)
+    launch(
+        _activation_outer_kernel, (chunks, experts, HIDDEN.parts),
+        dh_RF, z_PRF, v_down_RL, weights_TK, source_R, dots, da, rows.offsets_E, num_rows, width, rank,
+        ACT=act, ALPHA=alpha, LIMIT=limit, SHIFT=shift, GLU=planes == 2, WEIGHTED=weights_TK is not None, L=columns,
+        **_options(HIDDEN, width),
+    )  # fmt: skip
+    chunks = cdiv(width, OUTER.columns)
+    db = torch.empty(planes, OUTER.parts, experts, width, rank, dtype=torch.float32, **like)
     partial = torch.empty(chunks, num_rows, planes * columns, dtype=z_PRF.dtype, **like)
     launch(
-        _hidden_outer_kernel, (experts, chunks, (planes + 1) * OUTER.parts),
-        z_PRF, dh_RF, u_RL, v_down_RL, b_PEFL, partial, made, rows.offsets_E,
-        num_rows, width, rank, made[0].numel(), float(scale), PLANES=planes, L=columns, **_outer_options(width),
+        _planes_outer_kernel, (chunks, experts, planes * OUTER.parts),
+        z_PRF, u_RL, b_PEFL, partial, db, rows.offsets_E, num_rows, width, rank, db[0].numel(), float(scale),
+        PLANES=planes, L=columns, PARTS=OUTER.parts, **_options(OUTER, width),
     )  # fmt: skip
-    whole = _add_parts(made)
-    return Hidden(whole[:planes], whole[planes], torch.sum(partial, 0), dots)
+    return Hidden(_add_parts(db), _add_parts(da)[0], torch.sum(partial, 0), dots)

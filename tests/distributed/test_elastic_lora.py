@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from foundry_moe.checkpoint.stores import open_store
 
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.codec import inline_tensors
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.launch.processes import run_processes

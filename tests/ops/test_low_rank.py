@@ -37,6 +37,7 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(ep.autotune, "pick", lambda *a, **k: Tile(bm=32, bn=64, bk=16))
         monkeypatch.setattr(kernels, "PROJECT", kernels.Sizes(rows=16, columns=16))
         monkeypatch.setattr(kernels, "OUTER", kernels.Sizes(rows=16, columns=32))
+        monkeypatch.setattr(kernels, "HIDDEN", kernels.Sizes(rows=16, columns=32))
 
 
 def problem(rank: int, gated: bool, weighted: bool, dims=SIZES, dtype=DTYPE):
@@ -113,6 +114,7 @@ def test_rows_in_several_parts_give_the_same_gradients(monkeypatch):
         return list(torch.autograd.grad(y_TD.float().sin().sum(), factors))
 
     whole = gradients()
-    monkeypatch.setattr(kernels, "OUTER", kernels.OUTER._replace(parts=3))
+    for name in ("OUTER", "HIDDEN"):
+        monkeypatch.setattr(kernels, name, getattr(kernels, name)._replace(parts=3))
     for a, b in zip(whole, gradients(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
