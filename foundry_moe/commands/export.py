@@ -20,7 +20,7 @@ from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.argument_types import dtype_named
 from foundry_moe.commands.chosen_checkpoint import with_checkpoint
-from foundry_moe.commands.export_adapter import frozen_sources, merge, write_adapter
+from foundry_moe.commands.export_adapter import convert_adapter, frozen_sources, merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, ExportCertificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
 from foundry_moe.commands.exported_files import INDEX, Source, sources_of, write_targets
@@ -70,6 +70,19 @@ def _export_adapter(arguments: argparse.Namespace, store: Store, ledger: Ledger,
             return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
 
     print(f"{arguments.out}: {with_checkpoint(ledger, arguments.step, write)}")
+    return 0
+
+
+def convert_command(arguments: argparse.Namespace) -> int:
+    """`--adapter` of a PEFT folder: the same adapters in another format.
+
+    Raises:
+        ValueError: see `convert_adapter`.
+    """
+    folder, dtype = Path(arguments.run_folder), dtype_named(arguments.dtype)
+    with _beside(arguments.out.resolve()) as partial:
+        said = convert_adapter(folder, partial, arguments.base, arguments.format, dtype)
+    print(f"{arguments.out}: {said}")
     return 0
 
 

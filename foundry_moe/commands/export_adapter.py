@@ -6,6 +6,7 @@ Shapes: E experts, K inputs and N outputs of a matrix, L rank.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,15 +17,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import Source, read_whole
+from foundry_moe.models.adapters import Factors, factors_of, read_folder
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.models.families import Family
+from foundry_moe.models.families import Family, family_of
 from foundry_moe.models.families.family import WeightPart
 from foundry_moe.models.frozen_weights import digest
 from foundry_moe.models.native.architecture import Architecture
@@ -32,9 +34,8 @@ from foundry_moe.models.native.state_dict import native_of
 
 _FACTOR = re.compile(r"(.*?\.(\d+)\..*\.experts\.)(w1|v1|w2)_([AB])_E([DF])L")
 _FUSED = "base_model.model.model.layers.{layer}.mlp.experts."  # transformers 5's name in all families with such experts
-
-# (layer, matrix, factor) -> A [E, K, L] or B [E, N, L]
-Factors = dict[tuple[int, str, str], Tensor]
+FUSED_TARGETS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+GPT_OSS = "gpt_oss"
 
 
 def _scale_of(architecture: Architecture) -> float:
@@ -154,14 +155,68 @@ def write_adapter(
             for factor, rows in (("A", inputs), ("B", outputs)):
                 factors.setdefault((layer, matrix, factor), torch.zeros(native.blocks.num_experts, rows, rank))
     if form == "peft":
-        written, rank = dict(_fused(factors, native.blocks.layers)), 2 * rank
-        targets: dict[str, Any] = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+        written = dict(_fused(factors, native.blocks.layers))
+        rank, targets = _rank_of_fused(written, native.blocks.num_experts), FUSED_TARGETS
     else:
         written = dict(_per_expert(factors, native.blocks.layers, native.family, parts))
         targets = {"target_modules": sorted({part.theirs.split(".")[-2] for part in parts})}
+    _write(written, out, rank, scale, targets=targets, dtype=dtype)
+    layers = len(native.blocks.layers)
+    return f"step {found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}"
+
+
+def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype: str | None) -> str:
+    """Writes a PEFT folder's adapters in another format. GPT-OSS's: see `docs/how-to/lora.md`.
+
+    Args:
+        base: the folder of the model that is adapted, for its `config.json`.
+
+    Returns:
+        A sentence on what was written.
+
+    Raises:
+        ValueError: no base, a model of another kind, or a folder that cannot be read.
+    """
+    try:
+        config = json.loads((Path(base or "") / "config.json").read_text())
+        kind, experts = config["model_type"], config.get("num_local_experts") or config["num_experts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--base ({base}) must be the folder of the model that {folder} adapts, with its config.json: {error!r}"
+        ) from error
+    interleaved = kind == GPT_OSS
+    tensors, settings = read_folder(folder)
+    rank = new_rank = int(settings["r"])
+    factors = factors_of(tensors, rank, int(experts), folder, interleaved=interleaved)
+    layers = tuple(sorted({layer for layer, _, _ in factors}))
+    lacking = [
+        (layer, matrix) for layer in layers for matrix in ("w1", "v1", "w2") if (layer, matrix, "B") not in factors
+    ]
+    if lacking:
+        raise ValueError(f"{folder} has no adapter of {lacking[0][1]} in layer {lacking[0][0]}")
+    if form == "peft":
+        written = dict(_fused(factors, layers, interleaved=interleaved))
+        new_rank, targets = _rank_of_fused(written, int(experts)), FUSED_TARGETS
+    elif interleaved:
+        written, targets = dict(_stacked(factors, layers)), {"target_modules": ["down_proj", "gate_up_proj"]}
+    else:
+        family = family_of(kind)
+        blocks = family.read(AutoConfig.for_model(**config))
+        parts = [part for part in family.parts(blocks) if part.expert is not None]
+        written = dict(_per_expert(factors, layers, family, parts))
+        targets = {"target_modules": sorted({part.theirs.split(".")[-2] for part in parts})}
+    scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    _write(written, out, new_rank, scale, targets=targets, dtype=dtype)
+    return f"adapters of {len(layers)} layers of {kind} in the format {form}"
+
+
+def _write(
+    written: dict[str, Tensor], out: Path, rank: int, scale: float, *, targets: dict[str, list[str]], dtype: str | None
+) -> None:
     kind = DTYPES[dtype] if dtype else torch.float32
     save_file(
-        {name: tensor.to(kind).contiguous() for name, tensor in written.items()}, out / "adapter_model.safetensors"
+        {name: tensor.to(kind, copy=True).contiguous() for name, tensor in written.items()},
+        out / "adapter_model.safetensors",
     )
     # SGLang does not read rsLoRA's scale: alpha has it
     config = {
@@ -170,8 +225,6 @@ def write_adapter(
         **{"target_modules": [], **targets},
     }
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    layers = len(native.blocks.layers)
-    return f"step {found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}"
 
 
 def _per_expert(
@@ -186,19 +239,41 @@ def _per_expert(
             yield f"{name}.lora_B.weight", factors[layer, matrix, "B"][part.expert]
 
 
-def _fused(factors: Factors, layers: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+def _fused(factors: Factors, layers: tuple[int, ...], *, interleaved: bool = False) -> Iterator[tuple[str, Tensor]]:
     """A pair for `gate_up_proj` and one for `down_proj`: A [E M, K] and B [N, M E], whose columns are by rank first.
 
-    M = 2 L: gate and up have factors of their own, and one rank is for all.
+    M = L if gate and up have one A, as in a folder that peft wrote, else 2 L: one rank is for all.
     """
+    shared = all(torch.equal(factors[layer, "w1", "A"], factors[layer, "v1", "A"]) for layer in layers)
     for layer in layers:
         a1, b1, a3, b3, a2, b2 = (factors[layer, matrix, factor] for matrix in ("w1", "v1", "w2") for factor in "AB")
-        wide_a, wide_b = torch.cat([a1, a3], dim=2), torch.cat([_beside(b1, 0), _beside(b3, 1)], dim=1)
+        if shared:
+            wide_a, halves = a1, (b1, b3)
+        else:
+            wide_a, halves = torch.cat([a1, a3], dim=2), (_beside(b1, 0), _beside(b3, 1))
+            a2, b2 = _beside(a2, 0), _beside(b2, 0)
+        wide_b = torch.stack(halves, dim=2).flatten(1, 2) if interleaved else torch.cat(halves, dim=1)
         # the second target wraps the first, whose names so have `base_layer`
-        for place, a_EKM, b_ENM in (("base_layer.", wide_a, wide_b), ("", _beside(a2, 0), _beside(b2, 0))):
+        for place, a_EKM, b_ENM in (("base_layer.", wide_a, wide_b), ("", a2, b2)):
             name = f"{_FUSED.format(layer=layer)}{place}"
             yield f"{name}lora_A.weight", a_EKM.mT.flatten(0, 1)
             yield f"{name}lora_B.weight", b_ENM.permute(1, 2, 0).flatten(1)
+
+
+def _rank_of_fused(written: Mapping[str, Tensor], experts: int) -> int:
+    return next(tensor.shape[0] for name, tensor in written.items() if ".lora_A." in name) // experts
+
+
+def _stacked(factors: Factors, layers: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    """SGLang's GPT-OSS: A [E, M, K] and B [E, N, M] by expert, gate above up, which share an A."""
+    for layer in layers:
+        a1, b1, a3, b3, a2, b2 = (factors[layer, matrix, factor] for matrix in ("w1", "v1", "w2") for factor in "AB")
+        if not torch.equal(a1, a3):
+            raise ValueError(f"gate and up of layer {layer} have factors A of their own, and SGLang's format has one")
+        for matrix, a_EKM, b_ENM in (("gate_up_proj", a1, torch.cat([b1, b3], dim=1)), ("down_proj", a2, b2)):
+            name = f"{_FUSED.format(layer=layer)}{matrix}."
+            yield f"{name}lora_A.weight", a_EKM.mT
+            yield f"{name}lora_B.weight", b_ENM
 
 
 def _beside(factor: Tensor, side: int) -> Tensor:

@@ -171,7 +171,11 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
         "transformers. OUT is created once all of this is done, or not at all.",
         epilog="example: foundry-moe export s3://bucket/run exported --dtype bf16",
     )
-    parser.add_argument("run_folder", metavar="RUN", help="the checkpoints of a run: s3://, gs:// or az://, or a path")
+    parser.add_argument(
+        "run_folder",
+        metavar="RUN",
+        help="the checkpoints of a run: s3://, gs:// or az://, or a path; with --adapter also a PEFT folder",
+    )
     parser.add_argument("out", metavar="OUT", type=local_path, help="a new folder")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint that is good")
     parser.add_argument("--dtype", help="bf16, fp16 or fp32 (default: as it was trained)")
@@ -188,7 +192,7 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--base",
         metavar="FOLDER",
         help="with --merge, the Hugging Face model that the run began with, for checkpoints that leave out the frozen "
-        "weights (default: where the checkpoint says it is)",
+        "weights (default: where the checkpoint says it is); with --adapter of a PEFT folder, the model it adapts",
     )
     lora.add_argument("--adapter", action="store_true", help="write LoRA adapters alone, as a PEFT folder")
     parser.add_argument(
@@ -196,7 +200,7 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
         choices=("peft", "per-expert"),
         default="peft",
         help="of --adapter: peft's fused tensors for transformers 5, or one pair for each expert's matrix, for vLLM "
-        "and SGLang (default: peft)",
+        "and SGLang; of GPT-OSS peft's are for vLLM and the others for SGLang (default: peft)",
     )
     parser.add_argument("--file-gb", type=file_size_gb, default=5.0, help="size of one file in GB (default: 5)")
     add_store_arguments(parser)
@@ -204,6 +208,10 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
     def run(arguments: argparse.Namespace) -> int:
         from foundry_moe.commands.chosen_checkpoint import open_folder
 
+        if arguments.adapter and (Path(arguments.run_folder) / "adapter_config.json").is_file():
+            from foundry_moe.commands.export import convert_command
+
+            return convert_command(arguments)
         dtype_named(arguments.dtype)  # both before imports that take many seconds
         folder = open_folder(arguments.run_folder, arguments)
 

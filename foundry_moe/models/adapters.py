@@ -24,6 +24,7 @@ from foundry_moe.models.pretrained import local_box
 _MATRICES = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2", "w1": "w1", "w3": "v1", "w2": "w2"}
 _PAIR = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight$")
 _FUSED = re.compile(r"\.layers\.(\d+)\..*\.experts\.(base_layer\.)?lora_([AB])\.weight$")
+_STACKED = re.compile(r"\.layers\.(\d+)\..*\.experts\.(gate_up|down)_proj\.lora_([AB])\.weight$")
 
 # (layer, matrix, "A" or "B") -> A [E, K, M] or B [E, N, M]
 Factors = dict[tuple[int, str, str], Tensor]
@@ -39,12 +40,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         ValueError: no such folder, or adapters of another model, rank or target than the run's.
     """
     folder = Path(folder)
-    tensors, config = _read(folder)
+    tensors, config = read_folder(folder)
     layers = {layer.layer_index: layer for layer in moe_layers(model)}
     rank = int(config["r"])
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     counts = {layer.num_experts for layer in layers.values()}
-    factors = _factors(tensors, rank, max(counts, default=1), folder)
+    factors = factors_of(tensors, rank, max(counts, default=1), folder)
     used = set()
     for index, layer in layers.items():
         experts = layer.experts
@@ -75,7 +76,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         )
 
 
-def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the configuration of a PEFT folder."""
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -86,12 +88,18 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, config
 
 
-def _factors(tensors: dict[str, Tensor], rank: int, experts: int, folder: Path) -> Factors:
-    """Factors of both formats. Adapters of other modules are an error, since the run would not train them."""
+def factors_of(
+    tensors: dict[str, Tensor], rank: int, experts: int, folder: Path, *, interleaved: bool = False
+) -> Factors:
+    """Of all formats. A tensor that is none of an expert's is an error: the run would not train what it adapts.
+
+    Args:
+        interleaved: rows of fused tensors of gate and up alternate, as GPT-OSS's do.
+    """
     pairs: dict[tuple[int, str, str], dict[int, Tensor]] = defaultdict(dict)
     factors: Factors = {}
     for name, tensor in tensors.items():
-        pair, fused = _PAIR.search(name), _FUSED.search(name)
+        pair, fused, stacked = _PAIR.search(name), _FUSED.search(name), _STACKED.search(name)
         if pair and pair[3] in _MATRICES:
             pairs[int(pair[1]), _MATRICES[pair[3]], pair[4]][int(pair[2])] = tensor.mT if pair[4] == "A" else tensor
         elif fused and tensor.dim() == 2:
@@ -103,11 +111,17 @@ def _factors(tensors: dict[str, Tensor], rank: int, experts: int, folder: Path) 
                 factors |= {(layer, matrix, factor): whole for matrix in (("w1", "v1") if up else ("w2",))}
             else:  # expert e in columns e, e + E, ...; gate above up
                 whole = tensor.view(-1, rank, experts).permute(2, 0, 1)
-                halves = whole.chunk(2, dim=1) if up else (whole,)
+                pairs_ENM = (whole[:, 0::2], whole[:, 1::2]) if interleaved else whole.chunk(2, dim=1)
+                halves = pairs_ENM if up else (whole,)
                 factors |= {
                     (layer, matrix, factor): half
                     for matrix, half in zip(("w1", "v1") if up else ("w2",), halves, strict=True)
                 }
+        elif stacked and tensor.dim() == 3:  # by expert, gate above up
+            layer, matrices = int(stacked[1]), ("w1", "v1") if stacked[2] == "gate_up" else ("w2",)
+            whole = tensor.mT if stacked[3] == "A" else tensor
+            halves = (whole, whole) if stacked[3] == "A" else whole.chunk(len(matrices), dim=1)
+            factors |= {(layer, matrix, stacked[3]): half for matrix, half in zip(matrices, halves, strict=False)}
         else:
             raise ValueError(f"lora.start: {name} of {folder} is no adapter of experts")
     for key, found in pairs.items():

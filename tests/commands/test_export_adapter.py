@@ -239,3 +239,58 @@ def test_a_family_with_fused_experts_has_no_adapter_folder(tmp_path: Path, capsy
     run = commit(Wrapped(adapted("dbrx")), tmp_path / "run")
     assert export(run, tmp_path / "out", "--adapter") == 2
     assert "DBRX has no matrix of its own for each expert; use --merge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_peft_folder_becomes_per_expert_pairs_and_back(kind: str, tmp_path: Path, capsys: Any) -> None:
+    tensors_of(adapted(kind), tmp_path)
+    small(kind).save_pretrained(tmp_path / "base")
+    words = ("--adapter", "--base", tmp_path / "base", "--format")
+    assert export(tmp_path / "out", tmp_path / "pairs", *words, "per-expert") == 0
+    assert export(tmp_path / "pairs", tmp_path / "again", *words, "peft") == 0
+    fused, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "again"))
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("out", "again")]
+    scales = [config["lora_alpha"] / config["r"] for config in configs]
+    count = family_of(kind).read(small(kind).config).num_experts
+    for name in (name for name in fused if ".lora_A." in name):
+        b = name.replace(".lora_A.", ".lora_B.")
+        for e in range(count):
+            ours, theirs = (
+                scale * found[b][:, e::count] @ found[name][e * rank : (e + 1) * rank]
+                for found, scale, rank in zip((fused, again), scales, (c["r"] for c in configs), strict=True)
+            )
+            torch.testing.assert_close(ours, theirs)
+    assert export(tmp_path / "out", tmp_path / "no", "--adapter") == 2
+    assert "must be the folder of the model" in capsys.readouterr().err
+
+
+def test_gpt_oss_adapters_of_peft_become_sglangs_and_back(tmp_path: Path) -> None:
+    """peft and vLLM: B's rows alternate between gate and up, its columns are by rank. SGLang: gate above up."""
+    experts, rank, d, f = 4, 3, 8, 6
+    below, folder = "base_model.model.model.layers.0.mlp.experts.", tmp_path / "peft"
+    torch.manual_seed(0)
+    shapes = {"base_layer.lora_A": (experts * rank, d), "base_layer.lora_B": (2 * f, rank * experts)}
+    shapes |= {"lora_A": (experts * rank, f), "lora_B": (d, rank * experts)}
+    peft = {f"{below}{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    folder.mkdir()
+    save_file(peft, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 6, "use_rslora": True}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "num_local_experts": experts}))
+    words = ("--adapter", "--base", tmp_path, "--format")
+    assert export(folder, tmp_path / "sglang", *words, "per-expert") == 0
+    stacked = load_file(tmp_path / "sglang" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "sglang" / "adapter_config.json").read_text())
+    assert not config["use_rslora"] and config["lora_alpha"] / config["r"] == pytest.approx(6 / rank**0.5)
+    for e in range(experts):
+        gate_up = (
+            peft[f"{below}base_layer.lora_B.weight"][:, e::experts]
+            @ peft[f"{below}base_layer.lora_A.weight"][e * rank : (e + 1) * rank]
+        )
+        found = stacked[f"{below}gate_up_proj.lora_B.weight"][e] @ stacked[f"{below}gate_up_proj.lora_A.weight"][e]
+        torch.testing.assert_close(found, torch.cat([gate_up[0::2], gate_up[1::2]]))
+        down = peft[f"{below}lora_B.weight"][:, e::experts] @ peft[f"{below}lora_A.weight"][e * rank : (e + 1) * rank]
+        found = stacked[f"{below}down_proj.lora_B.weight"][e] @ stacked[f"{below}down_proj.lora_A.weight"][e]
+        torch.testing.assert_close(found, down)
+    assert export(tmp_path / "sglang", tmp_path / "again", *words, "peft") == 0
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == peft.keys() and all(torch.equal(again[name], peft[name]) for name in peft)
