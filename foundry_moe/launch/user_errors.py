@@ -49,7 +49,9 @@ def run_cleanly(action: Callable[[], int]) -> int:
         whose folder a newer process has taken over; 1 for an error that may pass, such as a store that does not answer.
     """
     try:
-        return action()
+        code = action()
+        sys.stdout.flush()
+        return code
     except (NonfiniteError, TakenOverError) as error:
         return _report(error, NONFINITE if isinstance(error, NonfiniteError) else TAKEN_OVER)
     except (ValueError, CheckpointError) as error:
@@ -57,6 +59,9 @@ def run_cleanly(action: Callable[[], int]) -> int:
             raise
         return _report(error, USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR)
     except (RuntimeError, ConnectionError) as error:
+        if isinstance(error, BrokenPipeError) and "RANK" not in os.environ:  # `head` has read what it wanted
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return PASSING_ERROR
         text = f"{type(error).__name__}: {error}"
         if not any(words in text for words in _LOST_PEER) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             raise

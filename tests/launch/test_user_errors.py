@@ -10,6 +10,7 @@ from foundry_moe_kernels import autotune
 from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError, ResumeError, StoreError, TakenOverError
 from foundry_moe.config import MoEConfig
 from foundry_moe.launch.user_errors import NONFINITE, PASSING_ERROR, TAKEN_OVER, USER_ERROR, run_cleanly
+from tests.helpers.demo import DEMO
 
 pytestmark = pytest.mark.quick
 
@@ -72,3 +73,9 @@ def test_errors_of_other_code_and_of_a_package_with_a_longer_name_keep_their_tra
 def test_a_command_that_fails_early_does_not_import_the_kernels():
     code = "import sys, foundry_moe.launch.user_errors; sys.exit('triton' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_output_that_nobody_reads_is_no_error():
+    command = f"{sys.executable} -m foundry_moe.cli check {DEMO} | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
