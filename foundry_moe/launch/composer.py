@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from foundry_moe.launch.checkpoint_settings import RESTART
-from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
+from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings, stopped_early
 from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 
 POLL_S = 0.1
@@ -43,6 +43,7 @@ class _Monitor:
         self.interrupted = False
         self._since_s = 0.0
         self.failure: int | None = None
+        self._killed = [-signal.Signals[name] for name in names]  # exit codes of processes that cannot handle one yet
         for name in names:
             signal.signal(signal.Signals[name], self._note)
 
@@ -57,8 +58,11 @@ class _Monitor:
         passed_on, deadline = False, None
         while True:
             codes = [process.poll() for process in processes.values()]
+            killed = next((code for code in codes if code in self._killed), None)
+            if killed is not None and self.signal is None:
+                self._note(-killed, None)
             if self.failure is None:
-                self.failure = next((code for code in codes if code not in (None, 0, RESTART)), None)
+                self.failure = next((code for code in codes if code not in (None, 0, RESTART, *self._killed)), None)
             if all(code is not None for code in codes):
                 return
             if self.signal is not None and not passed_on:
@@ -85,9 +89,11 @@ class _Monitor:
         reported = next((process.wait() for process in processes.values()), 0)
         for rank, process in processes.items():
             code = process.wait()
-            if code in (0, RESTART, -signal.SIGKILL) or code == reported in (USER_ERROR, *NO_RESTART):
+            if code in (0, RESTART, -signal.SIGKILL, *self._killed) or code == reported in (USER_ERROR, *NO_RESTART):
                 continue
             self.launcher._print_process_exit_status(rank, process)
+        if reported in self._killed:  # rank 0 could not say so
+            print(stopped_early(-reported), file=sys.stderr)
 
 
 def launch(arguments: list[str]) -> int:

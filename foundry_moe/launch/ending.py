@@ -161,6 +161,14 @@ def exit_on(names: Sequence[str]) -> None:
     os.register_at_fork(after_in_child=lambda: _forget(numbers))
 
 
+def stopped_early(number: int) -> str:
+    """The last line of a run that a signal ended before it trained."""
+    return (
+        f"Stopped by {signal.Signals(number).name} while no batch was trained: the newest checkpoint is as it was. "
+        "Start the run again to resume it."
+    )
+
+
 def _ignore(number: int, frame: FrameType | None) -> None:
     pass
 
@@ -169,11 +177,7 @@ def _exit_at_signal(reads: int, numbers: set[int]) -> None:
     while True:
         number = os.read(reads, 1)[0]
         if number in numbers:
-            leave_at_once(
-                RESTART,
-                f"Stopped by {signal.Signals(number).name} while no batch was trained: the newest checkpoint is as it "
-                "was. Start the run again to resume it.",
-            )
+            leave_at_once(RESTART, stopped_early(number))
 
 
 def _forget(numbers: set[int]) -> None:

@@ -15,6 +15,11 @@ def stop(number, frame):
 for name in ("SIGTERM", "SIGUSR1"):
     signal.signal(signal.Signals[name], stop)
 (folder / f"life-{rank}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}").touch()
+if kind == "early":  # before handlers are installed
+    for name in ("SIGTERM", "SIGUSR1"):
+        signal.signal(signal.Signals[name], signal.SIG_DFL)
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
 if kind.isdigit() and rank == "1":
     time.sleep(1.0)
     os._exit(int(kind))

@@ -71,6 +71,13 @@ def test_a_process_that_ends_ends_the_others(tmp_path, launcher, kind, code, liv
         assert not names(tmp_path, "saved-*")
 
 
+def test_a_signal_to_one_process_before_it_can_handle_any_stops_the_run(tmp_path) -> None:
+    process = start(tmp_path, COMPOSER[0], "early", *COMPOSER[1:])
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, said
+    assert said.splitlines()[-1].startswith("Stopped by SIGTERM while no batch was trained") and "exited" not in said
+
+
 def test_settings_are_the_run_s(tmp_path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("callbacks: {elastic_checkpoint: {folder: '${nope}', signals: [SIGUSR2]}}\n")
