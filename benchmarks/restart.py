@@ -3,7 +3,8 @@
     python benchmarks/restart.py [--hosts 3] [--loss kill|silent] [--mbit 1000] [--width 512]      (root)
 
 Each host is a network namespace with one link of `--mbit`, a /dev/shm and a working directory of its own, and runs
-`docker/entrypoint.sh` with one process. The store is moto, outside of them. All hosts but one must be there
+`docker/entrypoint.sh` with one process. The store is moto, outside of them, with objects in memory: moto itself reads a
+whole object from a file for each range of 16 MiB that is asked for. All hosts but one must be there
 (MIN_NODES); with three of them two train and one is a spare. Once a checkpoint is committed, one that trains is lost:
 
     kill    all its processes get SIGKILL: its system closes their connections, as when a container dies
@@ -37,6 +38,21 @@ from hosts import Hosts
 
 ROOT = Path(__file__).parents[1]
 PORT = 5000
+SERVER = """
+import sys
+from moto.s3.models import FakeKey
+from moto.server import main
+def read(key):
+    if getattr(key, "kept", None) is None:
+        key.kept = written.fget(key)
+    return key.kept
+def write(key, value):
+    key.kept = None
+    written.fset(key, value)
+written = FakeKey.value
+FakeKey.value = property(read, write)
+main(sys.argv[1:])
+"""
 OWN_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec sh "$0" "$@"')
 START_S, RESTART_S = 600.0, 1500.0
 BATCH, TOKENS = 4, 64
@@ -149,7 +165,7 @@ def moto(address: str) -> Iterator[str]:
     import boto3
 
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", address, "-p", str(PORT)],
+        [sys.executable, "-c", SERVER, "-H", address, "-p", str(PORT)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
