@@ -115,7 +115,7 @@ class ElasticCheckpoint(Callback):
         """Takes ownership of the folder, and restores its newest good commit over whatever Composer has loaded."""
         self._mark("trainer and FSDP")
         self._load_path.end()
-        self._checkpoints = RunCheckpoints(self.config, state)
+        self._checkpoints = RunCheckpoints(self.config, state, self._watch.group())
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
         loaded = self._checkpoints.load(state, self.config.resume, self._times)

@@ -43,23 +43,26 @@ class RunCheckpoints:
     committed_step: the newest batch whose checkpoint is known to be complete.
     """
 
-    def __init__(self, config: CheckpointConfig, state: State) -> None:
-        """Opens the folder and makes this run its owner."""
+    def __init__(self, config: CheckpointConfig, state: State, group: torch_dist.ProcessGroup | None) -> None:
+        """Opens the folder and makes this run its owner.
+
+        Args:
+            group: a CPU group over all ranks for their main threads.
+        """
         self.config = config
         self.saved_step: int | None = None
         self.committed_step: int | None = None
-        self._group: torch_dist.ProcessGroup | None = None
+        self._group = group
         self._counts_at_save: dict[str, float] = {}
         self._prepared = False
-        group = None
-        if torch_dist.is_initialized() and dist.get_world_size() > 1:
+        own = None
+        if group is not None:
             timeout = max(GROUP_TIMEOUT, datetime.timedelta(seconds=2 * config.save_timeout_s))
-            group = torch_dist.new_group(backend="gloo", timeout=timeout)  # the engine's alone: it saves in a thread
-            self._group = torch_dist.new_group(backend="gloo", timeout=timeout)
+            own = torch_dist.new_group(backend="gloo", timeout=timeout)  # the engine's alone: it saves in a thread
         architecture = architecture_of(state.model)
         self._engine = CheckpointEngine(
             open_store(config.folder, config.store_options),
-            group=group,
+            group=own,
             policy=Policy(
                 keep=config.keep,
                 keep_every=config.keep_every_batches,

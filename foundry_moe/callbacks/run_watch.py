@@ -93,11 +93,16 @@ class RunWatch:
         self._group: torch_dist.ProcessGroup | None = None
         self._order: list[str] = []
 
-    def start(self, state: State) -> None:
-        """Collective, before the first batch."""
+    def group(self) -> torch_dist.ProcessGroup | None:
+        """A CPU group over all ranks for their main threads; None for one process. Collective when first called."""
         if self._group is None and torch_dist.is_initialized() and dist.get_world_size() > 1:
             timeout = group_timeout(fallback=FALLBACK_TIMEOUT)  # no longer than the run's own collectives wait
             self._group = torch_dist.new_group(backend="gloo", timeout=timeout)
+        return self._group
+
+    def start(self, state: State) -> None:
+        """Collective, before the first batch."""
+        self.group()
         parameters = list(state.model.named_parameters())
         self._order = [name for name, _ in parameters]
         if self._checks_values:

@@ -9,7 +9,7 @@ from typing import Any
 
 from foundry_moe.schema import caught, raise_mistakes, sentences_of
 
-GLOO_GROUPS = 3  # those of a run with `elastic_checkpoint` on a GPU: two of its own, and one between batches
+GLOO_GROUPS = 2  # those of a run with `elastic_checkpoint` on a GPU: of the threads that save, and of the main threads
 
 
 def check_command(arguments: argparse.Namespace) -> int:

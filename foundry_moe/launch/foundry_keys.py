@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,17 @@ def known_names(registry: str) -> list[str]:
     """All names of a registry: those of LLM Foundry, of this package, and of other packages."""
     names = table()["registries"].get(registry) or table()["names"].get(registry) or ()
     groups = _GROUPS.get(registry, (registry,))
-    installed = {entry.name for group in groups for entry in entry_points(group=f"llmfoundry_{group}")}
+    installed = [name for group in groups for name in installed_names().get(f"llmfoundry_{group}", ())]
     return sorted({*names, *OURS.get(registry, ()), *installed})
+
+
+@cache
+def installed_names() -> dict[str, list[str]]:
+    """The names of all installed entry points, by group."""
+    names: dict[str, list[str]] = {}
+    for entry in (entry for distribution in distributions() for entry in distribution.entry_points):
+        names.setdefault(entry.group, []).append(entry.name)
+    return names
 
 
 def _kind_mistake(where: str, value: Any, kinds: Iterable[str]) -> Iterator[str]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from composer.utils.dist import get_sampler
+from torch.utils.data import DataLoader
 
+from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.nonfinite import FINITE, NONFINITE, name_ranks
 from foundry_moe.callbacks.run_watch import RankStatus, check_microbatches, exchange
+from foundry_moe.commands.check import GLOO_GROUPS
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.collectives import group_timeout
 from tests.helpers.launching import PRELOAD
+from tests.helpers.training import MOE, batches, fit, mpt
 
 
 def exchange_twice() -> tuple[list[list[RankStatus]], float]:
@@ -35,6 +40,29 @@ def test_all_ranks_see_one_table() -> None:
     assert second == [RankStatus(microbatches=7)] * 3
     assert timeout_s == 120, "it waits as long as the run's own collectives"
     assert exchange(RankStatus(stop=1), None) == [RankStatus(stop=1)]
+
+
+def groups_of_a_run(folder: str) -> int:
+    groups: set[str] = set()
+    new_group = dist.new_group
+
+    def count(*arguments, **keys):
+        group = new_group(*arguments, **keys)
+        groups.add(group.group_name)
+        return group
+
+    dist.new_group = count
+    callback = ElasticCheckpoint(folder=folder, interval="1ba")
+    data = batches().dataset
+    loader = DataLoader(data, batch_size=4, sampler=get_sampler(data), collate_fn=batches().collate_fn)
+    fit(mpt(moe=MOE), duration="2ba", callbacks=[callback], run_name="groups", train_dataloader=loader)
+    return len(groups)
+
+
+def test_a_run_makes_as_many_cpu_groups_as_check_counts(tmp_path) -> None:
+    """Each costs a descriptor for every other rank."""
+    made = run_processes(groups_of_a_run, str(tmp_path), world_size=2, timeout_s=240, preload=PRELOAD)
+    assert made == GLOO_GROUPS
 
 
 def test_uneven_microbatches_are_one_sentence() -> None:

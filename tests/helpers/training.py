@@ -46,7 +46,7 @@ def fit(model, *, algorithms=(), microbatch=4, duration="3ba", callbacks=(), opt
     trainer = Trainer(
         model=model,
         optimizers=optimizer or torch.optim.SGD(model.parameters(), lr=0.05),
-        train_dataloader=batches(),
+        train_dataloader=keys.pop("train_dataloader", None) or batches(),
         max_duration=duration,
         device="cpu",
         device_train_microbatch_size=microbatch,
