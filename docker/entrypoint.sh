@@ -13,7 +13,7 @@
 # LAUNCHER     torchrun (default: restarts, on fewer nodes too; through foundry_moe/launch/torchrun.py) or composer
 # NPROC        processes on this node (default: the GPUs here, or 1)
 # MIN_NODES    continue with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
-# STORE        HOST:PORT of that store; unset: it is on node 0, whose loss then ends the job
+# STORE        HOST:PORT of that store; unset: it is on node 0, whose loss then ends the job. It may restart: agents wait 300 s
 # MAX_RESTARTS restarts after failures (default 100); a user's mistake ends the job at once, with exit code 2, values
 #              that are not finite with 3, a folder that another run has taken over with 4
 # NODE_CHECK   1: check this node's processors before it joins, 0: do not (default: 1 on several nodes). A node that fails
@@ -22,8 +22,8 @@
 # SIGTERM, or another of elastic_checkpoint.signals, is passed on; the last batch is saved within elastic_checkpoint.grace,
 # and the exit code is 75: start it again
 # MASTER_PORT  default 29500
-# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30; a restart 3 at most)
-# NODE_SILENCE_S  a node whose launcher is silent for so long is lost, and the others restart without it (default 15)
+# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30; a restart 1.5 and 0.01 a node at most)
+# NODE_SILENCE_S  a node whose launcher is silent for so long is lost, and the others restart without it (default 10)
 # FOUNDRY_MOE_FORK_SERVER=0  each training process imports for itself, and none is forked (launch/fork_server.py)
 # DRY_RUN=1    prints the command, one word a line, and runs nothing
 set -eu
@@ -42,7 +42,7 @@ if [ $# -eq 0 ] || [ "$1" = --help ]; then
     exit 0
 fi
 if [ "$1" = store ]; then
-    exec python -m foundry_moe.launch.store "${MASTER_PORT:-29500}"
+    exec python -m foundry_moe.launch.rendezvous "${MASTER_PORT:-29500}"
 fi
 if [ "$1" = -- ]; then
     shift
@@ -99,7 +99,7 @@ restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 
 # shellcheck disable=SC3045 # dash and bash have these options
-# gloo opens a connection, thus a descriptor, to every other rank in each group: 9,225 a process of 3,072 ranks.
+# gloo opens a connection, thus a descriptor, to every other rank in each group: 6,150 a process of 3,072 ranks.
 ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
 export TORCH_GLOO_LAZY_INIT="${TORCH_GLOO_LAZY_INIT:-1}" # only connections that are used
 # shellcheck disable=SC3045
@@ -134,7 +134,7 @@ case ${LAUNCHER:-torchrun} in
             alive=keep_alive_interval=2,keep_alive_max_attempt=3 # a restart waits until a lost node is out: 6 s, not 15
             [ "$rank" -ne 0 ] || [ -n "$STORE" ] || is_host=true
             set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
-                --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \
+                --rdzv-backend foundry --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \
                 --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30},$alive" "$script" "$@"
         fi
         ;;

@@ -4,19 +4,20 @@ Private functions of torch and Composer that this package replaces while it runs
 "public way" is what was looked for instead. Left to torchrun: `--signals-to-handle` (where torch has it),
 `--max-restarts`, `--monitor-interval`, `--rdzv-conf`, and `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`.
 
-torch 2.7.0 and 2.11.0, `launch/torchrun.py`. torchrun creates its agent itself (`launcher/api.py`):
+torch 2.7.0 and 2.11.0, `launch/torchrun.py`. torchrun creates its agent itself, so `launcher.api.LocalElasticAgent` is
+replaced by a subclass of it with these methods:
 
-- `LocalElasticAgent._monitor_workers`: no restart after exit codes 2, 3 and 4, and the end of processes that wait for a
-  lost node. Public way: none; every exit code but 0 counts as a failure that `--max-restarts` repeats.
-- `LocalElasticAgent._start_workers`, `_stop_workers`: begin and end of the heartbeats of one start. Public way: none;
+- `_monitor_workers`: no restart after exit codes 2, 3 and 4, and the end of processes that wait for a lost node. Public
+  way: none; every exit code but 0 counts as a failure that `--max-restarts` repeats.
+- `_start_workers`, `_stop_workers`: begin and end of the heartbeats of one start. Public way: none;
   `keep_alive_interval` of `--rdzv-conf` removes a silent node from the rendezvous and leaves its peers in a collective.
-- `LocalElasticAgent._shutdown`: a second signal does not end the wait for the save. Public way: none.
-- `SubprocessContext.close`: waits for `elastic_checkpoint.grace`, not 30 s, and kills the peers of a failed process at
-  once. Public way: none; 30 s is a default argument that no flag sets.
-- `SubprocessHandler._popen`: takes processes from `launch/fork_server.py`. Public way: `--run-path --start-method
-  forkserver` starts Python functions without a session of their own, without exit handlers, and reports one failure.
-- `RendezvousTimeout._last_call`: a restart waits 3 s for more nodes, the first start as long as `--rdzv-conf
-  last_call_timeout` says. Public way: that key, which sets both.
+  `_start_workers` also replaces `close` of the processes: it waits for `elastic_checkpoint.grace`, not 30 s, and kills
+  the peers of a failed process at once. Public way: none; 30 s is a default argument that no flag sets.
+- `_shutdown`: a second signal does not end the wait for the save. Public way: none.
+
+and `SubprocessHandler._popen` takes processes from `launch/fork_server.py`. Public way: `--run-path --start-method
+forkserver` starts Python functions without a session of their own, without exit handlers, and reports one failure.
+`launch/rendezvous.py` uses torch's public registry of rendezvous backends and reads the pickled state of its own.
 
 torch 2.7.0, CPU processes only:
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 BEAT_S = 2.5
-LAST_CALL_S = 3.0  # of restarts: how long the nodes that have joined wait for others
-SILENT_S = 15.0  # six heartbeats; overridden by the environment variable NODE_SILENCE_S
+SILENT_S = 10.0  # four heartbeats; overridden by the environment variable NODE_SILENCE_S
 
 
 class _Store(Protocol):
@@ -78,7 +77,7 @@ class NodeWatch:
         self._set("foundry_moe/failed", str(self._node))
 
     def _set(self, key: str, value: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is on node 0, which may be lost
+        with contextlib.suppress(RuntimeError):  # the store may be lost
             self._store.set(key, value)
 
     def _run(self) -> None:

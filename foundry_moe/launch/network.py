@@ -17,12 +17,20 @@ MOST = 200  # all-reduces
 
 
 def log_network_speed() -> None:
-    """Collective over the default group. Rank 0 prints the bandwidth between nodes, and a warning if it is low."""
+    """Collective over the default group. Rank 0 prints the bandwidth between nodes, and a warning if it is low.
+
+    Not after a restart by torchrun, which it would delay.
+    """
     nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes < 2:
         return
     gpu = torch.cuda.is_available()
-    speed = all_reduce_gb_s(nodes, torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    restarts = torch.tensor([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))], device=device)
+    dist.broadcast(restarts, src=0)  # nodes that joined later have counted fewer
+    if restarts.item():
+        return
+    speed = all_reduce_gb_s(nodes, device)
     if dist.get_rank() == 0:
         print(f"network: {speed:.3g} GB/s a {'GPU' if gpu else 'process'} between {nodes} nodes", flush=True)
         if gpu and (warning := warning_of(speed)):

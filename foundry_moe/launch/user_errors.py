@@ -18,7 +18,7 @@ from foundry_moe.schema import sentences_of
 
 PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER, BAD_NODE = 1, 2, 3, 4, 5
 NO_RESTART = (NONFINITE, TAKEN_OVER)  # a restart would fail again, or stop the process that took over
-_PEER_S = 3.0  # for the launcher, which ends the other processes once one has failed
+_PEER_S = 1.0  # for the launcher, which ends the other processes once one has failed
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "DistNetworkError")
 _KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # not imported: that takes seconds
 _OURS = tuple(

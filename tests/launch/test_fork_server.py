@@ -18,7 +18,7 @@ import psutil
 from foundry_moe.launch import fork_server
 folder, kind = sys.argv[1:]
 sys.path.insert(0, folder)
-fork_server.MODULES = ("slow_imports", "no_such_module")
+fork_server.MODULES = ("slow_imports", "slow_imports:warm", "no_such_module")
 if kind == "cuda":
     fork_server._cuda_is_open = lambda: True
 fork_server.serve()
@@ -29,6 +29,7 @@ said = {
     "launcher": "foundry_moe.launch.torchrun" in launcher.cmdline(),
     "own session": os.getsid(0) == os.getpid(),
     "imported": slow_imports.PID != os.getpid(),
+    "warmed": slow_imports.WARMED == [1],
     "world": os.environ["WORLD_SIZE"],
     "threads": slow_imports.THREADS == os.environ["OMP_NUM_THREADS"] == "1",
     "term": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
@@ -50,6 +51,9 @@ IMPORTS = """
 import os, pathlib, signal
 PID, THREADS = os.getpid(), os.environ.get("OMP_NUM_THREADS")
 signal.signal(signal.SIGTERM, lambda number, frame: None)  # as an import of Composer does
+WARMED = []
+def warm():
+    WARMED.append(1)
 with open(pathlib.Path(__file__).parent / "imports", "a") as file:
     file.write("x")
 """
@@ -80,7 +84,7 @@ def launch(folder: Path, kind: str, **environment: str) -> tuple[int, dict[str, 
 def test_processes_of_all_starts_share_one_import_and_belong_to_the_launcher(tmp_path) -> None:
     code, said, imports = launch(tmp_path, "final")
     assert code == 4 and imports == 1
-    assert all(one["imported"] and one["term"] for one in said.values()), said
+    assert all(one["imported"] and one["warmed"] and one["term"] for one in said.values()), said
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_the_rest_starts_anew_when_a_node_stops_without_a_word(tmp_path) -> None
     for node in range(2):
         host = "true" if node == 0 else "false"
         conf = f"is_host={host},last_call_timeout=90,keep_alive_interval=1"
-        words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=x"]
+        words = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=foundry", "--rdzv-id=x"]
         words += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}", "--local-addr=127.0.0.1"]
         words += [f"{tmp_path}/worker.py", f"{tmp_path}/run.yaml", f"folder={tmp_path}", "kind=long"]
         agents.append(

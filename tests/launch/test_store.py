@@ -1,4 +1,4 @@
-"""A rendezvous store off the nodes: the run outlives the loss of node 0."""
+"""A rendezvous store off the nodes: the run outlives the loss of node 0, and a restart of the store."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def hosts() -> Iterator[Hosts | None]:
 
 
 @pytest.mark.timeout(600)
-def test_the_rest_goes_on_without_node_0_until_it_is_back(tmp_path, hosts) -> None:
+def test_the_rest_goes_on_without_node_0_and_without_the_store_until_they_are_back(tmp_path, hosts) -> None:
     """Entrypoints with the environment of docker/kubernetes.yaml's pods, each in a namespace where there can be one."""
     (tmp_path / "worker.py").write_text(WORKER)
     port = free_port()
@@ -71,7 +71,8 @@ def test_the_rest_goes_on_without_node_0_until_it_is_back(tmp_path, hosts) -> No
     environment = entrypoint.environment(**pod | {"NPROC": "1", "LAST_CALL_S": "120"})
     environment |= {"STORE": f"{hosts.outside if hosts else '127.0.0.1'}:{port}"}
     environment |= {"TRAIN_SCRIPT": f"{tmp_path}/worker.py", "GLOO_SOCKET_IFNAME": "net0" if hosts else "lo"}
-    server = subprocess.Popen([entrypoint.SCRIPT, "store"], env=environment | {"MASTER_PORT": str(port)})
+    serve = [entrypoint.SCRIPT, "store"], environment | {"MASTER_PORT": str(port)}
+    server = subprocess.Popen(serve[0], env=serve[1])
     outputs = [tmp_path / f"output{number}" for number in range(3)]
     nodes: list[subprocess.Popen[bytes]] = []
 
@@ -92,6 +93,12 @@ def test_the_rest_goes_on_without_node_0_until_it_is_back(tmp_path, hosts) -> No
         began = time.monotonic()
         wait_for(lambda: len(list(tmp_path.glob("start-*-of-2"))) == 2, 120)
         print(f"the rest trained again after {time.monotonic() - began:.0f} s")
+        server.kill()
+        server.wait()
+        time.sleep(8)  # longer than the rendezvous' heartbeats last
+        server = subprocess.Popen(serve[0], env=serve[1])
+        time.sleep(3)
+        assert len(list(tmp_path.glob("start-*-of-2"))) == 2 and all(node.poll() is None for node in nodes[1:])
         start(0)  # as Kubernetes replaces a pod
         wait_for(lambda: len(list(tmp_path.glob("start-*-of-3"))) >= 6, 120)
         assert all((tmp_path / f"heartbeat{index}").exists() for index in range(3))

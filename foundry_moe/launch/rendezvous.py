@@ -1,0 +1,194 @@
+"""The rendezvous of several nodes (`--rdzv-backend foundry`), whose store may restart, and a server of that store.
+
+`python -m foundry_moe.launch.rendezvous [PORT]` serves it from a machine that has no part in the run (`STORE` of
+`docker/entrypoint.sh`); on node 0, where torchrun starts it otherwise, it ends with that node. It holds some kilobytes
+a node and needs one core. With torch's backend, "c10d", all agents end within seconds of the store. Here they connect
+again, and the first that does puts the state of the rendezvous back, so that processes train on meanwhile. This module
+uses the interfaces that torch has for backends of others, and replaces nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from typing import Any, TypeVar
+
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    Token,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+NAME = "foundry"
+PORT = 29500
+OUTAGE_S = 300.0  # agents wait for so long for their store; then their cluster starts them again
+RETRY_S = 0.5
+STOPS = (signal.SIGTERM, signal.SIGINT)
+Found = TypeVar("Found")
+
+
+class _Client(Store):
+    """A client of the store that can be replaced; torch's code keeps this object."""
+
+    client: Store
+
+    def set(self, key: str, value: Any) -> None:
+        self.client.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.client.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self.client.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.client.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.client.wait(keys, *timeout)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self.client.compare_set(key, expected, desired)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self.client.multi_get(keys)
+
+
+class RestartableBackend(RendezvousBackend):
+    """torch's backend on a store that may restart without its contents.
+
+    wait_s: how long to wait for the store.
+    """
+
+    name = NAME
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.wait_s = OUTAGE_S
+        self.store = _Client()
+        self._parameters = parameters
+        self._state = b""  # the newest that is known
+        self._connect()
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return self._ask(lambda: self._backend.get_state())
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        return self._ask(lambda: self._backend.set_state(state, token))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        lost_s: float | None = None
+        while True:
+            try:
+                if lost_s is not None:
+                    self._reconnect()
+                found = request()
+            except RendezvousConnectionError:
+                lost_s = lost_s or time.monotonic()
+                if time.monotonic() - lost_s > self.wait_s:
+                    raise
+                time.sleep(RETRY_S)
+            else:
+                self._state = found[0] if found else self._state
+                return found
+
+    def _connect(self) -> None:
+        _, self.store.client = create_backend(self._parameters)
+        self._backend = C10dRendezvousBackend(self.store, self._parameters.run_id)
+
+    def _reconnect(self) -> None:
+        address = parse_rendezvous_endpoint(self._parameters.endpoint, default_port=PORT)
+        try:  # torch would retry for a minute, and print each try
+            socket.create_connection(address, timeout=RETRY_S).close()
+        except OSError as error:
+            raise RendezvousConnectionError(f"the store at {self._parameters.endpoint} does not answer") from error
+        self._connect()
+        if self._state and self._backend.get_state() is None:
+            self._backend.set_state(_all_alive(self._state))
+
+
+def _all_alive(state: bytes) -> bytes:
+    """The state with a new heartbeat of each node: they could send none."""
+    rendezvous = pickle.loads(state)
+    for node, beat in rendezvous.last_heartbeats.items():  # torch 2.7 has times without a zone
+        now = datetime.now(timezone.utc)
+        rendezvous.last_heartbeats[node] = now if beat.tzinfo else now.replace(tzinfo=None)
+    return pickle.dumps(rendezvous)
+
+
+class _Timeouts(RendezvousTimeout):
+    """`last_call_timeout` of `--rdzv-conf` holds for the first start; then no more nodes are expected."""
+
+    nodes, restarting = 1, False
+
+    @property
+    def last_call(self) -> timedelta:
+        first = super().last_call
+        # nodes look once a second and join one after the other; one that is late makes all restart again
+        return min(first, timedelta(seconds=1.5 + self.nodes / 100)) if self.restarting else first
+
+
+class _Handler(DynamicRendezvousHandler):
+    backend: RestartableBackend
+    timeouts: _Timeouts
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        found = super().next_rendezvous()
+        self.timeouts.restarting = True
+        return found
+
+    def shutdown(self) -> bool:
+        self.backend.wait_s = 0.0  # the store may have ended with the run
+        return super().shutdown()
+
+
+def create_handler(parameters: RendezvousParameters) -> _Handler:
+    """Makes torchrun's rendezvous of these parameters, with the keys of "c10d"."""
+    backend = RestartableBackend(parameters)
+    seconds = [parameters.get_as_int(f"{key}_timeout") for key in ("join", "last_call", "close", "heartbeat")]
+    timeouts = _Timeouts(*(None if value is None else timedelta(seconds=value) for value in seconds))
+    timeouts.nodes = parameters.max_nodes
+    handler: _Handler = _Handler.from_backend(
+        parameters.run_id,
+        backend.store,
+        backend,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr,
+        timeouts,
+        keep_alive_interval=parameters.get_as_int("keep_alive_interval", 5) or 5,
+        keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
+    )
+    handler.backend, handler.timeouts = backend, timeouts
+    return handler
+
+
+def register() -> None:
+    """Makes the backend known to torchrun in this process."""
+    rendezvous_handler_registry.register(NAME, create_handler)
+
+
+def serve(port: int) -> None:
+    """Serves the store until SIGTERM or SIGINT."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # before the store starts its threads
+    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    print(f"store: serving port {store.port}", flush=True)
+    signal.sigwait(STOPS)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]) if len(sys.argv) > 1 else PORT)
