@@ -49,11 +49,6 @@ class Part:
     name: str
     command: tuple[str, ...]
     limit_s: float
-    strict: bool = False  # a kernel or graph that is compiled after the first batches ends the run
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"FOUNDRY_MOE_STRICT": "1"} if self.strict else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +85,14 @@ def launched(gpus: int, script: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "composer.cli.launcher", "-n", str(gpus), script)
 
 
-def step(name: str, yaml: str, mesh: tuple[int, int, int], steps: int, *keys: str, strict: bool = False) -> Part:
+def step(name: str, yaml: str, mesh: tuple[int, int, int], steps: int, *keys: str) -> Part:
     """A run of `train_step.py`."""
     gpus = mesh[0] * mesh[1] * mesh[2]
     on_mesh = [f"model.moe.mesh.{key}={size}" for key, size in zip(("replicate", "shard", "expert"), mesh, strict=True)]
     batch = f"global_train_batch_size={4 * gpus}"
     run = (f"yamls/bench/{yaml}.yaml", batch, f"max_duration={steps}ba", *on_mesh, *keys)
     command = (*launched(gpus, "benchmarks/train_step.py"), *run)
-    return Part(name=name, command=command, limit_s=120 + steps, strict=strict)
+    return Part(name=name, command=command, limit_s=120 + steps)
 
 
 def parts_of(gpus: int) -> list[Part]:
@@ -121,8 +116,8 @@ def parts_of(gpus: int) -> list[Part]:
         for mesh in dict.fromkeys((whole, (1, 2, gpus // 2), (1, gpus, 1)))
     ]
     parts += [
-        step("olmoe-compiled", "olmoe_1b_7b", whole, 300, compiled, strict=True),
-        step("olmoe-300", "olmoe_1b_7b", whole, 300, strict=True),
+        step("olmoe-compiled", "olmoe_1b_7b", whole, 300, compiled),
+        step("olmoe-300", "olmoe_1b_7b", whole, 300),
     ]
     for name, yaml in (("dbrx", "dbrx_wide"), ("qwen3", "qwen3_30b_a3b")):
         layers = f"model.n_layers={LAYERS[yaml][min(gpus, 4)]}"
@@ -149,7 +144,6 @@ def run_part(part: Part, out: Path) -> Outcome:
         process = subprocess.Popen(
             part.command,
             cwd=ROOT,
-            env={**os.environ, **part.environment},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

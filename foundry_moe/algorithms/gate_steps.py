@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -25,12 +24,10 @@ from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
 from foundry_moe.models.same_run import check_model, describe_model
 from foundry_moe.ops.backends import describe_backend
-from foundry_moe.ops.compile_ahead import on_compilation, on_graph_compilation
 from foundry_moe.parallel.collectives import GateCollectives
 
 log = logging.getLogger(__name__)
 
-FREE_BATCHES = 5  # that may compile under FOUNDRY_MOE_STRICT=1
 _EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 
 
@@ -92,7 +89,6 @@ class GateSteps(Algorithm):
         if internal:
             raise ValueError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
         self._before: list[Tensor] = []
-        self._strict = StrictCompilation()
         self._ours: dict[str, Any] = {"experts": {}, "model": {}}
         self._loaded: dict[str, Any] = {}
 
@@ -122,7 +118,6 @@ class GateSteps(Algorithm):
             log_backends(state)
         elif event == Event.BATCH_START:
             context.progress = progress_of(state)
-            self._strict.batch_began()
         elif event == Event.BEFORE_TRAIN_BATCH:
             # automatic microbatching repeats a batch that ran out of memory: loads of the failed attempt are discarded
             _count_ahead(state, context)
@@ -130,36 +125,6 @@ class GateSteps(Algorithm):
         else:
             context.batch_counts = {}
             step_gates(layers, self._before, progress_of(state))
-            self._strict.batch_ended()
-
-
-class StrictCompilation:
-    """With FOUNDRY_MOE_STRICT=1, raises RuntimeError if a batch after FREE_BATCHES compiles. For tests of stalls.
-
-    Graphs between batches are allowed: the first evaluation compiles its own.
-    """
-
-    def __init__(self) -> None:
-        self._left = FREE_BATCHES if os.environ.get("FOUNDRY_MOE_STRICT") == "1" else 0
-        self._training = False
-
-    def batch_began(self) -> None:
-        """At the beginning of each batch."""
-        self._training = True
-
-    def batch_ended(self) -> None:
-        """At the end of each batch."""
-        self._training = False
-        if self._left == 1:
-            on_compilation(lambda kernel: _refuse_compilation(f"the kernel {kernel}"))
-            on_graph_compilation(lambda graph: _refuse_compilation(f"graph {graph}") if self._training else None)
-        self._left -= self._left > 0
-
-
-def _refuse_compilation(name: str) -> None:
-    raise RuntimeError(
-        f"FOUNDRY_MOE_STRICT=1: {name} was compiled after batch {FREE_BATCHES}; unset the variable to allow it"
-    )
 
 
 def check_hf_checkpointer(state: State) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -51,10 +50,9 @@ class TurnOver(Callback):
 
 
 def compiled_graphs(path: str, runs: list[dict[str, Any]]) -> list[dict[tuple[str, int], int]]:
-    """Of each run: how many graphs were compiled, by when. A kernel or graph after the fifth batch is an error."""
+    """Of each run: how many graphs were compiled, by when."""
     from llmfoundry.registry import callbacks
 
-    os.environ["FOUNDRY_MOE_STRICT"] = "1"
     callbacks.register("turn_over", func=TurnOver)
     dmoe_mesh.compile_blocks = partial(compile_blocks, backend="aot_eager")  # no code generator: graphs are the point
     results = []
