@@ -185,8 +185,10 @@ def _kind(value: Any) -> str:
 
 
 def _alike(value: Any, like: Any, where: str, *, inner: bool = True, same_length: bool = False) -> None:
-    """Refuses a value of another kind than `like`; None stands for any, and an empty list for a list of any. Numbers
-    must be finite where those of `like` are, and lists as long as those of `like` if `same_length` says so."""
+    """Raises DamagedError for a value of another kind than `like`, or a number that is not finite.
+
+    None matches any value, and an empty list any list. With `same_length` lists must be as long as those of `like`.
+    """
     if value is None or like is None:
         return
     if _kind(value) != _kind(like):

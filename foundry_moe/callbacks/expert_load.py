@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Callback, Event, State, Time, TimeUnit
 from composer.loggers import Logger
-from composer.utils import dist
+from composer.utils import create_interval_scheduler, dist
 from torch import Tensor
 
-from foundry_moe.callbacks.interval import at_interval
 from foundry_moe.callbacks.load_health import CollapseWatch, LoadFile
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY, MoELayer
@@ -30,6 +30,21 @@ RANK_MAX_OVER_MEAN = "rank_max_over_mean"
 ROUNDS = "rounds"
 _WORST = (RANK_MAX_OVER_MEAN, ROUNDS)
 _NO_LOSS = (DROPPED, GATE_ENTROPY, *_WORST)
+
+
+def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
+    """Whether the interval ends with this event (ask at BATCH_END and EPOCH_END); true at the end of training too.
+
+    Raises:
+        ValueError: `interval` is not a Composer time string, or not above 0; `where` names the key.
+    """
+    try:
+        every = Time.from_input(interval, TimeUnit.BATCH)
+    except (ValueError, RuntimeError):  # for what is neither text nor a number
+        raise ValueError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok") from None
+    if every.value <= 0:
+        raise ValueError(f"{where} ({interval!r}) must be above 0")
+    return create_interval_scheduler(every, checkpoint_events=False, final_events={Event.BATCH_END})
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:

@@ -19,8 +19,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
-from foundry_moe.callbacks.expert_load import ExpertLoad
-from foundry_moe.callbacks.interval import at_interval
+from foundry_moe.callbacks.expert_load import ExpertLoad, at_interval
 from foundry_moe.layers.moe import DROPPED
 from foundry_moe.models.mpt import DMoECausalLM
 from foundry_moe.schema import refuse_unknown

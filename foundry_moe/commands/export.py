@@ -36,9 +36,9 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
     """Exports, certifies, and renames the folder last.
 
     Raises:
-        ValueError: the model cannot leave, or an argument cannot be.
+        ValueError: the model cannot be exported, or an argument is invalid.
         CheckpointError: the checkpoint is not there or damaged, `out` is in use, no space is left, or the folder fails
-            its certificate. Nothing is left then.
+            its certificate. The partial folder is removed.
     """
     dtype = dtype_named(arguments.dtype)
     step, out = arguments.step, arguments.out
@@ -107,10 +107,10 @@ def _sources(found: Found, architecture: Architecture) -> dict[str, Source]:
 
 
 def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
-    """The step and dtype that a folder was exported with, by its certificate; without one those asked for.
+    """The step and dtype of an exported folder, by its certificate; without one, the arguments.
 
     Raises:
-        ValueError: there is no such folder, or it is of another step or dtype than asked for.
+        ValueError: no such folder, or one of another step or dtype than the arguments.
     """
     if not (out / INDEX).is_file():
         raise ValueError(f"--check: {out} is no exported folder: it has no {INDEX}")
@@ -134,7 +134,7 @@ def plan_export(
     merged: bool = False,
     base: str | None = None,
 ) -> Exported:
-    """What is to be written, and of what.
+    """Plans an export.
 
     Args:
         dtype: as torch names it; None = as it was trained.
@@ -142,7 +142,7 @@ def plan_export(
         base: where the weights are that a checkpoint leaves out; None = where the checkpoint says.
 
     Raises:
-        ValueError: no family computes this, or there are no adapters to merge.
+        ValueError: no family computes the same, or there are no adapters to merge.
     """
     sources = _sources(found, architecture)
     if found.manifest.info.get(FROZEN) is not None:
@@ -160,7 +160,7 @@ def plan_export(
         if is_users(error):
             raise
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise ValueError(f"the checkpoint's configuration is none that a model can have: {reason}") from error
+        raise ValueError(f"the checkpoint's configuration is not a valid one: {reason}") from error
     targets = native.targets(shapes)
     kinds = {source.dtype for source in sources.values()}
     native.config.torch_dtype = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
@@ -219,7 +219,7 @@ def export_to(
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A new folder next to `out`, which becomes `out` at the end, or goes."""
+    """A new folder next to `out`, renamed to `out` at the end, or removed after an error."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty: name a new folder")
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
@@ -234,7 +234,7 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase | None:
-    """The run's tokenizer, or another that the user names; None for none. No code that lies beside it is run.
+    """The run's tokenizer, or the one of `--tokenizer`; None = without one. Code in its folder is not run.
 
     Raises:
         ValueError: it cannot be read.
@@ -247,8 +247,8 @@ def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase 
     except Exception as error:  # OSError, ValueError and others, by what is wrong
         where = "the run's tokenizer" if asked is None else "--tokenizer"
         raise ValueError(
-            f"{where} ({name}) cannot be read ({_first_line(error)}); a checkpoint has its name alone: give its folder "
-            f"with --tokenizer FOLDER, or write --tokenizer {NO_TOKENIZER} to leave without one"
+            f"{where} ({name}) cannot be read ({_first_line(error)}); a checkpoint records its name only: give its "
+            f"folder with --tokenizer FOLDER, or export without one with --tokenizer {NO_TOKENIZER}"
         ) from error
 
 

@@ -37,7 +37,7 @@ TOKENS = (2, 16)  # sequences and positions
 # Both compute in fp32 with another order of sums. Of the logits' standard deviation; a swapped pair of experts, a
 # transposed matrix or gate and up exchanged moved it by 1e-2 and more in the tests' small random models.
 TOLERANCE = 1e-3
-HEADROOM = 1.5  # of the fp32 model, for what else a forward pass and a load hold
+HEADROOM = 1.5  # over the fp32 model, for activations and buffers of a load
 
 
 @dataclass(kw_only=True)
@@ -64,10 +64,10 @@ class ExportCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A checkpoint and what it became.
+    """A checkpoint and the plan of its export.
 
     sources: the checkpoint's tensors, by name without the architecture's prefix.
-    dtype: that floating-point tensors were cast to; None = as they were.
+    dtype: of floating-point tensors; None = as trained.
     """
 
     store: Store
@@ -241,7 +241,7 @@ def _ours(exported: Exported) -> torch.nn.Module:
 
 
 def free_memory_bytes() -> int:
-    """What this machine can still give, by /proc/meminfo; without it all of the memory."""
+    """Available memory by /proc/meminfo; without that file, all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(line for line in lines if line.startswith("MemAvailable:"))

@@ -142,19 +142,8 @@ class Experts(ExpertsBase):
         factors = (self.local(self.get_parameter(name)) for names in self.adapter_names.values() for name in names)
         return self.run(rows, dispatcher, self._compute, (*self.with_copies(parameters), *factors))
 
-    def _compute(
-        self,
-        x_QD: Tensor,
-        weights_QK: Tensor | None,
-        plan: PermutePlan,
-        w1_EFD: Tensor,
-        v1_EFD: Tensor | None,
-        w2_EDF: Tensor,
-        w1_bias_EF: Tensor | None,
-        v1_bias_EF: Tensor | None,
-        w2_bias_ED: Tensor | None,
-        *factors: Tensor,
-    ) -> Tensor:
+    def _compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
+        w1_EFD, v1_EFD, w2_EDF, w1_bias_EF, v1_bias_EF, w2_bias_ED, *factors = parameters
         adapters = biases = None
         if self.lora is not None:
             pairs = map(Adapter, factors[::2], factors[1::2])

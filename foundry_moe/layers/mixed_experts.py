@@ -85,22 +85,12 @@ class MixedExperts(ExpertsBase):
         )
         return self.run(rows, dispatcher, self._compute, parameters)
 
-    def _compute(
-        self,
-        x_QD: Tensor,
-        weights_QK: Tensor | None,
-        plan: PermutePlan,
-        w1_HD: Tensor,
-        v1_HD: Tensor | None,
-        w2_HD: Tensor,
-    ) -> Tensor:
+    def _compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
         return expert_mlp(
             x_QD,
             weights_QK,
             plan,
-            w1_HD,
-            v1_HD,
-            w2_HD,
+            *parameters,
             widths=self.widths[self.held.start : self.held.stop],
             activation=self.activation,
             backend=self.backend,

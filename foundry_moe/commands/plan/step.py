@@ -107,12 +107,10 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
     found = []
     for what, (units_, size, trained, ranks, stride) in units.items():
         found += [
-            _collective(mesh, f"{GATHER} {what}", GATHER, units_ * gathers, step.width * size, ranks, stride),
-            _collective(mesh, f"{REDUCE} {what}", REDUCE, units_ * step.reductions, 4 * trained, ranks, stride),
+            _collective(mesh, GATHER, what, units_ * gathers, step.width * size, (ranks, stride)),
+            _collective(mesh, REDUCE, what, units_ * step.reductions, 4 * trained, (ranks, stride)),
             # two messages of 4 bytes a parameter: a reduce-scatter and an all-gather of this rank's part
-            _collective(
-                mesh, f"{ALL_REDUCE} {what}", ALL_REDUCE, units_, 8 * trained / ranks, mesh.replicate, mesh.dense_shard
-            ),
+            _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
         ]
     if mesh.expert > 1:
         found += _token_messages(shape, mesh, step)
@@ -129,14 +127,15 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
 
 
 def _collective(
-    mesh: MeshPlan, name: str, kind: str, count: int, whole_bytes: float, ranks: int, stride: int
+    mesh: MeshPlan, kind: str, what: str, count: int, whole_bytes: float, group: tuple[int, int]
 ) -> Message:
-    """A gather or reduction of `whole_bytes` over ranks that lie `stride` apart."""
+    """A gather or reduction of `whole_bytes` over a group: its number of ranks, and their distance."""
+    ranks, stride = group
     nodes = 1
     if (ranks - 1) * stride >= mesh.ranks_per_node or mesh.ranks_per_node % stride:
         nodes = -(-ranks // max(1, min(ranks, mesh.ranks_per_node // stride)))
     return Message(
-        name=name,
+        name=f"{kind} {what}",
         kind=kind,
         count=count,
         ranks=ranks,

@@ -49,7 +49,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], int]] = {
         40,
     ),
     "upcycled, shared expert": (
-        # weights that are not normalised: else equal experts would give the gate no gradient but rounding
+        # normalised weights of equal experts would leave only rounding in the gate's gradient
         {
             "num_experts": 8, "top_k": 2, "init": "upcycle", "shared_expert_hidden_size": 8, "shared_expert_gate": True,
             "gate": {"name": "topk", "normalize": False},

@@ -175,7 +175,7 @@ class _Pass:
 
 
 class Capture:
-    """Watches all MoE layers from now on, until `finish`."""
+    """Records the passes of all MoE layers until `finish`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = named_moe_layers(model)
@@ -207,10 +207,10 @@ class Capture:
         return note
 
     def finish(self) -> dict[str, Any]:
-        """By layer: a reason why it was not compared, or the largest differences and the formula's gradients.
+        """By layer: the reason why it was not compared, or differences and the formula's gradients.
 
-        `output`: relative difference of outputs. `main`: gradients by parameter that the loss alone gives. `losses`: of
-        each auxiliary loss, weighted, the gate's gradient.
+        `output`: relative difference of outputs. `main`: gradients of the main loss by parameter. `losses`: the
+        gate's gradient of each weighted auxiliary loss.
         """
         for hook in self._hooks:
             hook.remove()

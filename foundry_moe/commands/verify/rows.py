@@ -13,8 +13,8 @@ from torch import Tensor
 SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
 # Sums in another order, over three steps of AdamW: fp64 measures 3e-15, fp32 some 1e-6.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
-# A loss that is dropped or counted twice is off by 1. The scale is found in the difference of two gradients, of which
-# the losses' is the small one.
+# A loss that is dropped or counted twice is off by 1. Rounding is larger here, because the scale comes from the
+# difference of two gradients.
 SCALE_TOLERANCE = 5e-2
 
 
@@ -129,7 +129,7 @@ def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tu
 
 
 def _scales(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:
-    """|scale - 1| of each loss: what is left of the gate's gradient without the main loss's part, in its terms."""
+    """|scale - 1| of each loss, from the gate's gradient less that of the main loss, by least squares."""
     worst: dict[str, float] = {}
     for name, layer in layers.items():
         measured = _of_layer(seen, name, "gate.weight_ED")

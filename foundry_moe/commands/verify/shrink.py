@@ -23,7 +23,7 @@ WIDTH_STEP = 16  # which all kernels take
 LEARNING_RATE = 0.01
 # AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
 EPSILON = 1e-4
-THRESHOLD = {"norm": 0.1, "value": 1e-3}  # of clipping; small, so that it bites
+THRESHOLD = {"norm": 0.1, "value": 1e-3}  # of clipping; low enough that gradients are clipped
 BATCHES = 4  # three to compare, and the one after a resumption
 LOADER = "synthetic_tokens"
 # keys that are not part of the training step, or that need files, hubs or servers
@@ -334,7 +334,7 @@ def _shrink_training(work: _Work) -> None:
     clipping = section(run, "algorithms").get("gradient_clipping")
     if isinstance(clipping, dict) and clipping.get("clipping_type") in THRESHOLD:
         clipping["clipping_threshold"] = THRESHOLD[clipping["clipping_type"]]
-        work.notes.append(f"clipping_threshold: {clipping['clipping_threshold']}, so that it bites")
+        work.notes.append(f"clipping_threshold: {clipping['clipping_threshold']}, so that gradients are clipped")
     run.update(
         max_duration=f"{BATCHES}ba",
         eval_interval=0,

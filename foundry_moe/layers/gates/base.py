@@ -68,7 +68,7 @@ class BaseGate(LinearGate):
         tokens = logits_TE.shape[0]
         if tokens < self.num_experts:
             raise ValueError(
-                f"gate base shares out tokens evenly: {tokens} tokens are fewer than num_experts ({self.num_experts}); "
+                f"gate base assigns tokens evenly: {tokens} tokens are fewer than num_experts ({self.num_experts}); "
                 "raise the microbatch or the sequence length"
             )
         real_T1 = torch.ones_like(logits_TE[:, :1]) if context.mask_T is None else context.mask_T[:, None]

@@ -26,15 +26,15 @@ from foundry_moe.ops.softmax_topk import Selection, balance, z_loss
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a gate decides.
+    """The choices of a gate.
 
     experts_TK: int64, -1 where a token has fewer than K choices.
     weights_TK: combine weights, fp32 or better.
-    losses: auxiliary losses by name, scalars, not yet weighted; at least those that the context asks for.
+    losses: auxiliary losses by name, unweighted scalars; at least those in `GateContext.losses`.
     logits_TE: None for gates without logits.
-    rows: at most so many choices in all, where the host knows better than T * K; None = T * K.
-    counts_E: int64, choices per expert of the real tokens, where the gate has counted them.
-    plan: rows that are planned already (token dropping's padded layout), for experts that are all on this process.
+    rows: upper bound of the number of choices, if the host knows one below T * K; None = T * K.
+    counts_E: int64, choices per expert of the real tokens; None = not counted by the gate.
+    plan: the padded layout of token dropping, if all experts are on this process.
     """
 
     experts_TK: Tensor
@@ -85,7 +85,7 @@ class Gate(nn.Module):
         """Draws initial weights from (seed, layer) alone, and sets buffers. Gates without either do nothing."""
 
     def check_losses(self, names: Iterable[str]) -> None:
-        """Raises ValueError where a loss of `LOSSES` cannot be had with these keys."""
+        """Raises ValueError for a loss of `LOSSES` that these keys do not support."""
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         raise NotImplementedError
@@ -109,14 +109,14 @@ class Gate(nn.Module):
 
     @property
     def chooses_by_tokens_alone(self) -> bool:
-        """Whether neither the layer's index nor the time nor random numbers matter; known of some gates only."""
+        """Whether choices depend on the tokens only: not on layer, time or random numbers. False if not known."""
         return False
 
     def progress(self, context: GateContext) -> Progress:
         """How far training is.
 
         Raises:
-            ValueError: nothing has set it; a schedule would silently stand still.
+            ValueError: it is not set, so that a schedule would not advance.
         """
         if context.progress is None:
             raise ValueError(
@@ -173,19 +173,19 @@ class LinearGate(Gate):
 
     @staticmethod
     def sums(context: GateContext) -> dict[str, Any]:
-        """What `softmax_topk` has to sum up for the losses that are wanted, as its arguments."""
+        """Arguments of `softmax_topk` for the sums that the wanted losses need."""
         alone = context.sum_counts is unchanged and context.sequences is None
         return {"statistics": bool(context.losses), "with_balance": alone and "balance" in context.losses}
 
     @staticmethod
     def counts_of(selection: Selection, context: GateContext) -> Tensor | None:
-        """`Choices.counts_E` from what `softmax_topk` has summed, where it has."""
+        """`Choices.counts_E` from the sums of `softmax_topk`; None without them."""
         return selection.counts_E if context.losses else None
 
     def losses_of(
         self, selection: Selection, context: GateContext, logits_TE: Tensor, counted_TK: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `common_losses`, from what `softmax_topk` has summed.
+        """As `common_losses`, from the sums of `softmax_topk`.
 
         Args:
             counted_TK: the choices that count in the loads, -1 = none; None = all that were selected.
@@ -213,7 +213,7 @@ class LinearGate(Gate):
         """`balance` and `z`, those of the two that are wanted.
 
         Args:
-            counts_E: choices of these tokens; the context makes them those of all tokens that are balanced over.
+            counts_E: choices of these tokens; the context sums them over the scope of the balance loss.
             experts_TK: the choices themselves, -1 = none; needed for a balance loss over sequences.
 
         Raises:

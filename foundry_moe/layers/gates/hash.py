@@ -25,7 +25,7 @@ class HashGate(Gate):
 
     `random`: a hash of the id. `balanced`: ids by falling frequency, each to the expert with the least load so far;
     ids that were never counted fall back on `random`. `bigram`: a hash of the id before and the id. `position`: the
-    place in the sequence, modulo E. Tables differ from layer to layer, save `balanced` and `position`.
+    position in the sequence, modulo E. Tables differ from layer to layer, save `balanced` and `position`.
 
     YAML: `gate: {name: hash, table: balanced, frequencies: counts.json}`, with `top_k: 1`.
 

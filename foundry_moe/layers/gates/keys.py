@@ -1,4 +1,4 @@
-"""What a user may write under `gate` for each gate of ours, and how it goes with the numbers of experts and choices.
+"""The keys of `gate` for each built-in gate, and their checks against the numbers of experts and choices.
 
 Imports no torch: `foundry-moe check` answers at once. A gate's file has the computation.
 """
@@ -17,16 +17,16 @@ from foundry_moe.schema import form, one_of
 
 @dataclass(frozen=True, kw_only=True)
 class GateKeys:
-    """Keys of `gate` beside `name`; the losses that the gate has, and those it wants where the user names none."""
+    """Keys of `gate` beside `name`; the losses of the gate, and those in use if the user names none."""
 
     LOSSES: ClassVar[frozenset[str]] = frozenset()
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {}
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """Raises ValueError where these keys do not go with so many experts and choices."""
+        """Raises ValueError if these keys do not fit the numbers of experts and choices."""
 
     def check_losses(self, names: Iterable[str], num_experts: int, top_k: int) -> None:
-        """Raises ValueError where a loss of `LOSSES` cannot be had with these keys."""
+        """Raises ValueError for a loss of `LOSSES` that these keys do not support."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class DenseToSparseKeys(LinearKeys):
             raise ValueError(f"max_experts ({self.max_experts}) must be 0 (no limit) or more")
 
     def check(self, num_experts: int, top_k: int) -> None:
-        need_top_k(top_k, 1, "gate dense_to_sparse has one expert a token in the end, and decides itself before")
+        need_top_k(top_k, 1, "gate dense_to_sparse ends with one expert a token, and sets the number itself before")
 
 
 @dataclass(frozen=True, kw_only=True)

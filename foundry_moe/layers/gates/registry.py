@@ -80,7 +80,7 @@ def build_gate(
 
 
 def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:
-    """Checks a gate's keys and losses, and that they go with these numbers, before anything is built.
+    """Checks a gate's keys and losses against the numbers of experts and choices, before anything is built.
 
     Raises:
         ValueError: see `build_gate` and `resolve_losses`.

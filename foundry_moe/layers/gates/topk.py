@@ -137,7 +137,7 @@ class TopKGate(LinearGate):
         return clean_TE + drawn_TE * deviation_TE, deviation_TE
 
     def _choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and experts of each token's choices; the bias and the groups have a say in the choice alone."""
+        """Scores and experts of each token's choices; bias and groups affect the choice only."""
         if self.bias_E is None and not self._is_limited:
             return topk(scores_TE, self.top_k)
         ranked_TE = scores_TE.detach()
