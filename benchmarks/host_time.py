@@ -1,0 +1,66 @@
+"""What the host takes for a layer's step, the device never waited for, beside a dense FFN's; and where it spends it.
+
+python benchmarks/host_time.py [OLMoE ...]
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import layer
+from timing import header
+
+TOKENS = 256  # few enough for the device to be done before the host
+REPEATS = 15
+
+
+def ways_of(case: str) -> list[layer.Way]:
+    _, d, f, experts, k, _ = layer.CASES[case]
+    x, logits, dy = layer.routed(TOKENS, d, experts, "uniform")
+    w1, v1, w2 = (layer.new(experts, *shape, scale=d**-0.5) for shape in ((f, d), (f, d), (d, f)))
+    dense = [layer.new(k * f, d), layer.new(k * f, d), layer.new(d, k * f)]
+    return [
+        layer.Way(
+            name="ours", function=lambda: layer.ours(x, logits, w1, v1, w2, k), leaves=[x, logits, w1, v1, w2], dy=dy
+        ),
+        layer.Way(name="dense FFN", function=lambda: layer.dense(x, *dense), leaves=[x, *dense], dy=dy),
+    ]
+
+
+def host_ms(way: layer.Way) -> list[float]:
+    times = []
+    for _ in range(5 + REPEATS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        way.step()
+        times.append(1e3 * (time.perf_counter() - began))
+    return sorted(times[5:])
+
+
+def main() -> None:
+    print(header())
+    for case in sys.argv[1:] or ["OLMoE", "Qwen3"]:
+        ways = ways_of(case)
+        for way in ways:
+            times = host_ms(way)
+            print(
+                f"{case} {way.name}: {statistics.median(times):.2f} ms ({times[0]:.2f} to {times[-1]:.2f})", flush=True
+            )
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(20):
+            ways[0].step()
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+if __name__ == "__main__":
+    main()
