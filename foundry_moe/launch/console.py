@@ -6,6 +6,7 @@ Imports neither torch nor Composer.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from functools import partial
@@ -27,6 +28,7 @@ _WARNINGS = (
     r"barrier\(\): using the device under current context",
     "Dynamo detected a call to a `functools.lru_cache`",
 )
+_OF_TRACKER = "ignore:resource_tracker:UserWarning"
 # by logger, what a record of transformers contains
 _RECORDS = {
     "transformers.modeling_utils": "has generative capabilities",
@@ -38,6 +40,10 @@ def quiet_third_parties() -> None:
     """Drops the warnings above. Call it before the packages are imported, and after Composer, which adds filters."""
     for message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    # a process of multiprocessing's prints it after the last line of a run that was stopped
+    given = os.environ.get("PYTHONWARNINGS", "")
+    if _OF_TRACKER not in given:
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _OF_TRACKER)))
     for name, words in _RECORDS.items():
         logging.getLogger(name).addFilter(partial(_lacks, words))
 
