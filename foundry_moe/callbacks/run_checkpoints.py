@@ -33,6 +33,7 @@ from foundry_moe.models.same_run import check_model, describe_model, describe_tr
 
 log = logging.getLogger(__name__)
 
+SHUFFLE_SEED = "train_loader.dataset.shuffle_seed"
 GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
 
 
@@ -142,8 +143,12 @@ class RunCheckpoints:
         # the engine has compared the tensors already, and named those that do not fit
         check_model(describe_model(state.model), loaded.info.get("model"))
         configured = self._engine.info["training"]  # before anything was loaded
+        data = dict((loaded.state.get("composer") or {}).get("dataset_state") or {})  # Composer empties it
         restore(state, loaded.state, logger)
-        in_effect = self._engine.info["training"] = describe_training(state)
+        in_effect = describe_training(state)
+        if SHUFFLE_SEED in in_effect and (seed := (data.get("train") or {}).get("shuffle_seed")) is not None:
+            in_effect[SHUFFLE_SEED] = seed  # streaming uses the checkpoint's when it makes an iterator
+        self._engine.info["training"] = in_effect
         if dist.get_global_rank() == 0 and "composer" in loaded.state:
             for sentence in training_changes(configured, loaded.info.get("training"), in_effect):
                 log.warning("%s", sentence)

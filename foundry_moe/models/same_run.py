@@ -1,4 +1,4 @@
-"""Compares the model and the optimizer of a run with those of the checkpoint that it resumes from.
+"""Compares the model and the training of a run with those of the checkpoint that it resumes from.
 
 A model with another `n_heads` or `norm_type` has tensors of the same shapes and computes something else: its checkpoint
 is refused. Another learning rate or batch size is allowed and logged. Both descriptions are flat mappings of dotted
@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from composer.core import State, Time
+from composer.optim import ComposerScheduler
 from composer.utils import dist
 from transformers import PretrainedConfig
 
 from foundry_moe.checkpoint.errors import printable
+from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.schema import yaml_value
 
 # the only key of every Hugging Face configuration that changes what the model computes; the others are for generation
@@ -38,20 +40,19 @@ _SAME_NORM = ("low_precision_", "triton_")  # layernorm and low_precision_layern
 
 def describe_model(model: torch.nn.Module) -> dict[str, Any]:
     """The keys of its configuration that decide what the model computes; empty for a model without a configuration."""
-    config = getattr(getattr(model, "module", model), "config", None)
-    if not isinstance(config, PretrainedConfig):
-        return {}
-    ignored = {*PretrainedConfig().to_dict(), *_NEUTRAL} - set(_COMPUTES)
-    found = _flat(config.to_dict(), ignored)
-    return {key: value for key, value in found.items() if not any(word in key.rpartition(".")[2] for word in _TRAINS)}
+    return {key: value for key, value in _configuration(model).items() if not _trains(key)}
 
 
 def describe_training(state: State) -> dict[str, Any]:
-    """Optimizer, batch size and precision of the run."""
-    found: dict[str, Any] = {"precision": str(getattr(state.precision, "value", state.precision))}
+    """Optimizer, schedules, weights of losses, data, batch size, precision, dropout and seed of the run."""
+    found = {key: value for key, value in _configuration(state.model).items() if _trains(key)}
+    found["precision"] = str(getattr(state.precision, "value", state.precision))
     size = getattr(state.train_dataloader, "batch_size", None)
     if isinstance(size, int | float):
         found["global_train_batch_size"] = size * dist.get_world_size()
+    found |= {**_losses(state.model), **_data(state.train_dataloader), **_schedules(state)}
+    if (seed := getattr(state, "rank_zero_seed", None)) is not None:
+        found["seed"] = seed
     for optimizer in state.optimizers or ():
         found["optimizer"] = type(optimizer).__name__
         for index, group in enumerate(optimizer.param_groups):
@@ -59,6 +60,44 @@ def describe_training(state: State) -> dict[str, Any]:
             # the scheduler changes `lr`; the YAML has the initial one
             values = {**group, "lr": group.get("initial_lr", group.get("lr"))}
             found |= {f"{where}.{key}": _plain(values[key]) for key in optimizer.defaults if key in values}
+    return found
+
+
+def _losses(model: torch.nn.Module) -> dict[str, Any]:
+    """The weights of the auxiliary losses, and over which tokens the balance loss is taken."""
+    layers = moe_layers(model)
+    if not layers:
+        return {}
+    config = layers[0].config
+    weights = config.loss if isinstance(config.loss, Mapping) else {"": config.loss}
+    named = {f"moe.loss.{name}".rstrip("."): _plain(weight) for name, weight in weights.items()}
+    return {**named, "moe.balance_over": config.balance_over}
+
+
+def _data(loader: Any) -> dict[str, Any]:
+    """The keys of a streaming dataset that decide which samples are read, and in which order."""
+    dataset, where = getattr(loader, "dataset", None), "train_loader.dataset"
+    splits = sorted({str(getattr(stream, "split", None)) for stream in getattr(dataset, "streams", None) or ()})
+    found = {f"{where}.split": printable(", ".join(splits))} if splits else {}
+    for key in ("shuffle", "shuffle_seed", "shuffle_algo"):
+        if splits and hasattr(dataset, key):
+            found[f"{where}.{key}"] = _plain(getattr(dataset, key))
+    return found
+
+
+def _schedules(state: State) -> dict[str, Any]:
+    """The learning rate's schedules, by their plain attributes."""
+    found: dict[str, Any] = {}
+    for number, scheduler in enumerate(getattr(state, "schedulers", None) or ()):
+        where = f"schedulers.{number}" if number else "scheduler"
+        # Composer 0.32 keeps its scheduler only in the closure of the function that it gives to LambdaLR
+        cells = [cell for fn in getattr(scheduler, "lr_lambdas", ()) for cell in getattr(fn, "__closure__", None) or ()]
+        contents = [cell.cell_contents for cell in cells]
+        own = next((item for item in contents if ComposerScheduler in type(item).__mro__), None)
+        found[where] = type(scheduler if own is None else own).__name__
+        for key, value in ({} if own is None else vars(own)).items():
+            if value is None or isinstance(value, bool | int | float | str | Time):
+                found[f"{where}.{key}"] = _plain(value)
     return found
 
 
@@ -103,6 +142,14 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
     ]
 
 
+def _configuration(model: torch.nn.Module) -> dict[str, Any]:
+    config = getattr(getattr(model, "module", model), "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return {}
+    ignored = {*PretrainedConfig().to_dict(), *_NEUTRAL} - set(_COMPUTES)
+    return _flat(config.to_dict(), ignored)
+
+
 def _flat(mapping: Mapping[str, Any], ignored: set[str], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in mapping.items():
@@ -117,6 +164,10 @@ def _flat(mapping: Mapping[str, Any], ignored: set[str], prefix: str = "") -> di
         else:
             found[prefix + key] = _plain(value)
     return found
+
+
+def _trains(key: str) -> bool:
+    return any(word in key.rpartition(".")[2] for word in _TRAINS)
 
 
 def _plain(value: Any) -> Any:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from composer import Trainer
+from composer.optim import CosineAnnealingWithWarmupScheduler
+from streaming import MDSWriter, StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from tests.helpers.line import Line
 
 
-def fit(folder: Path, lr: float, batch_size: int, batches: int) -> Trainer:
+def fit(folder: Path, lr: float, batch_size: int, batches: int, dataset: Any = None, **keys: Any) -> Trainer:
     model = Line()
     trainer = Trainer(
         model=model,
-        train_dataloader=DataLoader([{"x": torch.randn(3)} for _ in range(16)], batch_size=batch_size),
-        seed=17,
+        train_dataloader=DataLoader(dataset or [{"x": torch.randn(3)} for _ in range(16)], batch_size=batch_size),
+        **{"seed": 17, **keys},
         optimizers=torch.optim.SGD(model.parameters(), lr=lr),
         max_duration=f"{batches}ba",
         device="cpu",
@@ -43,3 +48,36 @@ def test_what_a_resumed_run_trains_with_is_said_where_it_differs(tmp_path, caplo
         "optimizer.lr: this run says 0.02, the checkpoint was trained with 0.01, and 0.01 holds",
         "global_train_batch_size: this run says 4, the checkpoint was trained with 2, and 4 holds",
     }
+
+
+def stream(folder: Path, split: str, shuffle_seed: int) -> StreamingDataset:
+    if not (folder / split).exists():
+        with MDSWriter(out=str(folder / split), columns={"x": "ndarray:float32:3"}) as writer:
+            for number in range(16):
+                writer.write({"x": np.full(3, number, np.float32)})
+    clean_stale_shared_memory()
+    return StreamingDataset(local=str(folder), split=split, batch_size=2, shuffle=True, shuffle_seed=shuffle_seed)
+
+
+def test_another_schedule_split_and_seeds_are_said_with_what_holds(tmp_path, caplog) -> None:
+    run, data = tmp_path / "run", tmp_path / "data"
+
+    def train(batches: int, split: str, seed: int, t_warmup: str) -> Trainer:
+        schedule = CosineAnnealingWithWarmupScheduler(t_warmup=t_warmup, t_max="8ba")
+        dataset = stream(data, split, seed)
+        return fit(run, 0.01, 2, batches, dataset, schedulers=schedule, seed=seed)
+
+    train(1, "train", 1, "2ba")
+    with caplog.at_level(logging.WARNING):
+        train(2, "train", 1, "2ba")
+    assert "this run says" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        other = train(3, "val", 2, "4ba")
+    said = {record.message for record in caplog.records if "this run says" in record.message}
+    assert said >= {
+        "scheduler.t_warmup: this run says 4ba, the checkpoint was trained with 2ba, and 4ba holds",
+        "train_loader.dataset.split: this run says val, the checkpoint was trained with train, and val holds",
+        "train_loader.dataset.shuffle_seed: this run says 2, the checkpoint was trained with 1, and 1 holds",
+        "seed: this run says 2, the checkpoint was trained with 1, and 1 holds",
+    }
+    assert other.state.rank_zero_seed == 1 and other.state.train_dataloader.dataset.shuffle_seed == 1

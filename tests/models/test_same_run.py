@@ -88,6 +88,19 @@ def test_another_learning_rate_is_said_with_what_holds() -> None:
     ]
 
 
+def test_another_weight_of_a_loss_is_said() -> None:
+    def state(loss: Any) -> Any:
+        model = DMoECausalLM(
+            d_model=16, n_heads=2, n_layers=1, max_seq_len=8, vocab_size=16, moe={"num_experts": 2, "loss": loss}
+        )
+        return SimpleNamespace(model=model, optimizers=[], precision="fp32", train_dataloader=None)
+
+    before, asked = describe_training(state({"balance": 0.01, "z": 0.001})), describe_training(state({"balance": 0.1}))
+    assert training_changes(asked, before) == [
+        "moe.loss.balance: this run says 0.1, the checkpoint was trained with 0.01, and 0.1 holds"
+    ]
+
+
 def test_a_text_with_line_breaks_is_the_same_in_a_checkpoint_that_is_read() -> None:
     here = describe_model(SimpleNamespace(config=PretrainedConfig(note="two\nlines\tand \u00a0")))
     assert here["note"] == "two\\nlines\\tand \\xa0"
