@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from foundry_moe.integrations import transformers as integration
 from tests.helpers import transformers_experts as certificate
@@ -12,6 +13,7 @@ from tests.helpers.transformers_experts import without_kernels
 FAMILIES = certificate.families()
 # fp32 sums of 48 products in another order; seen below 1e-6 in plain torch, 5e-7 with the portable kernels on an H200
 TOLERANCE = 1e-5
+NEWEST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # that the docs' table was made with
 PAGE = Path(__file__).parents[2] / "docs/how-to/transformers.md"
 
 
@@ -28,8 +30,8 @@ def one_of_each_kind() -> list[certificate.Family]:
 
 
 def test_classes_are_found():
-    assert len(FAMILIES) >= 65  # transformers 5.23
     assert {"qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "aria"} <= {family.model for family in FAMILIES}
+    assert len(FAMILIES) >= 65 or not NEWEST
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_model)
@@ -48,6 +50,33 @@ def test_kernels_equal_eager(family, triton_kernels):
     assert max(found.values()) < TOLERANCE, found
 
 
+# Families whose eager forward keeps sums and activations in fp32 between 16-bit weights, which grouped_mm does not
+EXACTER_THAN_16_BITS = {"openai_privacy_filter"}
+
+
+def assert_as_exact_as_eager(family: certificate.Family, device: str, dtype: torch.dtype) -> None:
+    errors = certificate.rounding_errors(family, device, dtype)
+    other = "grouped_mm" if family.model in EXACTER_THAN_16_BITS else "eager"
+    ratios = {name: error / errors[other][name] for name, error in errors[certificate.NAME].items()}
+    # the norms of errors of hundreds of values: seen up to 1.03 in plain torch
+    assert max(ratios.values()) < 1.1, (other, ratios, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES, ids=by_model)
+def test_16_bits_in_plain_torch_are_as_exact_as_in_eager(family, dtype, monkeypatch):
+    without_kernels(monkeypatch)
+    assert_as_exact_as_eager(family, "cpu", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES, ids=by_model)
+def test_16_bits_on_a_gpu_are_as_exact_as_in_eager(family, dtype):
+    assert_as_exact_as_eager(family, "cuda", dtype)
+
+
+@pytest.mark.skipif(not NEWEST, reason="the table is of transformers 5.23")
 def test_rows_of_the_table_in_the_docs_are_these():
     """To renew it: python -m tests.helpers.transformers_experts. Newer releases of transformers add classes."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "Experts |" in line]
