@@ -21,7 +21,8 @@ from pathlib import Path
 from benchmarks.papers import dropping
 from benchmarks.papers.dropping import Row, when_reached
 
-RECIPE = "fine,experts=128,shared_width=2.0,top_k=4"
+RECIPE = "fine,experts=128,shared_width=0.5,top_k=7"
+MORE = "fine,experts=256,shared_width=0.5,top_k=7"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,9 @@ _CHANGES = (
     *(f"dmoe,gate.name=topk,{keys}" for keys in _COMBINE_WEIGHTS),
     "fine", "fine/1", "fine,lr=5e-4", "fine,lr=2e-3", "fine,batch=128,lr=2e-3", "fine,warmup=0.02",
     "fine,experts=128", "fine,experts=256", "fine,expert_width=2.0,top_k=2", "fine,dense_layers=1",
-    "fine,shared_width=0.5,top_k=7", "fine,experts=128,shared_width=0.5,top_k=7", RECIPE,
-    "fine,experts=256,shared_width=2.0,top_k=4", "fine,experts=256,shared_width=3.0,top_k=2",
+    "fine,shared_width=0.5,top_k=7", RECIPE, "fine,experts=32,expert_width=1.0,top_k=4",
+    "fine,experts=128,shared_width=2.0,top_k=4", "fine,experts=256,shared_width=2.0,top_k=4",
+    "fine,experts=256,shared_width=3.0,top_k=2",
     "fine,experts=128,expert_width=1.0,shared_width=2.0,top_k=2",
     "fine,loss.balance=0.001", "fine,loss.z=0.001", "fine,loss.balance=0.0,gate.bias_balance=True",
     "fine,gate.score=sigmoid", "fine,gate.normalize=False",
@@ -57,7 +59,7 @@ _LONG = "--tokens 400000000 --batch 64 --warmup 0.0125 --lr 1e-3 --every 60 --se
 _SHORT = "--tokens 20000000 --batch 32 --warmup 0.1 --lr 1e-3 --every 61"
 PLANS = {
     "changes": (Plan(size="XS", flags=_SHORT, runs=_CHANGES),),
-    "long": (Plan(size="XS", flags=_LONG, runs=("dense", RECIPE, "dense/1", f"{RECIPE}/1", f"{RECIPE},capacity=1.0")),),
+    "long": (Plan(size="XS", flags=_LONG, runs=("dense", RECIPE, MORE, "dense/1", f"{RECIPE}/1", f"{MORE}/1")),),
     "larger": tuple(Plan(size=size, flags=_LONG, runs=("dense", RECIPE)) for size in ("Small", "Medium")),
     "toy": (
         Plan(size="toy", flags="--every 4", runs=("dense", "fine,experts=8,shared_width=2.0,top_k=2", "cap1")),
