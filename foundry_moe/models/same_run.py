@@ -113,7 +113,7 @@ def check_model(here: Mapping[str, Any], there: object, where: str = "model") ->
     """
     if not isinstance(there, Mapping):
         return
-    there = {key: printable(value) if isinstance(value, str) else value for key, value in there.items()}
+    there = _readable(there)
     for key in here:
         if key in there and here[key] != there[key]:
             raise ValueError(
@@ -132,7 +132,7 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
     """
     if not isinstance(there, Mapping):
         return []
-    there = {key: printable(value) if isinstance(value, str) else value for key, value in there.items()}
+    there = _readable(there)
     holds = asked if holds is None else holds
     return [
         f"{key}: this run says {yaml_value(asked[key])}, the checkpoint was trained with {yaml_value(there[key])}, and "
@@ -140,6 +140,11 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
         for key in asked
         if key in there and asked[key] != there[key]
     ]
+
+
+def _readable(there: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's description with texts as `_plain` has them, to be compared and shown."""
+    return {key: printable(value) if isinstance(value, str) else value for key, value in there.items()}
 
 
 def _configuration(model: torch.nn.Module) -> dict[str, Any]:

@@ -550,8 +550,7 @@ def blocksparse_mlp(
 
     Args:
         full: fp32 weights, of which `weights` are copies. They get the gradients, which kernels then write in fp32;
-            rounding them
-            to the copies' dtype and casting takes 1.0 ms a layer more (H200, OLMoE).
+            rounding them to the copies' dtype and casting takes 1.0 ms a layer more (H200, OLMoE).
 
     Raises:
         ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.
