@@ -68,7 +68,7 @@ check-exports: env
 
 test-transformers: env
 	scripts/make_transformers_env.sh $(VENV) .venv-transformers
-	.venv-transformers/bin/python -m pytest tests/integrations
+	.venv-transformers/bin/python -m pytest -n $(WORKERS) tests/integrations $(filter-out tests,$(TESTS))
 
 test-peft: env
 	scripts/make_transformers_env.sh $(VENV) .venv-transformers

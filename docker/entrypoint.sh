@@ -131,7 +131,9 @@ case ${LAUNCHER:-torchrun} in
             [ "$least" -eq "$nodes" ] || span=$least:$nodes
             # the store is on node 0, also when a node is restarted there under another rank
             is_host=false
-            alive=keep_alive_interval=2,keep_alive_max_attempt=3 # a restart waits until a lost node is out: 6 s, not 15
+            # A restart waits until a lost node has left the rendezvous: 4 s, and 6 s for more nodes, which share one store.
+            alive=keep_alive_interval=1,keep_alive_max_attempt=4
+            [ "$nodes" -le 16 ] || alive=keep_alive_interval=2,keep_alive_max_attempt=3
             [ "$rank" -ne 0 ] || [ -n "$STORE" ] || is_host=true
             set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
                 --rdzv-backend foundry --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/fsdp2_checkpoint.py /tmp/run      # goes on
 """
 
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class Training(dcp.stateful.Stateful):
         self.step = state["step"]
 
 
-def tell(what: str) -> None:
+def report(what: str) -> None:
     total = sum(parameter.full_tensor().double().sum() for parameter in model.parameters())
     if rank == 0:
         print(f"{what} step {training.step} on {world} processes, sum of weights {total.item():.17g}", flush=True)
@@ -50,7 +51,7 @@ training = Training()
 writer, reader = Writer(sys.argv[1], keep=2), Reader(sys.argv[1])
 if reader.steps():
     dcp.load({"training": training}, storage_reader=reader)
-    tell("loaded")
+    report("loaded")
 for _ in range(STEPS):
     training.step += 1
     batch = torch.randn(BATCH, 64, generator=torch.Generator().manual_seed(training.step)).chunk(world)[rank]
@@ -58,5 +59,6 @@ for _ in range(STEPS):
     optimizer.step()
     optimizer.zero_grad()
     dcp.save({"training": training}, storage_writer=writer, checkpoint_id=str(training.step))
-tell("saved")
+report("saved")
 dist.destroy_process_group()
+time.sleep(1)  # gloo's threads free their tensors: in torch 2.11 a Python that exits meanwhile aborts the process

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/plain_pytorch.py runs/plain 10   # continue
 """
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -138,6 +139,7 @@ def main(folder: str, steps: int) -> None:
             print(f"step {training.step} loss {total.item() / world:.5f}", flush=True)
     dcp.save({"training": training}, storage_writer=writer, checkpoint_id=str(training.step))
     dist.destroy_process_group()
+    time.sleep(1)  # gloo's threads free their tensors: in torch 2.11 a Python that exits meanwhile aborts the process
 
 
 if __name__ == "__main__":
