@@ -19,13 +19,13 @@ from typing import Any
 os.environ.setdefault("FSDP_VERSION", "2")
 
 import torch
+from compilations import on_compilation, on_graph_compilation
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 from omegaconf import DictConfig, OmegaConf
 
 from foundry_moe.commands.plan.shape import read_shape
-from foundry_moe.ops.compile_ahead import on_compilation, on_graph_compilation
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, from NVIDIA's data sheets
 SKIPPED_STEPS = 4  # kernels compile and the allocator settles

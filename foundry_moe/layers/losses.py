@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import TokenSequences
-from foundry_moe.ops.masked import masked_mean, masked_sum
-from foundry_moe.ops.softmax_topk import balance
+from foundry_moe.ops.softmax_topk import balance, masked_mean, masked_sum
 
 
 def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = None) -> Tensor:

@@ -29,15 +29,21 @@ from foundry_moe_kernels import expert_products as hopper
 from foundry_moe_kernels import padded as slots
 from foundry_moe_kernels import permute as permute_kernels
 from foundry_moe_kernels import pointwise, products, tuning
+from foundry_moe_kernels.activations import NAMES
 from foundry_moe_kernels.sparse_tiles import BLOCK
-from foundry_moe_kernels.topology import Topology, pack_topology, packed_topology_size, unpack_topology
+from foundry_moe_kernels.topology import (
+    Topology,
+    pack_topology,
+    packed_topology_size,
+    topology_from_offsets,
+    unpack_topology,
+)
 from torch import Tensor
 
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
 from foundry_moe.ops.operators import differentiable, is_traced, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
-from foundry_moe.ops.reference import POINTWISE
 
 # Rows of x copied for the weights' gradient at a time: halves of the columns above this size. The copy is what the peak
 # of the backward pass holds beside the gradients themselves.
@@ -93,8 +99,8 @@ class ExpertPlan(NamedTuple):
 
     def topology_of(self, width: int) -> Topology:
         """Of the same rows, with matrices of another width."""
-        widths, block = [width] * len(self.widths), block_of(self.table.device)
-        return unpack_topology(pack_topology(self.offsets_E, self.rows, widths, block), self.rows, widths, block)
+        widths = [width] * len(self.widths)
+        return topology_from_offsets(self.offsets_E, self.rows, widths, block_of(self.table.device))
 
     @property
     def ragged(self) -> hopper.RaggedRows:
@@ -571,7 +577,7 @@ def blocksparse_mlp(
         kernels = "portable"
     widths = (w2.shape[2],) * plan.num_experts if widths is None else tuple(widths)
     layout = gate_up or "separate"
-    if gate_up == "concatenated" and bias_EF is None and activation in POINTWISE and not _lies_transposed(w1):
+    if gate_up == "concatenated" and bias_EF is None and activation in NAMES and not _lies_transposed(w1):
         layout = "planes"
     if kernels == "padded":
         offsets_E = table = torch.full((1,), plan.num_rows, dtype=torch.int32, device=x_TD.device)

@@ -15,10 +15,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
-import triton.runtime.jit
 from foundry_moe_kernels import tuning
 
 from foundry_moe.ops.permute import PermutePlan, plan_permute
@@ -65,28 +63,3 @@ def plan_of(
     """The plan of so many tokens, whose choices are spread over the experts."""
     experts_TK = torch.arange(tokens * choices, device=device, dtype=dtype).view(-1, choices) % experts
     return plan_permute(experts_TK, experts)
-
-
-def on_compilation(call: Callable[[str], None]) -> None:
-    """Calls `call` whenever a kernel is compiled, or loaded from Triton's cache, with its name and constants.
-
-    An exception that it raises reaches the caller of the kernel. A later `on_compilation` replaces an earlier one.
-    """
-
-    def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
-        names = fn.jit_function.arg_names
-        constants = {names[place[0]]: value for place, value in compile["constants"].items() if len(place) == 1}
-        call(f"{fn.name}({', '.join(f'{name}={value}' for name, value in constants.items())})")
-
-    knobs = getattr(triton, "knobs", None)
-    if knobs is not None:
-        knobs.runtime.jit_post_compile_hook = hook
-    else:  # Triton 3.3
-        triton.runtime.jit.JITFunction.compiled_hook = staticmethod(hook)
-
-
-def on_graph_compilation(call: Callable[[str], None]) -> None:
-    """Calls `call` whenever `torch.compile` compiles a graph, or at its first use a backward pass, with its number."""
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.register_start_callback(lambda *args: call(str(args[0].compile_id) if args else "a graph"))

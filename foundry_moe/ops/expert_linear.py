@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from foundry_moe_kernels import expert_products, products
-from foundry_moe_kernels.topology import pack_topology, unpack_topology
+from foundry_moe_kernels.topology import Topology, topology_from_offsets
 from torch import Tensor
 
 from foundry_moe.ops.backends import blocksparse_available, takes_hopper
@@ -67,9 +67,8 @@ def _weight_gradient(a_RM: Tensor, b_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return expert_products.weight_gradient(a_RM[None], b_RN, expert_products.ragged_rows(offsets_E, rows))[0]
 
 
-def _topology(offsets_E: Tensor, rows: int, width: int) -> Any:
-    widths, block = [width] * offsets_E.shape[0], block_of(offsets_E.device)
-    return unpack_topology(pack_topology(offsets_E, rows, widths, block), rows, widths, block)
+def _topology(offsets_E: Tensor, rows: int, width: int) -> Topology:
+    return topology_from_offsets(offsets_E, rows, [width] * offsets_E.shape[0], block_of(offsets_E.device))
 
 
 @operator(

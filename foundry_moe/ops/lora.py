@@ -1,28 +1,37 @@
-"""Experts with LoRA adapters (Hu et al. 2021): x W^T + scale * (x A^T) B^T, row by row, without forming W + B A.
+"""Experts with LoRA adapters on the Hopper kernels: low-rank products are steps of the experts' own products.
 
-Base weights are frozen, so autograd computes no gradient of theirs. One function for all backends, which differ in how
-they multiply rows with their expert's matrix.
+    u = x A          z = x Wᵀ + u Bᵀ     h = act(z)     (of w1 and v1; scale is a factor of B)
+    u2 = h A2        y = h W2ᵀ + u2 B2ᵀ
+    v2 = dy B2       dh = dy W2 + v2 A2ᵀ     dB2 = dyᵀ u2
+    dz through the activation; in the same pass v = dz B, dB = dzᵀ u, dA2 = hᵀ v2
+    dA = xᵀ v        dx = dz W + v Aᵀ
 
-Shapes: R rows, E experts, D model width, F expert width, L rank of the adapters, K inputs and N outputs of a matrix.
+Weights are frozen and have no gradient. As in `blocksparse`, the backward pass overwrites z with its gradient.
+
+Shapes: T tokens, R rows, E experts, D model width, F expert width, P planes (gate and up: 2, else 1), r rank, L its
+columns in kernels (see `foundry_moe_kernels.low_rank`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from foundry_moe_kernels import expert_products as hopper
+from foundry_moe_kernels import permute as permute_kernels
+from foundry_moe_kernels.expert_products import LowRank, Tokens
+from foundry_moe_kernels.low_rank import Factors, columns_of, hidden_backward_, outer, pack, project
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
-from foundry_moe.ops.expert_linear import expert_linear
-from foundry_moe.ops.low_rank import MOST_RANK, Factors, Frozen, kernels_mlp
-from foundry_moe.ops.permute import PermutePlan, permute, unpermute
-from foundry_moe.ops.reference import POINTWISE
+from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _gather, _planes, _table
+from foundry_moe.ops.operators import differentiable, operator, take_saved
+from foundry_moe.ops.permute import PermutePlan
 
-_RANK_COLUMNS = 8  # 16 bytes of a 16-bit type, which the kernels need of a row
+MOST_RANK = 64
 
 
 class Adapter(NamedTuple):
@@ -56,38 +65,201 @@ class Adapters(NamedTuple):
         return self._replace(w1=w1, v1=v1, w2=w2)
 
 
-# (x_RK, weight [E, N, K] or, inputs first, [E, K, N], plan, inputs first) -> y_RN
-Product = Callable[[Tensor, Tensor, PermutePlan, bool], Tensor]
+class Frozen(NamedTuple):
+    """Weights w1, v1 [E, F, D] and w2 [E, D, F], and the scale of adapters."""
+
+    w1: Tensor
+    v1: Tensor | None
+    w2: Tensor
+    scale: float
 
 
-@torch.compiler.disable  # sizes come from the data: not for a compiled graph
-def _one_by_one(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    loads = plan.tokens_per_expert_E.tolist()
-    rows = x_RK.split([*loads, x_RK.shape[0] - sum(loads)])
-    weights = (weight if inputs_first else weight.mT).unbind(0)
-    tail = x_RK.new_zeros(rows[-1].shape[0], weights[0].shape[1])
-    return torch.cat([*(x_rK @ one for x_rK, one in zip(rows, weights, strict=False)), tail])
+def _rows_of(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens | Tensor:
+    """Tokens where the Hopper products gather them, else their rows."""
+    if hopper.gathers(matrix_TD, plan.widths[0]):
+        return _as_tokens(matrix_TD, plan)
+    return _gather(matrix_TD, plan)
 
 
-def _grouped(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    return torch._grouped_mm(x_RK, weight if inputs_first else weight.mT, offs=plan.offsets_E)
+def _as_tokens(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens:
+    return Tokens(x_TD=matrix_TD, source_R=plan.source_R, choices=plan.row_TK.shape[1])
 
 
-def _batched(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    x_ECK = x_RK.view(weight.shape[0], -1, x_RK.shape[1])
-    return torch.bmm(x_ECK, weight if inputs_first else weight.mT).flatten(0, 1)
+class Kept(NamedTuple):
+    """What the backward pass reads beside z, whose memory it overwrites."""
+
+    u_RL: Tensor
+    down_u_RL: Tensor
+    x_TD: Tensor
+    weights_TK: Tensor | None
 
 
-def _ragged(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    return expert_linear(x_RK, weight, plan.offsets_E, inputs_first=inputs_first)
+def _fake_forward(x_TD, weights_TK, factors, frozen, plan):  # type: ignore[no-untyped-def]
+    planes, columns = 1 if frozen.v1 is None else 2, columns_of(factors.rank)
+    return (
+        x_TD.new_empty(plan.row_TK.shape[0], frozen.w2.shape[1]),
+        x_TD.new_empty(planes, plan.rows, frozen.w1.shape[1]),
+        x_TD.new_empty(plan.rows, planes * columns),
+        x_TD.new_empty(plan.rows, columns),
+    )
 
 
-_PRODUCTS: dict[str, Product] = {
-    "reference": _one_by_one,
-    "grouped": _grouped,
-    "batched": _batched,
-    "blocksparse": _ragged,
-}
+@operator("lora_experts", _fake_forward)
+def _forward(
+    x_TD: Tensor, weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y_TD, and what the backward pass reads: z_PRF, u and u2."""
+    x_TD = _aligned(x_TD)
+    if plan.rows == 0:
+        made = _fake_forward(x_TD, weights_TK, factors, frozen, plan)
+        return made[0].zero_(), *made[1:]
+    _compile_ahead(frozen, factors.rank, weights_TK, plan)
+    ragged, x_RD, w1s = plan.ragged, _rows_of(x_TD, plan), _planes(frozen.w1, frozen.v1)
+    packed = pack(factors, frozen.w2, len(w1s), frozen.scale)
+    u_RL = project(x_RD, packed.up_a, ragged)
+    z_PRF, h_RF = hopper.up(x_RD, w1s, ragged, plan.activation, low=LowRank(a_RL=u_RL, b=packed.up_b))
+    del x_RD
+    down_u_RL = project(h_RF, packed.down_a, ragged)
+    low = LowRank(a_RL=down_u_RL, b=packed.down_b)
+    y_RD = hopper.rows_product(h_RF[None], (_aligned(frozen.w2),), ragged, transposed=True, low=low)
+    return permute_kernels.unpermute(y_RD, weights_TK, plan.row_TK), z_PRF, u_RL, down_u_RL
+
+
+def _fake_backward(dy_TD, z_PRF, kept, factors, frozen, plan, needs_dx):  # type: ignore[no-untyped-def]
+    (planes, _, f), (experts, d, _), rank, x_TD = z_PRF.shape, frozen.w2.shape, factors.rank, kept.x_TD
+    sizes = (planes, experts, d), (planes, experts, f), (experts, f), (experts, d)
+    return (
+        torch.empty_like(x_TD, memory_format=torch.contiguous_format) if needs_dx else x_TD.new_empty(0),
+        dy_TD.new_empty(0) if kept.weights_TK is None else kept.weights_TK.new_empty(kept.weights_TK.shape),
+        *(x_TD.new_empty(*size, rank, dtype=torch.float32) for size in sizes),
+    )
+
+
+@operator("lora_experts_backward_", _fake_backward, mutates="z_PRF")
+def _backward_(
+    dy_TD: Tensor, z_PRF: Tensor, kept: Kept, factors: Factors, frozen: Frozen, plan: ExpertPlan, needs_dx: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx_TD and dweights_TK (empty where not needed), and the factors' gradients. Overwrites z_PRF."""
+    if plan.rows == 0:
+        made = _fake_backward(dy_TD, z_PRF, kept, factors, frozen, plan, needs_dx)
+        return tuple(tensor.zero_() for tensor in made)  # type: ignore[return-value]
+    dy_TD, x_TD = _aligned(dy_TD), _aligned(kept.x_TD)
+    weights_TK = None if kept.weights_TK is None else kept.weights_TK.contiguous()
+    weighted: dict[str, Any] = {"weights_TK": weights_TK, "source_R": plan.source_R}
+    ragged, rank = plan.ragged, factors.rank
+    packed = pack(factors, frozen.w2, len(z_PRF), frozen.scale)
+    dy_RD = _rows_of(dy_TD, plan)
+    d_down_b, down_v_RL = outer(
+        dy_RD, kept.down_u_RL, ragged, rank, scale=frozen.scale, factor_EKL=packed.down_b[0], **weighted
+    )
+    assert down_v_RL is not None
+    dh_RF = hopper.rows_product(
+        dy_RD if isinstance(dy_RD, Tokens) else dy_RD[None], (_aligned(frozen.w2),), ragged,
+        transposed=False, product=f"down_backward{len(z_PRF)}", low=LowRank(a_RL=down_v_RL, b=packed.down_a[None]),
+    )  # fmt: skip
+    del dy_RD
+    hidden = hidden_backward_(
+        dh_RF, z_PRF, kept.u_RL, down_v_RL, packed.up_b, ragged, rank,
+        scale=frozen.scale, activation=plan.activation, **weighted,
+    )  # fmt: skip
+    del dh_RF
+    d_up_a, _ = outer(_as_tokens(x_TD, plan), hidden.v_RL, ragged, rank, planes=len(z_PRF))
+    dx_TD = x_TD.new_empty(0)
+    if needs_dx:
+        low = LowRank(a_RL=hidden.v_RL, b=packed.up_a[None])
+        dx_RD = hopper.rows_product(z_PRF, _planes(frozen.w1, frozen.v1), ragged, transposed=False, low=low)
+        dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
+    dweights_TK = dy_TD.new_empty(0)
+    if weights_TK is not None and hidden.dots is not None:
+        dweights_TK = permute_kernels.gather_dots(hidden.dots, plan.row_TK, weights_TK.dtype)
+    return dx_TD, dweights_TK, d_up_a, hidden.db, hidden.da, d_down_b[0]
+
+
+def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    x_TD, weights_TK, factors, frozen, plan = inputs
+    ctx.set_materialize_grads(False)  # z, u and u2 have none
+    ctx.settings = frozen.scale, plan.settings
+    ctx.save_for_backward(*output[1:], x_TD, weights_TK, *factors, *frozen[:3], *plan.tensors)
+
+
+def _gradient(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dy_TD is None:
+        return (None,) * 5
+    z_PRF, u_RL, down_u_RL, *saved = take_saved(ctx)
+    # detached, z is the same memory and version: what autograd saved becomes the gradient
+    return _from_saved(ctx, dy_TD, (z_PRF.detach(), u_RL, down_u_RL), saved)
+
+
+def _from_saved(ctx: Any, dy_TD: Tensor, made: Sequence[Tensor], saved: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of `_forward`'s arguments."""
+    (x_TD, weights_TK), factors = saved[:2], Factors(*saved[2:8])
+    frozen, plan = _constants(ctx, saved)
+    z_PRF, u_RL, down_u_RL = made
+    needed = ctx.needs_input_grad
+    dx_TD, dweights_TK, d_up_a, d_up_b, d_down_a, d_down_b = _backward_(
+        dy_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, weights_TK), factors, frozen, plan, needed[0]
+    )
+    by_factor = (d_up_a[0], d_up_b[0], d_up_a[-1], d_up_b[-1], d_down_a, d_down_b)
+    of_factors = [grad if wanted else None for grad, wanted in zip(by_factor, needed[2:], strict=False)]
+    return dx_TD if needed[0] else None, dweights_TK if needed[1] else None, Factors(*of_factors), None, None
+
+
+def _constants(ctx: Any, saved: Sequence[Any]) -> tuple[Frozen, ExpertPlan]:
+    scale, settings = ctx.settings
+    return Frozen(saved[8], saved[9], saved[10], scale), ExpertPlan._make([*saved[11:], *settings])
+
+
+def _fake_recompute(x_TD, weights_TK, factors, frozen, plan):  # type: ignore[no-untyped-def]
+    return x_TD.new_empty(plan.row_TK.shape[0], frozen.w2.shape[1])
+
+
+@operator("lora_experts_recompute", _fake_recompute)
+def _recompute(x_TD: Tensor, weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan) -> Tensor:
+    """y_TD in a node that saves x alone."""
+    return _forward(x_TD, weights_TK, factors, frozen, plan)[0]
+
+
+def _save_recompute(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    _save(ctx, inputs, (output,))
+
+
+def _recompute_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    made = _forward(*saved[:2], Factors(*saved[2:8]), *_constants(ctx, saved))[1:]
+    return _from_saved(ctx, dy_TD, made, saved)
+
+
+def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: ExpertPlan) -> None:
+    """Has the kernels of experts like these compiled for every load, once a process: see `compile_ahead`."""
+    w2, planes = frozen.w2, 1 if frozen.v1 is None else 2
+    experts, choices = len(plan.widths), plan.row_TK.shape[1]
+    dtype = None if weights_TK is None else weights_TK.dtype
+
+    def prepare() -> Callable[[], None]:
+        few = (experts - 1) % 4 + 1  # whose tables are aligned as those of all are
+        rows = ahead.plan_of(ahead.TOKENS, choices, few, w2.device)
+        table = _table(rows.offsets_E, rows.num_rows, "hopper", plan.widths[:few])
+        some = ExpertPlan(
+            rows.source_R, rows.row_TK, rows.offsets_E, table, "hopper", plan.widths[:few], plan.activation
+        )
+        down, up = w2.new_zeros(w2[:few].shape), w2.new_zeros(planes, few, *w2.shape[:0:-1])
+        _, width, hidden = w2.shape
+        like: dict[str, Any] = {"device": w2.device}
+        up_a, up_b, w2_a, w2_b = (torch.zeros(few, size, rank, **like) for size in (width, hidden, hidden, width))
+        v1 = (up_a, up_b) if planes == 2 else (None, None)
+        factors = Factors(up_a, up_b, *v1, w2_a, w2_b)
+        x_TD = w2.new_zeros(ahead.TOKENS, width)
+        ones_TK = None if dtype is None else torch.ones(ahead.TOKENS, choices, dtype=dtype, **like)
+        base = Frozen(up[0], up[1] if planes == 2 else None, down, frozen.scale)
+
+        def run() -> None:
+            y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, factors, base, some)
+            _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), factors, base, some, True)
+
+        return run
+
+    key = ("lora", w2.device, w2.dtype, dtype, w2.shape, planes, rank, choices, plan.activation)
+    ahead.run_once(key, w2.device, experts, choices, prepare)
 
 
 def lora_mlp(
@@ -98,51 +270,26 @@ def lora_mlp(
     adapters: Adapters,
     *,
     activation: str,
-    backend: str,
-    memory: str = "save",
+    memory: str,
 ) -> Tensor:
-    """y_TD: for each token the weighted sum of its experts' outputs.
-
-    Args:
-        weights: frozen w1, v1 and w2 of experts of one width, as `foundry_moe.ops.expert_mlp` takes them.
-        adapters: of any float dtype; computed in that of the rows.
-        backend: reference | grouped | batched | blocksparse.
-        memory: save | recompute everything in the backward pass.
-    """
-    if backend == "blocksparse" and _on_kernels(x_TD, weights, adapters):
-        factors = Factors(*(factor for adapter in adapters[:3] for factor in adapter or (None, None)))
-        frozen = Frozen(*weights, adapters.scale)
-        return kernels_mlp(x_TD, weights_TK, plan, frozen, factors, activation=activation, memory=memory)
-    product, act = _PRODUCTS[backend], POINTWISE[activation]
-    w1, v1, w2 = weights
-    x_RD = permute(x_TD, plan)
-
-    def linear(x_RK: Tensor, weight: Tensor, adapter: Adapter | None, dropped_RK: Tensor) -> Tensor:
-        y_RN = product(x_RK, weight, plan, False)
-        if adapter is None:
-            return y_RN
-        padding = (0, -adapter.a_EKL.shape[2] % _RANK_COLUMNS)
-        a_EKL = F.pad(adapter.a_EKL, padding).to(x_RK.dtype)
-        b_ENL = F.pad(adapter.b_ENL * adapters.scale, padding).to(x_RK.dtype)
-        return y_RN.add_(product(product(dropped_RK, a_EKL, plan, True), b_ENL, plan, False))
-
-    def compute(x_RD: Tensor) -> Tensor:
-        dropped_RD = F.dropout(x_RD, adapters.dropout) if adapters.dropout else x_RD
-        h_RF = act(linear(x_RD, w1, adapters.w1, dropped_RD))
-        if v1 is not None:
-            h_RF = h_RF * linear(x_RD, v1, adapters.v1, dropped_RD)
-        return linear(h_RF, w2, adapters.w2, F.dropout(h_RF, adapters.dropout) if adapters.dropout else h_RF)
-
-    if memory == "recompute" and torch.is_grad_enabled():
-        y_RD = checkpoint(compute, x_RD, use_reentrant=False)
-    else:
-        y_RD = compute(x_RD)
-    return unpermute(y_RD, weights_TK, plan)
+    """y_TD as `foundry_moe.ops.expert_mlp` defines it, for operands that `supports` accepts."""
+    factors = Factors(*(factor for adapter in adapters[:3] for factor in adapter or (None, None)))
+    frozen = Frozen(*weights, adapters.scale)
+    widths = (frozen.w1.shape[1],) * plan.num_experts
+    table = _table(plan.offsets_E, plan.num_rows, "hopper", widths)
+    experts = ExpertPlan(plan.source_R, plan.row_TK, plan.offsets_E, table, "hopper", widths, activation)
+    if memory == "recompute":
+        return lora_recompute(x_TD, weights_TK, factors, frozen, experts)
+    return lora_experts(x_TD, weights_TK, factors, frozen, experts)[0]
 
 
-def _on_kernels(x_TD: Tensor, weights: tuple[Tensor, Tensor | None, Tensor], adapters: Adapters) -> bool:
-    """Whether `low_rank` computes these experts: it draws no random numbers and has no gradient of weights."""
-    ranks = [adapter.a_EKL.shape[2] for adapter in (adapters.w1, adapters.v1, adapters.w2) if adapter is not None]
+def supports(x_TD: Tensor, weights: tuple[Tensor, Tensor | None, Tensor], adapters: Adapters) -> bool:
+    """Whether the Hopper kernels compute these experts: they draw no random numbers and have no gradient of weights."""
+    ranks = [adapter.a_EKL.shape[2] for adapter in adapters[:3] if adapter is not None]
     frozen = not any(weight is not None and weight.requires_grad for weight in weights)
-    kernels = takes_hopper(x_TD.device, x_TD.dtype, *weights[2].shape[1:])
-    return kernels and frozen and not adapters.dropout and max(ranks) <= MOST_RANK
+    hopper_computes = takes_hopper(x_TD.device, x_TD.dtype, *weights[2].shape[1:])
+    return hopper_computes and frozen and not adapters.dropout and max(ranks) <= MOST_RANK
+
+
+lora_experts = differentiable(_forward, _save, _gradient)
+lora_recompute = differentiable(_recompute, _save_recompute, _recompute_gradient)

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from foundry_moe.ops.backends import ALIGN, FLOATS, choose_backend
 from foundry_moe.ops.blocksparse import blocksparse_mlp
-from foundry_moe.ops.lora import Adapters, lora_mlp
+from foundry_moe.ops.lora import Adapters, lora_mlp, supports
 from foundry_moe.ops.operators import on_gpu
-from foundry_moe.ops.permute import PermutePlan, permute, unpermute
-from foundry_moe.ops.reference import POINTWISE, batched_mlp, grouped_mlp, reference_mlp
+from foundry_moe.ops.permute import PermutePlan
+from foundry_moe.ops.unfused import POINTWISE, unfused_mlp
 
 
 class Biases(NamedTuple):
@@ -92,32 +92,26 @@ def expert_mlp(
                 x_TD, weights_TK, plan, *cast,
                 activation=activation, backend=backend, memory=memory, widths=widths, adapters=adapters,
             )  # fmt: skip
-    if adapters is not None:
-        backend = "batched" if plan.capacity is not None else choose_backend(backend, x_TD.device, x_TD.dtype)
-        return lora_mlp(
-            x_TD, weights_TK, plan, weights, adapters, activation=activation, backend=backend, memory=memory
-        )
     if plan.capacity is not None:
         # in a compiled graph the plain version, whose activation inductor fuses
-        on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling()
+        on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling() and adapters is None
         backend = "blocksparse" if on_kernels else "batched"
     else:
         backend = choose_backend(backend, x_TD.device, x_TD.dtype)
-    if backend == "blocksparse":  # permutes inside, so that the backward pass saves x alone
-        if _aligned(x_TD, w2, widths):
-            return blocksparse_mlp(x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory)
-        x_TP = F.pad(x_TD, (0, -x_TD.shape[1] % ALIGN))
-        padded, wide = _padded(weights, widths)
-        y_TP = blocksparse_mlp(x_TP, weights_TK, plan, padded, widths=wide, activation=activation, memory=memory)
-        return y_TP[:, : x_TD.shape[1]]
-    x_RD = permute(x_TD, plan)
-    if backend == "batched":
-        y_RD = batched_mlp(x_RD, weights, activation)
-    elif backend == "grouped":
-        y_RD = grouped_mlp(x_RD, plan, weights, activation)
-    else:
-        y_RD = reference_mlp(x_RD, plan, weights, activation, widths)
-    return unpermute(y_RD, weights_TK, plan)
+    if backend != "blocksparse" or (adapters is not None and not supports(x_TD, weights, adapters)):
+        return unfused_mlp(
+            x_TD, weights_TK, plan, weights,
+            activation=activation, backend=backend, widths=widths, adapters=adapters, memory=memory,
+        )  # fmt: skip
+    if adapters is not None:
+        return lora_mlp(x_TD, weights_TK, plan, weights, adapters, activation=activation, memory=memory)
+    # permutes inside, so that the backward pass saves x alone
+    if _aligned(x_TD, w2, widths):
+        return blocksparse_mlp(x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory)
+    x_TP = F.pad(x_TD, (0, -x_TD.shape[1] % ALIGN))
+    padded, wide = _padded(weights, widths)
+    y_TP = blocksparse_mlp(x_TP, weights_TK, plan, padded, widths=wide, activation=activation, memory=memory)
+    return y_TP[:, : x_TD.shape[1]]
 
 
 def packed_mlp(

@@ -16,7 +16,6 @@ from foundry_moe_kernels.softmax_topk import Chosen, Gradients, Rule
 from torch import Tensor
 
 from foundry_moe.ops import noise
-from foundry_moe.ops.masked import masked_mean
 from foundry_moe.ops.operators import on_gpu, operator, twins
 from foundry_moe.ops.select_topk import MAX_CHOICES, MAX_EXPERTS, count_choices, topk
 
@@ -85,6 +84,22 @@ def softmax_topk(
         z=z,
         balance=loss if with_balance else None,
     )
+
+
+def masked_sum(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
+    """The sum over real tokens along the first dimension; `mask_T` is True for these, None = all are real."""
+    if mask_T is None:
+        return values_T.sum(0)
+    mask = mask_T.reshape(-1, *[1] * (values_T.dim() - 1))
+    return values_T.masked_fill(~mask, 0).sum(0)
+
+
+def masked_mean(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
+    """The mean over real tokens along the first dimension; zero where there is none."""
+    total = masked_sum(values_T, mask_T)
+    if mask_T is None:
+        return total / max(values_T.shape[0], 1)
+    return total / mask_T.sum().clamp(min=1)
 
 
 def z_loss(logits_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from foundry_moe.layers.lookup import moe_layers
-from foundry_moe.ops.rotary import rotary_tables
+from foundry_moe.ops.operators import operator
 
 
 def block_lists(model: nn.Module) -> list[nn.ModuleList]:
@@ -51,6 +51,27 @@ def prefetch_in_order(model: nn.Module) -> None:
 def _wrapped(module: nn.Module) -> list[FSDPModule]:
     """The modules that FSDP2 has wrapped, outermost first."""
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+
+def _fake(positions_BS, inv_freq, scaling, like):  # type: ignore[no-untyped-def]
+    shape = (*positions_BS.shape, 2 * inv_freq.shape[0])
+    return like.new_empty(shape), like.new_empty(shape)
+
+
+@operator("rotary_tables", _fake)
+def rotary_tables(positions_BS: Tensor, inv_freq: Tensor, scaling: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables of rotary position embeddings (Su et al. 2021, arXiv 2104.09864): cos_BSD and sin_BSD, in `like`'s dtype.
+
+    Of angles position * frequency, times `scaling`, computed in fp32. One operator, which `torch.compile` does not look
+    into: fused into what uses them, cosines would be computed anew for every head.
+
+    Args:
+        inv_freq: [D / 2]; each half of a head's width has all of them.
+    """
+    with torch.autocast(positions_BS.device.type, enabled=False):
+        angles_BSF = positions_BS[..., None].float() * inv_freq.to(positions_BS.device).float()
+        angles_BSD = torch.cat((angles_BSF, angles_BSF), dim=-1)
+        return (angles_BSD.cos() * scaling).to(like.dtype), (angles_BSD.sin() * scaling).to(like.dtype)
 
 
 # rotary embeddings of transformers whose frequencies do not depend on the sequence length

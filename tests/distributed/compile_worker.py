@@ -29,7 +29,7 @@ class TurnOver(Callback):
     noted: list[tuple[str, int]]
 
     def __init__(self) -> None:
-        from foundry_moe.ops.compile_ahead import on_graph_compilation
+        from benchmarks.compilations import on_graph_compilation
 
         self.now = ("batch", 0)
         TurnOver.noted = []

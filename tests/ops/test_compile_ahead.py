@@ -4,9 +4,9 @@ import pytest
 import torch
 from foundry_moe_kernels import autotune, products, tuning
 
+from benchmarks.compilations import on_compilation
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops import expert_mlp, plan_permute
-from foundry_moe.ops.compile_ahead import on_compilation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

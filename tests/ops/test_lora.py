@@ -13,7 +13,7 @@ from foundry_moe.config import LoRAConfig
 from foundry_moe.ops import Biases, expert_mlp, plan_permute
 from foundry_moe.ops.lora import Adapter, Adapters
 from foundry_moe.ops.padded import plan_padded
-from foundry_moe.ops.reference import POINTWISE
+from foundry_moe.ops.unfused import POINTWISE
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ from foundry_moe_kernels.tuning import Tile
 
 from foundry_moe.ops import plan_permute
 from foundry_moe.ops.lora import Adapter, Adapters, lora_mlp
-from foundry_moe.ops.low_rank import Factors, Frozen, kernels_mlp
+from foundry_moe.ops.unfused import unfused_mlp
 
 pytest.importorskip("triton.tools.tensor_descriptor", reason="Triton before 3.4 has no tensor descriptors")
 CUDA = torch.cuda.is_available()
@@ -63,11 +63,6 @@ def adapters_of(factors, gated: bool) -> Adapters:
     return Adapters(pairs[0], pairs[1] if gated else None, pairs[-1], scale=0.7)
 
 
-def factors_of(factors, gated: bool) -> Factors:
-    up = factors[:-2] if gated else [*factors[:2], None, None]
-    return Factors(*up, *factors[-2:])
-
-
 def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     return float((ours.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
@@ -82,18 +77,15 @@ def test_outputs_and_every_gradient_equal_plain_products(rank, activation, gated
     leaves = [leaf for leaf in (x_TD, weights_TK, *factors) if leaf is not None]
     plan = plan_permute(experts_TK, E)
     adapters = adapters_of(factors, gated)
-    y_TD = kernels_mlp(
-        x_TD, weights_TK, plan, Frozen(*weights, adapters.scale), factors_of(factors, gated),
-        activation=activation, memory=memory,
-    )  # fmt: skip
+    y_TD = lora_mlp(x_TD, weights_TK, plan, weights, adapters, activation=activation, memory=memory)
     dy_TD = torch.randn_like(y_TD)
     ours = [y_TD, *torch.autograd.grad(y_TD, leaves, dy_TD)]
     high = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact = iter(high)
     x_64, w_64 = next(exact), next(exact) if weighted else None
-    truth_TD = lora_mlp(
-        x_64, w_64, plan, tuple(None if w is None else w.double() for w in weights), adapters_of(list(exact), gated),
-        activation=activation, backend="reference",
+    truth_TD = unfused_mlp(
+        x_64, w_64, plan, tuple(None if w is None else w.double() for w in weights),
+        activation=activation, backend="reference", adapters=adapters_of(list(exact), gated),
     )  # fmt: skip
     truth = [truth_TD, *torch.autograd.grad(truth_TD, high, dy_TD.double())]
     # bf16: z, h, dz and their like are rounded once each to 2^-9; fp32: sums of at most 400 products
@@ -108,9 +100,8 @@ def test_rows_in_several_parts_give_the_same_gradients(monkeypatch):
     plan = plan_permute(experts_TK, E)
 
     def gradients() -> list[torch.Tensor]:
-        y_TD = kernels_mlp(
-            x_TD, weights_TK, plan, Frozen(*weights, 0.7), factors_of(factors, True), activation="silu", memory="save"
-        )
+        adapters = adapters_of(factors, True)
+        y_TD = lora_mlp(x_TD, weights_TK, plan, weights, adapters, activation="silu", memory="save")
         return list(torch.autograd.grad(y_TD.float().sin().sum(), factors))
 
     whole = gradients()

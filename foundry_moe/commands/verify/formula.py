@@ -1,7 +1,7 @@
 """The MoE layer as dense fp64 formulas, and the comparison of a run's first step with them.
 
 The formulas share no code with layers, gates and operators: every expert computes every token, and choices are a mask.
-On a CPU the layer under test computes with `ops.reference`, so the formulas do not. `why_not` names the gates without a
+On a CPU the layer under test computes with `ops.unfused`, so the formulas do not. `why_not` names the gates without a
 formula. `Capture` takes a layer's input and its output's gradient from the run.
 
 Shapes: T tokens, D model width, F expert width, E experts, G groups, M experts of a group.

@@ -16,9 +16,8 @@ from foundry_moe.layers.gates.gate import Choices, LinearGate, pack_choices
 from foundry_moe.layers.gates.keys import DenseToSparseKeys
 from foundry_moe.layers.schedule import parse_duration, parse_schedule
 from foundry_moe.ops import noise
-from foundry_moe.ops.masked import masked_sum
 from foundry_moe.ops.select_topk import count_choices, pack, topk
-from foundry_moe.ops.softmax_topk import softmax_topk
+from foundry_moe.ops.softmax_topk import masked_sum, softmax_topk
 
 _GUMBEL = 3
 

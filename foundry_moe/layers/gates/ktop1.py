@@ -11,8 +11,8 @@ from torch import Tensor
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import KTop1Keys
-from foundry_moe.ops.masked import masked_mean
 from foundry_moe.ops.select_topk import count_choices, topk
+from foundry_moe.ops.softmax_topk import masked_mean
 
 
 class KTop1Gate(LinearGate):
