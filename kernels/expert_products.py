@@ -17,8 +17,7 @@ import torch
 from foundry_moe_kernels import autotune, descriptors, tuning
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.pointwise import activate, activation_backward_
-from foundry_moe_kernels.ragged_inner import ragged_inner_kernel
-from foundry_moe_kernels.ragged_rows import ragged_rows_kernel
+from foundry_moe_kernels.ragged_products import ragged_inner_kernel, ragged_rows_kernel
 from foundry_moe_kernels.topology import block_row_table, packed_block_rows, split_block_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor

@@ -1,6 +1,6 @@
 """The expert products as warp-specialised kernels, in Gluon, Triton's lower-level dialect (Triton 3.6, Hopper).
 
-They do what `ragged_rows` (plain, and `up` with a gate) and `ragged_inner` do, tile for tile. A program is persistent
+They do what `ragged_products` does, tile for tile. A program is persistent
 and has three groups of warps, or four:
 
     producer      one warp: fills a ring of shared-memory stages by TMA, ahead of the current tile. Four warps where the

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from foundry_moe_kernels import tuning
 from foundry_moe_kernels.launch import cdiv, divisor, launch, multiple
-from foundry_moe_kernels.sparse_inner import inner_kernel
-from foundry_moe_kernels.sparse_rows import rows_kernel
+from foundry_moe_kernels.sparse_kernels import inner_kernel, rows_kernel
 from foundry_moe_kernels.sparse_tiles import SparseTile, choose
 from foundry_moe_kernels.topology import Topology
 from torch import Tensor

@@ -181,36 +181,14 @@ def column_tables(widths: tuple[int, ...], block: int, device: torch.device) -> 
     return a, b, c, d
 
 
-def build_topology(
-    tokens_per_expert_E: Tensor, num_rows: int, widths: Sequence[int], block: int, *, debug: bool = False
-) -> Topology:
-    """The topology of x·W1ᵀ: expert e's rows meet expert e's columns.
+def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Topology:
+    """The topology of x·W1ᵀ: expert e's rows meet expert e's columns. One launch.
 
     Args:
-        tokens_per_expert_E: integers [E] on any device.
+        offsets_E: the row after the last one of each expert, int32.
         num_rows: R, rows allocated; the loads may add up to less.
         widths: columns of each expert (equal or not, multiples of the block or not).
         block: B, a power of two.
-        debug: also check the loads' contents (reads the device).
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, a block that is no power of two, with `debug` the loads.
-    """
-    experts = tokens_per_expert_E.shape[0] if tokens_per_expert_E.dim() == 1 else -1
-    if experts != len(widths) or tokens_per_expert_E.is_floating_point():
-        raise ValueError(
-            f"tokens_per_expert must be integers of shape [{len(widths)}] (one width each), not "
-            f"{tokens_per_expert_E.dtype} {tuple(tokens_per_expert_E.shape)}"
-        )
-    if debug:
-        loads = tokens_per_expert_E.tolist()
-        if min(loads, default=0) < 0 or sum(loads) > num_rows:
-            raise ValueError(f"tokens_per_expert {loads} must be >= 0 and add up to at most num_rows ({num_rows})")
-    return topology_from_offsets(tokens_per_expert_E.cumsum(0).int(), num_rows, widths, block)
-
-
-def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Topology:
-    """The same from the row after the last one of each expert, int32 [E]: one launch.
 
     Raises:
         ValueError: a block that is no power of two, a width that is not positive.

@@ -25,9 +25,9 @@ from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import Source, read_whole
 from foundry_moe.models.adapters import Factors, factors_of, read_folder
+from foundry_moe.models.blocks import WeightPart
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.models.families import Family, family_of
-from foundry_moe.models.families.family import WeightPart
 from foundry_moe.models.frozen_weights import digest
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of

@@ -26,8 +26,7 @@ from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import INDEX, Source, read_whole
 from foundry_moe.launch.user_errors import is_users
-from foundry_moe.models.native.architecture import Architecture
-from foundry_moe.models.native.rebuild import build, logits_of
+from foundry_moe.models.native.architecture import Architecture, build, logits_of
 from foundry_moe.models.native.state_dict import Native
 from foundry_moe.models.native.targets import Target, assemble
 

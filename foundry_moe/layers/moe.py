@@ -15,12 +15,11 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.aux_loss import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
-from foundry_moe.layers.experts import Experts, SharedExpert
+from foundry_moe.layers.experts import Experts, MixedExperts, SharedExpert
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.gates.registry import build_gate, no_gate, resolve_losses
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.losses import gate_entropy
-from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.select_topk import count_choices
@@ -41,7 +40,7 @@ class MoELayer(nn.Module):
             draws its weights here.
         gate_output: return (output, gate logits) or (output, probabilities), as Hugging Face's MoE blocks do.
 
-    gate_groups: size of the groups of experts whose gate rows start equal (see `models/upcycling.py`).
+    gate_groups: size of the groups of experts whose gate rows start equal (see `models/block_plans.py`).
     adds_nothing: the shared expert's output starts as zero.
     hot: copies of hot experts on other ranks, set by placement on a mesh; None = no copies.
     sources: files of the layer's weights, for a layer on the meta device that is filled from a checkpoint.

@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from foundry_moe.checkpoint.strict import shown
 from foundry_moe.config import MOST_EXPERTS
 from foundry_moe.layers.lookup import named_moe_layers
+from foundry_moe.models.blocks import WeightPart, whole
 from foundry_moe.models.configurations import HEADS, WIDTH, check_configuration, first_of
-from foundry_moe.models.families import FAMILIES, WeightPart
-from foundry_moe.models.families.family import whole
+from foundry_moe.models.families import FAMILIES
 
 log = logging.getLogger(__name__)
 

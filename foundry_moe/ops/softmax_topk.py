@@ -1,4 +1,4 @@
-"""From a softmax router's logits to choices, combine weights and what the balance and z-losses need.
+"""From a softmax gate's logits to choices, combine weights and what the balance and z-losses need.
 
 One kernel forward and one backward for fp32 logits on CUDA, a chain of torch operations elsewhere.
 
@@ -111,7 +111,7 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> Tensor:
     """E * sum_e f_e P_e: 1 when even (Fedus et al. 2021, equations 4 to 6, over all choices as in GShard's top-2).
 
     Args:
-        mean_E: mean router probabilities; carries the gradient.
+        mean_E: mean gate probabilities; carries the gradient.
         counts_E: int64, choices per expert, of this process or of many.
     """
     return _balance(mean_E, counts_E)[0]

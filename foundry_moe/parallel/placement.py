@@ -24,9 +24,9 @@ from foundry_moe.config import (
     refuse_dropout_over_ranks,
     refuse_hot_experts_of_several_widths,
 )
+from foundry_moe.layers.experts import MixedExperts
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
-from foundry_moe.layers.mixed_experts import MixedExperts
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
@@ -260,37 +260,17 @@ def place_experts(
 def draw_experts(layer: Any, plan: MeshPlan, dimension: int) -> None:
     """Fills a layer's placed experts with their initial weights, which do not depend on the mesh."""
     _, shard, _ = plan.coordinates(dist.get_rank())
-    owned = plan.experts_of(dist.get_rank(), layer.num_experts)
-    if isinstance(layer.experts, MixedExperts):
-        draw_mixed(layer, owned, shard, plan.shard, dimension)
-        return
-    filled = {part.ours.removeprefix("experts.") for part in layer.sources}
-    if dimension == 0:
-        width = -(-layer.num_experts // plan.shard)  # as FSDP2 divides: the last parts may be short or empty
-        owned = owned[shard * width : (shard + 1) * width]
     experts: Any = layer.experts
+    whole = experts.rows_of(plan.experts_of(dist.get_rank(), layer.num_experts))
+    filled = {part.ours.removeprefix("experts.") for part in layer.sources}
     for name, parameter in experts.named_parameters():
         if name in filled:
             continue
-        local_eFD: Tensor = parameter.to_local()
-        rows = local_eFD.shape[1]
-        for expert, local_FD in zip(owned, local_eFD, strict=True):
-            whole_FD = experts.initial(
-                name, expert, seed=layer.config.seed, layer=layer.layer_index, device=local_FD.device
-            )
-            local_FD.copy_(whole_FD.narrow(0, shard * rows, rows) if dimension else whole_FD)
-
-
-def draw_mixed(layer: Any, owned: range, shard: int, shards: int, dimension: int) -> None:
-    """`draw_experts` for experts of different widths, whose rows or columns `shard` cuts at any position."""
-    experts: MixedExperts = layer.experts
-    whole = experts.rows_of(owned)
-    for name, parameter in experts.named_parameters():
-        local: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-        height, wide = local.shape
+        local: Tensor = parameter.to_local()
+        height, wide = local.shape[:2]
         rows, columns = whole, range(wide)
         if dimension == 0:
-            start = min(shard * -(-len(whole) // shards), len(whole))  # as FSDP2 divides
+            start = min(shard * -(-len(whole) // plan.shard), len(whole))  # as FSDP2 divides: the last may be short
             rows = whole[start : start + height]
         else:
             columns = range(shard * wide, (shard + 1) * wide)

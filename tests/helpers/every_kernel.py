@@ -15,6 +15,7 @@ from foundry_moe_kernels import (
     dispatch_plan,
     expert_products,
     finite,
+    gate_logits,
     low_rank,
     noise,
     padded,
@@ -22,7 +23,6 @@ from foundry_moe_kernels import (
     permute_plan,
     pointwise,
     products,
-    router_logits,
     select_topk,
     softmax_topk,
     sparse_tiles,
@@ -134,11 +134,11 @@ def launch_routing(experts: int = 128) -> None:
     keys_T, mask_T = torch.zeros(T, dtype=torch.int32), torch.ones(T, dtype=torch.bool)
     x_TD, weight_ED = torch.zeros(T, D, dtype=torch.bfloat16), torch.zeros(experts, D)
     logits_TE = torch.zeros(T, experts)
-    jitter = router_logits.Jitter(keys_T=keys_T, amount=0.01, stream=1)
+    jitter = gate_logits.Jitter(keys_T=keys_T, amount=0.01, stream=1)
     for weight in (weight_ED, weight_ED.bfloat16()):
-        router_logits.router_logits(x_TD, weight, jitter)
-        router_logits.input_gradient(logits_TE, weight, jitter, torch.bfloat16)
-        router_logits.weight_gradient(logits_TE, x_TD, jitter, weight.dtype)
+        gate_logits.gate_logits(x_TD, weight, jitter)
+        gate_logits.input_gradient(logits_TE, weight, jitter, torch.bfloat16)
+        gate_logits.weight_gradient(logits_TE, x_TD, jitter, weight.dtype)
     noise.uniform(keys_T, experts, 1)
     noise.jitter(x_TD, keys_T, 0.01, 1)
     for rule in (

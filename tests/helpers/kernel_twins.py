@@ -11,8 +11,14 @@ import math
 from collections.abc import Iterator
 
 import torch
+from foundry_moe_kernels.topology import Topology, topology_from_offsets
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def build_topology(loads_E: Tensor, num_rows: int, widths: list[int], block: int) -> Topology:
+    """`topology_from_offsets` from tokens per expert."""
+    return topology_from_offsets(loads_E.cumsum(0).int(), num_rows, widths, block)
 
 
 def activate(z: Tensor, activation: str) -> Tensor:

@@ -19,19 +19,19 @@ CHIPS = [chip for chip in sorted(SHARED_BYTES) if products_compile((chip // 10, 
 
 
 # Bytes a thread that may be on the stack though there are 255 registers: of products with an activation in their
-# epilogue, once a tile, and of the router's logits, which take fp32 weights apart; of others a few values
-SPILLED = {("sparse_rows.rows_kernel", True): 512, ("router_logits._logits_kernel", False): 160}
+# epilogue, once a tile, and of the gate's logits, which take fp32 weights apart; of others a few values
+SPILLED = {("sparse_kernels.rows_kernel", True): 512, ("gate_logits._logits_kernel", False): 160}
 FEW = 32
 
 WITHOUT_WIDTHS = {"finite._nonfinite_kernel"}  # reads bytes
 # What computes experts of any widths, and moves 16 bytes at a time where 8 divides them
-PRODUCTS = {"sparse_rows.rows_kernel", "sparse_inner.inner_kernel", "pointwise._values_backward_kernel"}
+PRODUCTS = {"sparse_kernels.rows_kernel", "sparse_kernels.inner_kernel", "pointwise._values_backward_kernel"}
 
 
 def spilled(kernel: Compiled) -> int:
-    if kernel.tf32 and kernel.name == "sparse_rows.rows_kernel" and not kernel.activation:
+    if kernel.tf32 and kernel.name == "sparse_kernels.rows_kernel" and not kernel.activation:
         return 128  # on sm_120; on sm_80 with other Tritons than 3.6
-    if kernel.name == "router_logits._input_gradient_kernel" and VERSION < (3, 4):
+    if kernel.name == "gate_logits._input_gradient_kernel" and VERSION < (3, 4):
         return 128  # 128 experts' fp32 weights on sm_90
     return SPILLED.get((kernel.name, kernel.activation), FEW)
 
@@ -74,7 +74,7 @@ def test_widths_that_8_divides_are_moved_16_bytes_at_a_time():
     script = "import torch\nfrom tests.helpers import every_kernel as k\nk.pretend(80)\n{launch}"
     layer = "k.D, k.F = 520, 1000\nk.launch_products(torch.bfloat16)\nk.launch_experts(torch.bfloat16)"
     kernels = [kernel for kernel in compile_for(80, script.format(launch=layer)) if kernel.name not in WITHOUT_WIDTHS]
-    assert {"permute._unpermute_kernel", "pointwise._activation_backward_kernel", "sparse_inner.inner_kernel"} <= {
+    assert {"permute._unpermute_kernel", "pointwise._activation_backward_kernel", "sparse_kernels.inner_kernel"} <= {
         kernel.name for kernel in kernels
     }
     assert not [kernel for kernel in kernels if kernel.narrow]
@@ -99,7 +99,7 @@ def test_widths_that_8_divides_are_moved_16_bytes_at_a_time():
 )
 def test_a_kernel_beyond_a_limit_is_told(change, words):
     fits = Compiled(
-        name="sparse_rows.rows_kernel", activation=False, shared=99 * 1024, registers=255, threads=256, stack=0,
+        name="sparse_kernels.rows_kernel", activation=False, shared=99 * 1024, registers=255, threads=256, stack=0,
         hopper_products=0, tf32=False, narrow=0,
     )  # fmt: skip
     assert not misfits([fits, replace(fits, activation=True, stack=512)], 89, spilled)

@@ -12,7 +12,7 @@ SCRIPT = """
 import ctypes, mmap, torch
 from foundry_moe_kernels import products
 from foundry_moe_kernels.sparse_tiles import SparseTile
-from foundry_moe_kernels.topology import build_topology
+from tests.helpers.kernel_twins import build_topology
 
 def at_the_end_of_memory(*shape):
     size, numel = 4 * mmap.PAGESIZE, torch.Size(shape).numel()

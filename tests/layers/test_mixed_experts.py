@@ -5,8 +5,7 @@ import torch
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
-from foundry_moe.layers.experts import Experts
-from foundry_moe.layers.mixed_experts import MixedExperts
+from foundry_moe.layers.experts import Experts, MixedExperts
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.parallel.mesh import check_expert_widths
 

@@ -55,7 +55,7 @@ def operands():
             (0, 1, 3, 4, 5, 7),
         ),
         "softmax_topk._balance": ((scores_TE.softmax(-1).mean(0), counts_E), (0,)),
-        "router_logits._router_logits": ((x_TD, weight_ED, None, 0.0, 0), None),
+        "gate_logits._gate_logits": ((x_TD, weight_ED, None, 0.0, 0), None),
         "noise._uniform": ((keys_T, 7, -5), None),
         "noise._scale": ((x_TD, keys_T, 0.25, 9), None),
     }
@@ -67,8 +67,8 @@ def test_every_operator_with_twins_is_compared_here():
 
 @pytest.mark.parametrize("name", sorted(operands()))
 def test_the_kernel_gives_what_its_plain_twin_gives(name):
-    if DEVICE == "cuda" and name == "router_logits._router_logits":
-        pytest.skip("takes bf16 on a GPU: tests/kernels/test_router_logits.py")
+    if DEVICE == "cuda" and name == "gate_logits._gate_logits":
+        pytest.skip("takes bf16 on a GPU: tests/kernels/test_gate_logits.py")
     op = operators()[name]
     inputs, compared = operands()[name]
     ours, theirs = op.triton(*inputs), op.plain(*inputs)

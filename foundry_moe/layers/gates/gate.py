@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from foundry_moe.layers.context import GateContext, unchanged
-from foundry_moe.layers.gates.keys import GateKeys, LinearKeys, need_top_k
+from foundry_moe.layers.gates.keys import GateKeys, LinearKeys
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import balance_loss, count_by_sequence, sequence_balance_loss
 from foundry_moe.layers.schedule import Progress, Schedule
 from foundry_moe.ops import PermutePlan
+from foundry_moe.ops.gate_logits import Jitter, gate_logits
 from foundry_moe.ops.operators import on_gpu
-from foundry_moe.ops.router_logits import Jitter, router_logits
 from foundry_moe.ops.select_topk import pack
 from foundry_moe.ops.softmax_topk import Selection, balance, z_loss
 
@@ -126,10 +126,6 @@ class Gate(nn.Module):
             )
         return context.progress
 
-    def need_top_k(self, top_k: int, why: str) -> None:
-        """Raises ValueError unless the user's `top_k` is this."""
-        need_top_k(self.top_k, top_k, why)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         """As nn.Module's, but a cast of the model leaves buffers in their dtype: a bf16 bias would lose its steps."""
         before = dict(self.named_buffers(recurse=False))
@@ -159,7 +155,7 @@ class LinearGate(Gate):
 
     def logits(self, x_TD: Tensor, jitter: Jitter | None = None) -> Tensor:
         """[T, E] in fp32, or fp64 for a model in fp64 (Fedus et al. 2021, section 2.4: selective precision)."""
-        return router_logits(x_TD, self.weight_ED, jitter)
+        return gate_logits(x_TD, self.weight_ED, jitter)
 
     def jitter_of(self, schedule: Schedule, context: GateContext, x_TD: Tensor, purpose: int) -> Jitter | None:
         """The factors of this batch's input; None in evaluation, and where the schedule has come to zero."""

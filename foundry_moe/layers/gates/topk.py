@@ -18,7 +18,7 @@ from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss
 from foundry_moe.layers.schedule import Progress, parse_schedule
 from foundry_moe.ops import noise
-from foundry_moe.ops.router_logits import Jitter, router_logits
+from foundry_moe.ops.gate_logits import Jitter, gate_logits
 from foundry_moe.ops.select_topk import count_choices, topk
 from foundry_moe.ops.softmax_topk import softmax_topk, z_loss
 
@@ -131,7 +131,7 @@ class TopKGate(LinearGate):
         """The logits to choose by, and the deviation of their noise."""
         if self.weight_noise_ED is None or not self.training:
             return clean_TE, None
-        deviation_TE = F.softplus(router_logits(x_TD, self.weight_noise_ED, jitter))
+        deviation_TE = F.softplus(gate_logits(x_TD, self.weight_noise_ED, jitter))
         keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
         drawn_TE = noise.normal(keys_T, self.num_experts, context.stream(_NOISE)).to(clean_TE.dtype)
         return clean_TE + drawn_TE * deviation_TE, deviation_TE

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from foundry_moe.models.families import FAMILIES, Blocks, Family
-from foundry_moe.models.families.family import gate_keys
+from foundry_moe.models.blocks import Blocks, gate_keys
+from foundry_moe.models.families import FAMILIES, Family
 from foundry_moe.models.native.targets import Target, copied, rows_of
 from foundry_moe.schema import yaml_value
 

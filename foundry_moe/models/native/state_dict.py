@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from foundry_moe.models.families import FAMILIES, Blocks, Family, blocks_of, family_of
+from foundry_moe.models.blocks import Blocks, blocks_of
+from foundry_moe.models.families import FAMILIES, Family, family_of
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.from_mpt import config_of_mpt, rename_mpt
 from foundry_moe.models.native.targets import Part, Target, check_targets, copied

@@ -39,13 +39,6 @@ class Part:
         sizes = self.box[1][1:] if self.expert else self.box[1]
         return tuple(reversed(sizes)) if self.transposed else tuple(sizes)
 
-    def place_of(self, inner: Box) -> tuple[int, ...]:
-        """The offsets in the target of a box inside this part's, given in the source's coordinates."""
-        moved = [at - start for at, start in zip(inner[0], self.box[0], strict=True)][int(self.expert) :]
-        if self.transposed:
-            moved.reverse()
-        return tuple(at + offset for at, offset in zip(self.at, moved, strict=True))
-
     def turned(self, tensor: Tensor) -> Tensor:
         """A box of the source as the target has it."""
         tensor = tensor[0] if self.expert else tensor

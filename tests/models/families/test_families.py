@@ -11,8 +11,8 @@ from transformers import PhimoeConfig
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.models.families import FAMILIES, blocks_of, family_of
-from foundry_moe.models.families.family import Blocks
+from foundry_moe.models.blocks import Blocks, blocks_of
+from foundry_moe.models.families import FAMILIES, family_of
 from tests.helpers.families import MODEL_TYPES, small
 
 
@@ -133,5 +133,5 @@ def test_a_model_that_a_family_cannot_say_is_refused_with_what_would_do(
 
 
 def test_other_models_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"model_type \(phimoe\): its router is SparseMixer's.* exported: Mixtral, OL"):
+    with pytest.raises(ValueError, match=r"model_type \(phimoe\): its gate is SparseMixer's.* exported: Mixtral, OL"):
         family_of(PhimoeConfig().model_type)

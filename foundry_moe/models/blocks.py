@@ -1,6 +1,4 @@
-"""Describes a family of Hugging Face MoE models: its blocks in terms of `MoEConfig`, and the layout of their tensors.
-
-Plain data without torch, used in both directions: to read slices of files, to write files, and to convert modules.
+"""MoE blocks of a model as data, and where the tensors of one block are in another format. Without torch.
 
 Shapes: E experts, D model width, F expert width, S width of a shared expert.
 """
@@ -9,26 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from foundry_moe.config import ACTIVATIONS, MoEConfig
-from foundry_moe.schema import yaml_value
-
-# names in transformers' ACT2FN, for GLUs; of several names with one meaning the first is written
-_GATED = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
-    "relu": "reglu",
-}
-
-# fields of `Blocks` that are keys of a configuration, and what most families call them
-_NAMES = {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "top_k": "num_experts_per_tok"}
-
-# for `Family.refuse_others`: the k largest probabilities of a softmax
-SOFTMAX: dict[str, Any] = {"gate_score": "softmax", "gate_scale": 1.0, "gate_bias_balance": False, "gate_groups": 1}
+from foundry_moe.config import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +75,23 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
     )
 
 
+def gate_keys(blocks: Blocks) -> dict[str, Any]:
+    """The gate's name and all keys of gate `topk` that affect evaluation, with defaults.
+
+    Raises:
+        ValueError: another gate.
+    """
+    name = blocks.gate.get("name")
+    keys = {"score": "softmax", "normalize": True, "scale": 1.0, "bias_balance": False, "groups": 1, "group_limit": 0}
+    if name == "switch":  # in evaluation the top one of softmax scores, unnormalised
+        return {**keys, "name": "topk", "normalize": False}
+    if name != "topk":
+        raise ValueError(f"gate.name ({name}): no Hugging Face family has this gate; topk would do")
+    found: dict[str, Any] = {"name": "topk", **keys, **{key: blocks.gate[key] for key in keys if key in blocks.gate}}
+    limited = 0 < found["group_limit"] < found["groups"]
+    return found if limited else {**found, "groups": 1, "group_limit": 0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
     """A tensor of our layer, or one expert's matrix of it, and the box of a tensor of theirs that holds it.
@@ -132,118 +130,6 @@ class WeightPart:
         return tuple(slice(a + b, a + b + n) for a, b, n in zip(self.begin, begin, sizes, strict=True))
 
 
-class Family:
-    """A family of Hugging Face models: one file each.
-
-    name: for messages.
-    model_type, architecture: as in its `config.json`.
-    block: name of a layer's FFN in the model's state dict.
-    sizes: keys of its configuration for the number of experts and their width, by their names in `Blocks`.
-    """
-
-    name: ClassVar[str]
-    model_type: ClassVar[str]
-    architecture: ClassVar[str]
-    block: ClassVar[str]
-    sizes: ClassVar[dict[str, str]] = {}
-
-    def read(self, config: Any) -> Blocks:
-        """Its sparse blocks, from a `PretrainedConfig`.
-
-        Raises:
-            ValueError: a value that dMoE layers do not support; names the key and the value.
-        """
-        raise NotImplementedError
-
-    def write(self, blocks: Blocks) -> dict[str, Any]:
-        """Keys of its configuration for sparse blocks such as these: the reverse of `read`, for `Config(**keys)`.
-
-        Raises:
-            ValueError: the family has no such blocks; names our key, its value, and a valid value.
-        """
-        raise NotImplementedError
-
-    def parts(self, blocks: Blocks) -> list[WeightPart]:
-        """All tensors of one sparse block, each element of ours and of theirs in exactly one part."""
-        return [whole("gate.weight_ED", "gate.weight", blocks.num_experts, blocks.d_model), *each_expert(blocks)]
-
-    def read_blocks(self, config: Any, gate: Mapping[str, Any], **more: Any) -> Blocks:
-        """Blocks whose sizes are keys of the configuration, those of `sizes`.
-
-        Args:
-            gate: see `Blocks`, beside the name `topk`.
-            more: other fields of `Blocks`; without `layers` all of them are sparse.
-        """
-        found = {ours: getattr(config, theirs) for ours, theirs in (_NAMES | self.sizes).items()}
-        found |= {"activation": self.activation(config.hidden_act), "gate": {"name": "topk", **gate}}
-        return Blocks(**{**found, "layers": tuple(range(found["num_layers"])), **more})
-
-    def write_blocks(self, blocks: Blocks) -> dict[str, Any]:
-        """The reverse of `read_blocks`, without gate and layers.
-
-        Raises:
-            ValueError: experts without a gate projection.
-        """
-        sizes = {theirs: getattr(blocks, ours) for ours, theirs in (_NAMES | self.sizes).items()}
-        return {**sizes, "hidden_act": self.hidden_act(blocks)}
-
-    def block_name(self, layer: int) -> str:
-        """The name of a layer's FFN in the model's state dict, for example `model.layers.3.mlp`."""
-        return self.block.format(layer=layer)
-
-    def activation(self, hidden_act: Any) -> str:
-        """The GLU that a `hidden_act` of this family is.
-
-        Raises:
-            ValueError: an activation that experts do not support.
-        """
-        if hidden_act not in _GATED:
-            raise ValueError(f"{self.name}: hidden_act ({hidden_act}) is not one of {', '.join(_GATED)}")
-        return _GATED[hidden_act]
-
-    def hidden_act(self, blocks: Blocks) -> str:
-        """The reverse of `activation`."""
-        if not ACTIVATIONS[blocks.activation].gated:
-            raise ValueError(
-                f"activation ({blocks.activation}): experts of {self.name} are GLUs; swiglu, geglu, geglu_tanh or "
-                "reglu would do"
-            )
-        return next(theirs for theirs, ours in _GATED.items() if ours == blocks.activation)
-
-    def refuse_dense(self, blocks: Blocks) -> None:
-        """Raises ValueError if some layers are dense, for a family whose layers are all sparse."""
-        dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
-        if dense:
-            raise ValueError(f"layers: {dense} are dense, and {self.name} has none such; layers: all would do")
-
-    def refuse_others(self, blocks: Blocks, **would_do: Any) -> None:
-        """Raises ValueError for the first key of the blocks with another value, `gate_x` for key x of their gate."""
-        found = blocks.settings() | {f"gate.{key}": value for key, value in gate_keys(blocks).items()}
-        for key, value in would_do.items():
-            key = key.replace("gate_", "gate.", 1) if key.startswith("gate_") else key
-            if found[key] != value:
-                raise ValueError(
-                    f"{key} ({yaml_value(found[key])}): {self.name} has no such blocks; {yaml_value(value)} would do"
-                )
-
-
-def gate_keys(blocks: Blocks) -> dict[str, Any]:
-    """The gate's name and all keys of gate `topk` that affect evaluation, with defaults.
-
-    Raises:
-        ValueError: another gate.
-    """
-    name = blocks.gate.get("name")
-    keys = {"score": "softmax", "normalize": True, "scale": 1.0, "bias_balance": False, "groups": 1, "group_limit": 0}
-    if name == "switch":  # in evaluation the top one of softmax scores, unnormalised
-        return {**keys, "name": "topk", "normalize": False}
-    if name != "topk":
-        raise ValueError(f"gate.name ({name}): no Hugging Face family has this gate; topk would do")
-    found: dict[str, Any] = {"name": "topk", **keys, **{key: blocks.gate[key] for key in keys if key in blocks.gate}}
-    limited = 0 < found["group_limit"] < found["groups"]
-    return found if limited else {**found, "groups": 1, "group_limit": 0}
-
-
 def whole(ours: str, theirs: str, *shape: int, fp32: bool = False) -> WeightPart:
     """The same tensor under another name."""
     return WeightPart(ours=ours, shape=shape, theirs=theirs, their_shape=shape, begin=(0,) * len(shape), fp32=fp32)
@@ -271,6 +157,30 @@ def each_expert(
 
     def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
         return {"theirs": f"experts.{e}.{names[matrix]}.weight", "their_shape": shape, "begin": (0, 0)}
+
+    return of_experts(blocks, place)
+
+
+def gate_above_up(blocks: Blocks) -> list[WeightPart]:
+    """A tensor holds the gate and up projections of all experts, another one their down projections."""
+    experts, width, d_model = blocks.num_experts, blocks.expert_hidden_size, blocks.d_model
+
+    def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
+        if matrix == "w2":
+            return {"theirs": "output_linear.weight", "their_shape": (experts, d_model, width), "begin": (e, 0, 0)}
+        begin = (e, width if matrix == "v1" else 0, 0)
+        return {"theirs": "input_linear.weight", "their_shape": (experts, 2 * width, d_model), "begin": begin}
+
+    return of_experts(blocks, place)
+
+
+def side_by_side(blocks: Blocks) -> list[WeightPart]:
+    """A tensor [E * F, D] for each of the three matrices holds those of all experts; down is transposed."""
+    experts, width, d_model = blocks.num_experts, blocks.expert_hidden_size, blocks.d_model
+
+    def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
+        where = {"their_shape": (experts * width, d_model), "begin": (e * width, 0)}
+        return {"theirs": f"experts.mlp.{matrix}", "transposed": matrix == "w2", **where}
 
     return of_experts(blocks, place)
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from foundry_moe.ops.router_logits import router_logits
+from foundry_moe.ops.gate_logits import gate_logits
 
 
 def test_bf16_inputs_give_fp32_scores_under_autocast():
     x_TD, w_ED = torch.randn(64, 32).bfloat16(), torch.randn(8, 32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = router_logits(x_TD, w_ED)
+        ours = gate_logits(x_TD, w_ED)
     truth = x_TD.double() @ w_ED.double().T
     assert ours.dtype is torch.float32 and (ours - truth).abs().max() < 1e-5 * truth.abs().max()
 
@@ -22,7 +22,7 @@ def test_tensor_cores_give_fp32_scores_and_gradients(weight_dtype, tokens):
     x_TD = torch.randn(tokens, 512, device="cuda").bfloat16().requires_grad_()
     w_ED = torch.randn(40, 512, device="cuda").to(weight_dtype).requires_grad_()
     direction_TE = torch.randn(tokens, 40, device="cuda")
-    ours = router_logits(x_TD, w_ED)
+    ours = gate_logits(x_TD, w_ED)
     assert ours.dtype is torch.float32
     dx_TD, dw_ED = torch.autograd.grad(ours, (x_TD, w_ED), direction_TE)
     truth_TE = x_TD.double() @ w_ED.double().T

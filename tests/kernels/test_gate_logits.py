@@ -5,8 +5,8 @@ Shapes: T tokens, D model width, E experts.
 
 import pytest
 import torch
-from foundry_moe_kernels import router_logits
-from foundry_moe_kernels.router_logits import Jitter
+from foundry_moe_kernels import gate_logits
+from foundry_moe_kernels.gate_logits import Jitter
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -46,12 +46,12 @@ def test_scores_and_gradients_with_jitter_inside(tokens, width, experts, weight_
     xj_TD = (x_TD.double() * factor_TD).to(DTYPE).double()
     x, w, d = (t.to(DEVICE) for t in (x_TD, w_ED, d_TE))
 
-    scores_TE = router_logits.router_logits(x, w, jitter)
+    scores_TE = gate_logits.gate_logits(x, w, jitter)
     assert scores_TE.dtype is torch.float32
     truth_TE = xj_TD @ w_ED.double().T
-    dx_TD = router_logits.input_gradient(d, w, jitter, DTYPE)
+    dx_TD = gate_logits.input_gradient(d, w, jitter, DTYPE)
     truth_dx = (d_TE.double() @ w_ED.double()) * factor_TD
-    dw_ED = router_logits.weight_gradient(d, x, jitter, weight_dtype)
+    dw_ED = gate_logits.weight_gradient(d, x, jitter, weight_dtype)
     truth_dw = d_TE.double().T @ xj_TD
     assert dx_TD.dtype is DTYPE and dw_ED.dtype is weight_dtype
     half_unit = 2**-8  # of a result in bf16

@@ -1,4 +1,4 @@
-"""A router's logits in fp32 on tensor cores, and their gradients, with the jitter of the input inside.
+"""A gate's logits in fp32 on tensor cores, and their gradients, with the jitter of the input inside.
 
 A product of two bf16 numbers is exact in fp32, so bf16 products with fp32 sums are the fp32 product; an fp32 factor is
 split into bf16 parts of 8 bits each. Jitter multiplies x by hashed factors as it is loaded: nothing of the size of x is
@@ -224,7 +224,7 @@ def _input_gradient_tile(experts: int, parts: int, device: torch.device) -> tupl
     return _expert_block(experts, _most_experts(device)), _INPUT_GRADIENT
 
 
-def router_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
+def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
     """x Wᵀ, fp32 [T, E].
 
     Args:

@@ -1,7 +1,7 @@
-"""A router's logits x W^T in fp32, on tensor cores where the input is bf16, with jitter of the input.
+"""A gate's logits x W^T in fp32, on tensor cores where the input is bf16, with jitter of the input.
 
 A product of two bf16 numbers is exact in fp32, so a bf16 product with fp32 sums and fp32 output is the fp32 product:
-see `foundry_moe_kernels.router_logits`. At OLMoE's shape (16,384 tokens, 2048 wide, 64 experts) on an H200 casting and
+see `foundry_moe_kernels.gate_logits`. At OLMoE's shape (16,384 tokens, 2048 wide, 64 experts) on an H200 casting and
 fp32 products were 0.49 of the gate's 0.61 ms.
 
 Shapes: T tokens, D model width, E experts.
@@ -12,18 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from foundry_moe_kernels import router_logits as kernels
-from foundry_moe_kernels.router_logits import Jitter
+from foundry_moe_kernels import gate_logits as kernels
+from foundry_moe_kernels.gate_logits import Jitter
 from torch import Tensor
 from torch.nn import functional as F
 
 from foundry_moe.ops import noise
 from foundry_moe.ops.operators import on_gpu, operator, twins
 
-__all__ = ["Jitter", "router_logits"]
+__all__ = ["Jitter", "gate_logits"]
 
 
-def router_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
+def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
     """[T, E] in fp32, or fp64 for fp64 inputs, under autocast too (Fedus et al. 2021, section 2.4).
 
     Args:
@@ -31,7 +31,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None)
     """
     keys_T, amount, stream = (None, 0.0, 0) if jitter is None else (jitter.keys_T, jitter.amount, jitter.stream)
     with torch.autocast(x_TD.device.type, enabled=False):
-        return _router_logits(x_TD, weight_ED, keys_T, amount, stream)
+        return _gate_logits(x_TD, weight_ED, keys_T, amount, stream)
 
 
 def _jitter(keys_T: Tensor | None, amount: float, stream: int) -> Jitter | None:
@@ -43,8 +43,8 @@ def _takes(x_TD: Tensor, weight_ED: Tensor, *_: Any) -> bool:
 
 
 def _triton(x_TD: Tensor, weight_ED: Tensor, keys_T: Tensor | None, amount: float, stream: int) -> Tensor:
-    """See `foundry_moe_kernels.router_logits.router_logits`."""
-    return kernels.router_logits(x_TD.contiguous(), weight_ED.contiguous(), _jitter(keys_T, amount, stream))
+    """See `foundry_moe_kernels.gate_logits.gate_logits`."""
+    return kernels.gate_logits(x_TD.contiguous(), weight_ED.contiguous(), _jitter(keys_T, amount, stream))
 
 
 def _plain(x_TD: Tensor, weight_ED: Tensor, keys_T: Tensor | None, amount: float, stream: int) -> Tensor:
@@ -55,7 +55,7 @@ def _plain(x_TD: Tensor, weight_ED: Tensor, keys_T: Tensor | None, amount: float
     return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
 
-@operator("router_input_gradient", lambda x, w, d, *_: x.new_empty(x.shape))
+@operator("gate_input_gradient", lambda x, w, d, *_: x.new_empty(x.shape))
 def _input_gradient(
     x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, keys_T: Tensor | None, amount: float, stream: int
 ) -> Tensor:
@@ -64,7 +64,7 @@ def _input_gradient(
     )
 
 
-@operator("router_weight_gradient", lambda x, w, d, *_: w.new_empty(w.shape))
+@operator("gate_weight_gradient", lambda x, w, d, *_: w.new_empty(w.shape))
 def _weight_gradient(
     x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, keys_T: Tensor | None, amount: float, stream: int
 ) -> Tensor:
@@ -86,8 +86,8 @@ def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     return dx_TD, dweight_ED, None, None, None
 
 
-_router_logits = twins(
-    "router_logits",
+_gate_logits = twins(
+    "gate_logits",
     triton=_triton,
     plain=_plain,
     fake=lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0], dtype=torch.float32),
