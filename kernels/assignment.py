@@ -185,7 +185,7 @@ def settle(expert_T: Tensor, bid_T: Tensor, room_E: Tensor, price_E: Tensor) -> 
         price_E: fp32, written: that of a full expert rises to its lowest bid.
 
     Returns:
-        load_E: int32, tokens that asked for each expert.
+        load_E: int32, tokens that bid for each expert.
     """
     experts = room_E.shape[0]
     load_E = torch.empty_like(room_E)

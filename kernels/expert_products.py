@@ -23,7 +23,7 @@ from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
 BLOCK = 128
-# Experts up to this width gather tokens in their first product: it then takes some 6 % longer whatever the width,
+# Experts up to this width gather tokens in their first product: it then takes some 6 % longer for every width,
 # while a copy of the rows takes as long for all (H200)
 GATHER_UP_TO = 1024
 _GATHER_WIDTHS = range(256, 4097, 256)

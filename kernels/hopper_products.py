@@ -7,7 +7,7 @@ and has three groups of warps, or four:
                   rows of an operand are gathered from tokens: TMA cannot, so each thread copies 16 bytes (cp.async)
     consumers     two groups of four warps, each with its half of a tile's rows: an asynchronous wgmma a stage, then its
                   half of the epilogue through buffers of its own, stored while the next tile is multiplied
-    copier        one warp, where asked for: copies tokens to their rows for a later product, in place of a launch
+    copier        one warp, if requested: copies tokens to their rows for a later product, in place of a launch
 
 The groups share only the barriers of the ring, two a stage: `full` (the bytes have arrived) and `empty` (both consumers
 are done), and, in products of rows, those of the tile queue. Experts end in partial tiles, which take less time:
@@ -347,7 +347,7 @@ def _layout(block: tuple[int, ...], itemsize: int) -> Any:
 
 
 def descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """A tensor map for these kernels: it says how a box lies in shared memory."""
+    """A tensor map for these kernels: it has the layout of a box in shared memory."""
     made = object.__new__(TensorDescriptor)  # its constructor checks what `supported` has, for some 5 us
     layout = _layout(tuple(block), base.element_size())
     vars(made).update(base=base, shape=shape, strides=strides, block_shape=block, layout=layout, padding="zero")

@@ -208,7 +208,7 @@ def sdd_act(
     For experts of different widths z and h are values as `sdd` returns them, flat: [P, V] and [V].
 
     Args:
-        a: [R, D]; with `source_R` (int32 [R]) [T, D], whose row source_R[r] // choices stands for row r.
+        a: [R, D]; with `source_R` (int32 [R]) [T, D], whose row source_R[r] // choices is row r.
         weights: one or two stacks [E, F, D], or matrices [C, D], of equal strides.
 
     Rows past the loads' end are undefined.

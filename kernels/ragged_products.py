@@ -44,7 +44,7 @@ def ragged_rows_kernel(
     """block_rows_ptr: int32 [M, 4] of (expert, first row of the expert, rows of the expert, row within it).
 
     c[0] = A W, planes summed over (dx = dgate W1 + dup V1). With GLU c are the pre-activations, gate and up planes,
-    whose columns stand side by side in the tile, and h = act(gate) * up. With LOW, low_tiles more steps are added, of
+    whose columns lie side by side in the tile, and h = act(gate) * up. With LOW, low_tiles more steps are added, of
     low_a [1, R, L] and low_b, laid out as W: c = A W + low_a low_b.
     """
     dtype: tl.constexpr = a_desc.dtype

@@ -1,4 +1,4 @@
-"""Which tile a block-sparse product runs with, by the chip's shared memory and by measurement. Knows shapes alone."""
+"""The tile of a block-sparse product, by its shape, by the chip's shared memory and by measurement."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fit(tile: SparseTile, block: int, itemsize: int, limit_bytes: int, operands:
 
 # The tiles of chips that were measured, by capability (benchmarks/sparse_tiles.py): of a product those from an inner
 # depth on, the deepest first. dsd2 is the sum of two; `along` is any product of tf32 whose second operand lies along
-# the inner dimension, `across` one where it does not. Two warps keep Triton from Hopper's tf32 instruction, which wants
+# the inner dimension, `across` one where it does not. Two warps keep Triton from Hopper's tf32 instruction, which needs
 # operands along it and has others turned four bytes at a time (H200: 41 to 158 TFLOP/s)
 MEASURED: dict[int, dict[str, tuple[tuple[int, SparseTile], ...]]] = {
     90: {

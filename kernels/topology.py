@@ -30,7 +30,7 @@ _CHUNK = 64  # indices that one program of the topology's kernel fills in
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """int32 index tensors unless said otherwise. Past the blocks in use, sizes are 0 and the rest is undefined.
+    """int32 index tensors unless noted. Past the blocks in use, sizes are 0 and the rest is undefined.
 
     The blocks of an expert are adjacent in row order and in column order: kernels may walk them as one box.
     """
@@ -169,7 +169,7 @@ def _topology_kernel(
 
 @functools.lru_cache(maxsize=256)
 def column_tables(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the host knows, on the device: widths_E, columns_E, column_experts_N, column_locals_N, int32."""
+    """The host's tables, on the device: widths_E, columns_E, column_experts_N, column_locals_N, int32."""
     wide = [cdiv(width, block) for width in widths]
     tables = (
         list(widths),
@@ -196,7 +196,7 @@ def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int
     return unpack_topology(pack_topology(offsets_E, num_rows, widths, block), num_rows, widths, block)
 
 
-@functools.lru_cache(maxsize=256)  # asked for by every product
+@functools.lru_cache(maxsize=256)  # called by every product
 def _block_columns(widths: tuple[int, ...], block: int) -> tuple[int, int]:
     """Of the widest expert, and of all."""
     wide = [cdiv(width, block) for width in widths]

@@ -1,4 +1,4 @@
-"""Which tile a product runs with: by shape class from a committed table. Knows shapes alone, never data.
+"""Which tile a product runs with: by shape class from a committed table. Depends on shapes alone, never on data.
 
 The rows of a shape are those of the operands, or those of a pretended load while kernels are compiled ahead.
 
@@ -91,7 +91,7 @@ def _half(value: int) -> float:
 
 @functools.cache
 def is_committed(key: str) -> bool:
-    """Whether the committed table has this matrix, with whatever rows an expert.
+    """Whether the committed table has this matrix, with any number of rows an expert.
 
     The gate may cause another load in any step, and a step must not time anything.
     """
@@ -122,7 +122,7 @@ def nearest(key: str) -> tuple[Tile, ...]:
 def pretend(rows_per_expert: int, experts: int) -> Iterator[None]:
     """Within, tiles are chosen as if `experts` experts had `rows_per_expert` rows each; nothing is timed.
 
-    Code that compiles kernels for all loads runs few rows and names here the load that they stand for.
+    Code that compiles kernels for all loads runs few rows and names here the load that they represent.
     """
     _pretended.append((rows_per_expert, rows_per_expert * experts))
     try:
@@ -146,6 +146,6 @@ def all_rows(rows: int) -> int:
 
 
 def all_loads() -> list[int]:
-    """Rows an expert that stand for every class of load: half steps of log2, as in `shape_class`."""
+    """Rows an expert that represent every class of load: half steps of log2, as in `shape_class`."""
     loads = dict.fromkeys(round(2 ** (half / 2)) for half in range(2 * (MOST_ROWS.bit_length() - 1) + 1))
     return list(loads)

@@ -218,7 +218,7 @@ class Transformer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         for layer in self.moes:
-            if layer.learns_from_loads:
+            if layer.uses_loads:
                 counts_E = layer.statistics.counts_E.clone()
                 layer.after_step(counts_E - self.counted.get(layer, 0), self.progress)
                 self.counted[layer] = counts_E

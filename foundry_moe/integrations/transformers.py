@@ -152,7 +152,7 @@ def experts_forward(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Te
 
     Args:
         experts: a module of a class decorated with `use_experts_implementation`.
-        index_TK: experts; any index outside [0, E), as expert parallelism uses, stands for no expert.
+        index_TK: experts; any index outside [0, E), as expert parallelism uses, is no expert.
         weights_TK: combine weights, of any float dtype.
     """
     if (reason := _unread(experts)) is not None:
@@ -200,7 +200,7 @@ def _fused(experts: Any, x_TD: Tensor, weights_TK: Tensor, plan: PermutePlan) ->
     if experts.is_transposed:
         w1, w2 = w1.mT, w2.mT
     activation = formula_of(experts)
-    assert activation is not None, "way_of asked"
+    assert activation is not None, "see way_of"
     return packed_mlp(
         x_TD, weights_TK, plan, w1, w2,
         activation=activation, gate_up=gate_up_of(experts), biases=_biases(experts, x_TD.dtype),

@@ -1,1 +1,1 @@
-"""The MoE layer and its parts. Nothing here asks for a rank, a world size or Composer."""
+"""The MoE layer and its parts. Independent of ranks, world sizes and Composer."""

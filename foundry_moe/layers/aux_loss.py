@@ -1,7 +1,7 @@
 """Adds auxiliary losses to a layer's graph and counts its loads, exactly once a microbatch.
 
-Both happen in the backward pass of an identity on the layer's output: it runs once a microbatch, whatever
-activation checkpointing recomputes. Knows nothing of gates, experts or trainers.
+Both happen in the backward pass of an identity on the layer's output: it runs once a microbatch, also
+where activation checkpointing recomputes. Independent of gates, experts and trainers.
 
 Shapes: T tokens, D model width, E experts, L auxiliary losses.
 """

@@ -1,7 +1,7 @@
-"""The batch as a layer sees it beyond its input: token ids, padding, progress, and the scale of the loss.
+"""What a layer reads of a batch beyond its input: token ids, padding, progress, and the scale of the loss.
 
-The layers of a model share one `BatchContext`. Hooks fill it, so that the model's code stays unchanged. Knows neither
-ranks nor trainers.
+The layers of a model share one `BatchContext`. Hooks fill it, so that the model's code stays unchanged. Independent
+of ranks and trainers.
 
 Shapes: B sequences, S positions, T tokens, E experts.
 """

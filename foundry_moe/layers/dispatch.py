@@ -1,4 +1,6 @@
-"""Token dispatch as a layer sees it: rows for local experts, and results back. Must not know ranks or messages.
+"""The interface between a layer and token dispatch: rows for local experts, and results back.
+
+Independent of ranks and messages.
 
 Rounds dispatch, compute and combine parts of a layer's tokens one after the other. The first round saves what its
 backward pass needs. Later rounds save nothing: the backward pass dispatches and computes them again. So a layer's peak
@@ -99,7 +101,7 @@ def run_experts(
 
     Args:
         parameters: every tensor of the experts that may need a gradient, a weight first. Outside autocast rows are
-            cast to its dtype, as FSDP2 casts a module's inputs: it does not see rows that are received here.
+            cast to its dtype, as FSDP2 casts a module's inputs: rows that are received here are none of its inputs.
     """
     assert parameters[0] is not None
     dtype = parameters[0].dtype
@@ -118,7 +120,7 @@ def run_experts(
         part = replace(choices, experts_TK=choices.experts_TK[tokens], weights_TK=weights_TK)
         return dispatcher.combine(run(dispatcher.dispatch(x_TD, part, at_once=True), *parameters))
 
-    # the way of the gradient of combine weights goes through a tensor that FSDP2 sees: see AllToAllDispatcher
+    # the gradient of combine weights passes through a tensor of the module's inputs: see AllToAllDispatcher
     weights_TK = pass_through(rows.weights, choices.weights_TK)
     return Dispatched(compute_in_rounds(compute_round, rows.rounds, rows.x, weights_TK, parameters))
 
@@ -190,10 +192,10 @@ class _LaterRounds(torch.autograd.Function):
                 y_TD = y.new_empty(x_TD.shape[0], y.shape[1])
             y_TD[tokens] = y
             del y  # free it before the next round
-        handed = [None if tensor is None else tensor.detach() for tensor in _cut(rounds[0], inputs)]
+        first = [None if tensor is None else tensor.detach() for tensor in _cut(rounds[0], inputs)]
         needed = ctx.needs_input_grad[_BEFORE_INPUTS:]
-        ctx.mark_non_differentiable(*(t for t, n in zip(handed, needed, strict=True) if t is not None and not n))
-        return y_TD, *handed
+        ctx.mark_non_differentiable(*(t for t, n in zip(first, needed, strict=True) if t is not None and not n))
+        return y_TD, *first
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,4 +1,4 @@
-"""The experts of a layer: their weights and what they compute. Knows no gate and no rank; E may be global or local.
+"""The experts of a layer: weights and their computation. Independent of gates and ranks; E may be global or local.
 
 Shapes: Q rows received, K choices, D model width, F expert width, E experts, H widths of all experts added up, L rank
 of LoRA adapters.
@@ -22,7 +22,7 @@ from foundry_moe.ops.lora import Adapter, Adapters
 
 
 class ExpertsBase(nn.Module):
-    """Settings and state of experts, whatever the layout of their weights.
+    """Settings and state of experts, for every layout of their weights.
 
     Args:
         activation: a name in `foundry_moe.config.ACTIVATIONS`.

@@ -1,6 +1,6 @@
-"""Initial weights that depend on (seed, layer, expert) alone: never on the rank, the mesh or what was drawn before.
+"""Initial weights that depend on (seed, layer, expert) alone: never on the rank, the mesh or earlier draws.
 
-Knows nothing of modules; callers copy what it draws, whole or in part.
+Independent of modules; callers copy the drawn matrices, whole or in part.
 """
 
 import hashlib

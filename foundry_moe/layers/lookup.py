@@ -1,6 +1,6 @@
 """All MoE layers of a model: how to find them and the context they share, and the step of their gates.
 
-Knows no trainer and no rank: sums over ranks come from the context.
+Independent of trainers and ranks: sums over ranks come from the context.
 
 Shapes: E experts.
 """
@@ -35,7 +35,7 @@ def batch_context(model: nn.Module) -> BatchContext | None:
 
 def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:
     """The loads counted so far, for `step_gates`; call it before the first microbatch of a step."""
-    return [layer.statistics.counts_E.clone() for layer in layers if layer.learns_from_loads]
+    return [layer.statistics.counts_E.clone() for layer in layers if layer.uses_loads]
 
 
 def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: Progress) -> None:
@@ -44,7 +44,7 @@ def step_gates(layers: Sequence[MoELayer], before: Sequence[Tensor], progress: P
     Args:
         before: from `note_loads`.
     """
-    layers = [layer for layer in layers if layer.learns_from_loads]
+    layers = [layer for layer in layers if layer.uses_loads]
     if not layers:
         return
     counts = [

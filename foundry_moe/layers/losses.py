@@ -1,6 +1,6 @@
 """Auxiliary losses of a gate, each a function of tensors. Means and sums are over the real tokens of one process.
 
-Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens; padding takes part in nothing.
+Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens; padding is left out of all sums.
 """
 
 from __future__ import annotations

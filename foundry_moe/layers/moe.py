@@ -1,4 +1,4 @@
-"""The MoE layer: choose, dispatch, experts, combine. It knows no rank and no world size: its dispatcher does.
+"""The MoE layer: choose, dispatch, experts, combine. Independent of ranks and world sizes: see its dispatcher.
 
 Shapes: T tokens, D model width, E experts (of the whole layer), K choices a token.
 """
@@ -129,17 +129,17 @@ class MoELayer(nn.Module):
         return self.gate.chooses_by_tokens_alone and self.config.balance_over in ("rank", "sequence")
 
     @property
-    def learns_from_loads(self) -> bool:
+    def uses_loads(self) -> bool:
         """Whether `after_step` has to be called."""
-        return self.hot is not None or self._gate_learns
+        return self.hot is not None or self._gate_uses_loads
 
     @property
-    def _gate_learns(self) -> bool:
-        return self.gate.learns_from_loads and "gate" not in self.config.freeze
+    def _gate_uses_loads(self) -> bool:
+        return self.gate.uses_loads and "gate" not in self.config.freeze
 
     def after_step(self, counts_E: Tensor, progress: Progress) -> None:
         """Once after each optimizer step: arguments as of `Gate.after_step`."""
-        if self._gate_learns:
+        if self._gate_uses_loads:
             self.gate.after_step(counts_E, progress)
         if self.hot is not None:
             self.hot.after_step(counts_E.tolist())

@@ -1,4 +1,4 @@
-"""Progress of the training, and schedules over it. Knows no trainer: the training loop sets `Progress`."""
+"""Progress of the training, and schedules over it. Independent of trainers: the training loop sets `Progress`."""
 
 from __future__ import annotations
 

@@ -93,11 +93,11 @@ def _verdict(history: LoadHistory) -> str:
     layers = history.last.layers
     problems = []
     for layer, loads_E in zip(layers, history.last.loads_LE, strict=True):
-        entropy, dead = entropy_of(loads_E), int((loads_E == 0).sum())
+        entropy, unused = entropy_of(loads_E), int((loads_E == 0).sum())
         if entropy < EVEN_ENOUGH:
             problems.append(f"Layer {layer} collapses onto few experts: the entropy of its loads is {entropy:.2f}.")
-        elif dead:
-            problems.append(f"Layer {layer}: experts without a token: {dead}.")
+        elif unused:
+            problems.append(f"Layer {layer}: experts without a token: {unused}.")
     if len(problems) > _LISTED:
         problems[_LISTED:] = [f"{len(problems) - _LISTED} more layers like these."]
     limited = not np.isnan(history.dropped_L).all()

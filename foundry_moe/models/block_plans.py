@@ -60,7 +60,7 @@ def _source_of(model: nn.Module) -> str:
 
 
 class WeightOrigin:
-    """Whether a dense model's weights were loaded, which decides how its experts are initialized.
+    """Whether a dense model's weights were loaded, on which the initialization of its experts depends.
 
     Loaded weights are never replaced by random ones without a warning or an error.
 
@@ -74,7 +74,7 @@ class WeightOrigin:
     def __init__(self, model: nn.Module, config: MoEConfig, loaded: bool | None) -> None:
         self.source = _source_of(model) or ("the model" if loaded else "")
         self.from_files = bool(loaded)
-        self.asked = config.init
+        self.configured = config.init
         was_loaded = bool(self.source) and loaded is not False
         self.init = config.init
         if config.init == AUTO:
@@ -82,7 +82,7 @@ class WeightOrigin:
         self._warn = was_loaded and config.init == "random"
 
     def warn(self) -> None:
-        """Warns that loaded weights are not used, if the user asked for `init: random`."""
+        """Warns that loaded weights are not used, if the configuration has `init: random`."""
         if self._warn:
             warnings.warn(
                 f"init (random): experts are drawn anew, and the feed-forward weights of {self.source} are not used",
@@ -91,7 +91,7 @@ class WeightOrigin:
 
     def explain(self, reason: str) -> str:
         """The error for a dense block that cannot be upcycled."""
-        if self.asked != AUTO:
+        if self.configured != AUTO:
             return reason
         return (
             f"init (auto): the feed-forward weights of {self.source} would be thrown away, as they cannot be copied: "

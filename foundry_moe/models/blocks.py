@@ -102,7 +102,7 @@ class WeightPart:
     shape: of this part of ours, [F, D] for an expert's `experts.w1_EFD`.
     begin: where it begins in their tensor; dimensions that theirs has more, in front, are of size one.
     transposed: theirs holds the transpose of ours.
-    fp32: kept in fp32, whatever the model's dtype is.
+    fp32: kept in fp32, independent of the model's dtype.
     scale: ours is theirs times this; 1 except for experts that are copies of a dense FFN.
     """
 

@@ -59,7 +59,7 @@ def apply_dmoe(
     found = find_blocks(model, blocks)
     if not found:
         warnings.warn(
-            f"dMoE changed nothing: {type(model).__name__} has no feed-forward block that it knows (MPT's, or "
+            f"dMoE changed nothing: {type(model).__name__} has no feed-forward block of a known kind (MPT's, or "
             "Llama-like ones with gate_proj, up_proj and down_proj)",
             stacklevel=2,
         )

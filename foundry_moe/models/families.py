@@ -140,7 +140,7 @@ class Family:
         return tuple(range(num_layers))
 
     def write_layers(self, blocks: Blocks) -> dict[str, Any]:
-        """Keys of its configuration that say which layers are sparse."""
+        """Keys of its configuration for the indices of sparse layers."""
         dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
         if dense:
             raise ValueError(f"layers: {dense} are dense, and {self.name} has none such; layers: all would do")
@@ -182,8 +182,8 @@ class _DeepSeek(Family):
     with biases that are all 0 or more the latter chooses the same.
     """
 
-    # What DeepSeek's own configuration says, and transformers' does not know. Without it vLLM (`models/deepseek_v2.py`)
-    # assumes a softmax gate without biases; SGLang's asks for the method too.
+    # Keys of DeepSeek's own configuration that transformers does not read. Without them vLLM (`models/deepseek_v2.py`)
+    # assumes a softmax gate without biases; SGLang reads the method too.
     FOR_SERVERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
     def read(self, config: Any) -> Blocks:
@@ -342,8 +342,8 @@ FAMILIES: dict[str, Family] = {
 
 # model_type of other MoE models -> why they are not supported
 _OTHERS = {
-    "granitemoeshared": "its shared expert stands beside the block, which has not been tried",
-    "jamba": "its MoE layers stand between Mamba layers, which has not been tried",
+    "granitemoeshared": "its shared expert is outside the block, which has not been tried",
+    "jamba": "its MoE layers are between Mamba layers, which has not been tried",
     "jetmoe": "its attention has experts too, with biases",
     "llama4": "a combine weight multiplies the expert's input, not its output",
     "llama4_text": "a combine weight multiplies the expert's input, not its output",

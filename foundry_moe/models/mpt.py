@@ -43,7 +43,7 @@ class DMoEMPTConfig(MPTConfig):
 class DMoECausalLM(ComposerMPTCausalLM):
     """An MPT with dropless MoE layers; all keys of `mpt_causal_lm`, and `moe`, the keys of `algorithms.dmoe`.
 
-    The FFN that `ffn_config` describes sets the experts' width and activation where `moe` says `auto`.
+    The FFN that `ffn_config` describes sets the experts' width and activation where `moe` has `auto`.
 
     Args:
         moe: mapping of keys of `MoEConfig`.

@@ -178,7 +178,7 @@ def _refuse_extra(model: nn.Module, folder: SafetensorsFolder, wanted: set[str],
         re.escape(_WRAPPERS.sub("", name)) for name, layer in named_moe_layers(module).items() if not layer.sources
     ]
     ignored = [*_IGNORED, *(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    ignored += [f"^{name}\\." for name in drawn]  # dense blocks whose experts a user wants random
+    ignored += [f"^{name}\\." for name in drawn]  # dense blocks whose experts are random
     for name in sorted(set(folder.files) - wanted - tied):
         if not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(f"{folder.folder} has a tensor {name}, which this {type(module).__name__} does not have")
@@ -247,7 +247,7 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
                     if found is None or tuple(found.shape) != part.their_shape:
                         has = "no tensor" if found is None else f"shape {list(found.shape)} for"
                         raise ValueError(
-                            f"{folder} has {has} {prefix}{part.theirs}, where its configuration says "
+                            f"{folder} has {has} {prefix}{part.theirs}, where its configuration has "
                             f"{list(part.their_shape)}"
                         )
                 first = parts[0]

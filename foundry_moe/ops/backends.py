@@ -1,4 +1,4 @@
-"""Which backend computes a layer's experts, which family of kernels it uses, and why, in one line for people."""
+"""Which backend computes a layer's experts, which family of kernels it uses, and why, in one line of text."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def why_portable(
     return _why_portable(device, dtype, width, hidden, capability, os.environ.get("FOUNDRY_MOE_KERNELS"))
 
 
-@functools.lru_cache(maxsize=256)  # asked for in every call of a layer
+@functools.lru_cache(maxsize=256)  # called in every call of a layer
 def _why_portable(
     device: torch.device,
     dtype: torch.dtype,

@@ -52,7 +52,7 @@ def expert_mlp(
     Args:
         x_TD: [T, D].
         weights_TK: combine weights [T, K], any float dtype; None = all one.
-        plan: from `plan_permute`, or from `plan_padded`: then batched products, whatever the backend.
+        plan: from `plan_permute`, or from `plan_padded`: then batched products, for every backend.
         w1, v1: [E, F, D]; v1 None = an MLP without gate.
         w2: [E, D, F].
         activation: a name in `foundry_moe.ops.POINTWISE`.
@@ -215,7 +215,7 @@ def _padded(
     return (padded(w1), None if v1 is None else padded(v1), padded(w2)), wide
 
 
-# Biases are added around products that have none: whatever computes x W^T computes x W^T + b. Tokens get a column of
+# Biases are added around products that have none, so that each backend supports them. Tokens get a column of
 # ones, and each matrix its bias as the column that meets it. Copying the matrices costs their size once a forward pass
 # and once a backward pass: biases are for models that have them, not for speed.
 

@@ -1,4 +1,4 @@
-"""Custom operators: Triton kernels that `torch.compile` sees as one node, and the choice of a plain version.
+"""Custom operators: Triton kernels that are one node for `torch.compile`, and the choice of a plain version.
 
 They cost nothing in eager mode, where a call is a plain function call. Under a profiler the dispatch of custom
 operators was the host's largest expense in a layer's step (H200).
@@ -105,7 +105,7 @@ def differentiable(
 
     Args:
         call: from `operator`.
-        save: of (ctx, inputs, output), as `register_autograd` wants it.
+        save: of (ctx, inputs, output), in the form of `register_autograd`.
         backward: of (ctx, *gradients of the outputs); one result for each argument, for a record one of its fields'
             gradients or None. `ctx.needs_input_grad` has each field by itself.
     """

@@ -55,7 +55,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
     Args:
         experts_TK: integers in [-1, num_experts); -1 is no choice. A 1-D tensor is taken as K = 1.
         num_experts: E.
-        rows: choices in all, or more, where the host knows; None = T * K.
+        rows: choices in all, or more, if known on the host; None = T * K.
 
     Raises:
         ValueError: `experts_TK` is not an integer tensor of one or two dimensions.

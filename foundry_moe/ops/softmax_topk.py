@@ -37,7 +37,7 @@ class Selection:
     mean_E: mean softmax over the real tokens.
     counts_E: int64, without gradient: counted choices of the real tokens.
     z: mean of logsumexp squared over the real tokens.
-    balance: `balance` of mean_E and counts_E, where it was asked for.
+    balance: `balance` of mean_E and counts_E, if requested.
     """
 
     experts_TK: Tensor

@@ -1,4 +1,4 @@
-"""Token dispatch by all-to-all over an expert group. Drops no token, and knows neither experts' weights nor FSDP2.
+"""Token dispatch by all-to-all over an expert group. Drops no token. Independent of experts' weights and FSDP2.
 
 A token is sent once to each rank that has one of its experts; that rank sums the weighted outputs of its experts, and
 one row comes back: with 64 experts on 4 ranks and top-8, a token leaves as 2.7 rows instead of 6.
@@ -209,9 +209,9 @@ class AllToAllDispatcher:
             counts_PP2 = counts()
             rounds = () if at_once else self._rounds(counts_PP2[..., 1], experts_TK)
         if len(rounds) > 1:
-            # Weights go past FSDP2, which would cast them. None of their rows stands in the tuple in their place: where
-            # weights need a gradient and tokens do not, FSDP2 reduces in the same order on all ranks only if it sees
-            # a tensor with a gradient.
+            # Weights are no tensors of the tuple, since FSDP2 would cast them. None of their rows is there in their
+            # place: where weights need a gradient and tokens do not, FSDP2 reduces in the same order on all ranks only
+            # if it finds a tensor with a gradient.
             choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK, plan=None)
             return Dispatched(x_TD, weights_TK[:0], rounds=rounds, choices=choices)
         exchange = self.plan_exchange(counts_PP2, row_TC)
@@ -240,7 +240,7 @@ class AllToAllDispatcher:
         return _Combine.apply(results.x, results.exchange)
 
     def gather_counts(self, counts_P2: Tensor) -> Callable[[], Tensor]:
-        """Starts to tell all ranks this one's counts, and to copy those of all to the host.
+        """Starts to gather the counts of all ranks on each of them, and to copy them to the host.
 
         Args:
             counts_P2: int64; by slot (see `plan_dispatch`), rows for that rank, and choices among them.

@@ -1,4 +1,4 @@
-"""Collectives of gates, and the time limit of process groups. Must not know gates, layers or Composer.
+"""Collectives of gates, and the time limit of process groups. Independent of gates, layers and Composer.
 
 Shapes: T tokens of this rank, S tokens received, X numbers a row, P ranks.
 """

@@ -1,6 +1,6 @@
 """Gradients on a mesh: the scale of experts' gradients, one norm over all meshes, clipping.
 
-Works on whatever mix of plain tensors and DTensors the parameters are. Must not know layers, optimizers or Composer.
+Parameters may be plain tensors, DTensors or both. Independent of layers, optimizers and Composer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _add_gradient(stored: nn.Parameter, scale: float, grad: Tensor) -> None:
 class LocalWeight:
     """Turns an expert weight, a DTensor over the expert group, into this rank's part, and scales its gradient.
 
-    An expert sees the tokens of all `expert` ranks of its group, while FSDP averages its gradient over the other
+    An expert computes the tokens of all `expert` ranks of its group, while FSDP averages its gradient over the other
     ranks only: the sum over those tokens has to be divided by `expert` once more to be the mean over ranks that
     data parallelism takes (databricks/megablocks issue 86 is what happens without). FSDP2's own divide factor
     would do it on CUDA, but divides twice on a shard group of one rank with fp64 or fp16 gradients (torch 2.11).

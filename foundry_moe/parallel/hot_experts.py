@@ -1,6 +1,6 @@
 """Sends weights of copied experts to the ranks that compute with a copy, and gradients of copies back.
 
-Must not know tokens, nor how copies are planned (`layers/hot_experts.py`).
+Independent of tokens and of how copies are planned (`layers/hot_experts.py`).
 
 Shapes: e own experts of this rank, N slots for copies, R of them in use.
 """

@@ -2,7 +2,7 @@
 
 Planning needs no process group and no torch, and costs the same for 1 rank as for 100,000. `expert` is the
 innermost dimension: ranks of an expert group are neighbours, so that their all-to-all stays on a node's NVLink.
-Must not know: models, parameters, tokens.
+Independent of models, parameters and tokens.
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ def check_replicas(replicate: int, device_type: str) -> None:
 def average_on_gloo() -> None:
     """Makes FSDP2 of torch 2.7 divide gradients itself on CPU processes. No effect on other versions.
 
-    FSDP2 asks gloo for the average in fp32 and bf16; gloo of torch 2.7 sums instead, without an error, and gradients
-    are too large by the number of ranks. gloo of torch 2.11 and 2.15 averages. This replaces a private function of
-    torch 2.7, `_get_gradient_divide_factors`.
+    FSDP2 requests the average from gloo in fp32 and bf16; gloo of torch 2.7 sums instead, without an error, so that
+    gradients are too large by the number of ranks. gloo of torch 2.11 and 2.15 averages. This replaces a private
+    function of torch 2.7, `_get_gradient_divide_factors`.
     """
     if can_replicate("cpu"):
         return

@@ -1,7 +1,7 @@
 """Casts weights that FSDP2 shards over a single rank in one pass instead of two.
 
 FSDP2 casts such a weight to a temporary and copies it. Its protocol of `fsdp_pre_all_gather` and `fsdp_post_all_gather`
-lets a tensor subclass write the cast where FSDP2 reads it. Must not know experts or meshes.
+lets a tensor subclass write the cast where FSDP2 reads it. Independent of experts and meshes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Places a model's experts on a mesh, and gives the mesh on which FSDP2 shards the rest.
 
-Knows MoE layers: `experts` (a module whose parameters have the experts first), `gate`, `shared_expert`, `dispatcher`,
-`num_experts`, `context`, and how they draw weights. Must not know kernels or Composer.
+Depends on MoE layers: `experts` (a module whose parameters have the experts first), `gate`, `shared_expert`,
+`dispatcher`, `num_experts`, `context`, and how they draw weights. Independent of kernels and Composer.
 """
 
 from __future__ import annotations

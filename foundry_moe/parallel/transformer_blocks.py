@@ -1,6 +1,6 @@
 """A model's transformer blocks: the order in which FSDP2 prefetches them, and their compilation.
 
-Knows FSDP2 and MoE layers; must not know meshes or Composer.
+Depends on FSDP2 and MoE layers; independent of meshes and Composer.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _fake(positions_BS, inv_freq, scaling, like):  # type: ignore[no-untyped-def
 def rotary_tables(positions_BS: Tensor, inv_freq: Tensor, scaling: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Tables of rotary position embeddings (Su et al. 2021, arXiv 2104.09864): cos_BSD and sin_BSD, in `like`'s dtype.
 
-    Of angles position * frequency, times `scaling`, computed in fp32. One operator, which `torch.compile` does not look
-    into: fused into what uses them, cosines would be computed anew for every head.
+    Of angles position * frequency, times `scaling`, computed in fp32. One operator, which is opaque to
+    `torch.compile`: fused into what uses them, cosines would be computed anew for every head.
 
     Args:
         inv_freq: [D / 2]; each half of a head's width has all of them.

@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "head_dim": 16,
             "attn_config": {"fused_qkv": False, "softmax_scale": 0.25, "qk_ln": True, "norm_type": "rmsnorm"},
         },
-        "model.head_dim (16): with model.attn_config.qk_ln this model leaves as OLMoE, whose heads are d_model",
+        "model.head_dim (16): with model.attn_config.qk_ln the model is exported as OLMoE, whose heads are d_model",
     ),
     ({"attn_config": {"qk_ln": True}}, "model.attn_config.norm_type (low_precision_layernorm), of queries and keys"),
     ({"attn_config": {"qk_ln": True, "norm_type": "rmsnorm"}}, "gate.normalize (true): with model.attn_config.qk_ln"),

@@ -34,7 +34,7 @@ class RoundRobin(Gate):
         self.scale_E.fill_(1.0)
         self.steps_1.zero_()
 
-    learns_from_loads = True
+    uses_loads = True
 
     def after_step(self, counts_E, progress):
         assert len(set(counts_E.tolist())) == 1, "round robin is even over all ranks and microbatches"

@@ -24,9 +24,9 @@ _SHUFFLE = 6
 class BaseGate(LinearGate):
     """In training an assignment of tokens to experts with equal loads; in evaluation each token's best expert.
 
-    The weight is sigmoid(x w) of the expert, through which its embedding w learns. Over several processes, scores
-    are shuffled before the assignment and the assigned experts taken back after it, so that each process solves an
-    unbiased sample of the batch (section 3.2.1 of the paper).
+    The weight is sigmoid(x w) of the expert, through which its embedding w gets its gradient. Over several processes,
+    scores are shuffled before the assignment and the assigned experts taken back after it, so that each process solves
+    an unbiased sample of the batch (section 3.2.1 of the paper).
 
     YAML: `gate: {name: base}`, with `top_k: 1` and `loss: {}`.
 

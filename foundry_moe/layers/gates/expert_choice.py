@@ -37,9 +37,9 @@ class ExpertChoiceGate(LinearGate):
     def __init__(self, config: Any, **shape: Any) -> None:
         super().__init__(config, **shape)
         warnings.warn(
-            "gate expert_choice looks at whole sequences: whether an expert takes a token depends on the tokens after "
-            "it, so a causal model sees its future in training, and its loss is better than what it can generate "
-            "with. Use it for encoders, or for comparison",
+            "gate expert_choice reads whole sequences: whether an expert takes a token depends on the tokens after it, "
+            "so the training loss of a causal model is lower than its loss in generation. Use it for encoders, or for "
+            "comparison",
             stacklevel=2,
         )
 

@@ -32,7 +32,7 @@ class Choices:
     weights_TK: combine weights, fp32 or better.
     losses: auxiliary losses by name, unweighted scalars; at least those in `GateContext.losses`.
     logits_TE: None for gates without logits.
-    rows: upper bound of the number of choices, if the host knows one below T * K; None = T * K.
+    rows: upper bound of the number of choices, if one below T * K is known on the host; None = T * K.
     counts_E: int64, choices per expert of the real tokens; None = not counted by the gate.
     plan: the padded layout of token dropping, if all experts are on this process.
     """
@@ -50,7 +50,7 @@ class Gate(nn.Module):
     """Base of all gates.
 
     A subclass names its keys in `Config` (a frozen keyword-only dataclass), its losses in `LOSSES`, and those that
-    it wants where the user names none in `DEFAULT_LOSSES`. `MAY_CHANGE` names the keys that a resumed run may give
+    are used where the user names none in `DEFAULT_LOSSES`. `MAY_CHANGE` names the keys that a resumed run may give
     another value: in evaluation, saved weights choose and weigh as before. Its class is an entry point of the group
     `foundry_moe_gates`. Buffers keep their dtype when the model is cast; state that must survive a checkpoint is a
     persistent buffer, drawn by `reset_parameters` and changed by `after_step` only, so that recomputation and
@@ -91,7 +91,7 @@ class Gate(nn.Module):
         raise NotImplementedError
 
     @property
-    def learns_from_loads(self) -> bool:
+    def uses_loads(self) -> bool:
         """Whether `after_step` has to be called."""
         return False
 
@@ -105,7 +105,7 @@ class Gate(nn.Module):
     @property
     def follows_time(self) -> bool:
         """Whether this gate needs `GateContext.progress` in training."""
-        return self.learns_from_loads
+        return self.uses_loads
 
     @property
     def chooses_by_tokens_alone(self) -> bool:
@@ -138,7 +138,7 @@ class Gate(nn.Module):
 
 
 class LinearGate(Gate):
-    """A gate that scores experts by a linear map, computed in fp32 whatever the model's precision."""
+    """A gate that scores experts by a linear map, computed in fp32 for every precision of the model."""
 
     LOSSES: ClassVar[frozenset[str]] = LinearKeys.LOSSES
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = LinearKeys.DEFAULT_LOSSES
@@ -242,12 +242,12 @@ def pack_choices(
     """Each token's experts, by falling weight, with -1 where it has fewer than others.
 
     K is the largest over all processes that share the batch: they exchange these columns. One host synchronisation to
-    learn K and how many choices there are; none on a GPU where `rows` is given and nothing is exchanged: K is E then.
+    read K and the number of choices; none on a GPU where `rows` is given and nothing is exchanged: K is E then.
 
     Args:
         ranked_TE: without gradient; below zero where an expert is not chosen, `probs_TE` where it is.
         probs_TE: combine weights; keeps its gradient.
-        rows: choices in all, or a few more, where the host knows.
+        rows: choices in all, or a few more, if known on the host.
 
     Returns:
         experts_TK int64, weights_TK, and how many choices there are in all.

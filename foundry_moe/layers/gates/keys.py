@@ -61,7 +61,7 @@ class TopKKeys(LinearKeys):
     bias_balance: a bias per expert, added for the choice and not for the weight, moves by `bias_step` towards
         an even load after each step (Wang et al. 2024; DeepSeek-V3, section 2.1.2).
     bias_step: a number or a schedule.
-    groups, group_limit: experts stand in `groups` equal groups, and a token chooses inside its `group_limit`
+    groups, group_limit: experts are divided into `groups` equal groups, and a token chooses inside its `group_limit`
         best ones, by the sum of a group's two best scores (DeepSeek-V3, section 2.1.2).
     """
 

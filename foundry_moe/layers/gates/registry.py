@@ -120,7 +120,7 @@ def no_gate(name: str) -> ValueError:
 
 
 def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:
-    """The weights of a gate's auxiliary losses, those of weight zero left out; `auto` is what the gate wants.
+    """The weights of a gate's auxiliary losses, those of weight zero left out; `auto` = the gate's defaults.
 
     Raises:
         ValueError: see `build_gate`; or a loss that this gate does not have.

@@ -19,7 +19,7 @@ _JITTER = 0
 
 
 class SwitchGate(LinearGate):
-    """Top-1 of the softmax; the weight is the probability itself, so that the gate learns from one choice.
+    """Top-1 of the softmax; the weight is the probability itself, so that the gate gets a gradient from one choice.
 
     YAML: `gate: {name: switch, jitter: 0.01}`, with `top_k: 1`.
 

@@ -62,12 +62,12 @@ class TopKGate(LinearGate):
             self.bias_E.zero_()
 
     @property
-    def learns_from_loads(self) -> bool:
+    def uses_loads(self) -> bool:
         return self.config.bias_balance
 
     @property
     def follows_time(self) -> bool:
-        return self.learns_from_loads or not self.jitter.is_constant
+        return self.uses_loads or not self.jitter.is_constant
 
     @property
     def chooses_by_tokens_alone(self) -> bool:

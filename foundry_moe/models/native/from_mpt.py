@@ -182,18 +182,18 @@ def _check_olmoe(config: Mapping[str, Any], blocks: Blocks) -> None:
     usual = config["d_model"] // config["n_heads"]
     if _head_width(config) != usual:
         raise ValueError(
-            f"model.head_dim ({config['head_dim']}): with model.attn_config.qk_ln this model leaves as OLMoE, whose "
-            f"heads are d_model / n_heads ({usual}) wide; {usual} would do, or qk_gn in place of qk_ln (Qwen3-MoE)"
+            f"model.head_dim ({config['head_dim']}): with model.attn_config.qk_ln the model is exported as OLMoE, "
+            f"whose heads are d_model / n_heads ({usual}) wide; {usual} would do, or qk_gn for qk_ln (Qwen3-MoE)"
         )
     if config["norm_eps"] != _OLMOE_EPS:
         raise ValueError(
-            f"model.norm_eps ({config['norm_eps']}): with attn_config.qk_ln this model leaves as OLMoE, for which "
+            f"model.norm_eps ({config['norm_eps']}): with attn_config.qk_ln the model is exported as OLMoE, for which "
             f"servers take {_OLMOE_EPS}; {_OLMOE_EPS} would do, or qk_gn in place of qk_ln (Qwen3-MoE)"
         )
     if gate_keys(blocks)["normalize"]:
         raise ValueError(
-            "gate.normalize (true): with model.attn_config.qk_ln this model leaves as OLMoE, for which servers take "
-            "weights as they are; false would do, or qk_gn in place of qk_ln (Qwen3-MoE), or neither (Mixtral)"
+            "gate.normalize (true): with model.attn_config.qk_ln the model is exported as OLMoE, for which servers "
+            "take weights as they are; false would do, or qk_gn in place of qk_ln (Qwen3-MoE), or neither (Mixtral)"
         )
 
 
@@ -204,7 +204,7 @@ def _kv_heads(config: Mapping[str, Any]) -> int:
         return int(attention["kv_n_heads"])
     if kind in ("multihead_attention", "multiquery_attention"):
         return int(config["n_heads"]) if kind == "multihead_attention" else 1
-    raise ValueError(f"model.attn_config.attn_type ({kind}) is not one that leaves; grouped_query_attention would do")
+    raise ValueError(f"model.attn_config.attn_type ({kind}) cannot be exported; grouped_query_attention would do")
 
 
 def _dense_width(config: Mapping[str, Any], hidden_act: str) -> int:

@@ -43,7 +43,7 @@ def let_save(model: nn.Module) -> None:
 
 
 def native_of_model(model: nn.Module) -> Native:
-    """The family that a live model leaves as.
+    """The family that a model in memory is exported as.
 
     Raises:
         ValueError: no family computes this; names the key that prevents it and a valid value.

@@ -107,7 +107,7 @@ class Native:
 
 
 def _part(source: str, part: Any) -> Part:
-    """A family's part as the writer wants it."""
+    """A family's part in the form of the writer."""
     zeros = (0,) * len(part.shape)
     box = (zeros, part.shape) if part.expert is None else ((part.expert, *zeros), (1, *part.shape))
     return Part(

@@ -1,7 +1,7 @@
 """Tensors that are cut and put together from others: what another format of the same weights is made of.
 
 A target is named, has a shape, and is tiled by parts; a part is a box of one source tensor, without its first dimension
-where that is one expert, transposed where the other format has it so. Knows no format, no file and no model.
+where that is one expert, transposed where the other format has it so. Independent of formats, files and models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Part:
     box: offsets and sizes in the source.
     at: offsets in the target.
     expert: dimension 0 of the box, of size 1, is left out.
-    transposed: the two dimensions that remain change places.
+    transposed: the two remaining dimensions are swapped.
     """
 
     source: str
@@ -50,7 +50,7 @@ class Target:
     """One tensor of the other format.
 
     is_zero: it has no parts: what the other format has, and the source lacks because it is zero.
-    keeps_dtype: it stays as precise as it is where others are cast.
+    keeps_dtype: it is not cast where others are.
     """
 
     name: str
@@ -87,10 +87,10 @@ def expert_of(name: str, source: str, shape: Iterable[int], expert: int) -> Targ
 
 
 def check_targets(targets: Iterable[Target], sources: Mapping[str, tuple[int, ...]]) -> None:
-    """That every element of every source goes to one place, and every target is filled: nothing is lost or twice.
+    """Checks that each element of each source goes to exactly one place, and that every target is filled.
 
     Raises:
-        ValueError: anything else; it is a defect of whoever made the targets.
+        ValueError: anything else, which is an error in the code that made the targets.
     """
     names: set[str] = set()
     taken = dict.fromkeys(sources, 0)
@@ -102,7 +102,7 @@ def check_targets(targets: Iterable[Target], sources: Mapping[str, tuple[int, ..
         filled = 0
         for part in target.parts:
             if part.source not in sources:
-                raise ValueError(f"{target.name} would be made of {part.source}, which there is not")
+                raise ValueError(f"{target.name} would be made of {part.source}, which does not exist")
             if part.box in boxes[part.source]:
                 raise ValueError(f"{part.box} of {part.source} would be written twice")
             boxes[part.source].add(part.box)

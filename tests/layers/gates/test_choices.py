@@ -94,7 +94,7 @@ def test_hierarchical_chooses_inside_the_group_with_most_probability():
 
 
 def test_expert_choice_fills_each_expert_with_its_best_tokens():
-    with pytest.warns(UserWarning, match="sees its future"):
+    with pytest.warns(UserWarning, match="depends on the tokens after it"):
         gate = build({"name": "expert_choice"}, 2)
     ids_BS, x_TD = batch(vocabulary=1000)
     mask_BS = torch.ones_like(ids_BS)
