@@ -45,7 +45,7 @@ def test_the_command_commits_them(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "config.json cannot be read" in capsys.readouterr().err
     small("mixtral", num_local_experts=6).config.save_pretrained(tmp_path / "hf")
     assert tool("import", tmp_path / "third", tmp_path / "hf") == 1
-    assert "where its configuration says [6, 32]" in capsys.readouterr().err
+    assert "where its configuration has [6, 32]" in capsys.readouterr().err
 
 
 VALUES = (-1, 0, 10**9, 10**30, "auto", 1.5, [1], {}, True, float("nan"))
