@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ import torch
 import transformers
 import xxhash
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.checkpoint.dtypes import DTYPES
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import INDEX, Source, read_whole
 from foundry_moe.launch.user_errors import is_users
-from foundry_moe.models.native.architecture import Architecture, build, logits_of
+from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import Native
 from foundry_moe.models.native.targets import Target, assemble
 
@@ -247,3 +247,48 @@ def free_memory_bytes() -> int:
         return int(free.split()[1]) * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A checkpoint's model on the CPU, in evaluation mode, with these tensors as its own.
+
+    Args:
+        tensors: by name, without the architecture's prefix; all of one floating-point dtype but for buffers.
+
+    Raises:
+        ValueError: tensors are missing or unexpected; names some.
+    """
+    from llmfoundry.models.mpt import MPTForCausalLM
+    from llmfoundry.models.utils import init_empty_weights
+
+    from foundry_moe.layers.lookup import moe_layers
+    from foundry_moe.models.conversion import apply_dmoe
+    from foundry_moe.models.mpt import DMoEMPTConfig
+
+    config = dict(architecture.config)
+    model: Any
+    if architecture.model_type == "mpt":
+        config["init_device"] = "meta"
+        config["attn_config"] = {**config["attn_config"], "attn_impl": "torch"}
+        model = MPTForCausalLM(DMoEMPTConfig(**config))
+    else:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    experts = replace(architecture.experts, layers=architecture.layers, mesh=None, backend="auto", init="random")
+    apply_dmoe(model, experts)
+    _, unexpected = model.load_state_dict(dict(tensors), strict=False, assign=True)
+    model.tie_weights()
+    lacking = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if lacking or unexpected:
+        raise ValueError(
+            f"the checkpoint's tensors are not those of its architecture: it lacks {lacking[:3]}, and "
+            f"{unexpected[:3]} have no place"
+        )
+    assert len(moe_layers(model)) == len(architecture.layers)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """[batch, positions, vocabulary] in fp32."""
+    return model(input_ids=ids).logits.float()
