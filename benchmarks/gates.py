@@ -4,7 +4,7 @@
 
 Every run has the demo's model, seed, optimizer and order of samples; only gate and capacity differ. Gates and layers
 are timed after all runs, with the weights and tokens that training left; at the demo's small sizes, so
-benchmarks/gate_time.py is what says how gates fare at OLMoE's. On a CPU `--processes` takes several runs at a time; on
+benchmarks/gate_time.py measures gates at OLMoE's. On a CPU `--processes` takes several runs at a time; on
 one GPU that is slower by far, since processes take turns there for every small kernel.
 
 Shapes: N samples, S positions.
@@ -268,7 +268,7 @@ def trained(files: dict[str, Path], arguments: argparse.Namespace) -> Iterator[t
 
 
 def batches_within(seconds: float, arguments: argparse.Namespace, folder: Path) -> int:
-    """How many batches a run may have, told by a middling gate once its kernels are compiled."""
+    """How many batches a run may have, from the time of a typical gate once its kernels are compiled."""
     probe = "topk, noise + load"
     for batches in (6, 40):
         row = train_quietly(probe, arguments.data, batches, arguments.batch_size, folder / "probe.pt")

@@ -41,7 +41,7 @@ REPEATS, WARM_UP = 12, 4
 
 
 def no_message(rows: Tensor, sent: list[int], received: list[int], group: Any, into: Tensor | None = None) -> Any:
-    """Stands for the all-to-all of weights: its bytes are written, and nothing is sent."""
+    """In place of the all-to-all of weights: its bytes are written, and nothing is sent."""
     output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
     output.zero_()
     return lambda: output

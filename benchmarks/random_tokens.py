@@ -1,7 +1,7 @@
 """A data loader of random tokens for LLM Foundry, so that a training step is measured and nothing else.
 
 A run names this file in `code_paths` and the loader in `train_loader.name: random_tokens`. Sample i is the same
-whatever the number of processes.
+for any number of processes.
 """
 
 from __future__ import annotations

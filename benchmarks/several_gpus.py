@@ -62,7 +62,7 @@ class Outcome:
 
     @classmethod
     def read(cls, part: Part, out: Path) -> Outcome | None:
-        """None where the part has not run with this command, or nothing that can be read says so."""
+        """None where the part has not run with this command, or no readable record of it exists."""
         try:
             kept = json.loads((out / f"{part.name}.json").read_text())
             outcome = cls(**{**kept, "command": tuple(kept["command"])})

@@ -139,7 +139,7 @@ def main() -> None:
     if arguments.gpus > 1:
         arguments.ranks = arguments.gpus
     if arguments.ranks is None or arguments.ranks < 2:
-        parser.error("one GPU stands for one of several ranks: --ranks 8")
+        parser.error("one GPU is one of several ranks: --ranks 8")
     if arguments.gpus == 1 and (arguments.zipf or any(arguments.hot_experts)):
         parser.error("--zipf and --hot-experts need several GPUs; for one, see benchmarks/hot_experts.py")
     ranks = float(arguments.ranks)

@@ -66,14 +66,14 @@ def build(shape: str, implementation: str, seed: int = 0) -> Any:
     return model.train()
 
 
-def step_times(shape: str, implementation: str, asked: argparse.Namespace) -> tuple[float, float, float]:
+def step_times(shape: str, implementation: str, args: argparse.Namespace) -> tuple[float, float, float]:
     """(median ms of a step, peak GiB, loss of the last step)."""
     model = build(shape, implementation)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(VOCABULARY, (asked.sequences, asked.length), device="cuda")
+    ids = torch.randint(VOCABULARY, (args.sequences, args.length), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     times = []
-    for step in range(asked.steps + 5):
+    for step in range(args.steps + 5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         loss = model(ids, labels=ids).loss
@@ -98,7 +98,7 @@ def exact_experts(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tens
     return y_TD.to(x_TD.dtype)
 
 
-def losses(shape: str, asked: argparse.Namespace) -> None:
+def losses(shape: str, args: argparse.Namespace) -> None:
     """Prints how far each implementation's bf16 run is from one whose experts alone compute in fp32, over some seeds.
 
     `gradient` is the error of the experts' gradients at the first step, relative in norm (with tokens whose router
@@ -106,10 +106,10 @@ def losses(shape: str, asked: argparse.Namespace) -> None:
     `again` is the difference of its two runs, as kernels of attention and embedding add in no fixed order.
     """
     found: dict[str, list[list[float]]] = {}
-    for seed in range(asked.losses):
+    for seed in range(args.losses):
         results = {}
-        for implementation in ["exact", *asked.experts]:
-            results[implementation] = [_short_run(shape, implementation, seed, asked) for _ in range(2)]
+        for implementation in ["exact", *args.experts]:
+            results[implementation] = [_short_run(shape, implementation, seed, args) for _ in range(2)]
             gc.collect()
             torch.cuda.empty_cache()
         (exact_gradients, exact_loss), _ = results["exact"]
@@ -131,11 +131,11 @@ def losses(shape: str, asked: argparse.Namespace) -> None:
         )
 
 
-def _short_run(shape: str, implementation: str, seed: int, asked: argparse.Namespace) -> tuple[list[Tensor], float]:
+def _short_run(shape: str, implementation: str, seed: int, args: argparse.Namespace) -> tuple[list[Tensor], float]:
     """The experts' gradients at the first step, on the CPU, and the loss of step 15."""
     model = build(shape, implementation, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(VOCABULARY, (asked.sequences, asked.length), device="cuda")
+    ids = torch.randint(VOCABULARY, (args.sequences, args.length), device="cuda")
     gradients: list[Tensor] = []
     for _ in range(15):
         loss = model(ids, labels=ids).loss
@@ -164,8 +164,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--certify", action="store_true")
     parser.add_argument("--losses", type=int, metavar="SEEDS")
-    asked = parser.parse_args()
-    if asked.certify:
+    args = parser.parse_args()
+    if args.certify:
         certify()
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -174,13 +174,13 @@ def main() -> None:
 
     register()
     ALL_EXPERTS_FUNCTIONS.register("exact", exact_experts)
-    for shape in asked.shapes:
-        if asked.losses:
-            losses(shape, asked)
+    for shape in args.shapes:
+        if args.losses:
+            losses(shape, args)
             continue
-        for implementation in asked.experts:
+        for implementation in args.experts:
             try:
-                ms, gib, loss = step_times(shape, implementation, asked)
+                ms, gib, loss = step_times(shape, implementation, args)
                 print(f"{shape:10}{implementation:14}{ms:9.1f} ms{gib:8.1f} GiB  loss {loss:.4f}", flush=True)
             except Exception as error:  # a comparison that does not run here is a result too
                 print(f"{shape:10}{implementation:14}{type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)

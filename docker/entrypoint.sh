@@ -1,5 +1,5 @@
 #!/bin/sh
-# Starts training from what the cluster says about this node.
+# Starts training with the cluster's environment variables for this node.
 #
 #   entrypoint.sh RUN.yaml [key=value ...]    trains: foundry_moe/train.py under a launcher
 #   entrypoint.sh store                       serves the rendezvous of all nodes from a machine that has no part in them
@@ -46,7 +46,7 @@ if [ "$1" = store ]; then
 fi
 if [ "$1" = -- ]; then
     shift
-    [ $# -gt 0 ] || die "-- wants a command after it"
+    [ $# -gt 0 ] || die "-- needs a command after it"
     exec "$@"
 fi
 
@@ -118,7 +118,7 @@ if [ "${DRY_RUN:-}" != 1 ] && command -v foundry-moe >/dev/null 2>&1; then
 fi
 
 export NODE_RANK="$rank" # Composer reads it, and torchrun does not set it
-# After a restart PyTorch would use the store of the life before, and a rank that is quick finds addresses of dead peers
+# After a restart PyTorch would use the previous round's store, where a rank may find addresses of ended peers
 # there: seen on torch 2.11 with gloo. A store for each life instead; on several nodes its port is any free one of node 0.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 script=${TRAIN_SCRIPT:-foundry_moe/train.py}
@@ -141,7 +141,7 @@ case ${LAUNCHER:-torchrun} in
         fi
         ;;
     composer)
-        [ "$least" -eq "$nodes" ] || die "MIN_NODES ($least) needs LAUNCHER=torchrun: composer wants all $nodes nodes"
+        [ "$least" -eq "$nodes" ] || die "MIN_NODES ($least) needs LAUNCHER=torchrun: composer needs all $nodes nodes"
         world=$((nodes * processes))
         set -- python -m foundry_moe.launch.composer --nproc "$processes" --world_size "$world" --node_rank "$rank" \
             --base_rank $((rank * processes)) --master_addr "${master:-127.0.0.1}" --master_port "$port" "$script" "$@"

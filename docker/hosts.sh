@@ -25,7 +25,7 @@ case $code in 2 | 3 | 4 | 5 | 75 | 130) echo "ended with exit code $code, which 
 # shellcheck disable=SC2016
 devices='$(test ! -d /dev/infiniband || echo --device /dev/infiniband)'
 for host in $hosts; do
-    # AWS_* go by name alone: their values come from the remote user's own environment and stand in no command line
+    # AWS_* go by name alone: their values come from the remote user's own environment and are in no command line
     ${SSH:-ssh} "$host" "docker run --detach --label foundry-moe --restart on-failure:100 --stop-timeout 120 --gpus all \
 --network host --shm-size 64g --ulimit memlock=-1 --ulimit nofile=1048576 $devices \
 --volume ${DATA:-/data}:/data --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY \

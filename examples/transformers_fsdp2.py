@@ -19,7 +19,7 @@ from foundry_moe.integrations.transformers import register
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("folder", nargs="?", default=tempfile.gettempdir() + "/transformers_fsdp2")
 parser.add_argument("--experts", default="foundry_moe")
-asked = parser.parse_args()
+args = parser.parse_args()
 
 register()  # before a model names "foundry_moe"
 plugin = FullyShardedDataParallelPlugin(
@@ -36,7 +36,7 @@ config = AutoConfig.for_model(
     "qwen3_moe", vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2,
 )  # fmt: skip
-model = AutoModelForCausalLM.from_config(config, experts_implementation=asked.experts, dtype=torch.float32)
+model = AutoModelForCausalLM.from_config(config, experts_implementation=args.experts, dtype=torch.float32)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model, optimizer = accelerator.prepare(model, optimizer)
 assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "parameters are not sharded"
@@ -58,13 +58,13 @@ for step in range(1, 21):
 # names and layouts are the model's own: whole tensors on the main process
 state = accelerator.get_state_dict(model)
 accelerator.unwrap_model(model).save_pretrained(
-    asked.folder, state_dict=state, is_main_process=accelerator.is_main_process
+    args.folder, state_dict=state, is_main_process=accelerator.is_main_process
 )
 model.eval()
 with torch.no_grad():
     logits = model(batches[0], use_cache=False).logits
     if accelerator.is_main_process:
-        loaded = AutoModelForCausalLM.from_pretrained(asked.folder, experts_implementation=asked.experts)
+        loaded = AutoModelForCausalLM.from_pretrained(args.folder, experts_implementation=args.experts)
         loaded = loaded.to(accelerator.device).eval()
         print("reloaded model is equal:", torch.equal(logits, loaded(batches[0], use_cache=False).logits))
 

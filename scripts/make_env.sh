@@ -15,7 +15,7 @@ wanted=$(cat setup.py pyproject.toml requirements/*.txt scripts/make_env.sh <(ec
 if [ -x "$env/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 
 find_python() {
-    # a pyenv shim may stand on PATH for a version that is not selected: only one that runs counts
+    # a pyenv shim may be on PATH for a version that is not selected: only one that runs counts
     local minor candidate
     for minor in 12 11 10; do
         for candidate in "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python python3; do

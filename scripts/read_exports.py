@@ -17,7 +17,7 @@ TOLERANCE = 1e-3  # of the logits' standard deviation, as in the certificate
 
 
 def read(folder: Path) -> str:
-    """Loads, compares and generates; returns what to tell.
+    """Loads, compares and generates; returns a summary.
 
     Raises:
         AssertionError: something was missing, strange or different.
@@ -32,16 +32,16 @@ def read(folder: Path) -> str:
         logits = model(input_ids=ids).logits.float().numpy()
     difference = float(np.abs(logits - saved["logits"]).max() / saved["logits"].std())
     assert difference < TOLERANCE, difference
-    told = f"{type(model).__name__}: logits differ by {difference:.1e} of their standard deviation"
+    summary = f"{type(model).__name__}: logits differ by {difference:.1e} of their standard deviation"
     if (folder / "tokenizer.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompt = tokenizer("The state of the union", return_tensors="pt")
         answer = model.generate(**prompt, max_new_tokens=8, do_sample=False)
         assert answer.shape[1] > prompt["input_ids"].shape[1]
-        told += f"; it answers {tokenizer.decode(answer[0])!r}"
+        summary += f"; it answers {tokenizer.decode(answer[0])!r}"
     else:
         assert model.generate(ids[:1, :4], max_new_tokens=4, do_sample=False).shape[1] > 4
-    return told
+    return summary
 
 
 def main(folders: list[str]) -> int:

@@ -1,7 +1,7 @@
 """MkDocs hooks: pages from outside docs/, generated pages, and links that hold both there and in the repository.
 
 In the repository a page links to another one by its path; on the site README.md is the first page, and the results and
-their log stand beside the other pages. A link to a file that is no page of the site stays as it is, so that
+their log are beside the other pages. A link to a file that is no page of the site stays as it is, so that
 `mkdocs build --strict` fails on it.
 """
 
@@ -30,7 +30,7 @@ _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the pages that stand outside docs/, and those that are generated."""
+    """Adds the pages outside docs/, and those that are generated."""
     for place, site in OUTSIDE.items():
         files.append(File.generated(config, site, abs_src_path=str(ROOT / place)))
     sys.path.insert(0, str(ROOT))

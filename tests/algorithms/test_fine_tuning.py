@@ -1,4 +1,4 @@
-"""What fine-tuning asks of a model with experts: a frozen gate, and documents packed into one row."""
+"""Fine-tuning of a model with experts: a frozen gate, and documents packed into one row."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_balance_over_these_is_exact_under_accumulation_and_checkpointing(checkp
 
 
 def test_balance_over_microbatches_is_another_loss():
-    """So that the test above tells: the gradients of the two differ."""
+    """The test above would fail otherwise: the gradients of the two differ."""
     moe = {"loss": LOSSES, "balance_over": "microbatch"}
     _, whole = fit(moe, batches=1)
     model, parts = fit(moe, microbatch=2, batches=1)
@@ -159,7 +159,7 @@ def test_bias_moves_once_a_step_by_the_loads_of_all_its_microbatches(checkpointi
         layer = moe_layers(state.model)[0]
         return layer.statistics.counts_E.clone(), layer.gate.bias_E.clone()
 
-    record = Record(say)  # it stands before the algorithm that DMoE adds: what it sees is before that batch's move
+    record = Record(say)  # before the algorithm that DMoE adds, so it records the state before that batch's move
     fit(BIAS, microbatch=microbatch, batches=3, checkpointing=checkpointing, record=record)
     total_E = torch.zeros(4, dtype=torch.int64)
     bias_E = torch.zeros(4)

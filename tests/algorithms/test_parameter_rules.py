@@ -1,4 +1,4 @@
-"""The optimizer's rules reach experts that are put in after it was built, and a rule for nothing is told."""
+"""The optimizer's rules reach experts that are put in after it was built; a rule without a match is reported."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from foundry_moe.checkpoint import exchange, open_store
 from foundry_moe.checkpoint.codec import tensor_bytes
 from foundry_moe.checkpoint.engine import CheckpointEngine
 
-EXPERTS, WIDTH, HIDDEN = 8, 5, 840  # 840 can be sharded over 1 to 8 ranks, as FSDP2 wants for dimension 1
+EXPERTS, WIDTH, HIDDEN = 8, 5, 840  # 840 can be sharded over 1 to 8 ranks, as FSDP2 requires for dimension 1
 BLOCK_BYTES = 4096
 
 

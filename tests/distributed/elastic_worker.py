@@ -73,7 +73,7 @@ def digests(state: State) -> dict[str, str]:
 def run_one(path: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """Trains from a YAML until its end, or until after batch `break_at`."""
     os.environ["FSDP_VERSION"] = "2"
-    os.environ.setdefault("NODE_RANK", "0")  # Composer's own loading asks for it
+    os.environ.setdefault("NODE_RANK", "0")  # Composer's own loading reads it
     from llmfoundry import registry
     from llmfoundry.command_utils import train
 

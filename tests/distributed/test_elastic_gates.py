@@ -34,7 +34,7 @@ def runs(root: Path, mesh: tuple[int, int, int], **more: Any) -> list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory) -> dict[str, Any]:
+def phases(tmp_path_factory) -> dict[str, Any]:
     """Whole runs on 2 processes; and runs that change from 2 to 1 to 4, each broken off after a save."""
     root = tmp_path_factory.mktemp("gates")
     (root / "counts.json").write_text(json.dumps([5 + (7 * i) % 11 for i in range(64)]))
@@ -42,16 +42,16 @@ def lives(tmp_path_factory) -> dict[str, Any]:
     one = launch(1, *runs(root, (1, 1, 1), break_at=3))
     four = launch(4, *runs(root, (1, 2, 2)))
     by_gate = {"whole": both[: len(GATES)], "one": one, "four": four}
-    return {"root": root, **{life: dict(zip(GATES, results, strict=True)) for life, results in by_gate.items()}}
+    return {"root": root, **{phase: dict(zip(GATES, results, strict=True)) for phase, results in by_gate.items()}}
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_gate_goes_on_through_two_changes_of_mesh(lives, gate) -> None:
-    whole, buffer = lives["whole"][gate], GATES[gate][2]
-    for life, step in (("one", 2), ("four", 3)):
-        result = lives[life][gate]
+def test_gate_goes_on_through_two_changes_of_mesh(phases, gate) -> None:
+    whole, buffer = phases["whole"][gate], GATES[gate][2]
+    for phase, step in (("one", 2), ("four", 3)):
+        result = phases[phase][gate]
         assert result["began_at"] == step and result["ranks_agree"]
-        saved = model_of(lives["root"] / gate, step)
+        saved = model_of(phases["root"] / gate, step)
         for name, tensor in saved.items():
             assert result["began"][f"model|{name}"] == xxhash.xxh3_64_hexdigest(tensor_bytes(tensor)), name
         kept = {name: tensor for name, tensor in saved.items() if buffer and name.endswith(buffer)}
@@ -59,5 +59,5 @@ def test_gate_goes_on_through_two_changes_of_mesh(lives, gate) -> None:
         assert all(tensor.any() for tensor in kept.values()), "a gate that has learnt nothing tests nothing"
         for batch, loss in result["losses"].items():
             # sums in another order; a temperature or a table of another batch would be seen in the third digit
-            assert loss == pytest.approx(whole["losses"][batch], rel=1e-5), (life, batch)
-    assert sorted(lives["four"][gate]["losses"]) == [4]
+            assert loss == pytest.approx(whole["losses"][batch], rel=1e-5), (phase, batch)
+    assert sorted(phases["four"][gate]["losses"]) == [4]

@@ -18,5 +18,5 @@ def test_copies_and_recomputed_blocks_train_as_one_process() -> None:
     rows = compare(seen, run_case(case, None))
     assert {"loss", "gradient w1_EFD", "gradient v1_EFD", "gradient w2_EDF", "weights w1_EFD"} <= rows.keys()
     assert max(rows.values()) < TOLERANCE, rows
-    # every token goes to one expert and two others; the first of three steps knows no loads yet
+    # every token goes to one expert and two others; in the first of three steps there are no loads yet
     assert min(shares) > 0.05, shares

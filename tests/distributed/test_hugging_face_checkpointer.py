@@ -1,4 +1,4 @@
-"""LLM Foundry's `hf_checkpointer` as it stands, on meshes; a model that came in, was trained, and leaves again."""
+"""LLM Foundry's `hf_checkpointer`, unchanged, on meshes; a model that is imported, trained and exported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def of_mpt(world: int, **moe: Any) -> dict[str, Any]:
 
 
 def read_by_rank(folder: Path, checkpoints: Path) -> dict[str, Any]:
-    """A batch on the meta device's Mixtral that learns nothing: its commit has the weights that were read."""
+    """A batch on the meta device's Mixtral with a learning rate of 0: its commit has the weights that were read."""
     run = of_mixtral(folder, 4)
     return {
         **run,

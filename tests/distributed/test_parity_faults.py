@@ -35,7 +35,7 @@ def test_a_failing_rank_ends_the_run(kind: str, timeout_s: float, message: str, 
 
 
 def test_every_group_of_a_mesh_waits_as_long_as_the_job() -> None:
-    """Torch gives a group that is made later 10 or 30 minutes, whatever `dist_timeout` is."""
+    """Torch gives a group that is made later 10 or 30 minutes, independent of `dist_timeout`."""
     limits = run_processes(
         parity_worker.time_limits, [(2, 1, 2), (1, 2, 2), (1, 1, 4)], world_size=4, timeout_s=77.0, preload=PRELOAD
     )
@@ -43,8 +43,10 @@ def test_every_group_of_a_mesh_waits_as_long_as_the_job() -> None:
 
 
 def test_ranks_that_hang_tell_where() -> None:
-    told = r"2 of 2 ranks still ran after 5 s\nrank 0, innermost call first:\n.*\n.*in wait_for_ever(.|\n)*rank 1, .*"
-    with pytest.raises(RuntimeError, match=told):
+    expected = (
+        r"2 of 2 ranks still ran after 5 s\nrank 0, innermost call first:\n.*\n.*in wait_for_ever(.|\n)*rank 1, .*"
+    )
+    with pytest.raises(RuntimeError, match=expected):
         run_processes(parity_worker.wait_for_ever, world_size=2, timeout_s=5.0, preload=PRELOAD)
 
 

@@ -1,4 +1,4 @@
-"""Blocks are compiled in the first batch and first evaluation, and never again, whatever the gate does."""
+"""Blocks are compiled in the first batch and first evaluation, and never again, for any choice of the gate."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_run_is_built_for_its_cluster_with_the_planned_bytes_on_a_rank(
         here = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         assert 4 * here == pytest.approx(plan.memory["weights"], rel=0.01)
         for layer in named_moe_layers(model).values():
-            # of the whole layer, whatever a rank has of it
+            # of the whole layer, not of the part of a rank
             assert layer.experts.w1_EFD.shape[0] == run["model"]["moe"]["num_experts"]
     finally:
         dist.destroy_process_group()

@@ -63,7 +63,7 @@ def train_through_the_door(runs: list[list[str]]) -> list[dict[str, Any]]:
     from foundry_moe.layers.lookup import named_moe_layers
     from foundry_moe.train import train
 
-    os.environ["NODE_RANK"] = "0"  # Composer asks for it where a tokenizer is built
+    os.environ["NODE_RANK"] = "0"  # Composer reads it where a tokenizer is built
     trainers: list[Any] = []
     original = foundry.train
     foundry.train = lambda config: trainers.append(original(config))

@@ -119,7 +119,7 @@ def test_a_frozen_gate_is_the_one_it_was_after_a_mesh_a_resume_and_an_export(fol
     assert len(gates) == 2
     same = {name for name in before if torch.equal(before[name].float(), after[name].float())}
     assert same >= set(gates)
-    # an expert of the last layer that has tokens of prompts alone gets no gradient: no loss stands behind it
+    # an expert of the last layer that has tokens of prompts alone gets no gradient, since it has no loss
     assert all(".layers.1.block_sparse_moe.experts." in name for name in same - set(gates)), same
 
 

@@ -41,7 +41,7 @@ def report(self, *args, grid, warmup, **options):
     registers, stack, local = re.search(
         r"REG:(\\d+) STACK:(\\d+) .*LOCAL:(\\d+)", usage.stdout + usage.stderr
     ).groups()
-    # what a launch asks for, and what specialised warps may take
+    # registers at launch, and those that specialised warps may take
     bound = re.search(r"\\.reqntid (\\d+)|\\.maxntid (\\d+)", kernel.asm["ptx"])
     print(json.dumps({
         "name": f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}",
@@ -81,7 +81,7 @@ class Compiled:
 def compile_for(capability: int, script: str) -> list[Compiled]:
     """What a script launches, for a chip of this capability (90: Hopper): it is compiled, and never runs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["FOUNDRY_MOE_DIRECT_LAUNCH"] = "0"  # asks for no device
+    environment["FOUNDRY_MOE_DIRECT_LAUNCH"] = "0"  # which needs a device
     words = [sys.executable, "-c", DRIVER.replace("{capability}", str(capability)) + script]
     result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def fp64_throughout() -> Iterator[None]:
-    """What asks for fp32 inside gets fp64."""
+    """Casts to fp32 inside give fp64."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         for name in ("float", "float32"):

@@ -131,7 +131,7 @@ def test_last_tile_of_a_row_may_be_narrow(loads, tile, width):
     b = poison(new(ROWS, width), used)
     dw = ep.weight_gradient(x, b, rows, tile=tile)
     close(dw, reference.weight_gradient(x.double(), b.double(), offsets_E))
-    assert rows.count[1:].tolist() == [0, 0]  # as the next product wants them
+    assert rows.count[1:].tolist() == [0, 0]  # for the next product
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Direct launches: what tells kinds of arguments apart, and that nothing else changes."""
+"""Direct launches: how kinds of arguments are distinguished, and that nothing else changes."""
 
 import types
 

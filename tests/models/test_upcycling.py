@@ -128,7 +128,7 @@ def test_outputs_and_gradients_with_biases_are_those_of_each_expert_by_itself(ac
 
 
 class Odd(nn.Module):
-    """A model that nobody knows, whose blocks stand under other names."""
+    """A model of no known kind, whose blocks have other names."""
 
     def __init__(self) -> None:
         super().__init__()

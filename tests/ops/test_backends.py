@@ -61,7 +61,7 @@ def test_dtypes_widths_and_the_switch_are_reasons(monkeypatch):
 
 
 def test_what_is_said_is_what_is_chosen():
-    """`takes_hopper` asks the same function, which sees the real device when none is given."""
+    """`takes_hopper` calls the same function, which reads the real device when none is given."""
     assert why_portable(torch.device("cpu"), torch.bfloat16, 64, 64) == "there is no GPU"
 
 

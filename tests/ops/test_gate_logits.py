@@ -1,4 +1,4 @@
-"""The router's scores: fp32 whatever the input's precision, with its gradients."""
+"""A gate's logits: fp32 for every precision of the input, with their gradients."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_kernels_equal_one_expert_after_another(memory, gated, activation):
 
 @pytest.mark.parametrize("widths", [(16, 48, 16, 80, 32, 16), (32, 64, 32, 96, 64, 32)], ids=["of 16", "of 32"])
 def test_kernels_for_widths_that_16_divides(widths):
-    """They are told so, and leave out the masks that tiles of such widths need not."""
+    """Kernels get this as a constant, and leave out masks that tiles of such widths do not need."""
     compare("blocksparse", torch.float32, 5e-6, widths=widths)
 
 

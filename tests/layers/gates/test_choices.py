@@ -197,7 +197,7 @@ def test_bias_has_a_say_in_the_choice_and_not_in_the_weight():
 
 
 def test_bias_moves_towards_the_mean_load_by_its_step():
-    """E does not divide the sum: experts above and below the mean move, whatever the rounding of the mean."""
+    """E does not divide the sum: experts above and below the mean move, for every rounding of the mean."""
     gate = build({"name": "topk", "bias_balance": True, "bias_step": 0.25}, 2)
     gate.after_step(torch.tensor([4, 4, 4, 4, 4, 4, 4, 5]), Progress(ba=1))
     assert gate.bias_E.tolist() == [0.25] * 7 + [-0.25]

@@ -10,7 +10,7 @@ CASES = [pytest.param(*case, id=name) for case, name in zip(GATES, GATE_IDS, str
 
 
 def dense(choices, experts):
-    """Combine weights as [T, E], whatever the number of columns, and whether an expert is chosen."""
+    """Combine weights as [T, E], for any number of columns, and whether an expert is chosen."""
     present_TK = choices.experts_TK >= 0
     index_TK = torch.where(present_TK, choices.experts_TK, experts)
     shape = (len(index_TK), experts + 1)

@@ -66,11 +66,11 @@ def test_a_forged_configuration_is_a_sentence_in_time(model_type: str, tmp_path:
         path.write_text(json.dumps({**good, key: value}))
         began_s = time.monotonic()
         code = tool("import", tmp_path / str(number), tmp_path / "hf")
-        told = capsys.readouterr().err
+        printed = capsys.readouterr().err
         assert time.monotonic() - began_s < 30, (key, value)
-        assert "Traceback" not in told, (key, value, told)
+        assert "Traceback" not in printed, (key, value, printed)
         if (key, value) not in (("attn_config", {}), ("first_k_dense_replace", True)):  # which say what holds anyway
-            assert code == 1 and told.startswith("error: ") and len(told) < 1000, (key, value, code, told)
+            assert code == 1 and printed.startswith("error: ") and len(printed) < 1000, (key, value, code, printed)
 
 
 @pytest.mark.parametrize(

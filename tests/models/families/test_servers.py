@@ -51,16 +51,16 @@ class Loader:
     """
     files: of vLLM and of SGLang.
     block: where the loader has the MoE block of a layer.
-    router: the router's matrix.
+    gate: the gate's matrix.
     experts: an expert's matrices, as the loader takes them.
     names: of all tensors of experts, with {e} for one expert's.
-    shared: of what stands beside experts and router.
-    config: keys without which it takes the router for another.
+    shared: names of tensors beside experts and gate.
+    config: keys without which it takes the gate for another.
     """
 
     files: tuple[str, str]
     block: str
-    router: str
+    gate: str
     experts: Callable[[Block, int], Matrices]
     names: tuple[str, ...]
     shared: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def projections(vllm: str, sglang: str, **more: Any) -> Loader:
     return Loader(
         files=(f"{VLLM}/{vllm}", f"{SGLANG}/{sglang}"),
         block="model.layers.{}.mlp.",
-        router="gate.weight",
+        gate="gate.weight",
         experts=one_by_one("gate_proj", "up_proj", "down_proj"),
         names=tuple(f"experts.{{e}}.{name}" for name in SHARED),
         **more,
@@ -83,7 +83,7 @@ LOADERS = {
     "mixtral": Loader(
         files=(f"{VLLM}/mixtral.py", f"{SGLANG}/mixtral.py"),
         block="model.layers.{}.block_sparse_moe.",
-        router="gate.weight",
+        gate="gate.weight",
         experts=one_by_one("w1", "w3", "w2"),
         names=("experts.{e}.w1.weight", "experts.{e}.w2.weight", "experts.{e}.w3.weight"),
     ),
@@ -104,14 +104,14 @@ LOADERS = {
     "granitemoe": Loader(
         files=(f"{VLLM}/granitemoe.py", f"{SGLANG}/granitemoe.py"),
         block="model.layers.{}.block_sparse_moe.",
-        router="router.layer.weight",
+        gate="router.layer.weight",
         experts=halves,
         names=("input_linear.weight", "output_linear.weight"),
     ),
     "dbrx": Loader(
         files=(f"{VLLM}/dbrx.py", f"{SGLANG}/dbrx.py"),
         block="transformer.blocks.{}.ffn.",
-        router="router.layer.weight",
+        gate="router.layer.weight",
         experts=rows,
         names=("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2"),
     ),
@@ -136,8 +136,8 @@ def test_a_servers_loader_finds_each_experts_matrices(model_type: str, tmp_path:
         prefix = loader.block.format(layer.layer_index)
         block = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         experts = {name.format(e=e) for name in loader.names for e in range(blocks.num_experts)}
-        assert block.keys() == {loader.router, *loader.shared} | experts
-        assert torch.equal(block[loader.router], layer.gate.weight_ED)
+        assert block.keys() == {loader.gate, *loader.shared} | experts
+        assert torch.equal(block[loader.gate], layer.gate.weight_ED)
         for e in range(blocks.num_experts):
             ours = (layer.experts.w1_EFD[e], layer.experts.v1_EFD[e], layer.experts.w2_EDF[e])
             assert all(torch.equal(a, b) for a, b in zip(loader.experts(block, e), ours, strict=True))

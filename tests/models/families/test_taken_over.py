@@ -40,7 +40,7 @@ def test_logits_and_gradients_are_those_of_the_model_that_was(model_type: str) -
         prefix = family.block_name(layer.layer_index) + "."
         for part in family.parts(blocks):
             if part.ours == "gate.bias_E":
-                continue  # learns from loads
+                continue  # the bias follows loads
             mine = layer.get_parameter(part.ours).grad
             truth = gradients[prefix + part.theirs]
             if truth is None:  # an expert without tokens
