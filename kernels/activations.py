@@ -14,7 +14,7 @@ from foundry_moe_kernels.launch import INTERPRETED
 NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 
 
-class Formula(NamedTuple):
+class GLUFormula(NamedTuple):
     """Of a GLU: h = act(alpha g) / alpha * (u + shift), g = min(gate, limit), u = up within +-limit; limit 0 = none."""
 
     act: str
@@ -24,10 +24,10 @@ class Formula(NamedTuple):
 
 
 @functools.cache
-def formula(activation: str) -> Formula:
+def formula(activation: str) -> GLUFormula:
     """Of an activation's name, or of a formula's fields separated by spaces: `silu 1.702 7.0 1.0` is GPT-OSS's."""
     act, *numbers = activation.split()
-    return Formula(act, *map(float, numbers))
+    return GLUFormula(act, *map(float, numbers))
 
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -129,7 +129,7 @@ def _within(z, LIMIT: tl.constexpr):
 
 @triton.jit
 def glu(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """h of a `Formula`."""
+    """h of a `GLUFormula`."""
     if LIMIT > 0:
         gate, up = tl.where(gate > LIMIT, LIMIT, gate), _within(up, LIMIT)
     if SHIFT != 0:

@@ -23,7 +23,7 @@ from torch import Tensor
 LEAST_COLUMNS = 16  # of a factor, for tensor cores
 
 
-class Sizes(NamedTuple):
+class ProgramSize(NamedTuple):
     """Of a program: rows and columns at a time, parts that an expert's rows are divided into, warps and stages."""
 
     rows: int
@@ -34,9 +34,9 @@ class Sizes(NamedTuple):
 
 
 # H100: within 1% of the best of four others each for the shapes of OLMoE, Qwen3 and Mixtral
-PROJECT = Sizes(rows=64, columns=64, stages=4)
-OUTER = Sizes(rows=64, columns=128)
-HIDDEN = Sizes(rows=16, columns=128)
+PROJECT = ProgramSize(rows=64, columns=64, stages=4)
+OUTER = ProgramSize(rows=64, columns=128)
+HIDDEN = ProgramSize(rows=16, columns=128)
 
 
 def columns_of(rank: int) -> int:
@@ -343,7 +343,7 @@ def _activation_outer_kernel(
     tl.store(out, acc, mask=keep[:, None] & (l < rank)[None, :])
 
 
-def _options(sizes: Sizes, width: int) -> dict[str, Any]:
+def _options(sizes: ProgramSize, width: int) -> dict[str, Any]:
     """Of kernels whose programs have columns of an operand of this width."""
     return {
         "ROWS": sizes.rows, "COLUMNS": sizes.columns, "EVEN": width % sizes.columns == 0, "num_warps": sizes.warps,

@@ -114,7 +114,7 @@ def activate(
 
     Args:
         z_PRF: [P, R, F]; with `pairs` [1, R, 2 F], the gate and up of a row side by side.
-        activation: a name in `activations.NAMES`; of a GLU also a `Formula`.
+        activation: a name in `activations.NAMES`; of a GLU also a `GLUFormula`.
         pairs: concatenated | interleaved.
         bias_EF: as wide as z's rows; added to z, in place. Not for two planes.
     """

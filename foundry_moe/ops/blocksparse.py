@@ -57,7 +57,7 @@ class ExpertPlan(NamedTuple):
     table: int32, what all products read: block rows for `hopper`, the topology for `portable`.
     kernels: hopper | portable | padded.
     widths: F of each expert.
-    activation: a name in `foundry_moe.ops.POINTWISE`, or a formula (see `foundry_moe_kernels.activations.Formula`).
+    activation: a name in `foundry_moe.ops.POINTWISE`, or a formula (see `foundry_moe_kernels.activations.GLUFormula`).
     layout: of gate and up in w1 and in z.
         separate      w1, and v1 if there is a gate; z [P, R, F]
         planes        the upper and the lower half of w1; z [2, R, F], with h from the product's epilogue

@@ -35,9 +35,9 @@ def small_blocks(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(ep, "BLOCK", 32)
         monkeypatch.setattr(ep.autotune, "pick", lambda *a, **k: Tile(bm=32, bn=64, bk=16))
-        monkeypatch.setattr(kernels, "PROJECT", kernels.Sizes(rows=16, columns=16))
-        monkeypatch.setattr(kernels, "OUTER", kernels.Sizes(rows=16, columns=32))
-        monkeypatch.setattr(kernels, "HIDDEN", kernels.Sizes(rows=16, columns=32))
+        monkeypatch.setattr(kernels, "PROJECT", kernels.ProgramSize(rows=16, columns=16))
+        monkeypatch.setattr(kernels, "OUTER", kernels.ProgramSize(rows=16, columns=32))
+        monkeypatch.setattr(kernels, "HIDDEN", kernels.ProgramSize(rows=16, columns=32))
 
 
 def problem(rank: int, gated: bool, weighted: bool, dims=SIZES, dtype=DTYPE):

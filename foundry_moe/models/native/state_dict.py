@@ -17,7 +17,7 @@ from foundry_moe.models.blocks import Blocks, blocks_of
 from foundry_moe.models.families import FAMILIES, Family, family_of
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.from_mpt import config_of_mpt, rename_mpt
-from foundry_moe.models.native.targets import Part, Target, check_targets, copied
+from foundry_moe.models.native.targets import TargetPart, Target, check_targets, copied
 from foundry_moe.schema import yaml_value
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -106,11 +106,11 @@ class Native:
         ]
 
 
-def _part(source: str, part: Any) -> Part:
+def _part(source: str, part: Any) -> TargetPart:
     """A family's part in the form of the writer."""
     zeros = (0,) * len(part.shape)
     box = (zeros, part.shape) if part.expert is None else ((part.expert, *zeros), (1, *part.shape))
-    return Part(
+    return TargetPart(
         source=source,
         box=box,
         at=part.begin,

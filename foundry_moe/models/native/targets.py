@@ -17,7 +17,7 @@ from foundry_moe.checkpoint.layout import Box
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TargetPart:
     """A box of a source tensor and its place in a target.
 
     source: the tensor's name.
@@ -55,7 +55,7 @@ class Target:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TargetPart, ...]
     is_zero: bool = False
     keeps_dtype: bool = False
 
@@ -69,20 +69,22 @@ def copied(name: str, source: str, shape: Iterable[int]) -> Target:
     """A source tensor as it is, under another name."""
     sizes = tuple(shape)
     zeros = (0,) * len(sizes)
-    return Target(name=name, shape=sizes, parts=(Part(source=source, box=(zeros, sizes), at=zeros),))
+    return Target(name=name, shape=sizes, parts=(TargetPart(source=source, box=(zeros, sizes), at=zeros),))
 
 
 def rows_of(name: str, source: str, shape: Iterable[int], start: int, stop: int) -> Target:
     """Rows of a source tensor of that shape."""
     _, *rest = shape
     sizes, zeros = (stop - start, *rest), (0,) * len(rest)
-    return Target(name=name, shape=sizes, parts=(Part(source=source, box=((start, *zeros), sizes), at=(0, *zeros)),))
+    return Target(
+        name=name, shape=sizes, parts=(TargetPart(source=source, box=((start, *zeros), sizes), at=(0, *zeros)),)
+    )
 
 
 def expert_of(name: str, source: str, shape: Iterable[int], expert: int) -> Target:
     """The matrix of one expert."""
     _, rows, columns = shape
-    part = Part(source=source, box=((expert, 0, 0), (1, rows, columns)), at=(0, 0), expert=True)
+    part = TargetPart(source=source, box=((expert, 0, 0), (1, rows, columns)), at=(0, 0), expert=True)
     return Target(name=name, shape=(rows, columns), parts=(part,))
 
 
