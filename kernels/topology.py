@@ -28,7 +28,7 @@ _GATHERS = tl.constexpr(tuple(int(part) for part in triton.__version__.split("."
 _CHUNK = 64  # indices that one program of the topology's kernel fills in
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Topology:
     """int32 index tensors unless noted. Past the blocks in use, sizes are 0 and the rest is undefined.
 
@@ -38,12 +38,12 @@ class Topology:
     block: int
     num_rows: int
     widths: tuple[int, ...]  # dense columns of each expert
+    values_M: Tensor  # int64, first value
     starts_M: Tensor  # first dense row
     sizes_M: Tensor
     experts_M: Tensor
     locals_M: Tensor  # block row within its expert
     heights_M: Tensor  # block rows of its expert
-    values_M: Tensor  # int64, first value
     row_offsets_M1: Tensor  # CSR; the last one is the number of blocks in use
     rows_Z: Tensor  # COO
     columns_Z: Tensor
@@ -241,43 +241,11 @@ def pack_topology(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block
 
 
 def unpack_topology(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Topology:
-    """What `pack_topology` packed for the same arguments: views."""
-    (
-        values_M,
-        starts_M,
-        sizes_M,
-        experts_M,
-        locals_M,
-        heights_M,
-        offsets_M1,
-        rows_Z,
-        columns_Z,
-        transposed_Z,
-        by_column,
-        order_E,
-    ) = _split(packed, num_rows, widths, block)
-    widths_E, columns_E, column_experts_N, column_locals_N = column_tables(tuple(widths), block, packed.device)
-    return Topology(
-        block=block,
-        num_rows=num_rows,
-        widths=tuple(widths),
-        starts_M=starts_M,
-        sizes_M=sizes_M,
-        experts_M=experts_M,
-        locals_M=locals_M,
-        heights_M=heights_M,
-        values_M=values_M.view(torch.int64),
-        row_offsets_M1=offsets_M1,
-        rows_Z=rows_Z,
-        columns_Z=columns_Z,
-        transposed_Z=transposed_Z,
-        column_offsets_N1=by_column,
-        order_E=order_E,
-        widths_E=widths_E,
-        columns_E=columns_E,
-        column_experts_N=column_experts_N,
-        column_locals_N=column_locals_N,
-    )
+    """What `pack_topology` packed for the same arguments: views, which are the fields of `Topology` in their order."""
+    widths = tuple(widths)
+    values_M, *tables = _split(packed, num_rows, widths, block)
+    tables = [values_M.view(torch.int64), *tables, *column_tables(widths, block, packed.device)]
+    return Topology(block, num_rows, widths, *tables)
 
 
 @triton.jit(do_not_specialize=["num_experts", "most"])

@@ -17,7 +17,7 @@ from foundry_moe.models.blocks import Blocks, blocks_of
 from foundry_moe.models.families import FAMILIES, Family, family_of
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.from_mpt import config_of_mpt, rename_mpt
-from foundry_moe.models.native.targets import TargetPart, Target, check_targets, copied
+from foundry_moe.models.native.targets import Target, TargetPart, check_targets, copied
 from foundry_moe.schema import yaml_value
 
 Shapes = Mapping[str, tuple[int, ...]]
