@@ -157,9 +157,10 @@ def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     """fp32 [T, N] in the open interval (0, 1).
 
     Args:
-        keys_T: int32, contiguous.
+        keys_T: int32.
         stream: an int32 as a Python number.
     """
+    keys_T = keys_T.contiguous()
     out_TN = torch.empty(keys_T.shape[0], columns, dtype=torch.float32, device=keys_T.device)
     if out_TN.numel():
         grid = (cdiv(out_TN.numel(), _COLUMNS),)
@@ -174,7 +175,7 @@ def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
         x_TD: fp32, fp16 or bf16.
     """
     tokens, width = x_TD.shape
-    x_TD = x_TD.contiguous()
+    x_TD, keys_T = x_TD.contiguous(), keys_T.contiguous()
     out_TD = torch.empty_like(x_TD)
     if x_TD.numel():
         grid = (tokens, cdiv(width, _COLUMNS))

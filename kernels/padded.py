@@ -65,7 +65,7 @@ class Sorted:
         self.tokens, self.choices = experts_TK.shape
         self.order_A = order_A
         self.experts_A, self.loads_E, self.offsets_E, _, self.row_A = permute_plan.plan_permute(
-            experts_A.contiguous()[:, None], num_experts
+            experts_A[:, None], num_experts
         )
 
     def assign_slots(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:

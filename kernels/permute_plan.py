@@ -123,14 +123,15 @@ def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     """Rows of every choice, sorted by expert, then by assignment t * K + k.
 
     Args:
-        experts_TK: integers in [-1, E), contiguous; -1 is no choice.
+        experts_TK: integers in [-1, E); -1 is no choice.
 
     Returns:
         int32: experts_TK, tokens_per_expert_E, offsets_E (row ends), source_R (assignment of each row, -1 past the
         end), row_TK (-1 without choice).
     """
-    if experts_TK.is_floating_point() or not experts_TK.is_contiguous():
-        raise ValueError(f"experts_TK must be contiguous integers, not {experts_TK.dtype}")
+    if experts_TK.is_floating_point():
+        raise ValueError(f"experts_TK must be integers, not {experts_TK.dtype}")
+    experts_TK = experts_TK.contiguous()
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts ({num_experts}) must be 1 to {MAX_EXPERTS}")
     device = experts_TK.device

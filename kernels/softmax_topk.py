@@ -242,7 +242,7 @@ def softmax_topk(
     """Weights of the k most probable experts, ties towards the lower expert, and sums over the real tokens.
 
     Args:
-        logits_TE: fp32, contiguous.
+        logits_TE: fp32.
         mask_T: bool, True for real tokens; None = all.
         keys_T: int32 keys of the tokens, where `rule.stream` is given.
 
@@ -253,6 +253,7 @@ def softmax_topk(
         unless `rule.with_balance`. Counts and `number` are summed in fp32, which is exact while
         an expert has fewer than 2^24 choices, and there are fewer than 2^24 tokens.
     """
+    logits_TE = logits_TE.contiguous()
     tokens, experts = logits_TE.shape
     device = logits_TE.device
     k, statistics, with_balance = rule.k, rule.statistics, rule.with_balance
@@ -301,6 +302,7 @@ def softmax_topk_backward(
     logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, chosen: Chosen, grads: Gradients
 ) -> Tensor:
     """dlogits_TE."""
+    logits_TE = logits_TE.contiguous()
     tokens, experts = logits_TE.shape
     k = rule.k
     out_TE = torch.empty_like(logits_TE)
@@ -329,6 +331,7 @@ def _balance_kernel(mean_ptr, counts_ptr, loss_ptr, slope_ptr, num_experts, EXPE
 
 def balance(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
     """E * sum_e f_e P_e of mean probabilities and counts, and its slope in the former: a scalar and [E], fp32."""
+    mean_E, counts_E = mean_E.contiguous(), counts_E.contiguous()
     loss, slope_E = mean_E.new_empty(()), torch.empty_like(mean_E)
     experts = mean_E.shape[0]
     launch(_balance_kernel, (1,), mean_E, counts_E, loss, slope_E, experts, EXPERTS=next_power_of_2(experts))

@@ -78,17 +78,13 @@ def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return _uniform(keys_T, columns, stream)
 
 
-def _uniform_triton(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    return kernels.uniform(keys_T.contiguous(), columns, stream)
-
-
 def _uniform_plain(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return (_shifted(bits(keys_T, columns, stream), 9).float() + 0.5) * 2.0**-23
 
 
 _uniform = twins(
     "uniform",
-    triton=_uniform_triton,
+    triton=kernels.uniform,
     plain=_uniform_plain,
     fake=lambda keys_T, columns, stream: keys_T.new_empty(keys_T.shape[0], columns, dtype=torch.float32),
 )
@@ -127,10 +123,6 @@ class _Jitter(torch.autograd.Function):
         return _scale(grads[0], *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
-def _scale_triton(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    return kernels.jitter(x_TD, keys_T.contiguous(), amount, stream)
-
-
 def _scale_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     pair_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) // 2
@@ -155,7 +147,7 @@ def _changes(step: int, device: torch.device) -> Tensor:
 
 _scale = twins(
     "jitter",
-    triton=_scale_triton,
+    triton=kernels.jitter,
     plain=_scale_plain,
     fake=lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
     takes=on_gpu(torch.float32, torch.float16, torch.bfloat16),

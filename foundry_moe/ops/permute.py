@@ -93,12 +93,8 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Ten
     return _unpermute(y_RD, weights_TK, plan.source_R, plan.row_TK, plan.offsets_E)
 
 
-def _plan_triton(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """experts_TK, tokens_per_expert_E, offsets_E, source_R, row_TK, all int32."""
-    return plan_kernels.plan_permute(experts_TK.contiguous(), num_experts)
-
-
 def _plan_plain(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """experts_TK, tokens_per_expert_E, offsets_E, source_R, row_TK, all int32."""
     expert_A = experts_TK.reshape(-1).int()
     present_A = expert_A >= 0
     key_A = torch.where(present_A, expert_A, num_experts)
@@ -125,7 +121,7 @@ def _plan_fake(experts_TK, num_experts):  # type: ignore[no-untyped-def]
     return new(*shape), new(num_experts), new(num_experts), new(experts_TK.numel()), new(*shape)
 
 
-_plan = twins("plan_permute", triton=_plan_triton, plain=_plan_plain, fake=_plan_fake)
+_plan = twins("plan_permute", triton=plan_kernels.plan_permute, plain=_plan_plain, fake=_plan_fake)
 
 
 def _ordered(values_A: Tensor) -> Tensor:

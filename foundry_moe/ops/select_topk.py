@@ -90,9 +90,9 @@ def _pack_plain(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tens
     return weights_TK, experts_TK.masked_fill(absent_TK, -1)
 
 
-@operator("spread", lambda values_TK, experts_TK, experts: values_TK.new_empty(values_TK.shape[0], experts))
-def _spread(values_TK: Tensor, experts_TK: Tensor, experts: int) -> Tensor:
-    return kernels.spread(values_TK, experts_TK, experts)
+_spread = operator("spread", lambda values_TK, experts_TK, experts: values_TK.new_empty(values_TK.shape[0], experts))(
+    kernels.spread
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -142,10 +142,6 @@ _keep_largest = twins(
 )
 
 
-def _count_triton(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None) -> Tensor:
-    return permute_plan.count_choices(experts_TK.contiguous(), num_experts, mask_T)
-
-
 def _count_plain(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None) -> Tensor:
     counted_TK = experts_TK >= 0
     if mask_T is not None:
@@ -157,7 +153,7 @@ def _count_plain(experts_TK: Tensor, num_experts: int, mask_T: Tensor | None) ->
 
 _count_choices = twins(
     "count_choices",
-    triton=_count_triton,
+    triton=permute_plan.count_choices,
     plain=_count_plain,
     fake=lambda experts_TK, num_experts, mask_T: experts_TK.new_empty(num_experts, dtype=torch.int64),
 )

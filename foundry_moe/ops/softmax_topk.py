@@ -120,7 +120,7 @@ def balance(mean_E: Tensor, counts_E: Tensor) -> Tensor:
 def _plain(
     logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None
 ) -> tuple[Tensor, Tensor, None, Tensor, Tensor, Tensor, None, Tensor | None]:
-    """The plain twin of `_triton`, without the results that its gradient needs."""
+    """The plain twin of the kernel, without the results that its gradient needs."""
     probs_TE = logits_TE.softmax(-1)
     weights_TK, experts_TK = topk(probs_TE, rule.k)
     if rule.normalize:
@@ -159,19 +159,10 @@ def _fake(logits_TE, rule, mask_T, keys_T):  # type: ignore[no-untyped-def]
     )
 
 
-def _triton(
-    logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, keys_T: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `foundry_moe_kernels.softmax_topk.softmax_topk`."""
-    return kernels.softmax_topk(logits_TE.contiguous(), rule, mask_T, keys_T)
-
-
-@operator(
+_triton_backward = operator(
     "softmax_topk_backward",
     lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format),
-)
-def _triton_backward(logits_TE: Tensor, rule: Rule, mask_T: Tensor | None, chosen: Chosen, grads: Gradients) -> Tensor:
-    return kernels.softmax_topk_backward(logits_TE.contiguous(), rule, mask_T, chosen, grads)
+)(kernels.softmax_topk_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -197,13 +188,8 @@ def _takes(logits_TE: Tensor, rule: Rule, *_: Any) -> bool:
 
 
 _softmax_topk = twins(
-    "softmax_topk", triton=_triton, plain=_plain, fake=_fake, takes=_takes, save=_save, backward=_gradient
+    "softmax_topk", triton=kernels.softmax_topk, plain=_plain, fake=_fake, takes=_takes, save=_save, backward=_gradient
 )
-
-
-def _balance_triton(mean_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-    """See `foundry_moe_kernels.softmax_topk.balance`."""
-    return kernels.balance(mean_E.contiguous(), counts_E.contiguous())
 
 
 def _save_balance(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -214,7 +200,7 @@ def _save_balance(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 _balance = twins(
     "balance",
-    triton=_balance_triton,
+    triton=kernels.balance,
     plain=_balance_plain,
     fake=lambda mean_E, counts_E: (mean_E.new_empty(()), torch.empty_like(mean_E)),
     takes=lambda mean_E, counts_E: on_gpu(torch.float32)(mean_E) and counts_E.dtype is torch.int64,
