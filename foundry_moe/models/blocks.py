@@ -54,13 +54,13 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
     if isinstance(config.expert_hidden_size, tuple):
         raise ValueError(
             f"expert_hidden_size ({list(config.expert_hidden_size)}): no Hugging Face model has experts of different "
-            "widths; one width would do"
+            "widths; use one width"
         )
     assert isinstance(config.expert_hidden_size, int), "resolve `auto` first"
     if config.bias is True:
-        raise ValueError("bias (true): experts of Hugging Face's families have no biases; false would do")
+        raise ValueError("bias (true): experts of Hugging Face's families have no biases; use false")
     if config.capacity is not None and config.capacity != "dynamic":
-        raise ValueError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; null would do")
+        raise ValueError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; use null")
     return Blocks(
         d_model=d_model,
         num_experts=config.num_experts,
@@ -86,7 +86,7 @@ def gate_keys(blocks: Blocks) -> dict[str, Any]:
     if name == "switch":  # in evaluation the top one of softmax scores, unnormalised
         return {**keys, "name": "topk", "normalize": False}
     if name != "topk":
-        raise ValueError(f"gate.name ({name}): no Hugging Face family has this gate; topk would do")
+        raise ValueError(f"gate.name ({name}): no Hugging Face family has this gate; use topk")
     found: dict[str, Any] = {"name": "topk", **keys, **{key: blocks.gate[key] for key in keys if key in blocks.gate}}
     limited = 0 < found["group_limit"] < found["groups"]
     return found if limited else {**found, "groups": 1, "group_limit": 0}

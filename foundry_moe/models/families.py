@@ -100,7 +100,7 @@ class Family:
         for key, value in fixed.items():
             if found[key] != value:
                 raise ValueError(
-                    f"{key} ({yaml_value(found[key])}): {self.name} has no such blocks; {yaml_value(value)} would do"
+                    f"{key} ({yaml_value(found[key])}): {self.name} has no such blocks; use {yaml_value(value)}"
                 )
         written = self.write_layers(blocks)
         for key, name in (_KEYS | self.keys).items():
@@ -131,7 +131,7 @@ class Family:
             return value
         if not ACTIVATIONS[value].gated:
             raise ValueError(
-                f"activation ({value}): experts of {self.name} are GLUs; swiglu, geglu, geglu_tanh or reglu would do"
+                f"activation ({value}): experts of {self.name} are GLUs; use swiglu, geglu, geglu_tanh or reglu"
             )
         return next(theirs for theirs, ours in _GATED.items() if ours == value)
 
@@ -143,7 +143,7 @@ class Family:
         """Keys of its configuration for the indices of sparse layers."""
         dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
         if dense:
-            raise ValueError(f"layers: {dense} are dense, and {self.name} has none such; layers: all would do")
+            raise ValueError(f"layers: {dense} are dense, and {self.name} has no dense layers; use layers: all")
         return {}
 
 
@@ -169,7 +169,7 @@ class _Qwen(Family):
 class _Qwen2(_Qwen):
     def write(self, blocks: Blocks) -> dict[str, Any]:
         if not blocks.shared_expert_hidden_size:
-            raise ValueError(f"shared_expert_hidden_size (0): {self.name} has a shared expert; 1 or more would do")
+            raise ValueError(f"shared_expert_hidden_size (0): {self.name} has a shared expert; use 1 or more")
         return super().write(blocks)
 
 
@@ -202,7 +202,7 @@ class _DeepSeek(Family):
         if rest or not shared:
             raise ValueError(
                 f"shared_expert_hidden_size ({blocks.shared_expert_hidden_size}) must be a multiple of "
-                f"expert_hidden_size ({width}) in {self.name}; {max(shared, 1) * width} would do"
+                f"expert_hidden_size ({width}) in {self.name}; use {max(shared, 1) * width}"
             )
         written["topk_group"] = written["topk_group"] or written["n_group"]
         return {**written, "n_shared_experts": shared, **self.FOR_SERVERS}
@@ -215,7 +215,7 @@ class _DeepSeek(Family):
         if blocks.layers != tuple(range(first, blocks.num_layers)):
             raise ValueError(
                 f"layers ({list(blocks.layers)}): in {self.name} the first layers are dense and all others sparse; "
-                f"{list(range(first, blocks.num_layers))} would do"
+                f"use {list(range(first, blocks.num_layers))}"
             )
         return {"first_k_dense_replace": first}
 

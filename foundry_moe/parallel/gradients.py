@@ -66,7 +66,7 @@ class LocalWeight:
     An expert computes the tokens of all `expert` ranks of its group, while FSDP averages its gradient over the other
     ranks only: the sum over those tokens has to be divided by `expert` once more to be the mean over ranks that
     data parallelism takes (databricks/megablocks issue 86 is what happens without). FSDP2's own divide factor
-    would do it on CUDA, but divides twice on a shard group of one rank with fp64 or fp16 gradients (torch 2.11).
+    does this on CUDA, but divides twice on a shard group of one rank with fp64 or fp16 gradients (torch 2.11).
 
     Args:
         expert: ranks of the expert group.

@@ -150,7 +150,7 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
     arithmetic = " x ".join(f"mesh.{name} ({w})" for name, w in fixed.items()) or "1"
     if len(fixed) == len(widths) and product != world_size:
         without = [f"mesh.{n}: {world_size * w // product}" for n, w in fixed.items() if world_size * w % product == 0]
-        hint = f"; {' or '.join(without)} would do" if without else ""
+        hint = f", or use {' or '.join(without)}" if without else ""
         raise ValueError(f"{arithmetic} = {product}, but there are {world_size} GPUs: set one of them to auto{hint}")
     if world_size % product:
         raise ValueError(
@@ -195,7 +195,7 @@ def check_expert_widths(widths: Sequence[int], expert: int) -> None:
     """Checks that ranks hold equal bytes of experts of different widths; each holds consecutive experts.
 
     Raises:
-        ValueError: the sums differ; names an order of the widths that would do, where a simple search finds one.
+        ValueError: the sums differ; names a valid order of the widths, where a simple search finds one.
     """
     local = len(widths) // expert
     sums = [sum(widths[rank * local : (rank + 1) * local]) for rank in range(expert)]
@@ -205,7 +205,7 @@ def check_expert_widths(widths: Sequence[int], expert: int) -> None:
     for width in sorted(widths, reverse=True):  # the widest first, each to the rank that holds least
         min((group for group in groups if len(group) < local), key=sum).append(width)
     found = len({sum(group) for group in groups}) == 1
-    hint = f"the order {[width for group in groups for width in group]} would do" if found else "use mesh.expert: 1"
+    hint = f"use the order {[width for group in groups for width in group]}" if found else "use mesh.expert: 1"
     raise ValueError(
         f"mesh.expert ({expert}): every rank must hold as much of expert_hidden_size, but the sums of the widths of "
         f"{local} consecutive experts are {listed(sums)}; {hint}"

@@ -217,15 +217,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_config": {"rope": False, "alibi": True}}, "alibi have no counterpart"),
     (
         {"norm_type": "layernorm"},
-        "model.norm_type (layernorm): no Hugging Face MoE family computes this; rmsnorm",
+        "model.norm_type (layernorm): no Hugging Face MoE family computes this; use rmsnorm",
     ),
-    ({"no_bias": False}, "model.no_bias (false): no Hugging Face MoE family computes this; true would do"),
+    ({"no_bias": False}, "model.no_bias (false): no Hugging Face MoE family computes this; use true"),
     ({"logit_scale": 0.5}, "model.logit_scale (0.5)"),
     ({"attn_config": {"clip_qkv": 6.0}}, "model.attn_config.clip_qkv (6.0)"),
     ({"attn_config": {"softmax_scale": 0.3}}, "model.attn_config.softmax_scale (0.3)"),
     (
         {"head_dim": 16, "attn_config": {"fused_qkv": False, "qk_gn": True, "norm_type": "rmsnorm"}},
-        "model.attn_config.softmax_scale (null): no Hugging Face MoE family computes this; 0.25, one over the root",
+        "model.attn_config.softmax_scale (null): no Hugging Face MoE family computes this; use 0.25, one over the root",
     ),
     (
         {
@@ -255,7 +255,7 @@ def test_what_no_family_computes_is_named_and_nothing_is_written(
     capsys.readouterr()  # what others say while the model is built
     assert export(run, tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1 and "would do" in error
+    assert sentence in error and error.count("\n") == 1 and "; use " in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -264,7 +264,7 @@ def test_a_rope_that_turns_a_part_of_a_head_is_named() -> None:
     architecture = architecture_of(mpt(**MPTS["qwen3_moe, wide heads"]))
     assert architecture is not None
     attention = {**architecture.config["attn_config"], "rope_impl": "dail"}
-    with pytest.raises(ValueError, match=r"rope_impl \(dail\) turns 8 of a head's 16 elements .* hf would do"):
+    with pytest.raises(ValueError, match=r"rope_impl \(dail\) turns 8 of a head's 16 elements .* use hf"):
         native_of(replace(architecture, config={**architecture.config, "attn_config": attention}))
 
 

@@ -70,7 +70,7 @@ def test_a_layer_trains_every_expert():
 
 def test_ranks_hold_equal_bytes_or_an_order_is_named():
     check_expert_widths((8, 24, 16, 16), 2)
-    with pytest.raises(ValueError, match=r"consecutive experts are 16 or 48; the order \[24, 8, 24, 8\] would do"):
+    with pytest.raises(ValueError, match=r"consecutive experts are 16 or 48; use the order \[24, 8, 24, 8\]"):
         check_expert_widths((8, 8, 24, 24), 2)
     with pytest.raises(ValueError, match=r"are 16 or 40; use mesh.expert: 1"):
         check_expert_widths((8, 8, 16, 24), 2)

@@ -134,7 +134,7 @@ def _family_type(attention: Mapping[str, Any], blocks: Blocks) -> str:
     if not gate_keys(blocks)["normalize"]:
         raise ValueError(
             "gate.normalize (false): of the Hugging Face MoE families only those that normalise queries and keys take "
-            "weights as they are; model.attn_config.qk_ln: true (OLMoE) or qk_gn: true (Qwen3-MoE) would do, or "
+            "weights as they are; use model.attn_config.qk_ln: true (OLMoE), qk_gn: true (Qwen3-MoE), or "
             "gate.normalize: true (Mixtral)"
         )
     return "mixtral"
@@ -149,15 +149,15 @@ def _check_heads(config: Mapping[str, Any]) -> None:
     attention, head, usual = config["attn_config"], _head_width(config), config["d_model"] // config["n_heads"]
     scale = attention.get("softmax_scale")
     if not math.isclose(usual**-0.5 if scale is None else scale, head**-0.5, rel_tol=1e-6):
-        would_do = "null" if head == usual else f"{head**-0.5}, one over the root of model.head_dim ({head}),"
+        valid = "null" if head == usual else f"{head**-0.5}, one over the root of model.head_dim ({head})"
         raise ValueError(
             f"model.attn_config.softmax_scale ({yaml_value(scale)}): no Hugging Face MoE family computes this; "
-            f"{would_do} would do"
+            f"use {valid}"
         )
     if head != usual and attention.get("rope_impl") != "hf":
         raise ValueError(
             f"model.attn_config.rope_impl ({attention.get('rope_impl')}) turns {usual} of a head's {head} elements "
-            "(model.head_dim), which no Hugging Face MoE family does; hf would do"
+            "(model.head_dim), which no Hugging Face MoE family does; use hf"
         )
 
 
@@ -168,12 +168,12 @@ def _check_query_key_norms(config: Mapping[str, Any]) -> None:
     if kind not in _RMS_NORMS:
         raise ValueError(
             f"model.attn_config.norm_type ({kind}), of queries and keys: no Hugging Face MoE family computes this; "
-            "low_precision_rmsnorm would do"
+            "use low_precision_rmsnorm"
         )
     if epsilon != config["norm_eps"]:
         raise ValueError(
             f"model.attn_config.norm_eps ({epsilon}), of queries and keys, must be model.norm_eps "
-            f"({config['norm_eps']}) in every Hugging Face MoE family; {config['norm_eps']} would do"
+            f"({config['norm_eps']}) in every Hugging Face MoE family; use {config['norm_eps']}"
         )
 
 
@@ -183,17 +183,17 @@ def _check_olmoe(config: Mapping[str, Any], blocks: Blocks) -> None:
     if _head_width(config) != usual:
         raise ValueError(
             f"model.head_dim ({config['head_dim']}): with model.attn_config.qk_ln the model is exported as OLMoE, "
-            f"whose heads are d_model / n_heads ({usual}) wide; {usual} would do, or qk_gn for qk_ln (Qwen3-MoE)"
+            f"whose heads are d_model / n_heads ({usual}) wide; use {usual}, or qk_gn for qk_ln (Qwen3-MoE)"
         )
     if config["norm_eps"] != _OLMOE_EPS:
         raise ValueError(
             f"model.norm_eps ({config['norm_eps']}): with attn_config.qk_ln the model is exported as OLMoE, for which "
-            f"servers take {_OLMOE_EPS}; {_OLMOE_EPS} would do, or qk_gn in place of qk_ln (Qwen3-MoE)"
+            f"servers take {_OLMOE_EPS}; use {_OLMOE_EPS}, or qk_gn in place of qk_ln (Qwen3-MoE)"
         )
     if gate_keys(blocks)["normalize"]:
         raise ValueError(
             "gate.normalize (true): with model.attn_config.qk_ln the model is exported as OLMoE, for which servers "
-            "take weights as they are; false would do, or qk_gn in place of qk_ln (Qwen3-MoE), or neither (Mixtral)"
+            "take weights as they are; use false, or qk_gn in place of qk_ln (Qwen3-MoE), or neither (Mixtral)"
         )
 
 
@@ -204,7 +204,7 @@ def _kv_heads(config: Mapping[str, Any]) -> int:
         return int(attention["kv_n_heads"])
     if kind in ("multihead_attention", "multiquery_attention"):
         return int(config["n_heads"]) if kind == "multihead_attention" else 1
-    raise ValueError(f"model.attn_config.attn_type ({kind}) cannot be exported; grouped_query_attention would do")
+    raise ValueError(f"model.attn_config.attn_type ({kind}) cannot be exported; use grouped_query_attention")
 
 
 def _dense_width(config: Mapping[str, Any], hidden_act: str) -> int:
@@ -214,7 +214,7 @@ def _dense_width(config: Mapping[str, Any], hidden_act: str) -> int:
     if ffn.get("ffn_type") != "mptglu" or act != hidden_act:
         raise ValueError(
             f"model.ffn_config (ffn_type {ffn.get('ffn_type')}, ffn_act_fn {act}): in every family dense layers "
-            f"are GLUs with the experts' activation; ffn_type: mptglu, ffn_act_fn: {{name: {hidden_act}}} would do"
+            f"are GLUs with the experts' activation; use ffn_type: mptglu, ffn_act_fn: {{name: {hidden_act}}}"
         )
     return int(ffn.get("ffn_hidden_size") or config["d_model"] * config["expansion_ratio"])
 
@@ -231,5 +231,5 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
 def _hint(config: Mapping[str, Any], key: str, values: tuple[Any, ...]) -> str:
     if key == "attn_config.rope":
         what = "alibi" if _value(config, "attn_config.alibi", False) else "learned positions"
-        return f"{what} have no counterpart; attn_config: {{rope: true, rope_impl: hf}} would do"
-    return f"{yaml_value(values[0])} would do"
+        return f"{what} have no counterpart; use attn_config: {{rope: true, rope_impl: hf}}"
+    return f"use {yaml_value(values[0])}"

@@ -156,7 +156,7 @@ def _config_of_dense(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family,
     """The family that an upcycled dense model is exported as, and the keys of its configuration.
 
     Raises:
-        ValueError: the family does not compute the same; names the key and the value that would do.
+        ValueError: the family does not compute the same; names the key and a valid value.
     """
     model_type = str(config["model_type"])
     family_type, wanted = _DENSE[model_type]
@@ -165,7 +165,7 @@ def _config_of_dense(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family,
         if key in config and config[key] != value:
             raise ValueError(
                 f"{key} ({config[key]}) of this {model_type} model is not one that {family.name} has; "
-                f"{yaml_value(value)} would do"
+                f"use {yaml_value(value)}"
             )
     carried = {key: config[key] for key in _CARRIED_OVER if key in config}
     if model_type != "llama" and "intermediate_size" in config:

@@ -112,15 +112,15 @@ def test_what_our_layers_do_not_compute_is_named(model_type: str, keys: Any, sen
 @pytest.mark.parametrize(
     ("model_type", "keys", "sentence"),
     [
-        ("mixtral", {"gate": {"name": "topk", "normalize": False}}, r"gate.normalize \(false\): .* true would do"),
-        ("olmoe", {"gate": {"name": "topk", "score": "sigmoid"}}, r"gate.score \(sigmoid\): OLMoE .* softmax would do"),
-        ("olmoe", {"gate": {"name": "base"}}, r"gate.name \(base\): .* topk would do"),
+        ("mixtral", {"gate": {"name": "topk", "normalize": False}}, r"gate.normalize \(false\): .* use true"),
+        ("olmoe", {"gate": {"name": "topk", "score": "sigmoid"}}, r"gate.score \(sigmoid\): OLMoE .* use softmax"),
+        ("olmoe", {"gate": {"name": "base"}}, r"gate.name \(base\): .* use topk"),
         ("olmoe", {"activation": "gelu"}, r"activation \(gelu\): experts of OLMoE are GLUs; swiglu"),
-        ("qwen3_moe", {"shared_expert_hidden_size": 8}, r"shared_expert_hidden_size \(8\): Qwen3-MoE .* 0 would do"),
+        ("qwen3_moe", {"shared_expert_hidden_size": 8}, r"shared_expert_hidden_size \(8\): Qwen3-MoE .* use 0"),
         ("deepseek_v3", {"shared_expert_hidden_size": 8}, r"gate.score \(softmax\): DeepSeek-V3"),
-        ("granitemoe", {"capacity": 1.25}, r"capacity \(1.25\) drops tokens.* null would do"),
-        ("olmoe", {"bias": True}, r"bias \(true\): .* false would do"),
-        ("mixtral", {"layers": (0, 2)}, r"layers: \[1\] are dense, and Mixtral has none such; layers: all would do"),
+        ("granitemoe", {"capacity": 1.25}, r"capacity \(1.25\) drops tokens.* use null"),
+        ("olmoe", {"bias": True}, r"bias \(true\): .* use false"),
+        ("mixtral", {"layers": (0, 2)}, r"layers: \[1\] are dense, and Mixtral has no dense layers; use layers: all"),
     ],
 )
 def test_a_model_that_a_family_cannot_say_is_refused_with_what_would_do(
