@@ -210,7 +210,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """Of the products B A."""
+        """The scale of the products B A."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     def targets_of(self, activation: str) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class DecoupledAdamWFused(DecoupledAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """As Composer's, which launches one more kernel a parameter.
+        """As in Composer's optimizer, which launches one more kernel a parameter.
 
         Composer's closure ends in a wait for the loss: until the first launch after it the device is idle.
         """

@@ -15,7 +15,7 @@ NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 
 
 class GLUFormula(NamedTuple):
-    """Of a GLU: h = act(alpha g) / alpha * (u + shift), g = min(gate, limit), u = up within +-limit; limit 0 = none."""
+    """A GLU: h = act(alpha g) / alpha * (u + shift), g = min(gate, limit), u = up within +-limit; limit 0 = none."""
 
     act: str
     alpha: float = 1.0
@@ -25,7 +25,7 @@ class GLUFormula(NamedTuple):
 
 @functools.cache
 def formula(activation: str) -> GLUFormula:
-    """Of an activation's name, or of a formula's fields separated by spaces: `silu 1.702 7.0 1.0` is GPT-OSS's."""
+    """From an activation's name, or a formula's fields separated by spaces: `silu 1.702 7.0 1.0` is GPT-OSS's."""
     act, *numbers = activation.split()
     return GLUFormula(act, *map(float, numbers))
 

@@ -266,7 +266,7 @@ def _rows_product(
 
 
 def row_major(weights: tuple[Tensor, ...], transposed: bool) -> tuple[tuple[Tensor, ...], bool]:
-    """Weights and the orientation to multiply them in: turned round where their columns are contiguous, not rows."""
+    """Weights and the orientation to multiply them in: transposed where their columns are contiguous, not rows."""
     if weights[0].stride(-1) == 1:
         return weights, transposed
     return tuple(weight.mT for weight in weights), not transposed

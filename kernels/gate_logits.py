@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """Of a program: tokens and columns at a time; `span`: columns, or tokens, in all."""
+    """The sizes of a program: tokens and columns at a time; `span`: columns, or tokens, in all."""
 
     tokens: int
     columns: int
@@ -209,7 +209,7 @@ def _expert_block(experts: int, most: int) -> int:
 
 
 def _most_experts(device: torch.device) -> int:
-    """That a program of the first two products takes: 128 need 128 KiB of shared memory, and Ada has 99."""
+    """Experts that a program of the first two products takes: 128 need 128 KiB of shared memory, and Ada has 99."""
     return 128 if sparse_tiles.shared_bytes(device) >= 2**17 else 64
 
 

@@ -47,7 +47,7 @@ WARPS = 4  # of the first consumer; the second has as many
 SHARED_BYTES = 226 * 2**10  # of a multiprocessor, less what barriers take
 REGISTERS = 168  # a thread at launch, of which all but the consumers give up most
 COPY_COLUMNS = 256  # of a copied row's box; a box has at most so many in each of its dimensions
-_COPY_BYTES = 2**15  # of the rows under way
+_COPY_BYTES = 2**15  # of the rows in flight
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def _tile_queue():
 
 @gluon.jit
 def _push_tile(queue, turn, tile, W: gl.constexpr):
-    """Of the producer, of W warps."""
+    """Called by the producer, of W warps."""
     numbers, full, empty = queue
     slot = turn % QUEUED
     mbarrier.wait(empty.index(slot), ((turn // QUEUED) & 1) ^ 1)
@@ -76,7 +76,7 @@ def _push_tile(queue, turn, tile, W: gl.constexpr):
 
 @gluon.jit
 def _pop_tile(queue, turn):
-    """Of a consumer."""
+    """Called by a consumer."""
     numbers, full, empty = queue
     slot = turn % QUEUED
     mbarrier.wait(full.index(slot), (turn // QUEUED) & 1)
@@ -306,7 +306,7 @@ def rows_kernel(
 
 
 def buffers(tile: Tile, split: int, itemsize: int = 2) -> int:
-    """How many of its `split` parts each half of a tile may have on the way out: two if they fit beside the ring."""
+    """How many of its `split` parts each half of a tile may store at a time: two if they fit beside the ring."""
     ring_bytes = 2 * tile.stages * (tile.bm + tile.bn) * tile.bk
     part_bytes = itemsize * tile.bm * tile.bn // split  # of both halves
     return max(min((SHARED_BYTES - ring_bytes) // part_bytes, split, 2), 1)
@@ -319,7 +319,7 @@ def last_columns(columns: int, bn: int) -> int:
 
 
 def copy_slots(width: int) -> int:
-    """Rows of 16-bit floats that a copier has under way."""
+    """Rows of 16-bit floats that a copier has in flight."""
     return min(8, _COPY_BYTES // (2 * width))
 
 

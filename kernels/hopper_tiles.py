@@ -1,4 +1,4 @@
-"""What the warp-specialised kernels of `hopper_products` and `hopper_inner` share: the ring and a half tile's work.
+"""Parts of the warp-specialised kernels of `hopper_products` and `hopper_inner`: the ring and a half tile's work.
 
 Shapes: BM x BN x BK a tile, H = BM / 2 rows of a consumer.
 """

@@ -60,7 +60,7 @@ def load_multiple(pointer, ALIGN: tl.constexpr):
 
 
 def _kind(argument: Any) -> Any:
-    """What Triton compiles for: dtype and alignment, whether a number is 1 or divisible by 16, a descriptor's box."""
+    """The key of a compiled kernel: dtype, alignment, whether a number is 1 or divisible by 16, a descriptor's box."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     kind = type(argument)

@@ -144,7 +144,7 @@ def pack(factors: Factors, like_EDF: Tensor, planes: int, scale: float) -> Packe
 
 @triton.jit
 def _row_pointers(a_ptr, source_ptr, r, inside, stride, CHOICES: tl.constexpr):
-    """Of rows, or of the tokens of rows, if there are several choices a token (CHOICES above 0)."""
+    """Pointers to rows, or to the tokens of rows, if there are several choices a token (CHOICES above 0)."""
     at = r
     if CHOICES:
         at = tl.maximum(tl.load(source_ptr + r, mask=inside, other=0), 0) // CHOICES
@@ -226,7 +226,7 @@ def _outer_rows(
     CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of a program for columns of `a`, an expert and a part of its rows.
+    """The work of a program for columns of `a`, an expert and a part of its rows.
 
     low is [R, PLANES * L], and out [PLANES, parts, E, K, rank].
     PROJECTED: also partial[chunk of columns, R] = a factor, of those columns; there is one plane then.
@@ -344,7 +344,7 @@ def _activation_outer_kernel(
 
 
 def _options(sizes: ProgramSize, width: int) -> dict[str, Any]:
-    """Of kernels whose programs have columns of an operand of this width."""
+    """Constants of kernels whose programs have columns of an operand of this width."""
     return {
         "ROWS": sizes.rows, "COLUMNS": sizes.columns, "EVEN": width % sizes.columns == 0, "num_warps": sizes.warps,
         "num_stages": sizes.stages,

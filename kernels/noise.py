@@ -28,7 +28,7 @@ def mix(x):
 
 @triton.jit
 def row_hash(key, stream):
-    """Of int32 keys of tokens; a number is `uniform_from(row_hash ^ column_hash)`."""
+    """The hash of int32 keys of tokens; a number is `uniform_from(row_hash ^ column_hash)`."""
     return mix(key.to(tl.uint32, bitcast=True) + stream.to(tl.uint32, bitcast=True))
 
 
@@ -45,7 +45,7 @@ def uniform_from(both):
 
 @triton.jit
 def jitter_row(key, stream):
-    """Of int32 keys of tokens, which are mixed already."""
+    """The number of int32 keys of tokens, which are mixed already."""
     s = stream.to(tl.uint32, bitcast=True)
     return key.to(tl.uint32, bitcast=True) * (s | 1) + s
 

@@ -139,7 +139,7 @@ def activation_backward_tile(
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows that begin at the bases and are `inside`: writes dz, and over dh the weighted h.
+    """For a tile of rows that begin at the bases and are `inside`: writes dz, and over dh the weighted h.
 
     Returns dot(dh, h) of each row, from dh before it was weighted.
     """

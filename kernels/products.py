@@ -79,7 +79,7 @@ def _check_values(s: Tensor, topology: Topology) -> None:
 
 
 def _strides(matrix: Tensor) -> tuple[int, int, int]:
-    """Of a matrix [rows, columns] or a stack of them: (between experts, along rows, along columns)."""
+    """Strides of a matrix [rows, columns] or a stack of them: (between experts, along rows, along columns)."""
     return (matrix.stride(0) if matrix.dim() == 3 else 0), matrix.stride(-2), matrix.stride(-1)
 
 

@@ -52,7 +52,7 @@ class Chosen(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the weights, the mean softmax, the z-loss and the balance loss; None where there is none."""
+    """Gradients of the weights, the mean softmax, the z-loss and the balance loss; None where there is none."""
 
     weights_TK: Tensor
     mean_E: Tensor | None
@@ -178,7 +178,7 @@ def _sum_at_once_kernel(
 
 @triton.jit
 def _slope(counts_ptr, e, num_experts):
-    """Of the balance loss in the mean probabilities."""
+    """The slope of the balance loss in the mean probabilities."""
     counts = tl.load(counts_ptr + e, mask=e < num_experts, other=0)
     total = tl.maximum(tl.sum(counts), 1).to(tl.float32)
     return counts.to(tl.float32) / total * num_experts

@@ -27,7 +27,7 @@ class SparseTile:
     group: int = 8
 
     def shared_bytes(self, block: int, itemsize: int, operands: int = 1) -> int:
-        """What the pipeline holds: `operands` matrices meet one tile of rows."""
+        """Bytes that the pipeline holds: `operands` matrices meet one tile of rows."""
         return self.stages * (block + operands * self.bn) * self.bk * itemsize
 
 
@@ -127,7 +127,7 @@ def choose(
 
 @functools.cache
 def capability(device: torch.device) -> int:
-    """As in sm_90; in the interpreter, a Hopper's."""
+    """90 for sm_90; in the interpreter, that of Hopper."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

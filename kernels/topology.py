@@ -67,7 +67,7 @@ class Topology:
 
     @property
     def common_width(self) -> int:
-        """What divides every width: for experts of one width that width."""
+        """The greatest common divisor of the widths."""
         return math.gcd(*self.widths)
 
     @property
@@ -198,7 +198,7 @@ def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int
 
 @functools.lru_cache(maxsize=256)  # called by every product
 def _block_columns(widths: tuple[int, ...], block: int) -> tuple[int, int]:
-    """Of the widest expert, and of all."""
+    """Block columns of the widest expert, and of all."""
     wide = [cdiv(width, block) for width in widths]
     return max(wide), sum(wide)
 
@@ -241,7 +241,7 @@ def pack_topology(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block
 
 
 def unpack_topology(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Topology:
-    """What `pack_topology` packed for the same arguments: views, which are the fields of `Topology` in their order."""
+    """The topology that `pack_topology` packed for the same arguments: views, in the order of `Topology`'s fields."""
     widths = tuple(widths)
     values_M, *tables = _split(packed, num_rows, widths, block)
     tables = [values_M.view(torch.int64), *tables, *column_tables(widths, block, packed.device)]

@@ -66,7 +66,7 @@ def register(name: str = NAME) -> str:
 
 @functools.cache
 def _act_classes() -> tuple[type, ...]:
-    """Of transformers' activations without settings of their own."""
+    """The classes of transformers' activations without settings."""
     from transformers.activations import ACT2FN
 
     return tuple({type(ACT2FN[name]) for name in _ACTIVATIONS})
@@ -148,7 +148,7 @@ def way_of(experts: Any, dtype: torch.dtype) -> str:
 
 
 def experts_forward(experts: Any, x_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """What transformers calls in place of an experts module's forward: y_TD in `x_TD`'s dtype.
+    """The function that transformers calls in place of an experts module's forward: y_TD in `x_TD`'s dtype.
 
     Args:
         experts: a module of a class decorated with `use_experts_implementation`.

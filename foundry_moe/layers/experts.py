@@ -55,7 +55,7 @@ class ExpertsBase(nn.Module):
     def run(
         self, rows: Dispatched, dispatcher: Dispatcher, compute: Callable[..., Tensor], parameters: Sequence[Any]
     ) -> Dispatched:
-        """The results of dispatched rows, on their way back.
+        """Computes dispatched rows and starts to send their results back.
 
         Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
         """
@@ -138,7 +138,7 @@ class Experts(ExpertsBase):
 
     @torch.no_grad()
     def draw_(self, name: str, local: Tensor, rows: range, columns: range, *, seed: int, layer: int) -> None:
-        """As of `ExpertsBase`: rows are experts, columns the rows of their matrices."""
+        """See `ExpertsBase`. Rows are experts, columns the rows of their matrices."""
         for expert, part in zip(rows, local, strict=True):
             whole = self.initial(name, expert, seed=seed, layer=layer, device=local.device)
             part.copy_(whole[columns.start : columns.stop])

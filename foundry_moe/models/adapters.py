@@ -91,7 +91,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def factors_of(
     tensors: dict[str, Tensor], rank: int, experts: int, folder: Path, *, interleaved: bool = False
 ) -> Factors:
-    """Of all formats. A tensor that is none of an expert's is an error: the run would not train what it adapts.
+    """Reads factors of all formats. A tensor that belongs to no expert is an error, since the run would not train it.
 
     Args:
         interleaved: rows of fused tensors of gate and up alternate, as GPT-OSS's do.
@@ -123,7 +123,7 @@ def factors_of(
             halves = (whole, whole) if stacked[3] == "A" else whole.chunk(len(matrices), dim=1)
             factors |= {(layer, matrix, stacked[3]): half for matrix, half in zip(matrices, halves, strict=False)}
         else:
-            raise ValueError(f"lora.start: {name} of {folder} is no adapter of experts")
+            raise ValueError(f"lora.start: {name} of {folder} is not an adapter of experts")
     for key, found in pairs.items():
         if sorted(found) != list(range(experts)):
             raise ValueError(

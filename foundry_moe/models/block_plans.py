@@ -94,7 +94,7 @@ class WeightOrigin:
         if self.configured != AUTO:
             return reason
         return (
-            f"init (auto): the feed-forward weights of {self.source} would be thrown away, as they cannot be copied: "
+            f"init (auto): the feed-forward weights of {self.source} would not be used, since they cannot be copied: "
             f"{reason}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
         )
 

@@ -34,7 +34,7 @@ class Blocks:
     gate_output: Literal["logits", "probabilities", "none"] = "logits"
 
     def settings(self) -> dict[str, Any]:
-        """As keys of `MoEConfig`, but for `layers`."""
+        """The blocks as keys of `MoEConfig`, without `layers`."""
         keys = asdict(self)
         for name in ("d_model", "num_layers", "layers", "gate_output"):
             del keys[name]

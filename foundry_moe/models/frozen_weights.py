@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
-    """Of names, dtypes, shapes and values. Collective over the group."""
+    """The digest of names, dtypes, shapes and values. Collective over the group."""
     world_size = 1 if group is None else dist.get_world_size(group)
     rank = dist.get_rank() if world_size > 1 else 0
     total = sum(_digest(name, tensor, rank, world_size) for name, tensor in tensors.items())

@@ -176,7 +176,7 @@ def _trains(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; texts without control characters, as they are compared and shown."""
+    """The value as JSON data; control characters are removed from texts, which are compared and shown."""
     if isinstance(value, Time):
         value = value.to_timestring()
     if isinstance(value, str):

@@ -114,7 +114,7 @@ def describe_backend(
     capacity: float | str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> str:
-    """What computes experts with these settings, and why.
+    """The backend that computes experts with these settings, and the reason.
 
     Args:
         backend, capacity: as in `MoEConfig`.

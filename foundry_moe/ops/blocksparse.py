@@ -51,10 +51,10 @@ COPY_BYTES = 128 * 2**20
 
 
 class ExpertPlan(NamedTuple):
-    """What the operators of one call share.
+    """The tensors and settings that the operators of one call share.
 
     source_R, row_TK, offsets_E: of `PermutePlan`; for padded rows `offsets_E` has one entry, R.
-    table: int32, what all products read: block rows for `hopper`, the topology for `portable`.
+    table: int32, read by all products: block rows for `hopper`, the topology for `portable`.
     kernels: hopper | portable | padded.
     widths: F of each expert.
     activation: a name in `foundry_moe.ops.POINTWISE`, or a formula (see `foundry_moe_kernels.activations.GLUFormula`).
@@ -98,7 +98,7 @@ class ExpertPlan(NamedTuple):
         return unpack_topology(self.table, self.rows, self.widths, block_of(self.table.device))
 
     def topology_of(self, width: int) -> Topology:
-        """Of the same rows, with matrices of another width."""
+        """The topology of the same rows, with matrices of another width."""
         widths = [width] * len(self.widths)
         return topology_from_offsets(self.offsets_E, self.rows, widths, block_of(self.table.device))
 
@@ -433,7 +433,7 @@ def _up_gradient(ctx: Any, dz_PV: Tensor | None, dh_V: Tensor | None) -> tuple[T
 def _up_gradients(
     ctx: Any, dz_PV: Tensor, x_TD: Tensor, w1: Tensor, v1: Tensor | None, plan: ExpertPlan
 ) -> tuple[Tensor | None, ...]:
-    """Of x_TD, w1, v1 and the bias."""
+    """Gradients of x_TD, w1, v1 and the bias."""
     needs_dx = ctx.needs_input_grad[0]
     dx_TD, dw1, dbias_EF = _up_backward(dz_PV, x_TD, w1, v1, plan, _gradient_dtype(ctx, w1), needs_dx)
     of_weights = (dw1, None) if v1 is None else (dw1[0], dw1[1])
@@ -504,6 +504,14 @@ def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: Exp
     )  # fmt: skip
 
 
+def few_rows(plan: ExpertPlan, tokens: int, experts: int, device: torch.device) -> ExpertPlan:
+    """The same settings for a few tokens and the first experts, to compile kernels ahead."""
+    rows = ahead.plan_of(tokens, plan.row_TK.shape[1], experts, device)
+    widths = plan.widths[:experts]
+    table = _table(rows.offsets_E, rows.num_rows, plan.kernels, widths)
+    return ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, *plan.settings)._replace(widths=widths)
+
+
 def _prepare(
     w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype
 ) -> Callable[[], None]:
@@ -523,9 +531,7 @@ def _prepare(
     # kernels differ by whether the second plane of values begins at a multiple of 16 bytes: if rows do, always
     runs: list[tuple[Tensor, Tensor | None, ExpertPlan]] = []
     for tokens in (ahead.TOKENS,) if max(widths) * w2.itemsize % 16 == 0 else (ahead.TOKENS, ahead.TOKENS - 1):
-        rows = ahead.plan_of(tokens, choices, experts, w2.device)
-        table = _table(rows.offsets_E, rows.num_rows, plan.kernels, widths)
-        few = ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, *plan.settings)._replace(widths=widths)
+        few = few_rows(plan, tokens, experts, w2.device)
         ones_TK = None if weights_TK is None else weights_TK.new_ones(tokens, choices)
         runs.append((w2.new_zeros(tokens, width), ones_TK, few))
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
-from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _gather, _planes, _table
+from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _gather, _planes, _table, few_rows
 from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
 
@@ -42,7 +42,7 @@ class Adapter(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """Of w1, v1 and w2; None for a matrix without one.
+    """The adapters of w1, v1 and w2; None for a matrix without one.
 
     scale: of the products B A.
     dropout: probability that an element of an adapter's input is zero.
@@ -86,7 +86,7 @@ def _as_tokens(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens:
 
 
 class Kept(NamedTuple):
-    """What the backward pass reads beside z, whose memory it overwrites."""
+    """Tensors that the backward pass reads beside z, whose memory it overwrites."""
 
     u_RL: Tensor
     down_u_RL: Tensor
@@ -237,11 +237,7 @@ def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: E
 
     def prepare() -> Callable[[], None]:
         few = (experts - 1) % 4 + 1  # whose tables are aligned as those of all are
-        rows = ahead.plan_of(ahead.TOKENS, choices, few, w2.device)
-        table = _table(rows.offsets_E, rows.num_rows, "hopper", plan.widths[:few])
-        some = ExpertPlan(
-            rows.source_R, rows.row_TK, rows.offsets_E, table, "hopper", plan.widths[:few], plan.activation
-        )
+        some = few_rows(plan, ahead.TOKENS, few, w2.device)
         down, up = w2.new_zeros(w2[:few].shape), w2.new_zeros(planes, few, *w2.shape[:0:-1])
         _, width, hidden = w2.shape
         like: dict[str, Any] = {"device": w2.device}

@@ -21,7 +21,7 @@ from foundry_moe.ops.unfused import POINTWISE, unfused_mlp
 
 
 class Biases(NamedTuple):
-    """Of w1, of v1 (None for an MLP) and of w2."""
+    """The biases of w1, of v1 (None for an MLP) and of w2."""
 
     w1_EF: Tensor
     v1_EF: Tensor | None

@@ -59,7 +59,7 @@ def all_to_all(
 
 
 class Exchange:
-    """The messages of one dispatch: where rows go, and those that are under way.
+    """The messages of one dispatch: where rows go, and which messages were started.
 
     row_TC: the row of each token for each of its ranks; -1 = none.
     stages: splits of each stage of the all-to-all.

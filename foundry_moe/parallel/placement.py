@@ -47,7 +47,7 @@ from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What `parallelize` did.
+    """The result of `parallelize`.
 
     meshes: for FSDP2 of the rest of the model, `meshes.dense`.
     layers: names of the MoE layers whose experts were placed.

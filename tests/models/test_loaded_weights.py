@@ -1,4 +1,4 @@
-"""Weights that were loaded are not thrown away, nor left out of a file, without a word."""
+"""Loaded weights are never replaced, nor left out of a file, without a message."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_loaded_dense_model_that_cannot_be_upcycled_is_not_made_random(folder:
     model = LlamaForCausalLM.from_pretrained(folder)
     with pytest.raises(
         ValueError,
-        match=r"init \(auto\): .* would be thrown away, .*: expert_hidden_size \(7\) must be .* write init: random",
+        match=r"init \(auto\): .* would not be used, .*: expert_hidden_size \(7\) must be .* write init: random",
     ):
         apply_dmoe(model, MoEConfig(num_experts=2, expert_hidden_size=7))
     assert not moe_layers(model)

@@ -127,7 +127,7 @@ class Gate(nn.Module):
         return context.progress
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
-        """As nn.Module's, but a cast of the model leaves buffers in their dtype: a bf16 bias would lose its steps."""
+        """As in nn.Module, but a cast of the model leaves buffers in their dtype: a bf16 bias would lose its steps."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -181,7 +181,7 @@ class LinearGate(Gate):
     def losses_of(
         self, selection: Selection, context: GateContext, logits_TE: Tensor, counted_TK: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `common_losses`, from the sums of `softmax_topk`.
+        """`common_losses` from the sums of `softmax_topk`.
 
         Args:
             counted_TK: the choices that count in the loads, -1 = none; None = all that were selected.

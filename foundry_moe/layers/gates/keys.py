@@ -31,7 +31,7 @@ class GateKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearKeys(GateKeys):
-    """Of a gate that scores experts by a linear map."""
+    """Keys of a gate that scores experts by a linear map."""
 
     LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z"})
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {"balance": 0.01}
@@ -160,7 +160,7 @@ class HierarchicalKeys(LinearKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class KTop1Keys(LinearKeys):
-    """No keys of its own."""
+    """No further keys."""
 
     def check(self, num_experts: int, top_k: int) -> None:
         if num_experts % top_k:
@@ -250,7 +250,7 @@ class DenseToSparseKeys(LinearKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoiceKeys(LinearKeys):
-    """No keys of its own."""
+    """No further keys."""
 
     LOSSES: ClassVar[frozenset[str]] = frozenset({"z"})
     DEFAULT_LOSSES: ClassVar[Mapping[str, float]] = {}

@@ -72,7 +72,7 @@ class SavesNative(nn.Module):
         return _native_model(converted)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *arguments: Any, **keys: Any) -> None:
-        """As transformers', in the family's names and layouts. On a mesh all ranks call it, and rank 0 writes.
+        """As in transformers, with the family's names and layouts. On a mesh all ranks call it, and rank 0 writes.
 
         Raises:
             ValueError: no family computes this.
