@@ -296,9 +296,11 @@ class MoEConfig:
         raise_mistakes(self._mistakes())
 
     def _mistakes(self) -> Iterator[str]:
+        if self.top_k < 1:
+            yield f"top_k ({self.top_k}) must be at least 1"
         if not 1 <= self.num_experts <= MOST_EXPERTS:
             yield f"num_experts ({self.num_experts}) must be from 1 to {MOST_EXPERTS}"
-        elif not 1 <= self.top_k <= self.num_experts:
+        elif self.top_k > self.num_experts:
             yield (
                 f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts}): lower top_k or raise "
                 "num_experts"

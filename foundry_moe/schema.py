@@ -193,7 +193,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     try:
         made = cls(**{key: value for key, value in values.items() if key not in wrong or key in required})
     except ValueError as error:
-        meant = [word for key in unknown for word in difflib.get_close_matches(key, known, n=1)]
+        meant = [word for key in unknown for word in difflib.get_close_matches(key, known, n=1) if word not in values]
         named = {*wrong, *missing, *meant}  # a sentence about one of these may speak of its default
         found = [text for text in sentences_of(error) if named.isdisjoint(re.findall(r"\w+", text))]
         mistakes += [text if text.startswith(f"{where}.") else f"{where}: {text}" for text in found]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,14 +137,17 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
     Raises:
         ValueError: a sentence for each mistake, with key, value and fix.
     """
+    if meant := _meant_model(run):  # the keys that are checked are this model's
+        name = [sentence for sentence in key_mistakes(run) if sentence.startswith("model.name: ")]
+        raise_mistakes([*name, *caught(check_whole_run, {**run, "model": {**section(run, "model"), "name": meant}})])
     mistakes = [*caught(read_moe, run)]
     # mistakes in the experts' keys are named in `read_moe`'s words alone
-    experts = ("model.moe", "model.ffn_config", "algorithms.dmoe") if mistakes else ()
+    experts = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if mistakes else ()
     mistakes += [sentence for sentence in key_mistakes(run) if not sentence.startswith(experts)]
     reported = {sentence.split(" ")[0].rstrip(":") for sentence in mistakes}
-    config = None if caught(read_moe, run) else read_moe(run)
     # the other checks need not expect values of the wrong kind
-    rest = _without(run, [path for path in reported if not path.startswith(experts)])
+    rest, counted = _with_valid_experts(_without(run, [path for path in reported if not path.startswith(experts)]))
+    config = None if caught(read_moe, rest) else read_moe(rest)
     checks: list[Callable[[Mapping[str, Any]], Iterator[str]]] = [_own_mistakes]
     checks += [functools.partial(check, config=config) for check in VALUE_CHECKS]
     for check in checks:
@@ -156,10 +161,46 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
             found += sentences_of(error) if isinstance(error, ValueError) else ()
         for sentence in found:
             key = sentence.split(" ")[0].rstrip(":")
+            if not counted and "num_experts" in sentence:
+                continue
             if not any(key == path or key.startswith(f"{path}.") for path in reported) or sentence.startswith(experts):
                 mistakes.append(sentence)
     raise_mistakes(mistakes)
     return read_moe(run)
+
+
+def _meant_model(run: Mapping[str, Any]) -> str | None:
+    """The name that a run with an unknown `model.name` meant; None if the name is known or nothing is similar to it."""
+    model = run.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping) or not isinstance(name, str) or run.get("code_paths"):
+        return None
+    if name in (names := known_names("models")):
+        return None
+    if model.get("moe") is not None:
+        return MODEL
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)), None)
+
+
+def _with_valid_experts(run: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """The run without those keys of its experts that `read_moe` refuses, and whether it has a number of experts.
+
+    Without one it gets one that `top_k` and `mesh.expert` fit. If the rest is refused too, the run stays as it is.
+    """
+    for part, name in (("model", "moe"), ("algorithms", "dmoe")):
+        holder = run.get(part)
+        if not isinstance(holder, Mapping) or not isinstance(holder.get(name), Mapping):
+            continue
+        key_of = re.compile(rf"{part}\.{name}(?:: |\.)(\w+)")
+        wrong = {match[1] for text in caught(read_moe, run) if (match := key_of.match(text))}
+        kept = {key: value for key, value in holder[name].items() if key not in wrong}
+        counted = "num_experts" in kept
+        if not counted:
+            factors = kept.get("top_k", 2), (kept.get("mesh") or {}).get("expert")
+            kept["num_experts"] = math.prod(factor for factor in factors if isinstance(factor, int))
+        repaired = {**run, part: {**holder, name: kept}}
+        return (run, True) if caught(read_moe, repaired) else (repaired, counted)
+    return run, True
 
 
 def _without(run: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.papers import dropping, make_text
+from benchmarks.papers import dropping, make_text, recipe
 from foundry_moe import MoEConfig, apply_dmoe
-from foundry_moe.cli import parse
+from foundry_moe.cli import main
 from foundry_moe.launch.run_config import load_run
 from foundry_moe.models.families import family_of
 from tests.helpers.demo import DEMO, ROOT
@@ -33,7 +36,103 @@ HERE = {
     f"how-to/{name}.md" for name in ("checkpoints", "export", "lora", "mesh", "planning", "recipes", "transformers")
 }
 HERE |= {"explanation/recipe.md"}
-README = (ROOT / "README.md").read_text()
+README_PATH = ROOT / "README.md"
+PAGES = [README_PATH, *(ROOT / "docs").rglob("*.md")]
+PROGRAMS = (
+    r"bash|buildah|composer|docker|docker/\S+|kubectl|llmfoundry|make|mcli|pip|pytest|python|sbatch|sh|torchrun|uv"
+)
+# `foundry-moe plan` alone is a name, not a command; the file format of checkpoints has its own word
+COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}) \S|foundry-moe \w+ (?!1$)\S)")
+DRY = "--dry-run --no-deps --no-build-isolation --no-index --ignore-installed"
+PLANNERS = ROOT / "benchmarks" / "checkpoint_planners.py"
+S3 = "callbacks.elastic_checkpoint.folder=s3://bucket/run/checkpoints"
+README = README_PATH.read_text()
+# commands in tables and sentences, and what is run in the place of each; None: as printed
+RUN = {
+    "composer -n 8 foundry_moe/train.py run.yaml ...": f"composer -n 2 foundry_moe/train.py run.yaml {S3}",
+    "foundry-moe check run.yaml --gpus 8": "foundry-moe check run.yaml --gpus 8 global_train_batch_size=8",
+    "foundry-moe check run.yaml --gpus N": "foundry-moe check run.yaml --gpus 2",
+    "foundry-moe checkpoints import FOLDER SOURCE": (
+        "foundry-moe checkpoints export s3://bucket/run source && foundry-moe checkpoints import imported source"
+    ),
+    "foundry-moe checkpoints ls FOLDER": "foundry-moe checkpoints ls s3://bucket/run",
+    "foundry-moe checkpoints release FOLDER": "foundry-moe checkpoints release s3://bucket/run",
+    "foundry-moe checkpoints show s3://BUCKET/RUN --gpus 448": "foundry-moe checkpoints show s3://bucket/run --gpus 8",
+    "foundry-moe checkpoints show s3://bucket/run --gpus 448": None,
+    "foundry-moe export RUN OUT": "foundry-moe export s3://bucket/run out",
+    "foundry-moe loads FILE.jsonl --html OUT": "foundry-moe loads runs/demo/expert_load.jsonl --html loads.html",
+    "foundry-moe plan run.yaml --gpus 512 --chip h200": f"foundry-moe plan {PLANNED} --gpus 512 --chip h200",
+    "foundry-moe plan run.yaml --gpus N --search": "foundry-moe plan run.yaml --gpus 2 --search",
+    "foundry-moe plan yamls/cluster/64x8gpu.yaml --gpus 512 --search": None,
+    "llmfoundry registry find callbacks NAME": "llmfoundry registry find callbacks elastic_checkpoint",
+    "make papers": "python -m benchmarks.papers",
+    "pip install 'foundry_moe[azure]'": f"pip install '{ROOT}[azure]' {DRY}",
+    "pip install 'foundry_moe[gcs]'": f"pip install '{ROOT}[gcs]' {DRY}",
+    "pip install .": f"pip install {ROOT} {DRY}",
+    "python -m compileall": "python -m compileall -q foundry_moe/loads",
+    "python -m tests.chaos.fuzz_manifests --cases 10000": "python -m tests.chaos.fuzz_manifests --cases 10",
+    "python benchmarks/checkpoint_planners.py": f"python {PLANNERS} --mesh 1 2 2 --layers 1",
+    "python benchmarks/hierarchical.py --hosts 2 4 8": (
+        f"python {ROOT}/benchmarks/hierarchical.py --hosts 2 --mbit 0 --rows 1 --rounds 1"  # no namespaces
+    ),
+    "python scripts/hub_kernel.py FOLDER": f"python {ROOT}/scripts/hub_kernel.py hub",
+}
+# the test that runs a command, and a word of it
+RUN_ELSEWHERE = {
+    "composer -n 2 examples/composer_script.py": "examples/test_examples.py::composer_script.py",
+    "composer -n 8 foundry_moe/train.py run.yaml key=value ...": "launch/test_ending.py::COMPOSER",
+    "docker/entrypoint.sh run.yaml ...": "docs/test_tutorials.py::docker/entrypoint.sh",
+    "docker/entrypoint.sh store": "launch/test_store.py::store",
+    'docker/hosts.sh "host0 host1" IMAGE yamls/...': "docker/test_docker.py::hosts.sh",
+    "foundry-moe export --certify": "docs/test_tutorials.py::as Mixtral",
+    "foundry-moe export adapter pairs --adapter --format per-expert --base FOLDER": "docs/test_commands.py::pairs",
+    "foundry-moe train run.yaml -n 8": "docs/test_commands.py::foundry-moe train run.yaml -n 2",
+    "foundry-moe train run.yaml -n 8 key=value ...": "docs/test_commands.py::foundry-moe train run.yaml -n 2",
+    "llmfoundry eval yamls/eval/exported.yaml": "docs/test_commands.py::test_recipes",
+    "llmfoundry train": "end_to_end/test_yaml.py::llmfoundry",
+    "llmfoundry train run.yaml": "end_to_end/test_yaml.py::llmfoundry",
+    "pip install '.[foundry]'": "docs/test_commands.py::test_installation",
+    "pip install examples/own_gate": "examples/test_examples.py::own_gate",
+    "python -m foundry_moe.launch.torchrun": "launch/test_ending.py::foundry_moe.launch.torchrun",
+    "python -m tests.chaos.engine_kills": "chaos/test_engine_kills.py::tests.chaos.engine_kills",
+    "python -m tests.chaos.hostile_answers": "chaos/test_fuzz_manifests.py::tests.chaos.hostile_answers",
+    "python examples/composer_script.py": "examples/test_examples.py::composer_script.py",
+    "python examples/convert_hugging_face.py": "examples/test_examples.py::convert_hugging_face.py",
+    "python examples/train_tokenizer.py FOLDER OUT": "docs/test_tutorials.py::train_tokenizer",
+    "torchrun --max-restarts": "chaos/test_torchrun_restarts.py::--max-restarts",
+    "torchrun --nproc-per-node 4 examples/fsdp2_checkpoint.py FOLDER": "checkpoint/test_dcp.py::fsdp2_checkpoint.py",
+    "torchrun --nproc-per-node 4 examples/plain_pytorch.py FOLDER STEPS": "docs/test_plain_pytorch.py::examples",
+    "uv pip install --override requirements/modern.txt '.[foundry]'": "docs/test_commands.py::test_installation",
+}
+GPU, CI, IMAGE = "needs a GPU", "CI runs it", "needs an image or a cluster"
+NOT_RUN = {  # and why; their arguments are parsed
+    "MIN_NODES=56 IMAGE=... DATA=... sbatch --nodes=56-64 docker/slurm.sbatch yamls/cluster/64x8gpu.yaml "
+    "variables.data=/data/mds variables.run=s3://BUCKET/RUN": "needs Slurm: `pytest --slow tests/docker/test_slurm.py`",
+    "composer -n 1 benchmarks/train_step.py YAML": GPU,
+    "docker build -f docker/Dockerfile -t REGISTRY/foundry-moe:0.1.0 .": IMAGE,
+    "docker build -f docker/Dockerfile .": IMAGE,
+    "foundry-moe train yamls/own_text/1gpu.yaml -n 1": GPU,
+    "kubectl apply -f docker/kubernetes.yaml": IMAGE,
+    "make chaos": "takes an hour",
+    "make chaos-ceph": "needs Ceph",
+    "make check-exports": CI,
+    'make demo DEMO="max_duration=400ba"': CI,
+    "make docs": CI,
+    "make env": CI,
+    "make test": CI,
+    "make test-peft": "needs an environment with transformers 5",
+    "make test-transformers": CI,
+    "make verify": "takes minutes; tests/distributed compares the same meshes",
+    "mcli run -f docker/mcli.yaml": IMAGE,
+    "pytest --slow tests/chaos/test_lost_node.py": "takes minutes",
+    "pytest --slow tests/docker/test_slurm.py": "needs Slurm",
+    "python -m benchmarks.papers.dropping TEXT": GPU,
+    "python -m benchmarks.papers.hetumoe_layer": GPU,
+    "python -m foundry_moe.cli plan --calibrate --out h200.json": GPU,
+    "python -m tests.helpers.transformers_experts": "needs transformers 5",
+    "python benchmarks/layer.py": GPU,
+    "sbatch docker/slurm.sbatch": "needs Slurm",
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +177,10 @@ def test_lora(folder):
     experts = family_of("mixtral").read(model.config)
     apply_dmoe(model, MoEConfig(num_experts=experts.num_experts, top_k=experts.top_k, lora={"r": 4}))
     commit(Wrapped(model), folder / "runs" / "lora")
-    run_block(block, folder)
+    small("mixtral").save_pretrained(folder / "base")
+    run_block(f"{block}foundry-moe export adapter pairs --adapter --format per-expert --base base", folder)
     assert list((folder / "merged").glob("*.safetensors"))
-    for name in ("adapter", "adapter_vllm"):
+    for name in ("adapter", "adapter_vllm", "pairs"):
         assert (folder / name / "adapter_model.safetensors").is_file()
 
 
@@ -108,16 +208,14 @@ def test_planning(folder):
 def test_installation(line):
     """Without other packages and without changes: the project with this extra, and the file of overrides, exist."""
     command = line.partition("#")[0].strip()
-    only = "--no-deps" if command.startswith("uv") else "--no-deps --no-build-isolation --no-index --ignore-installed"
-    output = run_block(f"{command} --dry-run {only}", ROOT)
+    output = run_block(f"{command} {'--dry-run --no-deps' if command.startswith('uv') else DRY}", ROOT)
     assert "foundry_moe" in output.replace("-", "_") and "does not" not in output, output
 
 
 def test_recipe(monkeypatch, tmp_path):
     """All but the training of many hours."""
-    (block,) = blocks("explanation/recipe.md", "bash")
+    lines = [line.partition("   #")[0] for block in blocks("explanation/recipe.md", "bash") for line in split(block)]
     monkeypatch.chdir(tmp_path)
-    texts, runs = split(block)
 
     class Read(Exception):
         pass
@@ -125,31 +223,83 @@ def test_recipe(monkeypatch, tmp_path):
     def read(folder: Path) -> None:
         raise Read(folder)
 
-    for line, module, reads in ((texts, make_text, "fetch_sources"), (runs, dropping, "read_tokens")):
-        command = shlex.split(line, comments=True)
+    monkeypatch.setattr(make_text, "fetch_sources", read)
+    monkeypatch.setattr(dropping, "read_tokens", read)
+    for line, module in zip(lines, (make_text, recipe, dropping), strict=True):
+        command = run_block(f"printf '%s\\n' {line}", ROOT).splitlines()  # the shell expands {a,b}
         assert command[:3] == ["python", "-m", module.__name__]
         monkeypatch.setattr("sys.argv", command[2:])
-        monkeypatch.setattr(module, reads, read)
         with pytest.raises(Read):
             module.main()
 
 
-def test_commands_in_tables_and_sentences(folder):
-    """`check` and `plan` run as printed, others are parsed. N, FILE and the like stand for the user's values."""
-    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    commands = {line.replace(" key=value ...", "") for line in re.findall(r"`foundry-moe ([^`]+)`", text)}
-    fragments = re.compile(r"checkpoint 1|check --|export --")
-    commands = {line.replace("--gpus N", "--gpus 8") for line in commands if " " in line and not fragments.match(line)}
-    assert len(commands) > 8
-    for line in commands:
-        arguments = parse(line.split())
-        if line.startswith(("check yamls", "plan yamls")):
-            run_block(f"foundry-moe {line}", folder)
-        elif line.startswith("check run.yaml"):
-            run_block(f"foundry-moe {line} global_train_batch_size=8", folder)
-        assert arguments.run
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert set(re.findall(r"`make ([\w-]+)", text)) <= set(targets)
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_in_a_table_or_a_sentence_runs(command, folder, monkeypatch, capfd):
+    """As printed, but for the words of the user's and sizes that `RUN` replaces."""
+    words = RUN[command] or command
+    if not words.startswith("foundry-moe "):
+        run_block(words, folder)
+        return
+    monkeypatch.chdir(folder)
+    for line in words.split(" && "):  # in this process, which has imported everything
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(line)[1:])
+        assert not ended.value.code, capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", NOT_RUN)
+def test_a_command_that_is_not_run_has_valid_arguments_and_names_files_that_exist(command, monkeypatch):
+    class Parsed(Exception):
+        pass
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        _, unknown = parse(parser, *arguments)
+        assert not unknown
+        raise Parsed
+
+    parse = argparse.ArgumentParser.parse_known_args
+    words = shlex.split(command.partition(" #")[0])
+    for word in words:
+        if re.match(r"(benchmarks|docker|tests|yamls|foundry_moe)/[\w./]+$", word):
+            assert (ROOT / word).exists()
+    if words[0] == "make":
+        run_block(shlex.join(["make", "-n", *words[1:]]), ROOT)
+    if words[0] == "foundry-moe":
+        words = ["python", "-m", "foundry_moe.cli", *words[1:]]
+    at = next((at for at, word in enumerate(words) if word == "-m" or word.endswith(".py")), None)
+    if at is None or words[0] not in ("python", "composer"):
+        return
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
+    module = words[at].removesuffix(".py").replace("/", ".") if words[at] != "-m" else words[at := at + 1]
+    monkeypatch.setattr("sys.argv", words[at:])
+    with pytest.raises(Parsed):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def test_every_command_of_every_page_is_run_or_has_a_reason():
+    """A command is a line of a block or code in a sentence that begins with a program and has arguments."""
+    found = {command for page in PAGES for command in commands_of(page)}
+    assert found - set(RUN) - set(RUN_ELSEWHERE) - set(NOT_RUN) == set()
+    assert {*RUN, *RUN_ELSEWHERE, *NOT_RUN} - found == set(), "commands that no page has any more"
+    for where in RUN_ELSEWHERE.values():
+        path, _, name = where.partition("::")
+        assert name in (ROOT / "tests" / path).read_text()
+
+
+def commands_of(page: Path) -> set[str]:
+    """The commands of a page that stand in sentences and tables, and in blocks that `run_block` does not run."""
+    text = page.read_text()
+    blocks_run = page != README_PATH
+    found = set()
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        if language in ("", "bash") and not (language and blocks_run):
+            found |= {line.partition("   #")[0].strip() for line in split(block)}
+            found |= set(re.findall(r"# or: (.*)", block))
+    found |= set(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)))
+    printed = {
+        line.partition("   #")[0].strip() for page in HERE | ELSEWHERE for line in split("".join(blocks(page, "bash")))
+    }
+    return {line for line in found - printed if COMMAND.match(line)}
 
 
 def split(block: str) -> list[str]:

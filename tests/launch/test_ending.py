@@ -112,16 +112,20 @@ def test_a_folder_that_cannot_be_written_is_one_sentence_on_two_ranks(tiny_argum
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("launcher", [COMPOSER, TORCHRUN])
-def test_a_complete_run_started_again_is_one_sentence(tiny_arguments, tmp_path, launcher) -> None:
+def test_a_run_that_ends_leaves_no_process_group_and_again_is_one_sentence(tiny_arguments, tmp_path, launcher) -> None:
     arguments = [*tiny_arguments(tmp_path), "max_duration=2ba", "eval_interval=0"]
     arguments = [word for word in arguments if "run_report" not in word]
     without_report = tmp_path / "run.yaml"
     text = DEMO.read_text()
     without_report.write_text(text[: text.index("  run_report:")])
     for words in ([], ["this run is complete: max_duration (2ba) is reached, nothing to train"]):
-        done = run(*launcher, "foundry_moe/train.py", without_report, *arguments)
+        done = run(*launcher, "tests/launch/ending_worker.py", without_report, *arguments)
+        lines = done.stdout.splitlines()
         assert done.returncode == 0, done.stdout + done.stderr
-        assert [line for line in done.stdout.splitlines() if line.startswith("this run")] == words
+        assert [line for line in lines if line.startswith("this run")] == words
+        at_exit = [line for line in lines if line.startswith("process group at exit")]
+        ranks = 1 if launcher is COMPOSER else 2  # Composer's launcher shows rank 0's output
+        assert at_exit == ["process group at exit: False"] * ranks
         assert "Traceback" not in done.stderr
 
 

@@ -90,6 +90,32 @@ def test_all_mistakes_are_named_at_once() -> None:
         "optimizer.lr",
         "train_loader.num_workers",
     ]
+    with pytest.raises(MistakesError) as caught:  # also where experts or the model's name are wrong
+        check(
+            "model.name=dmoe_causal_llm",
+            "model.n_heads=3",
+            "model.moe.num_experts=0",
+            "model.moe.top_k=0",
+            "model.moe.gate.scale=0",
+            "model.moe.loss.balanse=1",
+            "model.moe.init=upcycle",
+            "model.init_device=meta",
+            "compile_config={}",
+        )
+    wrong = "\n".join(caught.value.sentences)
+    for key in (
+        "model.name",
+        "n_heads",
+        "num_experts",
+        "top_k",
+        "scale",
+        "balanse",
+        "upcycle",
+        "meta",
+        "compile_config",
+    ):
+        assert f"{key} " in wrong or f"{key}:" in wrong or f"({key})" in wrong, key
+    assert len(caught.value.sentences) == 9
     with pytest.raises(MistakesError) as caught:  # also beside values of the wrong kind
         check("max_seq_len=long", "precision=bf16", "seed=-1")
     keys = [sentence.split(" ")[0] for sentence in caught.value.sentences]

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from foundry_moe.layers.gates.keys import KEYS, LinearKeys
-from foundry_moe.schema import from_mapping, nearest
+from foundry_moe.schema import caught, from_mapping, nearest, raise_mistakes
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +85,8 @@ def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *
     Raises:
         ValueError: see `build_gate` and `resolve_losses`.
     """
-    names = resolve_losses(settings, losses)
-    keys = read_keys(settings)
+    raise_mistakes([*caught(resolve_losses, settings, losses), *caught(read_keys, settings)])
+    names, keys = resolve_losses(settings, losses), read_keys(settings)
     others = gates_of_others()
     if settings["name"] in others:
         cls = others[settings["name"]].load()
