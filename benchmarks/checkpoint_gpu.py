@@ -171,7 +171,6 @@ def main() -> None:
                 "prepare once, s": round(prepared, 2),
                 "blocked, s": round(blocked, 3),
                 "save, s": round(saved, 2),
-                "hashing, s": round(report.seconds["hash"], 2),
                 "step between, s": round(usual, 4),
                 "steps in the first 4 s, s": round(statistics.mean(early(during, 4.0)), 4),
                 "step during, s": round(statistics.median(during), 4),

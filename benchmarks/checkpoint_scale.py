@@ -134,8 +134,9 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     back = Manifest.from_bytes(raw)
     reads = plan_reads(back, flat.layouts, 0)
     read_seconds = time.perf_counter() - began
-    fetched = sum(block.size_bytes for block in reads.fetched)
-    needed = sum(block.size_bytes for block in reads.needed)
+    mine = [need.block for need in reads.values() if need.reader == 0]
+    fetched = sum(block.size_bytes for block in mine)
+    needed = sum(need.block.size_bytes for need in reads.values())
     puts = sum(max(1, -(-size_bytes // PART_BYTES)) for _, _, size_bytes in placed.values()) + 2
     return {
         "ranks": world,
@@ -147,7 +148,7 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
         "smallest part": min(loads.values()),
         "objects": len(placed) + 2,
         "write requests": puts,
-        "read requests": world * len(coalesce(back, reads.fetched)),
+        "read requests": world * len(coalesce(back, mine)),
         "rank plans in s": rank_seconds,
         "coordinator plans in s": coordinator_seconds,
         "coordinator MiB": coordinator_mib,

@@ -41,8 +41,8 @@ class ElasticCheckpoint(Callback):
 
     Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
     max_failures 3, save_frozen true, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
-    timeout 60s, save_timeout 30m, grace 25s, signals [SIGTERM, SIGUSR1, SIGINT], max_nonfinite 3,
-    on_nonfinite stop. See docs/how-to/checkpoints.md.
+    timeout 60s, grace 25s, signals [SIGTERM, SIGUSR1, SIGINT], max_nonfinite 3, on_nonfinite stop. See
+    docs/how-to/checkpoints.md.
 
     On one of `signals`, to any rank, all ranks finish the batch, save and exit with code 75. After `max_nonfinite`
     batches in a row whose loss, gradients or weights were not finite, the run stops, or restores the last finite

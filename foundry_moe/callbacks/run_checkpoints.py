@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import logging
 import re
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -56,10 +57,11 @@ class RunCheckpoints:
         self._group = group
         self._counts_at_save: dict[str, float] = {}
         self._prepared = False
+        self._began_s = self._warned_s = float("-inf")  # of the newest save, and of the last warning that it is slow
         own = None
         if group is not None:
-            timeout = max(GROUP_TIMEOUT, datetime.timedelta(seconds=2 * config.save_timeout_s))
-            own = torch_dist.new_group(backend="gloo", timeout=timeout)  # the engine's alone: it saves in a thread
+            # the engine's alone: it saves in a thread
+            own = torch_dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         architecture = architecture_of(state.model)
         self._engine = CheckpointEngine(
             open_store(config.folder, config.store_options),
@@ -70,7 +72,6 @@ class RunCheckpoints:
                 max_failures=config.max_failures,
                 asynchronous=config.asynchronous,
                 stale_s=config.stale_s,
-                save_timeout_s=config.save_timeout_s,
             ),
             info={
                 "mesh": describe_mesh(state.model),
@@ -82,7 +83,7 @@ class RunCheckpoints:
                 **({} if architecture is None else {ARCHITECTURE: architecture.to_info()}),
             },
         )
-        self._engine.claim(_identity(state))
+        self._engine.acquire(_identity(state))
         self._frozen = frozenset() if config.save_frozen else frozenset(frozen_names(state.model))
         if self._frozen:
             self._engine.info[FROZEN] = self._describe_base(state)
@@ -204,8 +205,11 @@ class RunCheckpoints:
                 self._engine.prepare(collect(state, left_out=self._frozen))
                 self._prepared = True
             return
-        if bad or (busy and self._any_busy()):
+        if bad:
             return  # still due after the next batch
+        if busy and self._any_busy():
+            self._warn_slow()
+            return
         self.poll(logger)
         self._counts_at_save = _counts(state)
         logger.log_metrics({"checkpoint/seconds_blocked": self._save(state)})
@@ -237,6 +241,7 @@ class RunCheckpoints:
             "training_seconds": timestamp.total_wct.total_seconds() if timestamp.total_wct else 0.0,
         }
         self._prepared = True
+        self._began_s = time.monotonic()
         self.saved_step = timestamp.batch.value
         return self._engine.save(collect(state, left_out=self._frozen), timestamp.batch.value, summary)
 
@@ -249,13 +254,25 @@ class RunCheckpoints:
         return now // every.amount > last // every.amount and (epoch_ended or every.unit != "ep")
 
     def _any_busy(self) -> bool:
-        most = torch.tensor([int(self._engine.busy), self._engine.failures_so_far])
+        busy = torch.tensor(int(self._engine.busy))
         if self._group is not None:
-            torch_dist.all_reduce(most, op=torch_dist.ReduceOp.MAX, group=self._group)
-        busy, failures = most.tolist()
-        if busy:
-            self._engine.give_up(failures)
-        return bool(busy)
+            torch_dist.all_reduce(busy, op=torch_dist.ReduceOp.MAX, group=self._group)
+        return bool(busy.item())
+
+    def _warn_slow(self) -> None:
+        """At most once a minute."""
+        now_s = time.monotonic()
+        if dist.get_global_rank() == 0 and now_s - self._warned_s >= 60:
+            self._warned_s = now_s
+            log.warning(
+                "The save of batch %s is still in progress after %.0f s, and the next one waits for it: %s is slow, or "
+                "interval (%s) is short. The newest complete checkpoint: %s.",
+                self.saved_step,
+                now_s - self._began_s,
+                self.config.folder,
+                self.config.interval,
+                self.committed or "none yet",
+            )
 
     def _log_saved(self, report: SaveReport | None, logger: Logger) -> None:
         if report is None:

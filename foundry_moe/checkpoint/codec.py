@@ -12,13 +12,16 @@ import enum
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.manifest import tensors_in
 from foundry_moe.checkpoint.strict import (
     DIMS,
     INFLATED_BYTES,
@@ -34,10 +37,8 @@ from foundry_moe.checkpoint.strict import (
     text,
 )
 
-if TYPE_CHECKING:  # torch is imported where it is needed: `check` does without
-    import torch
-    from torch import Tensor
-
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}  # those that a checkpoint may hold
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PACK_BYTES = 4096  # byte strings above this are compressed
 DEPTH = 60  # lists and dictionaries in one another, each of up to three levels in JSON
 _NUMPY = re.compile(r"[<>|=][biufcSU][0-9]{1,5}")
@@ -46,16 +47,12 @@ _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,5})?")
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """A tensor's elements as raw bytes in row-major order, machine order (little endian)."""
-    import torch
-
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def tensor_from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The inverse of `tensor_bytes`; the result owns its memory."""
-    import torch
-
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
@@ -87,10 +84,6 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
         TypeError: a value of another type; the path is named.
         ValueError: values that are nested too deep, or too many bytes, to be read again.
     """
-    import torch
-
-    from foundry_moe.checkpoint.dtypes import DTYPE_NAMES
-
     packed_bytes = 0
 
     def pack(raw: bytes, path: str) -> dict[str, Any]:
@@ -160,18 +153,9 @@ def decode(value: Any, *, tensor: Callable[[str], Any] | None = None) -> Any:
     Raises:
         DamagedError: anything that `encode` does not write. No more memory is used than 1 GiB and what `value` takes.
     """
-    return _decode(value, _Decoder(tensor))
-
-
-def check(value: Any, *, tensor: Callable[[str], Any]) -> None:
-    """Raises what `decode` raises, without making tensors and so without importing torch, which takes seconds."""
-    _decode(value, _Decoder(tensor, makes_tensors=False))
-
-
-def _decode(value: Any, decoder: _Decoder) -> Any:
     check_depth(value, "a value")
     try:
-        return decoder.go(value)
+        return _Decoder(tensor).go(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if isinstance(error, DamagedError):
             raise
@@ -179,10 +163,10 @@ def _decode(value: Any, decoder: _Decoder) -> Any:
 
 
 class _Decoder:
-    """One call of `decode` or `check`: the bytes that it may still make of compressed ones."""
+    """One call of `decode`, and the bytes that it may still make of compressed ones."""
 
-    def __init__(self, tensor: Callable[[str], Any] | None, *, makes_tensors: bool = True) -> None:
-        self._tensor, self._makes_tensors, self._left_bytes = tensor, makes_tensors, INFLATED_BYTES
+    def __init__(self, tensor: Callable[[str], Any] | None) -> None:
+        self._tensor, self._left_bytes = tensor, INFLATED_BYTES
 
     def go(self, item: Any) -> Any:
         if isinstance(item, list):
@@ -203,8 +187,8 @@ class _Decoder:
             case "$ref" if self._tensor is not None:
                 return self._tensor(text(body, "a tensor's name"))
             case "$tensor":
-                name, sizes, data = self._sized(body, lambda name: ITEM_BYTES[_known(name)], "an inline tensor")
-                return tensor_from_bytes(data, _dtype(name), sizes) if self._makes_tensors else None
+                name, sizes, data = self._sized(body, lambda name: _dtype(name).itemsize, "an inline tensor")
+                return tensor_from_bytes(data, _dtype(name), sizes)
             case "$numpy" | "$scalar":
                 name, sizes, data = self._sized(
                     body, lambda name: np.dtype(text(name, tag, _NUMPY)).itemsize, "an array"
@@ -220,7 +204,7 @@ class _Decoder:
             case "$set":
                 return set(self.go(sequence(body, "a set")))
             case "$size":
-                return _size(_shape(body)) if self._makes_tensors else _shape(body)
+                return torch.Size(_shape(body))
             case "$dict":
                 pairs = (sequence(pair, "a key with its value", 2) for pair in sequence(body, "a dictionary's list"))
                 return {self.go(key): self.go(value) for key, value in pairs}
@@ -230,9 +214,9 @@ class _Decoder:
             case "$datetime":
                 return datetime.datetime.fromisoformat(text(body, "a time"))
             case "$dtype":
-                return _dtype(_known(body)) if self._makes_tensors else _known(body)
-            case "$device":  # rare
-                return _device(text(body, "a device", _DEVICE))
+                return _dtype(body)
+            case "$device":
+                return torch.device(text(body, "a device", _DEVICE))
         raise DamagedError(f"unknown tag {shown(tag)}, or one whose value is none: {shown(body)}")
 
     def _bytes(self, packed: Any) -> bytes:
@@ -254,26 +238,8 @@ class _Decoder:
         return name, sizes, data
 
 
-def _known(name: Any) -> str:
-    return name if text(name, "a dtype") in ITEM_BYTES else fail("a dtype", name, "known")
-
-
-def _dtype(name: str) -> torch.dtype:
-    from foundry_moe.checkpoint.dtypes import DTYPES
-
-    return DTYPES[name]
-
-
-def _size(sizes: tuple[int, ...]) -> torch.Size:
-    import torch
-
-    return torch.Size(sizes)
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    return torch.device(name)
+def _dtype(name: Any) -> torch.dtype:
+    return DTYPES[name] if text(name, "a dtype") in DTYPES else fail("a dtype", name, "known")
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
@@ -281,22 +247,6 @@ def _shape(shape: Any) -> tuple[int, ...]:
     if len(sizes) > DIMS or math.prod(max(size, 1) for size in sizes) > MOST:
         fail("a shape", shape, f"one of at most {DIMS} dimensions and {MOST} elements")
     return sizes
-
-
-def tensors_in(values: Any, path: str = "") -> Iterator[tuple[str, str | None, Any]]:
-    """The tensors among encoded values: (path, "$ref" or "$tensor", the node)."""
-    if isinstance(values, list):
-        for index, item in enumerate(values):
-            yield from tensors_in(item, f"{path}.{index}" if path else str(index))
-    elif isinstance(values, dict):
-        tag = next(iter(values), "")
-        if tag in ("$ref", "$tensor"):
-            yield path, tag, values
-        elif tag in ("$tuple", "$set"):
-            yield from tensors_in(values[tag], path)
-        else:
-            for key, item in values["$dict"] if tag == "$dict" else values.items():
-                yield from tensors_in(item, f"{path}.{key}" if path else str(key))
 
 
 def inline_tensors(values: Any) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ checked by one of them: bytes of a store are never unpickled. It knows nothing o
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,20 +46,6 @@ def portable(error: Exception) -> Exception:
     said = RuntimeError(f"{type(error).__name__}: {error}")
     said.__cause__ = error
     return said
-
-
-def portable_errors(method: Callable[P, T]) -> Callable[P, T]:
-    """For what torch.distributed.checkpoint calls: it sends errors to all ranks by pickle, and a rank whose error
-    cannot be sent leaves alone while the others wait."""
-
-    @functools.wraps(method)
-    def call(*arguments: P.args, **keys: P.kwargs) -> T:
-        try:
-            return method(*arguments, **keys)
-        except Exception as error:
-            raise portable(error)  # noqa: B904 - it is the same error, or has it as its cause
-
-    return call
 
 
 @dataclass(frozen=True)

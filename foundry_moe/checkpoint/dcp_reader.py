@@ -10,7 +10,6 @@ import dataclasses
 import io
 import logging
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +28,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from foundry_moe.checkpoint import open_store
-from foundry_moe.checkpoint.codec import decode
-from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, portable_errors
+from foundry_moe.checkpoint.codec import DTYPES, decode
+from foundry_moe.checkpoint.collective_errors import Ranks, RanksError
 from foundry_moe.checkpoint.dcp_writer import Writer, step_of
-from foundry_moe.checkpoint.dtypes import DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, MismatchError, NotFoundError, worst
 from foundry_moe.checkpoint.exchange import Place, Targets, Traffic, read_blocks
 from foundry_moe.checkpoint.layout import Box, Chunks, narrow_to
@@ -46,14 +44,6 @@ log = logging.getLogger(__name__)
 
 Items = list[tuple[ReadItem, Tensor]]  # what a plan asks for, with where it belongs
 Needs = dict[str, list[Box]]  # what a rank needs of each tensor
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What rank 0 tells each rank: how many load, and which commit."""
-
-    ranks: int
-    where: CommitKey
 
 
 class Reader(StorageReader):
@@ -108,13 +98,17 @@ class Reader(StorageReader):
         """What the commit holds. PyTorch drops an error that is raised here, so it is kept for the next call."""
         self._found = self._error = None
         try:
-            self._found = self._choose()
-            return metadata_of(self._found.manifest)
+            while True:
+                self._found = self._choose()
+                try:
+                    return metadata_of(self._found.manifest)
+                except DamagedError as error:
+                    log.warning("Passed over the checkpoint of step %d: %s", self._found.commit.step, error)
+                    self.ledger.damaged.add(self._found.commit.where)
         except Exception as error:
             self._error = error
             return Metadata(state_dict_metadata={}, planner_data={})
 
-    @portable_errors
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._error is not None:
             raise self._error
@@ -124,10 +118,9 @@ class Reader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         assert self._found is not None
-        told = _Told(ranks=len(plans), where=self._found.commit.where)
-        return [dataclasses.replace(plan, storage_data=told) for plan in plans]
+        chosen = len(plans), self._found.commit.where  # how many ranks load, and which commit
+        return [dataclasses.replace(plan, storage_data=chosen) for plan in plans]
 
-    @portable_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items.
 
@@ -135,18 +128,16 @@ class Reader(StorageReader):
             MismatchError: the commit before a damaged one holds other tensors.
             DamagedError: no commit can be used.
         """
-        told = plan.storage_data
-        assert isinstance(told, _Told)
-        ranks = Ranks(self._group_of(told.ranks))
-        items: Items = []  # resolved where a rank that fails tells the others
-        where = told.where
+        count, where = plan.storage_data
+        ranks = Ranks(self._group_of(count))
+        items: Items = []  # resolved where all ranks learn of an error
         while True:
             try:
                 self._load(where, plan, planner, items, ranks)
                 break
             except RanksError as failed:
                 reason = worst(failed.reasons.values())
-                if not isinstance(reason, DamagedError) or (ranks.size == 1 and told.ranks > 1):
+                if not isinstance(reason, DamagedError) or (ranks.size == 1 and count > 1):
                     if isinstance(reason, DamagedError):
                         self.ledger.damaged.add(where)
                     raise reason from failed  # alone among others, who may have found it good

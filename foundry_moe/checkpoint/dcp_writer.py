@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from foundry_moe.checkpoint import fault_injection, open_store
-from foundry_moe.checkpoint.codec import Encoded, encode
-from foundry_moe.checkpoint.collective_errors import portable_errors
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, Encoded, encode
 from foundry_moe.checkpoint.committer import Committer
-from foundry_moe.checkpoint.dtypes import DTYPE_NAMES
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.layout import Block, cut, narrow_to
 from foundry_moe.checkpoint.ledger import Ledger
@@ -32,12 +30,12 @@ from foundry_moe.checkpoint.records import Commit, CommitKey
 from foundry_moe.checkpoint.snapshot import INLINE_BYTES, Staged, StagingBuffer, place
 from foundry_moe.checkpoint.store import Store, StoreOptions
 
-_LIFE = secrets.token_hex(8)  # all writers of one process are one owner of a folder
+_PROCESS = secrets.token_hex(8)  # all writers of one process are one owner of a folder
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What rank 0 tells each rank: its number, and the attempt that all write."""
+class _Assignment:
+    """A rank's part of a save: its number, and the attempt that all write."""
 
     rank: int
     attempt: str
@@ -89,7 +87,7 @@ class Writer(StorageWriter):
         self.folder, self.options, self.keep = os.fspath(folder), options, keep
         self.run_name, self.info = run_name, dict(info or {})
         self.commit: Commit | None = None  # on rank 0: the newest of this writer
-        self._life = f"{_LIFE}-{os.getpid()}"
+        self._process_id = f"{_PROCESS}-{os.getpid()}"
         self._asked: int | None = None  # the step of the next save
         self._buffer = StagingBuffer()
         self._store: Store = open_store(self.folder, options)
@@ -117,7 +115,6 @@ class Writer(StorageWriter):
         fault_injection.point("save.planned")
         return plan
 
-    @portable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise CheckpointError(
@@ -126,63 +123,63 @@ class Writer(StorageWriter):
             )
         if self._committer is None:
             committer = Committer(Ledger(self._store), keep=self.keep)
-            committer.claim(Identity(run_name=self.run_name, model=_digest(plans)), self._life)
+            committer.acquire(Identity(run_name=self.run_name, model=_digest(plans)), self._process_id)
             self._committer = committer
         else:
-            self._committer.tidy()  # of a save that failed on another rank
+            self._committer.clean_up()  # after a save that failed on another rank
         where = _next(self._committer.ledger, self._asked)
         info = {"world_size": len(plans), "torch": torch.__version__, **self.info}
-        attempt = self._committer.begin(where, info=info).name
-        told = [_Told(rank=rank, attempt=attempt) for rank in range(len(plans))]
-        return [dataclasses.replace(plan, storage_data=mine) for plan, mine in zip(plans, told, strict=True)]
+        attempt = self._committer.begin(where, info=info)
+        return [
+            dataclasses.replace(plan, storage_data=_Assignment(rank=rank, attempt=attempt))
+            for rank, plan in enumerate(plans)
+        ]
 
-    @portable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        told = plan.storage_data
-        assert isinstance(told, _Told)
+        assignment = plan.storage_data
+        assert isinstance(assignment, _Assignment)
         results: list[WriteResult] = []
-        whole: list[tuple[WriteItem, int]] = []  # items that are stored in blocks, and how many
+        whole: list[tuple[WriteItem, TensorWriteData]] = []  # items that are stored in blocks
         blocks: list[Block] = []
         for item in plan.items:
             node = _inline(item, planner)
-            if node is not None:
+            if node is not None or item.tensor_data is None:
                 results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=node))
-                continue
-            mine = _blocks(item, len(whole))
-            blocks += mine
-            whole.append((item, len(mine)))
+            else:
+                blocks += _blocks(item, len(whole))
+                whole.append((item, item.tensor_data))
         starts, size_bytes = place(blocks)
         staged = Staged(blocks=blocks, starts=starts, raw=self._buffer.reserve(size_bytes, pinned=False))
-        parts, end = [], 0
-        for item, count in whole:
-            parts.append((item, range(end, end + count)))
-            _stage(item, planner, staged, parts[-1][1])
-            end += count
-        hashes = staged.hashes().tolist()
-        staged.write(self._store, told.attempt, told.rank)
-        for item, part in parts:
-            rows = [(item.index.fqn, blocks[index].box, starts[index], hashes[index]) for index in part]
-            size = sum(blocks[index].size_bytes for index in part)
-            stored = _Stored(rows=rows, object_bytes=size_bytes)
+        tensor = torch.empty(0)
+        for number, block in enumerate(blocks):
+            item, data = whole[block.item]
+            if block.index == 0:  # resolved here and freed after its last block: a planner may make it for the call
+                tensor = _tensor_of(item, data, planner)
+            staged.block(number, tensor.dtype).copy_(narrow_to(tensor, data.chunk.offsets, block.box))
+        rows: list[list[Row]] = [[] for _ in whole]
+        for block, start, digest in zip(blocks, starts, staged.hashes().tolist(), strict=True):
+            rows[block.item].append((whole[block.item][0].index.fqn, block.box, start, digest))
+        staged.write(self._store, assignment.attempt, assignment.rank)
+        for (item, data), mine in zip(whole, rows, strict=True):
+            size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
+            stored = _Stored(rows=mine, object_bytes=size_bytes)
             results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=stored))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    @portable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._committer is not None and self._committer.attempt is not None
         self.commit, self._asked = None, None
-        attempt = self._committer.attempt
         try:
-            manifest = _manifest(metadata, results, attempt.info)
+            manifest = _manifest(metadata, results, self._committer.info)
             try:
                 Manifest.from_bytes(manifest.to_bytes())  # what would not be read again is not committed
             except DamagedError as error:
-                raise CheckpointError(f"step {attempt.where.step} cannot be stored: {error}") from error
+                raise CheckpointError(f"step {self._committer.attempt.step} cannot be stored: {error}") from error
             self.commit = self._committer.commit(manifest)
         finally:
-            self._committer.tidy()
+            self._committer.clean_up()
 
 
 def step_of(checkpoint_id: Any) -> int:
@@ -243,23 +240,15 @@ def _blocks(item: WriteItem, number: int) -> list[Block]:
     return [Block(number, index, box, itemsize * torch.Size(box[1]).numel()) for index, box in enumerate(boxes)]
 
 
-def _stage(item: WriteItem, planner: SavePlanner, staged: Staged, part: range) -> None:
-    """Copies a tensor to its blocks. It is resolved here and freed after: a planner may make it for the call."""
-    data = item.tensor_data
-    assert data is not None
-    if not part:
-        return
+def _tensor_of(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> Tensor:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor)
-    tensor = tensor.detach()
     if tuple(tensor.shape) != tuple(data.chunk.sizes) or tensor.dtype != data.properties.dtype:
         raise CheckpointError(
             f"{item.index.fqn} is {tensor.dtype} {list(tensor.shape)}, its plan says {data.properties.dtype} "
             f"{list(data.chunk.sizes)}"
         )
-    for index in part:
-        source = narrow_to(tensor, data.chunk.offsets, staged.blocks[index].box)
-        staged.block(index, tensor.dtype).copy_(source)
+    return tensor.detach()
 
 
 def _manifest(metadata: Metadata, results: list[list[WriteResult]], info: Mapping[str, Any]) -> Manifest:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,16 +30,13 @@ from foundry_moe.checkpoint.exchange import Traffic, read_blocks
 from foundry_moe.checkpoint.layout import Block, plan_writes
 from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
 from foundry_moe.checkpoint.manifest import Row, build_manifest
-from foundry_moe.checkpoint.owners import Heart, Identity
+from foundry_moe.checkpoint.owners import Heartbeat, Identity
 from foundry_moe.checkpoint.records import CommitKey
 from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, is_finite, place
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
 
 log = logging.getLogger(__name__)
-
-SAVE_TIMEOUT_S = 1800.0
-TELL_S = 60.0  # between two log lines about a save that takes too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,6 @@ class Policy:
     max_failures: int = 3  # so many saves in a row may fail before training stops
     asynchronous: bool = True
     stale_s: float = STALE_S
-    save_timeout_s: float = SAVE_TIMEOUT_S  # each time that one save has taken so long counts as a failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,6 @@ class SaveReport:
     bytes_staged: int
     seconds_blocked: float
     seconds_total: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class CheckpointEngine:
@@ -107,18 +102,16 @@ class CheckpointEngine:
         self._snapshotter = Snapshotter(self.rank, self.world_size)
         self._plans: tuple[str, dict[int, tuple[list[Block], list[int], int]]] = ("", {})  # of all ranks, by digest
         self._thread: threading.Thread | None = None
-        self._seconds: dict[str, float] = {}  # of the newest save: how long each of its parts took
-        self._began_s, self._saving = 0.0, 0  # of the newest save: when, and its step
         self._report: SaveReport | None = None
         self._committer = Committer(self.ledger, keep=self.policy.keep, stale_s=self.policy.stale_s)  # rank 0's
-        self._heart: Heart | None = None  # on rank 0
+        self._heartbeat: Heartbeat | None = None  # on rank 0
         self._other_model: OwnedError | None = None
         self._taken_over: TakenOverError | None = None
 
     # Owning
 
-    def claim(self, identity: Identity) -> None:
-        """Makes the folder this run's, and of its processes this group's: an older one stops at its next save.
+    def acquire(self, identity: Identity) -> None:
+        """Leases the folder for this run, and of its processes for this group: an older one stops at its next save.
 
         A run whose model alone differs from what the folder has is refused by `load`, which names the tensors.
 
@@ -126,11 +119,11 @@ class CheckpointEngine:
             OwnedError: the folder is another run's.
         """
 
-        def take() -> None:
-            self._heart = Heart(self._committer.owners, self._committer.claim(identity))
+        def acquire() -> None:
+            self._heartbeat = Heartbeat(self._committer.owners, self._committer.acquire(identity))
 
         try:
-            self._ranks.first(take)
+            self._ranks.first(acquire)
         except OwnedError as error:
             if not error.model_differs:
                 raise
@@ -138,8 +131,8 @@ class CheckpointEngine:
 
     def close(self) -> None:
         """This process saves no more: its heartbeat ends."""
-        if self._heart is not None:
-            self._heart.stop()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
     # Saving
 
@@ -173,78 +166,16 @@ class CheckpointEngine:
         self.poll()
         began = time.perf_counter()
         snapshot = self._snapshotter.take(state_dict)
-        where, told = CommitKey(generation=self.generation, step=step), {**(summary or {}), **self._milestone(step)}
+        where, recorded = CommitKey(generation=self.generation, step=step), {**(summary or {}), **self._milestone(step)}
         blocked = time.perf_counter() - began
         self._thread = threading.Thread(
-            target=self._run, args=(snapshot, where, told, began, blocked), name="checkpoint-save", daemon=True
+            target=self._run, args=(snapshot, where, recorded, began, blocked), name="checkpoint-save", daemon=True
         )
-        self._began_s, self._saving, self._seconds = time.monotonic(), step, {}
         self._thread.start()
-        threading.Thread(
-            target=self._tell_slow, args=(self._thread, step), name="checkpoint-watch", daemon=True
-        ).start()
         if not self.policy.asynchronous:
-            self._join()
+            self._thread.join()
             blocked = time.perf_counter() - began
         return blocked
-
-    def _tell_slow(self, save: threading.Thread, step: int) -> None:
-        """Says every minute that a save takes too long. Its own thread: who hangs in a write cannot say so."""
-        began_s = time.monotonic()
-        save.join(self.policy.save_timeout_s)
-        while save.is_alive():
-            # of the others only those that still write, for a job may have thousands
-            if self.rank == 0 or self._writing:
-                log.warning(
-                    "The save of step %d has been under way for %.0f s on rank %d, longer than save_timeout (%.0f s): "
-                    "%s does not take it. Training goes on unprotected; newest checkpoint: %s.",
-                    step,
-                    time.monotonic() - began_s,
-                    self.rank,
-                    self.policy.save_timeout_s,
-                    self.ledger.store.url,
-                    self._newest(),
-                )
-            save.join(TELL_S)
-
-    @property
-    def _writing(self) -> bool:
-        return "write" not in self._seconds
-
-    def _newest(self) -> str:
-        return "none yet" if self._last_step is None else f"the one of step {self._last_step}"
-
-    @property
-    def failures_so_far(self) -> int:
-        """Failures in a row, with those of the save under way: one each time that it has taken `save_timeout_s`."""
-        if not self.busy:
-            return self.failures_in_a_row
-        return self.failures_in_a_row + int((time.monotonic() - self._began_s) / self.policy.save_timeout_s)
-
-    def give_up(self, failures: int) -> None:
-        """Ends training if a save that does not end makes it unprotected for too long.
-
-        Args:
-            failures: the largest `failures_so_far` of all ranks, so that all do the same.
-
-        Raises:
-            TooManyFailuresError: there are `Policy.max_failures`.
-        """
-        if failures >= self.policy.max_failures:
-            raise TooManyFailuresError(
-                f"the save of step {self._saving} has been under way for longer than {self.policy.max_failures} times "
-                f"save_timeout ({self.policy.save_timeout_s:.0f} s), or failed before, so training stops; the newest "
-                f"checkpoint in {self.ledger.store.url} is {self._newest()}"
-            )
-
-    def _join(self) -> None:
-        """Waits for the save under way, but no longer than `give_up` allows."""
-        assert self._thread is not None
-        while self.busy:
-            limit_s = self._began_s + self.policy.save_timeout_s * (self.failures_so_far - self.failures_in_a_row + 1)
-            self._thread.join(max(limit_s - time.monotonic(), 0.01))
-            if self.busy:
-                self.give_up(self.failures_so_far)
 
     def _milestone(self, step: int) -> dict[str, bool]:
         every = self.policy.keep_every
@@ -266,14 +197,13 @@ class CheckpointEngine:
         except Exception as failed:  # a lost connection to another rank, or a fault of ours: never silently
             error = f"{type(failed).__name__}: {failed}"
         if self.rank == 0:
-            self._committer.tidy()
+            self._committer.clean_up()
         self._report = SaveReport(
             step=where.step,
             error=error,
             bytes_staged=snapshot.staged.raw.numel(),
             seconds_blocked=blocked,
             seconds_total=time.perf_counter() - began,
-            seconds=dict(self._seconds),
         )
 
     def _plan_all(self, snapshot: Snapshot) -> dict[int, tuple[list[Block], list[int], int]]:
@@ -287,7 +217,6 @@ class CheckpointEngine:
 
     def _write(self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any]) -> None:
         """One attempt: a digest of the layout goes to rank 0, the attempt's name to all, and hashes come back."""
-        seconds, began = self._seconds, time.perf_counter()
         fault_injection.point("save.planned")
 
         def begin(digests: list[str]) -> str:
@@ -297,25 +226,20 @@ class CheckpointEngine:
                     f"ranks {strange[:8]} hold other tensors, or otherwise laid out, than rank 0: every rank must give "
                     "the same state dict"
                 )
-            return self._committer.begin(where, info=self.info, summary=summary, forked_from=self._forked_from).name
+            return self._committer.begin(where, info=self.info, summary=summary, forked_from=self._forked_from)
 
         attempt = self._ranks.decide(lambda: snapshot.digest, begin)
 
         def write() -> tuple[int, bytes, bool]:
             hashes = snapshot.staged.hashes()
-            seconds["hash"] = time.perf_counter() - began
             snapshot.staged.write(self.ledger.store, attempt, self.rank)
-            seconds["write"] = time.perf_counter() - began
             return snapshot.staged.raw.numel(), hashes.tobytes(), is_finite(snapshot)
 
         def commit(reports: list[tuple[int, bytes, bool]]) -> None:
-            written = time.perf_counter()
             wrote = {rank: (size, hashes) for rank, (size, hashes, _) in enumerate(reports)}
             rows = rows_of(list(snapshot.tensors), self._plan_all(snapshot), wrote)
-            assert self._committer.attempt is not None
-            manifest = build_manifest(snapshot.tensors, rows, snapshot.values, self._committer.attempt.info)
+            manifest = build_manifest(snapshot.tensors, rows, snapshot.values, self._committer.info)
             self._committer.commit(manifest, finite=all(finite for *_, finite in reports))
-            seconds["commit"] = time.perf_counter() - written
 
         self._ranks.decide(write, commit)
 
@@ -336,7 +260,7 @@ class CheckpointEngine:
             self._last_step = report.step
             return report
         self.failures_in_a_row += 1
-        kept = self._newest()
+        kept = "none yet" if self._last_step is None else f"the one of step {self._last_step}"
         if self.failures_in_a_row >= self.policy.max_failures:
             raise TooManyFailuresError(
                 f"{self.failures_in_a_row} saves in a row failed, so training stops; the newest checkpoint in "
@@ -353,9 +277,9 @@ class CheckpointEngine:
         return report
 
     def wait(self) -> SaveReport | None:
-        """Waits for the save under way and returns `poll()`; raises what `poll` and `give_up` do."""
+        """Waits for the save under way and returns `poll()`; raises what `poll` does."""
         if self._thread is not None:
-            self._join()
+            self._thread.join()
         return self.poll()
 
     # Loading

@@ -18,10 +18,10 @@ POINTS = (
     "commit.sizes_checked",  # the coordinator found all objects with their sizes
     "commit.manifest_written",
     "commit.recorded",  # the checkpoint exists from here on
-    "commit.confirmed",  # and its data was there still after that
+    "commit.confirmed",  # its data was still there after that
     "retention.record_deleted",  # an old commit is gone, its data not yet
     "retention.data_deleted",
-    "collect.marked",  # a stale attempt is about to be deleted
+    "collect.listed",  # stale attempts, if there are any, are about to be deleted
     "load.listed",  # the coordinator chose a commit
     "load.manifest_read",
     "load.range_read",  # a range was read and its hashes agree
@@ -32,7 +32,7 @@ hook: Callable[[str], None] | None = None
 
 
 def point(name: str) -> None:
-    """Tells whoever listens that the engine is at `name`."""
+    """Calls the hook, if a test has set one, with `name`."""
     assert name in POINTS, name
     if hook is not None:
         hook(name)

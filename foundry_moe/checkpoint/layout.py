@@ -36,15 +36,6 @@ def intersect(a: Box, b: Box) -> Box | None:
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 
 
-def bounds(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of some."""
-    if len(boxes) == 1:
-        return boxes[0]
-    starts = tuple(min(starts) for starts in zip(*(box[0] for box in boxes), strict=True))
-    ends = (max(ends) for ends in zip(*([o + s for o, s in zip(*box, strict=True)] for box in boxes), strict=True))
-    return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
-
-
 def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
     """The part of a tensor, whose first element is at `origin`, that is `box`."""
     for dim, (start, size) in enumerate(zip(*box, strict=True)):

@@ -7,11 +7,10 @@ record when a checkpoint appears; record, then data when one goes (`retention`).
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from foundry_moe.checkpoint.errors import (
@@ -20,14 +19,11 @@ from foundry_moe.checkpoint.errors import (
     NotAnObjectError,
     NotFoundError,
     ResumeError,
-    StoreError,
 )
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.records import RECORD_BYTES, Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.store import Store
 
-BURIED = "BURIED"  # below an attempt: somebody is about to delete it as stale
-CONFIRM_WAITS_S = (0.2, 0.4, 0.8, 1.6)  # between two looks whether who wants to delete an attempt leaves it after all
 _damaged: defaultdict[str, set[CommitKey]] = defaultdict(set)  # by store: see `Ledger.damaged`
 
 
@@ -151,8 +147,8 @@ class Ledger:
         return Found(commit=commit, manifest=manifest)
 
     def size_problems(self, attempt: str, objects: Iterable[tuple[str, int]]) -> list[str]:
-        """A sentence for each of the first few data objects that is missing or has another size."""
-        there = {entry.key: entry.size_bytes for entry in self.store.scan(f"{attempt}/data/")}
+        """A sentence for each of the first few objects of an attempt that is missing or has another size."""
+        there = {entry.key: entry.size_bytes for entry in self.store.scan(f"{attempt}/")}
         problems = []
         for key, size in objects:
             found = there.get(f"{attempt}/{key}")
@@ -179,31 +175,6 @@ class Ledger:
                 f"step {commit.step} was committed to {self.store.url} by another run (attempt {other.attempt}); "
                 "this attempt is dropped and that one kept: give each run a folder of its own"
             )
-
-    def confirm(self, commit: Commit, objects: Iterable[tuple[str, int]]) -> None:
-        """Looks, after `record`, whether all is there still: else the record is withdrawn.
-
-        Somebody may have begun to delete the attempt as stale before it saw the record; see `Retention.bury`.
-
-        Raises:
-            CheckpointError: the checkpoint does not exist after all.
-        """
-        wanted = [*((f"{commit.attempt}/{key}", size) for key, size in objects)]
-        wanted.append((f"{commit.attempt}/MANIFEST", commit.manifest_bytes))
-        for wait_s in (*CONFIRM_WAITS_S, None):
-            there = {entry.key: entry.size_bytes for entry in self.store.scan(f"{commit.attempt}/")}
-            lost = [key for key, size in wanted if there.get(key) != size]
-            if not lost and f"{commit.attempt}/{BURIED}" not in there:
-                return
-            if lost or wait_s is None:
-                break
-            time.sleep(wait_s)
-        self.store.delete([commit.where.key])
-        what = f"{lost[0]} and {len(lost) - 1} more objects are gone" if lost else "it is marked as about to go"
-        raise CheckpointError(
-            f"step {commit.step} was not committed: while that was done its data was removed ({what}), as `gc` with a "
-            "short --older-than does; older checkpoints are kept"
-        )
 
     def choose(self, resume: str | int) -> Choice:
         """Picks the commit to go on from; see `CheckpointConfig.resume`.
@@ -271,22 +242,6 @@ class Ledger:
         if rejected:
             raise DamagedError(
                 f"no checkpoint in {self.store.url} can be used: {'; '.join(rejected)}. Nothing was deleted; "
-                "mend or remove them, or give the run another folder"
+                "repair or delete these objects, or give the run another folder"
             )
         return None, rejected
-
-    @contextlib.contextmanager
-    def hold(self, commit: Commit) -> Iterator[None]:
-        """Keeps retention, of whatever process, from touching a commit that is being read."""
-        key = f"holds/{commit.where.generation:06d}-{commit.step:012d}-{secrets.token_hex(4)}"
-        held = True
-        try:
-            self.store.put(key, json.dumps({"commit": commit.where.key}).encode())
-        except StoreError:
-            held = False  # a reader without the right to write reads all the same
-        try:
-            yield
-        finally:
-            if held:
-                with contextlib.suppress(StoreError):
-                    self.store.delete([key])

@@ -7,12 +7,11 @@ Legend: T tensors, B blocks of a tensor or of all, N dimensions.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 import xxhash
 
 from foundry_moe.checkpoint import strict
-from foundry_moe.checkpoint.codec import check, tensors_in
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.records import FORMAT, MANIFEST_BYTES, Buffer, check_attempt, check_info
 from foundry_moe.checkpoint.strict import shown
@@ -127,8 +125,8 @@ class Manifest:
     @staticmethod
     def from_bytes(raw: bytes) -> Manifest:
         """A manifest of which all is checked that needs no other object: types and ranges; that the blocks of each
-        tensor hold each of its elements once, and lie apart within their objects; that the values can be decoded and
-        refer to each tensor once.
+        tensor hold each of its elements once, and lie apart within their objects; that the values refer to each tensor
+        once. `codec.decode` checks the values.
 
         Raises:
             DamagedError: anything else, or a newer format.
@@ -240,134 +238,82 @@ def _entry(name: str, columns: Any) -> TensorEntry:
 
 def _check_blocks(objects: list[tuple[str, int]], tensors: Mapping[str, TensorEntry]) -> None:
     entries = list(tensors.values())
-    if not entries:
-        return
-    check_tiling(
-        list(tensors),
-        [entry.shape for entry in entries],
-        [entry.offsets_BN for entry in entries],
-        [entry.sizes_BN for entry in entries],
-    )
-    check_places(
-        [size for _, size in objects],
-        np.concatenate([entry.object_B for entry in entries]),
-        np.concatenate([entry.start_B for entry in entries]),
-        np.concatenate([entry.bytes_B for entry in entries]),
-        ALIGN_BYTES,
-    )
+    for name, entry in tensors.items():
+        check_tiling(name, entry.shape, entry.offsets_BN, entry.sizes_BN)
+    if entries:
+        check_places(
+            [size for _, size in objects],
+            np.concatenate([entry.object_B for entry in entries]),
+            np.concatenate([entry.start_B for entry in entries]),
+            np.concatenate([entry.bytes_B for entry in entries]),
+            ALIGN_BYTES,
+        )
 
 
 def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
-    refs: set[str] = set()
-
-    def refer(name: str) -> None:
-        if name not in tensors or name in refs:
-            raise DamagedError(f"the values refer to {shown(name)}, which is no tensor, or twice to it")
-        refs.add(name)
-
-    check(strict.mapping(values, "the manifest's values"), tensor=refer)
-    if len(refs) != len(tensors):
-        missing = next(name for name in tensors if name not in refs)
-        raise DamagedError(f"nothing in the values refers to tensor {shown(missing)}")
-    inline = [strict.text(path, "a tensor's path") for path, tag, _ in tensors_in(values) if tag == "$tensor"]
-    twice = len(set(inline)) != len(inline) or not tensors.keys().isdisjoint(inline)
-    if twice:
+    """Each tensor is referred to once, and no path is there twice. `codec.decode` checks the rest."""
+    strict.check_depth(strict.mapping(values, "the manifest's values"), "the manifest's values")
+    paths: dict[str, list[str]] = {"$ref": [], "$tensor": []}
+    try:
+        for path, tag, node in tensors_in(values):
+            paths[tag].append(strict.text(node[tag] if tag == "$ref" else path, "a tensor's path"))
+    except (TypeError, ValueError) as error:
+        raise DamagedError(f"the manifest's values cannot be read: {shown(str(error))}") from error
+    if sorted(paths["$ref"]) != sorted(tensors):
+        wrong = sorted(set(paths["$ref"]) ^ set(tensors)) or paths["$ref"]
+        raise DamagedError(f"the values must refer once to each tensor, and do not to {shown(wrong[0])}")
+    every = [*paths["$tensor"], *tensors]
+    if len(set(every)) != len(every):
         raise DamagedError("two tensors of the manifest have the same path")
 
 
-def check_tiling(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    offsets: Sequence[np.ndarray],
-    sizes: Sequence[np.ndarray],
-) -> None:
-    """Raises DamagedError unless the boxes of each tensor cover it exactly once.
+def tensors_in(values: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """The tensors among encoded values: (path, "$ref" or "$tensor", the node)."""
+    if isinstance(values, list):
+        for index, item in enumerate(values):
+            yield from tensors_in(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(values, dict):
+        tag = next(iter(values), "")
+        if tag in ("$ref", "$tensor"):
+            yield path, tag, values
+        elif tag in ("$tuple", "$set"):
+            yield from tensors_in(values[tag], path)
+        else:
+            for key, item in values["$dict"] if tag == "$dict" else values.items():
+                yield from tensors_in(item, f"{path}.{key}" if path else str(key))
+
+
+def check_tiling(name: str, shape: tuple[int, ...], offsets_BN: np.ndarray, sizes_BN: np.ndarray) -> None:
+    """Raises DamagedError unless the boxes of a tensor cover it exactly once. A tensor without elements has no boxes.
 
     The indicator function of a box is the running sum, over all dimensions, of +1 and -1 at its corners, and it gives
     the corners back. So boxes tile a tensor if and only if their corners, signs and all, cancel down to those of the
     tensor: no search for overlaps, and nothing that depends on an order.
 
     Args:
-        names, shapes: of the tensors. A tensor without elements has no boxes.
-        offsets, sizes: the tensors' boxes, each int64 [boxes, dimensions] without negative numbers.
+        offsets_BN, sizes_BN: int64, without negative numbers.
     """
-    groups: dict[int, list[int]] = {}
-    for item, shape in enumerate(shapes):
-        if 0 in shape:
-            if len(offsets[item]):
-                raise DamagedError(f"tensor {shown(names[item])} has no elements and {len(offsets[item])} blocks")
-        else:
-            groups.setdefault(len(shape), []).append(item)
-    for ndim, items in groups.items():
-        if ndim == 0:
-            for item in items:
-                if len(offsets[item]) != 1:
-                    raise DamagedError(f"tensor {shown(names[item])} is one element in {len(offsets[item])} blocks")
-            continue
-        _check_group(
-            [names[item] for item in items],
-            np.array([shapes[item] for item in items], dtype=np.int64),
-            np.array([len(offsets[item]) for item in items]),
-            np.concatenate([offsets[item] for item in items]),
-            np.concatenate([sizes[item] for item in items]),
-        )
-
-
-def _check_group(
-    names: Sequence[str], shape_TN: np.ndarray, count_T: np.ndarray, lower_BN: np.ndarray, size_BN: np.ndarray
-) -> None:
-    of_B = np.repeat(np.arange(len(names)), count_T)
-    shape_BN, upper_BN = shape_TN[of_B], lower_BN + size_BN
-    wrong_B = np.any((size_BN < 1) | (upper_BN > shape_BN), axis=1)
-    if wrong_B.any():
-        block = int(wrong_B.argmax())
-        tensor = int(of_B[block])
-        raise DamagedError(
-            f"a block of {shown(names[tensor])} {shape_TN[tensor].tolist()} reaches from {lower_BN[block].tolist()} "
-            f"to {upper_BN[block].tolist()}"
-        )
-    # along a dimension that no block cuts the corners of all are alike
-    cut = np.flatnonzero(np.any(size_BN != shape_BN, axis=0))
-    if not len(cut):
-        cut = np.array([0])
-    if len(cut) > MOST_CUT:
-        raise DamagedError(f"the blocks of {shown(names[0])} are cut along {len(cut)} dimensions")
-    whole_TN = shape_TN
-    shape_TN, lower_BN, upper_BN = shape_TN[:, cut], lower_BN[:, cut], upper_BN[:, cut]
-    # a corner as one integer: its tensor's first key and its place in a grid one larger than the tensor
-    grids = [int(np.prod([n + 1 for n in shape], dtype=object)) for shape in shape_TN.tolist()]
-    first_T = [0, *itertools.accumulate(grids)]
-    if first_T[-1] >= _KEYS:
-        raise DamagedError(f"the tensors from {shown(names[0])} on have too many elements")
-    step_TN = np.ones_like(shape_TN)
-    for dim in range(len(cut) - 2, -1, -1):
-        step_TN[:, dim] = step_TN[:, dim + 1] * (shape_TN[:, dim + 1] + 1)
-    first = np.array(first_T[:-1], dtype=np.int64)
-    boxes = _signed_corners(first[of_B], lower_BN * step_TN[of_B], upper_BN * step_TN[of_B])
-    whole = _signed_corners(first, np.zeros_like(shape_TN), shape_TN * step_TN)
-    left = np.sort(np.concatenate([boxes[0], whole[1]]))
-    right = np.sort(np.concatenate([boxes[1], whole[0]]))
-    if len(left) == len(right) and np.array_equal(left, right):
+    if 0 in shape:
+        if len(sizes_BN):
+            raise DamagedError(f"tensor {shown(name)} has no elements and {len(sizes_BN)} blocks")
         return
-    both = min(len(left), len(right))
-    differ = np.flatnonzero(left[:both] != right[:both])
-    key = min(int(left[differ[0]]), int(right[differ[0]])) if len(differ) else int(max(left, right, key=len)[both])
-    tensor = int(np.searchsorted(first, key, side="right")) - 1
-    raise DamagedError(
-        f"the blocks of {shown(names[tensor])} {whole_TN[tensor].tolist()} leave elements out or hold some twice"
-    )
-
-
-def _signed_corners(first: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The corners, as keys, whose sign is that of the lowest, and the others."""
-    signs: tuple[list[np.ndarray], list[np.ndarray]] = ([first], [])
-    for dim in range(lower.shape[1]):
-        plus, minus = signs
-        signs = (
-            [key + lower[:, dim] for key in plus] + [key + upper[:, dim] for key in minus],
-            [key + upper[:, dim] for key in plus] + [key + lower[:, dim] for key in minus],
-        )
-    return np.concatenate(signs[0]), np.concatenate(signs[1])
+    ends_BN = offsets_BN + sizes_BN
+    wrong_B = np.any((sizes_BN < 1) | (ends_BN > np.array(shape, dtype=np.int64)), axis=1)
+    if wrong_B.any():
+        first, end = offsets_BN[wrong_B][0].tolist(), ends_BN[wrong_B][0].tolist()
+        raise DamagedError(f"a block of {shown(name)} {list(shape)} reaches from {first} to {end}")
+    cut = np.flatnonzero(np.any(sizes_BN != shape, axis=0)) if shape else np.empty(0, dtype=int)
+    if len(cut) > MOST_CUT or math.prod(shape[dim] + 1 for dim in cut) >= _KEYS:
+        raise DamagedError(f"the blocks of {shown(name)} are cut along {len(cut)} dimensions, or it is too large")
+    # of the boxes, and with the opposite sign of the whole: each corner as one integer, its place in a grid
+    keys, signs = np.zeros(len(sizes_BN) + 1, dtype=np.int64), np.array([1] * len(sizes_BN) + [-1])
+    for dim in cut:
+        lower, upper = np.append(offsets_BN[:, dim], 0), np.append(ends_BN[:, dim], shape[dim])
+        keys, signs, repeats = keys * (shape[dim] + 1), np.concatenate([signs, -signs]), len(keys) // len(lower)
+        keys = np.concatenate([keys + np.tile(lower, repeats), keys + np.tile(upper, repeats)])
+    _, places = np.unique(keys, return_inverse=True)
+    if np.bincount(places, weights=signs).any():
+        raise DamagedError(f"the blocks of {shown(name)} {list(shape)} leave elements out or hold some twice")
 
 
 def check_places(

@@ -1,11 +1,10 @@
-"""Whose folder it is: that of one run, and of the processes of this run that one which claimed it last.
+"""Leases of a folder: one run owns it, and of this run's processes the one with the newest lease.
 
-A claim is a numbered object, `owners/000003.json`, written as new: of several processes one gets a number, and the
+A lease is a numbered object, `owners/000003.json`, written as new: of several processes one gets a number, and the
 highest number owns the folder. Nothing is ever overwritten but the heartbeat beside it, `owners/000003.beat`, whose
-age by the store's clock says whether the owner lives. A restart of the same run takes over at once, whatever the
-heartbeat says; the older process sees the higher number before it writes or commits, and stops.
-
-It knows nothing of commits.
+age by the store's clock says whether the owner is running; an owner that ends deletes it. A restart of the same run
+takes over at once, whatever the heartbeat says; the older process sees the higher number before it writes or commits,
+and stops. This module knows nothing of commits.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,26 +38,22 @@ from foundry_moe.checkpoint.store import Entry, Store
 log = logging.getLogger(__name__)
 
 BEAT_S = 60.0  # between two heartbeats
-LIVE_S = 4 * BEAT_S  # an owner that was not heard of for so long is taken for dead
-KEPT = 5  # claims of the past that stay, for a person to look at
-CLAIM_BYTES = 2**16  # no claim is larger
+LIVE_S = 4 * BEAT_S  # an owner whose heartbeat is older is taken for dead
+LEASE_BYTES = 2**16  # no lease is larger
 NAME_CHARS = 1000  # of a run's name that are kept
-LAST_NUMBER = 10**9 - 1  # the largest that a claim's name has digits for
-_KEY = re.compile(r"owners/([0-9]{6,9})\.(json|beat|left)")
+LAST_NUMBER = 10**9 - 1  # the largest that a lease's name has digits for
+_KEY = re.compile(r"owners/([0-9]{6,9})\.json")
 
 
-def number_of(key: str, kind: str = "") -> int | None:
-    """The number in the name of a claim (`json`), a heartbeat (`beat`) or a release (`left`), of `kind` if that is
-    given; None for a name that no claim writes."""
+def number_of(key: str) -> int | None:
+    """The number in the name of a lease; None for a name that no lease has."""
     match = _KEY.fullmatch(key)
-    if match is None or (kind and match[2] != kind) or key != f"owners/{int(match[1]):06d}.{match[2]}":
-        return None
-    return int(match[1])
+    return int(match[1]) if match and key == f"owners/{int(match[1]):06d}.json" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What is the same in all lives of a run.
+    """What all processes of a run have in common.
 
     run_name: as the user gave it; empty if nobody did, which agrees with any.
     model: a digest of the model's tensors, from `tensors_digest`; empty agrees with any.
@@ -69,8 +64,8 @@ class Identity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One process group's claim to a folder. `run` is one random number for all lives of a run."""
+class Lease:
+    """One process group's lease of a folder. `run` is one random number for all processes of a run."""
 
     number: int
     run: str
@@ -90,10 +85,6 @@ class Claim:
         return f"owners/{self.number:06d}.beat"
 
     @property
-    def left_key(self) -> str:
-        return f"owners/{self.number:06d}.left"
-
-    @property
     def identity(self) -> Identity:
         return Identity(run_name=self.run_name, model=self.model)
 
@@ -105,19 +96,19 @@ class Claim:
         return sealed(asdict(self))
 
     @staticmethod
-    def from_bytes(raw: bytes, key: str) -> Claim:
-        """Raises DamagedError for what is no claim, or another than its name says."""
-        body, kinds = unsealed(raw, f"{key}: the claim", CLAIM_BYTES), {"number": int, "pid": int, "released": bool}
-        right = body.keys() == set(Claim.__dataclass_fields__) and all(
+    def from_bytes(raw: bytes, key: str) -> Lease:
+        """Raises DamagedError for what is no lease, or another than its name says."""
+        body, kinds = unsealed(raw, f"{key}: the lease", LEASE_BYTES), {"number": int, "pid": int, "released": bool}
+        right = body.keys() == set(Lease.__dataclass_fields__) and all(
             type(value) is kinds.get(name, str) and (not isinstance(value, str) or value.isprintable())
             for name, value in body.items()
         )
         if not right:
-            raise DamagedError(f"{key}: the claim cannot be read: it is not what a run writes")
-        claim = Claim(**body)
-        if claim.key != key:
-            raise DamagedError(f"{key}: the claim is that of {claim.number}")
-        return claim
+            raise DamagedError(f"{key}: the lease cannot be read: it is not what a run writes")
+        lease = Lease(**body)
+        if lease.key != key:
+            raise DamagedError(f"{key}: the lease is that of {lease.number}")
+        return lease
 
 
 def tensors_digest(state_dict: Mapping[str, Any]) -> str:
@@ -127,108 +118,103 @@ def tensors_digest(state_dict: Mapping[str, Any]) -> str:
 
 
 class Owners:
-    """The claims to one folder."""
+    """The leases of one folder."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    def newest(self, above: int = -1) -> Claim | None:
-        """The claim with the highest number, of those above `above`; what cannot be read is passed over."""
-        return self._newest(list(self.store.scan("owners/")), above)
+    def newest(self, entries: Iterable[Entry] | None = None, above: int = -1) -> Lease | None:
+        """The lease with the highest number, of those above `above`; what cannot be read is passed over.
 
-    def _newest(self, entries: list[Entry], above: int = -1) -> Claim | None:
-        numbers = {number: entry.key for entry in entries if (number := number_of(entry.key, "json")) is not None}
-        for number in sorted((number for number in numbers if number > above), reverse=True):
-            claim = self._read(numbers[number])
-            if claim is not None:
-                return claim
-        return None
+        Args:
+            entries: the listing of `owners/`; None lists it.
+        """
+        listed = self.store.scan("owners/") if entries is None else entries
+        numbers = {number: entry.key for entry in listed if (number := number_of(entry.key)) is not None}
+        leases = (self._read(numbers[number]) for number in sorted(numbers, reverse=True) if number > above)
+        return next((lease for lease in leases if lease is not None), None)
 
-    def _read(self, key: str) -> Claim | None:
+    def _read(self, key: str) -> Lease | None:
         try:
-            return Claim.from_bytes(self.store.get(key, CLAIM_BYTES), key)
+            return Lease.from_bytes(self.store.get(key, LEASE_BYTES), key)
         except (DamagedError, NotFoundError) as error:  # gone: an old one, removed by a newer owner
-            if key not in self._told and isinstance(error, DamagedError | NotAnObjectError):
-                self._told.add(key)
+            if key not in self._warned and isinstance(error, DamagedError | NotAnObjectError):
+                self._warned.add(key)
                 log.warning("Passed over %s in %s: %s", key, self.store.url, error)
             return None
 
     def living_since_s(self) -> float | None:
-        """When, by the store's clock, the owner began its claim; None if there is none, or it is not alive."""
+        """When, by the store's clock, the owner got its lease; None if there is none, or it is not running."""
         entries = list(self.store.scan("owners/"))
-        claim = self._newest(entries)
-        if claim is None or claim.released or self._silent_s(claim, entries) > LIVE_S:
+        lease = self.newest(entries)
+        if lease is None or lease.released or self._silent_s(lease, entries) > LIVE_S:
             return None
-        return next((entry.modified_s for entry in entries if entry.key == claim.key), None)
+        return next((entry.modified_s for entry in entries if entry.key == lease.key), None)
 
-    def _silent_s(self, claim: Claim, entries: list[Entry]) -> float:
-        """For how long nothing was heard of an owner; the claim itself is its first word."""
-        heard = {entry.key: entry.modified_s for entry in entries if entry.key in (claim.key, claim.beat_key)}
-        left = any(entry.key == claim.left_key for entry in entries)
-        return float("inf") if left or not heard else self.store.now_s() - max(heard.values())
+    def _silent_s(self, lease: Lease, entries: list[Entry]) -> float:
+        """The age of an owner's newest heartbeat; infinite if it has none."""
+        beats = [entry.modified_s for entry in entries if entry.key == lease.beat_key]
+        return self.store.now_s() - beats[0] if beats else float("inf")
 
-    def claim(self, identity: Identity, *, has_commits: Callable[[], bool], life: str = "") -> Claim:
-        """Makes the folder this process's. An owner that died before anything was committed is passed over.
+    def acquire(self, identity: Identity, *, has_commits: Callable[[], bool], process_id: str = "") -> Lease:
+        """Leases the folder for this process. An owner that died before anything was committed is passed over.
 
         Args:
-            life: the claim's nonce. Who has claimed with it before goes on with that claim: several writers of one
-                process are one owner.
+            process_id: the lease's nonce. A lease with it is used again: several writers of one process are one owner.
 
         Raises:
             OwnedError: it belongs to another run.
-            TakenOverError: it was this life's, and is another's by now.
+            TakenOverError: it was this process's, and is another's by now.
         """
-        if life and (mine := self._claim_of(life)) is not None:
+        if process_id and (mine := self._lease_of(process_id)) is not None:
             self.check(mine)
             return mine
         taken, name = 0, "".join(filter(str.isprintable, identity.run_name))[:NAME_CHARS]
         identity = Identity(run_name=name, model=identity.model)
         while True:
             entries = list(self.store.scan("owners/"))
-            before = self._newest(entries)
-            same = before is not None and not before.released
-            if before is not None and not before.released:
-                problem = _difference(before.identity, identity)
-                silent_s = self._silent_s(before, entries) if problem else 0.0
-                if problem and (silent_s <= LIVE_S or has_commits()):
-                    raise self._refuse(before, identity, silent_s, problem)
-                same = problem is None
+            before = self.newest(entries)
+            owner = None if before is None or before.released else before
+            if owner is not None and (problem := _difference(owner.identity, identity)):
+                silent_s = self._silent_s(owner, entries)
+                if silent_s <= LIVE_S or has_commits():
+                    raise self._refuse(owner, identity, silent_s, problem)
+                owner = None
             taken = self._above(max(taken, before.number if before else 0))  # past what cannot be read, too
-            mine = Claim(
+            mine = Lease(
                 number=taken,
-                run=before.run if before is not None and same else secrets.token_hex(8),
-                nonce=life or secrets.token_hex(8),
-                run_name=name or (before.run_name if before is not None and same else ""),
+                run=owner.run if owner else secrets.token_hex(8),
+                nonce=process_id or secrets.token_hex(8),
+                run_name=name or (owner.run_name if owner else ""),
                 model=identity.model,
                 host=socket.gethostname(),
                 pid=os.getpid(),
             )
+            self.beat(mine)  # first: a lease without a heartbeat is that of a process that has ended
             won = self.store.put_new(mine.key, mine.to_bytes())
             if not won:
                 found = self._read(mine.key)
                 won = found is not None and found.nonce == mine.nonce  # our write won, its answer was lost
             if won:
-                self.beat(mine)
-                self._forget(mine)
                 return mine
 
     def _above(self, number: int) -> int:
         """The next number. Raises OwnedError where there is none: its name would not be found again."""
         if number >= LAST_NUMBER:
             raise OwnedError(
-                f"{self.store.url}/owners/{LAST_NUMBER}.json has the largest number that a claim can have, and nobody "
+                f"{self.store.url}/owners/{LAST_NUMBER}.json has the largest number that a lease can have, and nobody "
                 "can own the folder after it: remove that object if no run of yours wrote it, or use another folder"
             )
         return number + 1
 
-    def _claim_of(self, life: str) -> Claim | None:
-        keys = (entry.key for entry in self.store.scan("owners/") if number_of(entry.key, "json") is not None)
-        claims = (self._read(key) for key in keys)
-        return next((claim for claim in claims if claim is not None and claim.nonce == life), None)
+    def _lease_of(self, process_id: str) -> Lease | None:
+        keys = (entry.key for entry in self.store.scan("owners/") if number_of(entry.key) is not None)
+        leases = (self._read(key) for key in keys)
+        return next((lease for lease in leases if lease is not None and lease.nonce == process_id), None)
 
-    def _refuse(self, owner: Claim, identity: Identity, silent_s: float, problem: str) -> OwnedError:
-        seen = f"heard of {silent_s:.0f} s ago" if silent_s <= LIVE_S else "not running now"
+    def _refuse(self, owner: Lease, identity: Identity, silent_s: float, problem: str) -> OwnedError:
+        seen = f"whose heartbeat is {silent_s:.0f} s old" if silent_s <= LIVE_S else "not running now"
         return OwnedError(
             f"{self.store.url} belongs to {owner}, {seen}, and {problem}: give this run a folder of its own; if it is "
             f"to go on with that run's checkpoints, stop that run and free the folder with `foundry-moe checkpoints "
@@ -236,46 +222,35 @@ class Owners:
             model_differs=not _names_differ(owner.identity, identity),
         )
 
-    def check(self, mine: Claim) -> None:
+    def check(self, mine: Lease) -> None:
         """Raises TakenOverError if the folder is another process's by now."""
         entries = list(self.store.scan("owners/"))
         gone = all(entry.key != mine.key for entry in entries)
-        newer = self._newest(entries, -1 if gone else mine.number)
+        newer = self.newest(entries, -1 if gone else mine.number)
         if newer is not None:
-            who = "somebody freed the folder" if newer.released else f"another process has taken over: {newer}"
+            who = "the folder was released" if newer.released else f"another process has taken over: {newer}"
             raise TakenOverError(f"{who}; this process stops, and what {self.store.url} holds is left as it is")
-        if gone:  # somebody removed all claims: it is still ours
+        if gone:  # somebody removed all leases: the folder is still ours
             self.store.put_new(mine.key, mine.to_bytes())
 
-    def beat(self, mine: Claim) -> None:
-        """Says that this owner lives."""
+    def beat(self, mine: Lease) -> None:
+        """Writes the heartbeat."""
         self.store.put(mine.beat_key, mine.nonce.encode())
 
-    def leave(self, mine: Claim) -> None:
-        """The owner ends: nobody has to wait until it is taken for dead."""
+    def leave(self, mine: Lease) -> None:
+        """Deletes the heartbeat of an owner that ends: nobody has to wait until it is taken for dead."""
         with contextlib.suppress(StoreError):
-            self.store.put(mine.left_key, mine.nonce.encode())
+            self.store.delete([mine.beat_key])
 
-    def release(self) -> Claim | None:
+    def release(self) -> Lease | None:
         """Frees the folder for any run; returns whose it was, None if it was free."""
         while True:
             before = self.newest()
             if before is None or before.released:
                 return None
-            free = Claim(**{**asdict(before), "number": self._above(before.number), "released": True})
+            free = Lease(**{**asdict(before), "number": self._above(before.number), "released": True})
             if self.store.put_new(free.key, free.to_bytes()):
                 return before
-
-    def _forget(self, mine: Claim) -> None:
-        """Removes all but the last few claims below `mine`."""
-        old = []
-        for entry in self.store.scan("owners/"):
-            number = number_of(entry.key)
-            if number is not None and number < mine.number - KEPT:
-                old.append(entry.key)
-        with contextlib.suppress(StoreError):
-            if old:
-                self.store.delete(old)
 
 
 def _names_differ(owner: Identity, identity: Identity) -> bool:
@@ -291,10 +266,10 @@ def _difference(owner: Identity, identity: Identity) -> str | None:
     return None
 
 
-class Heart:
-    """Beats for an owner in a thread of its own, and notices, between two saves too, that another has taken over."""
+class Heartbeat:
+    """Writes an owner's heartbeat in a thread of its own, and notices between two saves that another has taken over."""
 
-    def __init__(self, owners: Owners, mine: Claim, every_s: float = BEAT_S) -> None:
+    def __init__(self, owners: Owners, mine: Lease, every_s: float = BEAT_S) -> None:
         self.owners, self.mine, self.every_s = owners, mine, every_s
         self.lost: TakenOverError | None = None
         self._end = threading.Event()
@@ -310,11 +285,11 @@ class Heart:
                 self.lost = error
                 log.error("%s (at its next save)", error)
                 return
-            except Exception as error:  # the next beat may get through, and the next save says what is wrong
+            except Exception as error:  # the next one may succeed, and the next save reports what is wrong
                 log.debug("No heartbeat at %s: %s", time.strftime("%X"), error)
 
     def stop(self) -> None:
-        """Ends the beating, and says so to others."""
+        """Ends the thread, and the lease's heartbeat."""
         self._end.set()
         if self.lost is None:
             self.owners.leave(self.mine)

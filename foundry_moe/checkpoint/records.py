@@ -53,7 +53,7 @@ def unsealed(raw: bytes, where: str, most_bytes: int) -> dict[str, Any]:
     body = strict.mapping(strict.parse_json(raw, where), where, ("xxh3",))
     strict.check_depth(body, where)
     if body.pop("xxh3") != file_hash(json.dumps(body, sort_keys=True).encode()):
-        raise DamagedError(f"{where} does not have the hash it claims")
+        raise DamagedError(f"{where} does not have the hash that it states")
     return body
 
 
@@ -135,8 +135,8 @@ class Commit:
     where: CommitKey
     attempt: str  # the folder of its data, for example steps/000000000500/20260102T030405-1a2b3c4d
     nonce: str  # tells a lost answer to our own conditional write from another writer's
-    manifest_bytes: int
-    manifest_hash: str
+    manifest_bytes: int = 0  # until the manifest is written
+    manifest_hash: str = ""
     forked_from: int | None = None  # the step that `resume: STEP` asked for, in the first generation after it
     summary: Mapping[str, Any] = field(default_factory=dict)
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.checkpoint.codec import decode, inline_tensors
-from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, inline_tensors
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.exchange import Targets
 from foundry_moe.checkpoint.layout import narrow_to
@@ -24,12 +23,12 @@ NAMES_SHOWN = 5
 
 
 class StateTargets(Targets):
-    """Fills the tensors of a state dict in place; `result` is then the whole state, values included."""
+    """Fills the tensors of a state dict in place; `result` is the whole state as it was saved, with these tensors."""
 
     def __init__(
         self, manifest: Manifest, state_dict: Mapping[str, Any], *, rank: int = 0, world_size: int = 1
     ) -> None:
-        """Raises MismatchError if the checkpoint is that of another model."""
+        """Raises MismatchError if the checkpoint is of another model, DamagedError if its values cannot be read."""
         self.manifest, self.rank = manifest, rank
         flat = flatten(state_dict, world_size, inline=False)
         self.tensors, self.layouts = dict(flat.tensors), dict(flat.layouts)
@@ -54,6 +53,8 @@ class StateTargets(Targets):
             if name in manifest.tensors
         }
         super().__init__(manifest, rank, self.layouts, places)
+        state = decode(manifest.values, tensor=self.tensors.__getitem__)
+        self.result: dict[str, Any] = _with_targets(state, self.tensors, "")
 
     def _described(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a tensor of this model."""
@@ -85,15 +86,6 @@ class StateTargets(Targets):
     def _fill(self, name: str, value: Tensor) -> None:
         for box in self.layouts[name].boxes_of(self.rank):
             local_part(self.tensors[name]).copy_(narrow_to(value, (0,) * value.ndim, box))
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The state as it was saved; its tensors are those of the state dict that was filled."""
-
-        def of_target(path: str) -> Tensor:
-            return self.tensors[path]
-
-        return _with_targets(decode(self.manifest.values, tensor=of_target), self.tensors, "")
 
 
 def _with_targets(tree: Any, tensors: Mapping[str, Tensor], path: str) -> Any:

@@ -23,6 +23,7 @@ FORM = "s3://bucket/run, gs://bucket/run, az://container/run or a path"
 
 PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 wants 5 MiB at least
 SMALL_BYTES = 2**20  # the most that `get` holds in memory unless it is told otherwise
+See = Callable[[memoryview], object]
 PROBE = "probe"  # an empty object, written and deleted to see whether that can be done
 PROBE_TRIES = 3  # another run's check may delete the object between two writes of ours
 
@@ -58,7 +59,8 @@ class Store(abc.ABC):
 
     url: str
     options: StoreOptions
-    range_bytes = PART_BYTES  # what one read should ask for
+    range_bytes = PART_BYTES  # blocks that lie together are read at once up to this size
+    host: str | None = None  # where objects are cached for all processes of a machine: equal on that machine alone
 
     @abc.abstractmethod
     def put(self, key: str, data: bytes) -> None:
@@ -87,27 +89,14 @@ class Store(abc.ABC):
     def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
         """Writes an object of any size straight from memory, in parts; `on_part` is called for each."""
 
-    def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
-        """Drops what interrupted `put_large` calls left below `prefix`; returns how many there were."""
-        return 0
-
-    def identity(self, key: str) -> str | None:
-        """Equal in two processes if what one has read of this object the other reads from the memory of their host;
-        None if that is not to be had."""
-        return None
-
     @abc.abstractmethod
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
         """A small object's bytes. A larger one is a NotAnObjectError; no more than the limit is held in memory."""
 
     @abc.abstractmethod
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
-        """Fills `out` with the bytes from `start` on. A shorter object is a StoreError."""
-
-    def read_seen(self, key: str, start: int, out: memoryview, see: Callable[[memoryview], None]) -> None:
-        """`read_into`, and `see` is given the bytes in order: where that is cheap, as they come."""
-        self.read_into(key, start, out)
-        see(out)
+    def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
+        """Fills `out` with the bytes from `start` on, and gives them to `see` in order. A shorter object is a
+        StoreError."""
 
     @abc.abstractmethod
     def now_s(self) -> float:

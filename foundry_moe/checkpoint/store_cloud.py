@@ -41,31 +41,9 @@ CREDENTIALS = {
 ROLES = {"gs": "the role Storage Object Admin", "az": "the role Storage Blob Data Contributor"}
 ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 
-_forked_after_use = False
-_used = False
-
-
-def _note_fork() -> None:
-    global _forked_after_use
-    _forked_after_use = _used
-
-
-os.register_at_fork(after_in_child=_note_fork)  # obstore's threads are not in the child, where each call would hang
-
 
 class CloudStore(RemoteStore):
     """Objects below `gs://bucket/prefix` or `az://container/prefix`."""
-
-    @property
-    def _client(self) -> Any:
-        global _used
-        if _forked_after_use:
-            raise StoreError(
-                f"{self.url}: this process was forked from one that had used obstore, whose threads it lacks; start it "
-                "with multiprocessing's spawn"
-            )
-        _used = True
-        return super()._client
 
     def _make_client(self) -> Any:
         options, limit_s = self.options, limit_of(self.options.timeout_s, REQUEST_BYTES)

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError
-from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key, folder_problem
+from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOptions, checked_key, folder_problem
 
 log = logging.getLogger(__name__)
 
-UNFINISHED = ".unfinished-"
 SEEN_BYTES = 2**18  # is in the core's cache when it is hashed: a third of the time that hashing takes from memory
 RACES = 100  # so often in a row may others remove a folder, empty at that moment, in which we begin to write
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,11 +33,15 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class FileStore(Store):
     """Objects are files below `folder`, which is made when something is first written."""
 
+    range_bytes = 2**18  # a request costs nothing, and what is read alone is read to where it belongs
+
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
         self.root = Path(folder).expanduser().absolute()
         self.url = str(self.root)
         self.options = options or StoreOptions()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
+        with contextlib.suppress(OSError):
+            self.host = Path("/proc/sys/kernel/random/boot_id").read_text()
 
     def exists(self) -> bool:
         return self.root.is_dir()
@@ -82,7 +85,7 @@ class FileStore(Store):
         on_part: Callable[[], None] = lambda: None,
     ) -> bool:
         *folders, name = checked_key(key).split("/")
-        part = f"{UNFINISHED}{secrets.token_hex(8)}-{name}"
+        part = f".unfinished-{secrets.token_hex(8)}-{name}"
         try:
             folder, handle = self._begin(folders, part)
             try:
@@ -175,10 +178,7 @@ class FileStore(Store):
             raise NotAnObjectError(f"{self.url}/{key} has more than {most_bytes} bytes, the most that it may have")
         return data
 
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
-        self.read_seen(key, start, out, lambda piece: None)
-
-    def read_seen(self, key: str, start: int, out: memoryview, see: Callable[[memoryview], None]) -> None:
+    def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
         try:
             with self._file(key) as handle:
                 done = 0
@@ -193,16 +193,6 @@ class FileStore(Store):
         except OSError as error:
             raise self._translate(error, f"read {key}", key) from error
 
-    def identity(self, key: str) -> str | None:
-        try:
-            with open("/proc/sys/kernel/random/boot_id") as file:
-                host = file.read().strip()
-            with self._file(key) as handle:
-                found = os.fstat(handle)
-        except (OSError, StoreError):
-            return None
-        return f"{host} {found.st_dev} {found.st_ino}"
-
     def size_bytes(self, key: str) -> int | None:
         try:
             with self._file(key) as handle:
@@ -213,9 +203,7 @@ class FileStore(Store):
             raise self._translate(error, f"look at {key}", key) from error
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        return iter(sorted(self._walk(prefix, unfinished=False), key=lambda entry: entry.key))
-
-    def _walk(self, prefix: str, *, unfinished: bool) -> list[Entry]:
+        """Also lists what killed processes have begun to write, under names that no reader knows."""
         found: list[Entry] = []
         top = prefix.rpartition("/")[0]
 
@@ -224,11 +212,11 @@ class FileStore(Store):
                 for item in items:
                     key = above + item.name
                     if item.is_dir(follow_symlinks=False):
-                        if unfinished or f"{key}/".startswith(prefix):
+                        if f"{key}/".startswith(prefix):
                             visit(folder, item.name, key)
-                    elif item.name.startswith(UNFINISHED) is unfinished and (unfinished or key.startswith(prefix)):
+                    elif key.startswith(prefix):
                         if not item.is_file(follow_symlinks=False) or not key.isprintable():
-                            self._tell_strange(key)
+                            self._warn(key)
                             continue
                         try:
                             status = item.stat(follow_symlinks=False)
@@ -253,11 +241,11 @@ class FileStore(Store):
             translated = self._translate(error, f"list {prefix}".rstrip(), top)
             if isinstance(translated, NotAnObjectError) or not isinstance(translated, NotFoundError):
                 raise translated from error
-        return found
+        return iter(sorted(found, key=lambda entry: entry.key))
 
-    def _tell_strange(self, key: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
+    def _warn(self, key: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
             log.warning("Passed over %r in %s: a checkpoint has no links, pipes or names like this.", key, self.url)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -288,15 +276,9 @@ class FileStore(Store):
                 return  # not empty, or gone already
             path = above
 
-    def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
-        limit_s = self.now_s() - older_than_s
-        stale = [entry.key for entry in self._walk(prefix, unfinished=True) if entry.modified_s <= limit_s]
-        self.delete(stale)
-        return len(stale)
-
     def now_s(self) -> float:
         """The clock that stamps files: on a network file system the server's, which may be hours from this host's."""
-        name = f"{UNFINISHED}{secrets.token_hex(8)}-clock"
+        name = f".unfinished-{secrets.token_hex(8)}-clock"
         try:
             with self._opened() as folder, open(os.open(name, NEW, 0o666, dir_fd=folder), "wb", buffering=0) as file:
                 os.unlink(name, dir_fd=folder)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError
-from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, Store, StoreOptions, checked_key
+from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOptions, checked_key
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class RemoteStore(Store):
 
         return with_retries(attempt, attempts=self.options.attempts)
 
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
+    def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
         if not len(out):
             return
 
@@ -134,6 +134,7 @@ class RemoteStore(Store):
                 raise StoreError(f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}")
 
         with_retries(attempt, attempts=self.options.attempts)
+        see(out)
 
     def _receive(self, key: str, opened: Opened) -> Iterator[bytes]:
         """As many bytes as were announced.

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import boto3
 import botocore.exceptions as bce
+import numpy as np
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
@@ -29,7 +30,6 @@ from foundry_moe.checkpoint.errors import (
 from foundry_moe.checkpoint.store import Entry
 from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, with_retries, without_userinfo
 
-SEND_BYTES = 2**20
 PIECE_BYTES = 2**18  # the most that is taken from a connection at once
 MAX_PARTS = 10_000  # S3's own limit
 DELETE_BATCH = 1_000  # S3's own limit
@@ -38,7 +38,6 @@ DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProbl
 WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 ALWAYS: dict[str, dict[str, type]] = {  # fields of every answer of S3's; a proxy's or an attacker's may lack them
     "list_objects_v2": {"Name": str},
-    "list_multipart_uploads": {"Bucket": str},
     "put_object": {"ETag": str},
     "upload_part": {"ETag": str},
     "create_multipart_upload": {"UploadId": str},
@@ -46,49 +45,17 @@ ALWAYS: dict[str, dict[str, type]] = {  # fields of every answer of S3's; a prox
     "get_object": {"ETag": str, "ContentLength": int},
     "head_object": {"ETag": str, "ContentLength": int},
 }
-# a listing's items and what leads to its next page, by operation
-LISTED: dict[str, tuple[str, dict[str, type], dict[str, str]]] = {
-    "list_objects_v2": (
-        "Contents",
-        {"Key": str, "Size": int, "LastModified": datetime.datetime},
-        {"ContinuationToken": "NextContinuationToken"},
-    ),
-    "list_multipart_uploads": (
-        "Uploads",
-        {"Key": str, "UploadId": str, "Initiated": datetime.datetime},
-        {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
-    ),
-}
+LISTED = {"Key": str, "Size": int, "LastModified": datetime.datetime}  # of each object of a listing
 MAX_PAGES = 20_000  # of a listing, of 1,000 objects each: no folder of checkpoints has so many
 ANSWER_BYTES = 2**26  # the most that an answer other than an object's bytes may have; a full page has 4 MB
 UNREADABLE = (ResponseParserError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
-class _View:
-    """A piece of memory as a file that boto3 can send without a copy.
-
-    `read` may return more than it was asked for: the HTTP client sends what it gets, and in blocks of 16 KiB it
-    would hold the interpreter's lock most of the time.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self.data, self.position = data, 0
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def read(self, count: int = -1) -> bytes | memoryview:
-        count = len(self.data) if count < 0 else max(count, SEND_BYTES)
-        piece = self.data[self.position : self.position + count]
-        self.position += len(piece)
-        return piece if len(piece) else b""
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.position = offset + (0, self.position, len(self.data))[whence]
-        return self.position
-
-    def tell(self) -> int:
-        return self.position
+def _body(data: memoryview) -> bytearray:
+    """A copy to send at once. A file is sent in pieces of 16 KiB, for each of which the interpreter's lock is taken."""
+    body = bytearray(len(data))
+    np.frombuffer(body, np.uint8)[:] = np.frombuffer(data, np.uint8)  # without that lock
+    return body
 
 
 class _Limited:
@@ -177,15 +144,7 @@ class S3Store(RemoteStore):
             answer = getattr(client, operation)(Bucket=self.bucket, **arguments)
         except (bce.BotoCoreError, bce.ClientError, OSError, *UNREADABLE) as error:
             raise self._translate(error, action) from error
-        return self._checked(answer, action, operation)
-
-    def _checked(self, answer: Any, action: str, operation: str) -> Any:
-        """The answer, if it is one of S3's: a proxy or a login page says 200 to everything, and an empty folder would
-        be a new run.
-
-        Raises:
-            StoreError: it is not.
-        """
+        # a proxy or a login page says 200 to everything, and an empty folder would be a new run
         if operation == "get_object" and str(answer.get("ContentType", "")).startswith("text/html"):
             raise self._strange(action, "it sent a page in place of the object")
         return self._with_fields(answer, ALWAYS.get(operation, {}), action)
@@ -198,23 +157,21 @@ class S3Store(RemoteStore):
                 raise self._strange(action, f"{name} is missing, or not what S3 gives")
         return answer
 
-    def _list(self, operation: str, action: str, prefix: str) -> Iterator[Any]:
-        """The items of all pages of a listing."""
-        name, fields, following = LISTED[operation]
-        arguments: dict[str, Any] = {"Prefix": self.prefix + prefix}
+    def _list(self, action: str, prefix: str) -> Iterator[Any]:
+        """The objects of all pages of a listing."""
+        arguments = {"Prefix": self.prefix + prefix}
         for _ in range(MAX_PAGES):
-            page = self._call(action, operation, **arguments)
-            items = page.get(name, [])
+            page = self._call(action, "list_objects_v2", **arguments)
+            items = page.get("Contents", [])
             if not isinstance(items, list):
-                raise self._strange(action, f"{name} is not a list")
-            yield from (self._with_fields(item, fields, action) for item in items)
+                raise self._strange(action, "Contents is not a list")
+            yield from (self._with_fields(item, LISTED, action) for item in items)
             if not page.get("IsTruncated"):
                 return
-            self._with_fields(page, dict.fromkeys(following.values(), str), action)
-            after = {argument: page[field] for argument, field in following.items()}
-            if after.items() <= arguments.items():
+            token = self._with_fields(page, {"NextContinuationToken": str}, action)["NextContinuationToken"]
+            if token == arguments.get("ContinuationToken"):
                 raise self._strange(action, "a page of the listing is followed by itself")
-            arguments |= after
+            arguments["ContinuationToken"] = token
         raise self._strange(action, f"its listing has more than {MAX_PAGES} pages")
 
     def put(self, key: str, data: bytes) -> None:
@@ -236,7 +193,7 @@ class S3Store(RemoteStore):
     def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
         part_bytes = max(self.options.part_bytes, -(-len(data) // MAX_PARTS))
         if len(data) <= part_bytes:
-            self._call(f"write {key}", "put_object", Key=self._key(key), Body=_View(data))
+            self._call(f"write {key}", "put_object", Key=self._key(key), Body=_body(data))
             on_part()
             return
         name = self._key(key)
@@ -250,7 +207,7 @@ class S3Store(RemoteStore):
                 Key=name,
                 UploadId=upload,
                 PartNumber=number,
-                Body=_View(piece),
+                Body=_body(piece),
             )
             on_part()
             return {"PartNumber": number, "ETag": answer["ETag"]}
@@ -264,7 +221,7 @@ class S3Store(RemoteStore):
             parts = [future.result() for future in futures if not future.cancelled()]
             self._complete(key, upload, parts, len(data))
         except BaseException:
-            with contextlib.suppress(StoreError):  # retention collects it later
+            with contextlib.suppress(StoreError):
                 self._call("abort", "abort_multipart_upload", Key=name, UploadId=upload)
             raise
 
@@ -306,7 +263,7 @@ class S3Store(RemoteStore):
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         action = f"list {prefix}".rstrip()
-        for item in self._list("list_objects_v2", action, prefix):
+        for item in self._list(action, prefix):
             entry = self._entry(item["Key"], item["Size"], self._seconds(item["LastModified"], action))
             if entry is not None:
                 yield entry
@@ -322,15 +279,6 @@ class S3Store(RemoteStore):
                         f"could not delete {failed.get('Key')} in {self.url}: {failed.get('Message')}; "
                         "allow s3:DeleteObject or remove old checkpoints another way"
                     )
-
-    def discard_unfinished(self, prefix: str, *, older_than_s: float) -> int:
-        limit_s = self.now_s() - older_than_s
-        action = "list unfinished uploads"
-        uploads = self._list("list_multipart_uploads", action, prefix)
-        stale = [upload for upload in uploads if self._seconds(upload["Initiated"], action) <= limit_s]
-        for upload in stale:
-            self._call("abort", "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
-        return len(stale)
 
     def now_s(self) -> float:
         page = self._call("list", "list_objects_v2", Prefix=self.prefix, MaxKeys=1)

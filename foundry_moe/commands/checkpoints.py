@@ -229,8 +229,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         try:
             found: Found | None = ledger.open(key)
             assert found is not None
-            with ledger.hold(found.commit):
-                problems = verify(store, found)
+            problems = verify(store, found)
             size = found.manifest.size_bytes
         except DamagedError as error:
             problems, size = [str(error)], 0
@@ -280,8 +279,7 @@ def _distrust_damaged(ledger: Ledger) -> None:
             found = ledger.open(key)
         except DamagedError:
             continue  # retention checks it itself
-        with ledger.hold(found.commit):
-            problems = verify(ledger.store, found)
+        problems = verify(ledger.store, found)
         if not problems:
             return
         ledger.damaged.add(key)

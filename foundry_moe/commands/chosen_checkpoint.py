@@ -47,10 +47,11 @@ def describe_mesh(mesh: object) -> str:
 
 
 def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T]) -> T:
-    """The result of `use`, which reads the commit while retention keeps it.
+    """The result of `use`, which reads the commit.
 
     Args:
-        step: None = the newest that is good. If `use` finds its data damaged, `use` is called with the one before.
+        step: None = the newest that is good. If `use` finds its data damaged, or the run deletes it meanwhile, `use` is
+            called with the newest that is good then.
 
     Raises:
         CheckpointError: there is none, or none can be used; for a step that is damaged the others are named.
@@ -66,12 +67,13 @@ def with_checkpoint(ledger: Ledger, step: int | None, use: Callable[[Found], T])
             raise NotFoundError(f"{ledger.store.url} holds no checkpoint")
         commit = choice.found.commit
         try:
-            with ledger.hold(commit):
-                return use(choice.found)
+            return use(choice.found)
         except DamagedError as error:
+            keys = ledger.newest_first()
+            fault = "is damaged" if commit.where in keys else "was deleted while it was read"
             if step is not None:
-                others = listed_steps(key for key in ledger.newest_first() if key.step != step)
+                others = listed_steps(key for key in keys if key.step != step)
                 there = f"; other steps: {others}" if others else ""
-                raise DamagedError(f"step {step} is damaged: {error}{there}") from error
+                raise DamagedError(f"step {step} {fault}: {error}{there}") from error
             ledger.damaged.add(commit.where)
-            print(f"step {commit.step} is damaged, trying the one before: {error}", file=sys.stderr)
+            print(f"step {commit.step} {fault}, trying the one before: {error}", file=sys.stderr)

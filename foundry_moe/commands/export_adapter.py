@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.checkpoint.dtypes import DTYPES
+from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import INDEX, Source, read_whole

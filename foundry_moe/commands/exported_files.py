@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
-from foundry_moe.checkpoint.codec import inline_tensors
+from foundry_moe.checkpoint import exchange
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, inline_tensors
 from foundry_moe.checkpoint.dcp_reader import Contents
-from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
-from foundry_moe.checkpoint.range_reads import Fetcher
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.models.native.targets import Target, assemble, copied
 
@@ -84,10 +83,11 @@ def read_whole(store: Store, found: Found, sources: Mapping[str, Source], names:
         CheckpointError: data is damaged.
     """
     chosen = {name: sources[name] for name in names}
-    items = {source.item: name for name, source in chosen.items() if source.item is not None}
-    read = Fetcher(store, found.commit.attempt, found.manifest).whole(items)
+    stored = list(found.manifest.tensors)
+    names_of = {stored[source.item]: name for name, source in chosen.items() if source.item is not None}
+    read = exchange.read_whole(store, found, names_of)
     inline = {name: source.inline for name, source in chosen.items() if source.inline is not None}
-    found_tensors = inline | {items[item]: tensor for item, tensor in read.items()}
+    found_tensors = inline | {names_of[name]: tensor for name, tensor in read.items()}
     return {
         name: chosen[name].sum(((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
         for name, tensor in found_tensors.items()
@@ -185,11 +185,10 @@ def export_state(store: Store, found: Found, out: Path, kind: str, section: str 
     if not paths:
         sections = sorted({str(path[0]) for path in contents.paths.values()})
         raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
-    items = {name: item for item, name in enumerate(found.manifest.tensors) if name in paths}
-    stored = Fetcher(store, found.commit.attempt, found.manifest).whole(items.values())
+    stored = exchange.read_whole(store, found, [name for name in found.manifest.tensors if name in paths])
     state: dict[str, Any] = {}
     for name, path in paths.items():
-        set_element(state, path, stored[items[name]] if name in items else contents.value(name))
+        set_element(state, path, stored[name] if name in stored else contents.value(name))
     if kind == "dcp":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from foundry_moe.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.ledger import Ledger
@@ -265,18 +265,17 @@ def _check_index(folder: Path, index: Metadata, entries: Mapping[str, TensorStor
         end = integer(info.offset, "a place in a file") + integer(info.length, "a length in a file")
         if end > files[info.relative_path]:
             raise DamagedError(f"a tensor ends at byte {end} of {info.relative_path}, which is shorter")
-    shapes, offsets, sizes, total = [], [], [], 0
+    total = 0
     for name, entry in entries.items():
         dtype, shape = entry.properties.dtype, _counts(entry.size)
         if type(dtype) is not torch.dtype or dtype not in DTYPE_NAMES:
             raise DamagedError(f"{shown(name)} has the dtype {shown(dtype)}, which a checkpoint cannot hold")
         boxes = sorted({(_counts(chunk.offsets), _counts(chunk.sizes)) for chunk in entry.chunks})
         boxes = [box for box in boxes if 0 not in box[1]]
-        shapes.append(shape)
-        offsets.append(np.array([box[0] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape)))
-        sizes.append(np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape)))
+        offsets = np.array([box[0] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+        sizes = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+        check_tiling(name, shape, offsets, sizes)
         total += math.prod(shape) * dtype.itemsize
-    check_tiling(list(entries), shapes, offsets, sizes)
     if total > sum(files.values()):
         raise DamagedError(f"its tensors would have {total} bytes, and its files have {sum(files.values())}")
 

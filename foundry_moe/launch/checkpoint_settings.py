@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from foundry_moe.checkpoint.errors import without_password
 from foundry_moe.checkpoint.store import FORM, StoreOptions, folder_problem
@@ -68,14 +68,16 @@ class CheckpointConfig:
     region, profile: of S3, as boto3 takes them; null follows AWS_* variables and profiles.
     timeout: for one connection, one silence of the store, or, plus the time that its bytes need at 64 KiB/s, one
         request.
-    save_timeout: a save that takes longer is said every minute, and each time that it has taken so long counts as a
-        failure of `max_failures`.
     signals: those that stop the run with a save, whichever rank gets one; a second SIGINT (Ctrl-C) ends it at once.
     grace: so long after such a signal the launchers end processes that are still there.
     max_nonfinite: after so many batches in a row with a loss, gradients or weights that are not finite, something is
         done; null looks at no numbers.
     on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
     """
+
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "save_timeout": "a save that takes longer than interval is logged every minute; delete the key",
+    }
 
     folder: str = field(metadata=form(FORM))
     interval: str = field(
@@ -93,7 +95,6 @@ class CheckpointConfig:
     region: str | None = None
     profile: str | None = None
     timeout: str = field(default="60s", metadata=form("a time such as 60s"))
-    save_timeout: str = field(default="30m", metadata=form("a time such as 30m"))
     grace: str = field(default="25s", metadata=form("a time such as 25s"))
     signals: tuple[str, ...] = field(
         default=("SIGTERM", "SIGUSR1", "SIGINT"),
@@ -114,7 +115,7 @@ class CheckpointConfig:
             if getattr(self, name) is not None and self.folder.partition("://")[0] in ("gs", "az"):
                 yield f"{name} ({getattr(self, name)}) is of s3:// alone, and folder is {self.folder}"
         yield from caught(parse_interval, self.interval, "interval")
-        for name in ("timeout", "stale_after", "grace", "save_timeout"):
+        for name in ("timeout", "stale_after", "grace"):
             yield from self._interval_mistakes(name, "s", "must be a time, for example 60s or 6h")
         if self.keep_every is not None:
             yield from self._interval_mistakes("keep_every", "ba", "must be in batches, for example 1000ba")
@@ -153,10 +154,6 @@ class CheckpointConfig:
     @property
     def stale_s(self) -> float:
         return parse_interval(self.stale_after, "stale_after").amount
-
-    @property
-    def save_timeout_s(self) -> float:
-        return parse_interval(self.save_timeout, "save_timeout").amount
 
     @property
     def store_options(self) -> StoreOptions:

@@ -145,7 +145,7 @@ def live(rank: int, life: Life, store: Store, port: int, shared: Shared) -> None
         live_by_dcp(rank, mesh, store, shared)
         return
     engine = CheckpointEngine(store, group=group, policy=Policy(keep=KEEP, stale_s=0.0))
-    engine.claim(Identity(run_name="storm"))
+    engine.acquire(Identity(run_name="storm"))
     state = make_state(0, mesh)
     for tensor in state["model"].values():
         local(tensor).fill_(-1)

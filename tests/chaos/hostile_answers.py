@@ -181,7 +181,6 @@ CALLS: dict[str, tuple[Callable[[Store], Any], Callable[[Any], bool]]] = {
     "delete": (lambda store: store.delete(["a", "b"]), lambda found: found is None),
     "clock": (lambda store: store.now_s(), lambda found: isinstance(found, float)),
     "check": (lambda store: store.check(), lambda found: found is None),
-    "unfinished": (lambda store: store.discard_unfinished("", older_than_s=0), lambda found: found >= 0),
 }
 
 

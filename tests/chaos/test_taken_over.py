@@ -34,7 +34,7 @@ def test_the_older_process_leaves_the_folder_to_the_newer_one(tiny_text, tmp_pat
             owners = Owners(store)
             before = owners.newest()
             assert before is not None and older.poll() is None, (tmp_path / "printed").read_text()[-5000:]
-            newer = owners.claim(before.identity, has_commits=lambda: True)
+            newer = owners.acquire(before.identity, has_commits=lambda: True)
             began = len(read_log(log))
             wait_for(lambda: older.poll() is not None, STOP_S)
         finally:

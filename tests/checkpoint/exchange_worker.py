@@ -48,9 +48,9 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 class Case:
     """Where which rank fails.
 
-    way: how ranks reach each other's bytes: neighbours | sent.
+    way: how ranks get what another one fetches: they read it too, as on one host | it is sent.
     whole: each rank needs all of the tensors, and not some columns of each.
-    step: fetches | plan | read | cut | place | read_again.
+    step: memory | read | place.
     call: which call of it fails.
     errors: by rank.
     """
@@ -91,14 +91,10 @@ def make_state(placement: Replicate | Shard, step: int | None) -> dict[str, Any]
 
 
 @contextmanager
-def reached(way: str) -> Iterator[None]:
-    """Ranks read again what a neighbour has read, or are sent it."""
-    with mock.patch.object(FileStore, "identity", FileStore.identity if way == "neighbours" else lambda *_: None):
+def reached(way: str, store: FileStore) -> Iterator[None]:
+    """Ranks read what another of their host has read, or are sent it."""
+    with mock.patch.object(store, "host", store.host if way == "one host" else None):
         yield
-
-
-def _always(*_: Any) -> bool:
-    return True
 
 
 @contextmanager
@@ -107,10 +103,10 @@ def injected(case: Case) -> Iterator[list[str]]:
     struck: list[str] = []
     calls = 0
 
-    def failing(function: Callable[..., Any], counts: Callable[..., bool] = _always) -> Callable[..., Any]:
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keys: Any) -> Any:
             nonlocal calls
-            calls += counts(*arguments)
+            calls += 1
             if calls == case.call and not struck:
                 struck.append(case.step)
                 raise ERRORS[case.errors[dist.get_rank()]]()
@@ -121,9 +117,7 @@ def injected(case: Case) -> Iterator[list[str]]:
     if case.step == "read":
         patch = mock.patch.object(Fetcher, "fetch", failing(Fetcher.fetch))
     else:
-        name = "piece_bytes" if case.step == "plan" else case.step
-        counts = (lambda targets, *rest: case.way != "sent" or rest[-1] != targets.rank) if name == "cut" else _always
-        patch = mock.patch.object(Targets, name, failing(getattr(Targets, name), counts))
+        patch = mock.patch.object(Targets, case.step, failing(getattr(Targets, case.step)))
     with patch:
         yield struck
 
@@ -167,7 +161,7 @@ def fail_each(folder: str, cases: list[Case], timeout_s: float) -> list[tuple[Ca
         store.range_bytes = 2**20  # several rounds
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         engine = CheckpointEngine(store, group=group)
-        with reached(case.way):
+        with reached(case.way, store):
             failed, again = _of_all(load(engine, case.whole, case)), []
             if max(ended.seconds for ended in failed) < timeout_s:  # else the group is broken
                 again = _of_all(load(engine, case.whole))

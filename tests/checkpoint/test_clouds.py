@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import sys
 import time
 import traceback
@@ -50,8 +49,8 @@ def test_a_run_saves_resumes_and_removes_old_checkpoints(cloud) -> None:
 
 def test_a_restart_takes_the_folder_over(cloud) -> None:
     owners = Owners(cloud)
-    first = owners.claim(Identity(run_name="run"), has_commits=lambda: False)
-    second = owners.claim(Identity(run_name="run"), has_commits=lambda: False)
+    first = owners.acquire(Identity(run_name="run"), has_commits=lambda: False)
+    second = owners.acquire(Identity(run_name="run"), has_commits=lambda: False)
     owners.check(second)
     with pytest.raises(TakenOverError):
         owners.check(first)
@@ -130,29 +129,6 @@ def test_a_missing_client_is_a_sentence_that_says_what_to_install(monkeypatch, s
     monkeypatch.delitem(sys.modules, "foundry_moe.checkpoint.store_cloud")
     with pytest.raises(ValueError, match=rf"needs obstore.*pip install 'foundry_moe\[{extra}\]'"):
         open_store(f"{scheme}://bucket/run")
-
-
-def _read(store: Store, answer: Any) -> None:
-    try:
-        answer.send(store.get("a"))
-    except StoreError as error:
-        answer.send(str(error))
-
-
-@pytest.mark.parametrize(("method", "words"), [("fork", "forked from one that had used obstore"), ("spawn", None)])
-def test_a_forked_process_says_why_it_cannot_go_on(gs, method, words) -> None:
-    gs.put("a", b"1")
-    here, there = multiprocessing.Pipe()
-    store = open_store(gs.url, gs.options)
-    process = multiprocessing.get_context(method).Process(target=_read, args=(store, there))
-    process.start()
-    try:
-        assert here.poll(120)
-        answer = here.recv()
-    finally:
-        process.kill()
-        process.join()
-    assert answer == b"1" if words is None else words in answer
 
 
 # Hostile answers

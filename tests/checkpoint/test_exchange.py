@@ -14,17 +14,14 @@ RANKS = 4
 TIMEOUT_S = 30.0  # of the group: for so long ranks would wait for one that left
 AT_ONCE_S = 5.0
 
-STEPS = {
-    "neighbours": ("plan", "read", "cut", "place", "read_again"),
-    "sent": ("plan", "read", "cut", "place"),
-}
-EVERYWHERE = [Case(way=way, whole=False, step=step) for way, steps in STEPS.items() for step in steps]
-WHOLE = [Case(way="neighbours", whole=True, step=step) for step in ("plan", "read", "read_again")]
-FIRST_CALL = [Case(way="sent", whole=True, step=step, call=1) for step in ("fetches", "plan", "read")]
+STEPS = ("memory", "read", "place")
+EVERYWHERE = [Case(way=way, whole=False, step=step) for way in ("one host", "sent") for step in STEPS]
+WHOLE = [Case(way="one host", whole=True, step=step) for step in STEPS]
+FIRST_CALL = [Case(way="sent", whole=True, step=step, call=1) for step in ("memory", "read")]
 KINDS = [Case(way="sent", whole=True, step="read", errors={1: error}) for error in worker.ERRORS]
 TWO = [
-    Case(way="neighbours", whole=False, step="read", errors={0: "damage", 2: "device"}),
-    Case(way="neighbours", whole=False, step="read", errors={0: "damage", 2: "silent store"}),
+    Case(way="one host", whole=False, step="read", errors={0: "damage", 2: "device"}),
+    Case(way="one host", whole=False, step="read", errors={0: "damage", 2: "silent store"}),
 ]
 
 

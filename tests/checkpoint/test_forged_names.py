@@ -12,7 +12,7 @@ from foundry_moe.checkpoint import Writer
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import CheckpointError, OwnedError
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.owners import Claim, Identity, Owners
+from foundry_moe.checkpoint.owners import Identity, Lease, Owners
 from foundry_moe.checkpoint.records import CommitKey, file_hash
 from tests.helpers.checkpoints import blank, check, save
 from tests.helpers.forging import key_of, record_of
@@ -21,8 +21,8 @@ JUNK = "commits/999999999-000000000001.json"
 A = Identity(run_name="a", model="m")
 
 
-def claim(store) -> Claim:
-    return Owners(store).claim(A, has_commits=lambda: False)
+def lease(store) -> Lease:
+    return Owners(store).acquire(A, has_commits=lambda: False)
 
 
 @pytest.mark.parametrize("junk", [JUNK, "commits/000000-999999999999999.json", "commits/000001-000000000009.json"])
@@ -69,24 +69,24 @@ def test_no_commit_has_a_name_that_no_listing_reads(numbers) -> None:
     assert CommitKey.parse(CommitKey(generation=10**9 - 1, step=10**15 - 1).key) is not None
 
 
-def test_the_last_number_of_a_claim_gives_the_folder_to_nobody(store) -> None:
+def test_the_last_number_of_a_lease_gives_the_folder_to_nobody(store) -> None:
     """Two processes once got numbers of ten digits, which no listing read, and both were told that they own it."""
-    first = claim(store)
-    last = Claim(**{**vars(first), "number": 999_999_999, "nonce": "x"})
+    first = lease(store)
+    last = Lease(**{**vars(first), "number": 999_999_999, "nonce": "x"})
     store.put(last.key, last.to_bytes())
     for _ in range(2):
         with pytest.raises(OwnedError, match=r"owners/999999999.json has the largest number .* remove that object"):
-            claim(store)
+            lease(store)
     with pytest.raises(OwnedError, match="largest number"):
         Owners(store).release()
     assert {entry.key for entry in store.scan("owners/") if entry.key.endswith("json")} == {first.key, last.key}
 
 
-def test_a_claim_under_another_spelling_of_its_number_counts_for_nothing(store, caplog) -> None:
-    first = claim(store)
+def test_a_lease_under_another_spelling_of_its_number_counts_for_nothing(store, caplog) -> None:
+    first = lease(store)
     store.put("owners/0000001.json", b"junk")
     store.put("owners/999999999.json", b"junk")
-    second = claim(store)
+    second = lease(store)
     assert (first.number, second.number) == (1, 2)
     Owners(store).check(second)
     assert "Passed over owners/999999999.json" in caplog.text and "0000001" not in caplog.text

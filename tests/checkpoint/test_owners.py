@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint import open_store
-from foundry_moe.checkpoint import owners as owners_module
 from foundry_moe.checkpoint.collective_errors import portable
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import DamagedError, MismatchError, OwnedError, TakenOverError
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.owners import Claim, Heart, Identity, Owners, tensors_digest
+from foundry_moe.checkpoint.owners import Heartbeat, Identity, Lease, Owners, tensors_digest
 from tests.helpers.checkpoints import blank, check, make_state, steps_in
 
 A, B = Identity(run_name="a", model="m"), Identity(run_name="b", model="m")
@@ -37,20 +36,22 @@ class Clock:
         return self._store.now_s() + self.ahead_s
 
 
-def claim(store, identity: Identity, *, commits: bool = False) -> Claim:
-    return Owners(store).claim(identity, has_commits=lambda: commits)
+def lease(store, identity: Identity, *, commits: bool = False) -> Lease:
+    return Owners(store).acquire(identity, has_commits=lambda: commits)
 
 
 def start(store, identity: Identity, **policy) -> CheckpointEngine:
     engine = CheckpointEngine(store, policy=Policy(**{"keep": 10, **policy}))
-    engine.claim(identity)
+    engine.acquire(identity)
     return engine
 
 
 def test_a_second_run_is_refused_at_its_start(store) -> None:
-    claim(store, A)
-    with pytest.raises(OwnedError, match=r"belongs to run 'a' \(process \d+ on .*\), heard of .*this is run 'b': give"):
-        claim(store, B)
+    lease(store, A)
+    with pytest.raises(
+        OwnedError, match=r"to run 'a' \(process \d+ on .*\), whose heartbeat is .*this is run 'b': give"
+    ):
+        lease(store, B)
 
 
 def test_a_restart_takes_over_at_once_and_the_older_process_stops(store) -> None:
@@ -66,7 +67,7 @@ def test_a_restart_takes_over_at_once_and_the_older_process_stops(store) -> None
     assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000001"}
     second.save(make_state(2), 2)
     assert second.wait().error is None and steps_in(store) == [2, 1]
-    assert second._committer.claimed.run == first._committer.claimed.run, "one run in all its lives"
+    assert second._committer.lease.run == first._committer.lease.run, "one run in all its lives"
 
 
 def test_who_is_taken_over_while_it_writes_commits_and_deletes_nothing(store, monkeypatch) -> None:
@@ -89,38 +90,38 @@ def test_who_is_taken_over_while_it_writes_commits_and_deletes_nothing(store, mo
 
 def test_the_heartbeat_notices_it_between_two_saves(store, caplog) -> None:
     owners = Owners(store)
-    mine = claim(store, A)
-    heart = Heart(owners, mine, every_s=0.05)
-    claim(store, A)
-    heart._thread.join(30)
-    assert heart.lost is not None and "another process has taken over" in caplog.text
+    mine = lease(store, A)
+    heartbeat = Heartbeat(owners, mine, every_s=0.05)
+    lease(store, A)
+    heartbeat._thread.join(30)
+    assert heartbeat.lost is not None and "another process has taken over" in caplog.text
 
 
 def test_a_name_that_nobody_gave_and_a_model_without_a_digest_agree_with_any(store) -> None:
     for identity in (Identity(), A, Identity(model="m"), Identity(run_name="a")):
-        assert claim(store, identity, commits=True).run_name in ("", "a")
+        assert lease(store, identity, commits=True).run_name in ("", "a")
     with pytest.raises(OwnedError, match="this is run 'b'"):
-        claim(store, B)
+        lease(store, B)
 
 
 def test_the_dead_are_passed_over_only_where_they_left_nothing(store) -> None:
     clock = Clock(store)
-    claim(clock, A)
+    lease(clock, A)
     clock.ahead_s = 3600.0
     with pytest.raises(OwnedError, match="not running now, and this is run 'b'"):
-        claim(clock, B, commits=True)
-    assert claim(clock, B).run_name == "b"
+        lease(clock, B, commits=True)
+    assert lease(clock, B).run_name == "b"
     with pytest.raises(OwnedError):
-        claim(store, A)
+        lease(store, A)
 
 
 def test_a_folder_that_was_freed_is_anyones_and_its_owner_stops(store) -> None:
     first = start(store, A)
     assert Owners(store).release().run_name == "a" and Owners(store).release() is None
     first.save(make_state(1), 1)
-    with pytest.raises(TakenOverError, match="somebody freed the folder"):
+    with pytest.raises(TakenOverError, match="the folder was released"):
         first.wait()
-    assert claim(store, B, commits=True).number == 3
+    assert lease(store, B, commits=True).number == 3
 
 
 def test_another_model_is_refused_before_the_first_commit_and_told_by_tensors_after_it(store) -> None:
@@ -149,11 +150,11 @@ def test_a_models_digest_is_that_of_names_and_shapes() -> None:
 
 def test_of_many_that_start_at_once_one_owns_the_folder(store) -> None:
     with ThreadPoolExecutor(6) as pool:
-        claims = list(pool.map(lambda _: claim(store, A), range(6)))
-    assert len({item.number for item in claims}) == 6
-    owners, last = Owners(store), max(claims, key=lambda item: item.number)
+        leases = list(pool.map(lambda _: lease(store, A), range(6)))
+    assert len({item.number for item in leases}) == 6
+    owners, last = Owners(store), max(leases, key=lambda item: item.number)
     owners.check(last)
-    for item in claims:
+    for item in leases:
         if item is not last:
             with pytest.raises(TakenOverError):
                 owners.check(item)
@@ -162,7 +163,7 @@ def test_of_many_that_start_at_once_one_owns_the_folder(store) -> None:
 def test_of_two_runs_that_start_at_once_one_is_refused(store) -> None:
     def enter(identity: Identity) -> str:
         try:
-            return claim(store, identity).run_name
+            return lease(store, identity).run_name
         except OwnedError:
             return "refused"
 
@@ -173,27 +174,25 @@ def test_of_two_runs_that_start_at_once_one_is_refused(store) -> None:
 @pytest.mark.parametrize(
     "raw", [b"", b"{}", b"[1]", b"\xff", b"[" * 10**5, b'{"xxh3": "0", "number": 7}', b"9" * 99999]
 )
-def test_a_claim_that_cannot_be_read_is_passed_over(store, raw, caplog) -> None:
+def test_a_lease_that_cannot_be_read_is_passed_over(store, raw, caplog) -> None:
     for number in (1, 2, 7, 999999):
         store.put(f"owners/{number:06d}.json", raw)
     with pytest.raises(DamagedError):
-        Claim.from_bytes(raw, "owners/000007.json")
-    mine = claim(store, A)
+        Lease.from_bytes(raw, "owners/000007.json")
+    mine = lease(store, A)
     Owners(store).check(mine)
     assert mine.number == 3 and "Passed over owners/000007.json" in caplog.text
-    assert claim(store, A).number == 4
+    assert lease(store, A).number == 4
 
 
-def test_old_claims_go_and_who_lost_its_own_sees_the_newer(store) -> None:
-    first = claim(store, A)
-    for _ in range(9):
-        last = claim(store, A)
-    assert len([e for e in store.scan("owners/") if e.key.endswith(".json")]) == owners_module.KEPT + 1
+def test_who_lost_its_own_lease_sees_the_newer(store) -> None:
+    first = lease(store, A)
+    last = lease(store, A)
     with pytest.raises(TakenOverError):
         Owners(store).check(first)
     store.delete([entry.key for entry in store.scan("owners/")])
     Owners(store).check(last)
-    assert Owners(store).newest() == last, "a claim that was removed is made again"
+    assert Owners(store).newest() == last, "a lease that was removed is made again"
 
 
 def test_these_errors_reach_other_ranks_whole() -> None:
@@ -211,7 +210,7 @@ from tests.helpers.checkpoints import blank, check, make_state
 folder, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 engine = CheckpointEngine(open_store(folder), policy=Policy(keep=2))
 try:
-    engine.claim(Identity(run_name=name))
+    engine.acquire(Identity(run_name=name))
 except OwnedError as error:
     sys.exit(f"refused: {error}")
 loaded = engine.load(blank())

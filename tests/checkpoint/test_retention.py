@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 
 import pytest
 
 from foundry_moe.checkpoint import fault_injection, open_store
-from foundry_moe.checkpoint import ledger as commits_module
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
-from foundry_moe.checkpoint.ledger import BURIED, Ledger
+from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.records import Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.retention import Retention
@@ -158,58 +156,12 @@ def test_a_save_whose_data_was_collected_under_it_is_not_reported_as_good(store,
     check(CheckpointEngine(store).load(blank()), 3)
 
 
-def test_gc_sees_the_record_or_the_committer_sees_its_mark(store, at, monkeypatch) -> None:
-    """The worst moment: gc has listed the records, then the record comes, then gc goes on."""
-    engine = save(store, 1)
-    marked, go_on = threading.Event(), threading.Event()
-    slow = Retention(Ledger(open_store(store.url, store.options)))
-    looked = slow._others_name
-
-    def others_name(*arguments) -> bool:
-        named = looked(*arguments)
-        marked.set()
-        assert go_on.wait(30)
-        return named
-
-    monkeypatch.setattr(slow, "_others_name", others_name)
-    collector = threading.Thread(target=slow.collect, args=(-1,))
-
-    def begin() -> None:
-        collector.start()
-        assert marked.wait(30)
-
-    monkeypatch.setattr(commits_module, "CONFIRM_WAITS_S", (0.01,))
-    at("commit.manifest_written", begin)
-    engine.save(make_state(2), 2)
-    report = engine.wait()
-    go_on.set()
-    collector.join()
-    assert "its data was removed" in report.error and "marked as about to go" in report.error
-    assert steps_in(store) == [1]
-
-
-def test_a_mark_that_goes_away_again_costs_nothing(store, at) -> None:
-    engine = save(store, 1)
-    marks = []
-
-    def mark() -> None:
-        attempt = next(e.key.rpartition("/")[0] for e in store.scan("steps/000000000002/") if "MANIFEST" in e.key)
-        marks.append(f"{attempt}/{BURIED}")
-        store.put(marks[0], b"")
-        threading.Timer(0.3, lambda: store.delete(marks)).start()  # gc saw the record and leaves the attempt
-
-    at("commit.manifest_written", mark)
-    engine.save(make_state(2), 2)
-    assert engine.wait().error is None and marks
-    check(CheckpointEngine(store).load(blank()), 2)
-
-
 def test_gc_leaves_a_living_run_alone_and_clears_up_after_a_dead_one(store, at) -> None:
     dead = "steps/000000000001/20260101T000000-deadbeef/data/000000.bin"
     store.put(dead, b"12345")
     time.sleep(1.1)  # S3 has whole seconds
     engine = CheckpointEngine(store)
-    engine.claim(Identity(run_name="a"))
+    engine.acquire(Identity(run_name="a"))
     found = []
     at("commit.sizes_checked", lambda: found.append(gc(store)))
     engine.save(make_state(2), 2)

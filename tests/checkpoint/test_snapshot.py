@@ -8,27 +8,8 @@ from torch import nn
 
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine
-from foundry_moe.checkpoint.snapshot import merge
 
 pytestmark = pytest.mark.quick
-
-
-def test_merged_copies_bring_the_same_bytes() -> None:
-    source = torch.arange(60, dtype=torch.float32)
-    target = torch.full((70,), -1.0)
-    cuts = [(0, 10, 0), (10, 20, 10), (20, 32, 20), (32, 40, 40), (44, 60, 48)]  # a gap in the target, then in both
-    pairs = [(target[at : at + end - start], source[start:end]) for start, end, at in cuts]
-    other = torch.arange(6, dtype=torch.float32)[::2]  # not contiguous
-    pairs += [(target[64:67], other), (target[67:70], other)]
-    merged = merge(pairs)
-    assert [pair[0].numel() for pair in merged] == [32, 8, 16, 3, 3]
-    for to, of in merged:
-        to.copy_(of)
-    expected = torch.full((70,), -1.0)
-    for start, end, at in cuts:
-        expected[at : at + end - start] = source[start:end]
-    expected[64:67] = expected[67:70] = other
-    assert torch.equal(target, expected)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

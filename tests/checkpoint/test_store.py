@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -22,6 +21,8 @@ from foundry_moe.checkpoint.errors import (
     NotFoundError,
     StoreError,
 )
+from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from tests.helpers.s3_servers import served
@@ -78,68 +79,13 @@ def test_an_interrupted_upload_shows_nothing_and_is_collected(every_store) -> No
     assert list(store.scan()) == []
 
 
-def test_what_a_killed_upload_left_is_collected(s3, tmp_path) -> None:
-    client = s3._client
-    client.create_multipart_upload(Bucket="bucket", Key=s3.prefix + "steps/1/x")
-    assert s3.discard_unfinished("other/", older_than_s=-1) == 0
-    assert s3.discard_unfinished("steps/", older_than_s=-1) == 1
-    files = open_store(str(tmp_path))
-    (tmp_path / "steps").mkdir()
-    (tmp_path / "steps" / ".unfinished-1-x").write_bytes(b"half")
-    assert list(files.scan()) == []
-    assert files.discard_unfinished("steps/", older_than_s=3600) == 0
-    assert files.discard_unfinished("steps/", older_than_s=-1) == 1
-
-
-class Pages(BaseHTTPRequestHandler):
-    """S3's unfinished uploads, two a page: moto gives all of them on one."""
-
-    uploads: list[tuple[str, str]]
-
-    def do_GET(self) -> None:
-        query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
-        left = self.uploads
-        if "key-marker" in query:
-            left = [upload for upload in left if upload > (query["key-marker"], query["upload-id-marker"])]
-        page, more = left[:2], len(left) > 2
-        items = "".join(
-            f"<Upload><Key>{key}</Key><UploadId>{name}</UploadId><Initiated>2020-01-01T00:00:00.000Z</Initiated></Upload>"
-            for key, name in page
-        )
-        after = f"<NextKeyMarker>{page[-1][0]}</NextKeyMarker><NextUploadIdMarker>{page[-1][1]}</NextUploadIdMarker>"
-        truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{after if more else ''}"
-        is_listing = "uploads" in urlsplit(self.path).query.split("&")
-        name = "ListMultipartUploadsResult" if is_listing else "ListBucketResult"
-        body = f"<{name}>{truncated}{items}<Bucket>bucket</Bucket></{name}>"
-        body = body if is_listing else f"<{name}><Name>bucket</Name></{name}>"
-        self.reply(200, body.encode())
-
-    def do_DELETE(self) -> None:
-        parts = urlsplit(self.path)
-        self.uploads.remove((parts.path.removeprefix("/bucket/"), parse_qs(parts.query)["uploadId"][0]))
-        self.reply(204, b"")
-
-    def reply(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_unfinished_uploads_are_collected_from_every_page(moto) -> None:
-    uploads = [("run/steps/1/x", str(n)) for n in range(5)] + [("run/steps/2/y", str(n)) for n in range(2)]
-    server = HTTPServer(("127.0.0.1", 0), type("Handler", (Pages,), {"uploads": uploads}))
-    Thread(target=server.serve_forever, daemon=True).start()
-    store = open_store("s3://bucket/run", StoreOptions(endpoint_url=f"http://127.0.0.1:{server.server_address[1]}"))
-    try:
-        assert store.discard_unfinished("steps/", older_than_s=3600) == 7
-        assert uploads == []
-    finally:
-        server.shutdown()
-        server.server_close()
+def test_what_a_killed_upload_left_goes_with_its_attempt(tmp_path) -> None:
+    store = open_store(str(tmp_path))
+    folder = tmp_path / "steps" / "000000000001" / "20260101T000000-deadbeef" / "data"
+    folder.mkdir(parents=True)
+    (folder / ".unfinished-1-000000.bin").write_bytes(b"half")
+    assert Retention(Ledger(store)).collect(3600) == {}
+    assert len(Retention(Ledger(store)).collect(-1)) == 1 and list(store.scan()) == []
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "drop", "stall"])

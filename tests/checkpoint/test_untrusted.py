@@ -217,7 +217,7 @@ def tiles(shape, boxes) -> bool:
     offsets = np.array([box[0] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
     sizes = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
     try:
-        check_tiling(["w"], [tuple(shape)], [offsets], [sizes])
+        check_tiling("w", tuple(shape), offsets, sizes)
     except DamagedError:
         return False
     return True
@@ -264,20 +264,12 @@ def test_tiling_agrees_with_counting_each_element() -> None:
 
 
 def test_the_tensor_that_is_not_covered_is_named() -> None:
-    whole = np.zeros((1, 2), dtype=np.int64), np.array([[3, 4]])
+    nothing = np.zeros((0, 2), dtype=np.int64)
     with pytest.raises(DamagedError, match=r"'b' \[3, 4\] leave elements out or hold some twice"):
-        check_tiling(
-            ["a", "b", "c"],
-            [(3, 4)] * 3,
-            [whole[0], np.zeros((0, 2), dtype=np.int64), whole[0]],
-            [whole[1], np.zeros((0, 2), dtype=np.int64), whole[1]],
-        )
-    check_tiling(
-        ["none", "one"],
-        [(0, 5), ()],
-        [np.zeros((0, 2), np.int64), np.zeros((1, 0), np.int64)],
-        [np.zeros((0, 2), np.int64), np.ones((1, 0), np.int64)],
-    )
+        check_tiling("b", (3, 4), nothing, nothing)
+    check_tiling("a", (3, 4), np.zeros((1, 2), dtype=np.int64), np.array([[3, 4]]))
+    check_tiling("none", (0, 5), nothing, nothing)
+    check_tiling("one", (), np.zeros((1, 0), np.int64), np.ones((1, 0), np.int64))
 
 
 def many_blocks(tensors: int, blocks: int) -> Manifest:
@@ -309,14 +301,9 @@ def test_two_hundred_thousand_blocks_are_checked_in_a_fraction_of_the_time_of_re
     raw = many_blocks(500, 400).to_bytes()
     manifest = Manifest.from_bytes(raw)
     assert sum(len(entry.object_B) for entry in manifest.tensors.values()) == 200_000
-    entries = list(manifest.tensors.values())
     began = time.perf_counter()
-    check_tiling(
-        list(manifest.tensors),
-        [e.shape for e in entries],
-        [e.offsets_BN for e in entries],
-        [e.sizes_BN for e in entries],
-    )
+    for name, entry in manifest.tensors.items():
+        check_tiling(name, entry.shape, entry.offsets_BN, entry.sizes_BN)
     assert time.perf_counter() - began < 1
 
 

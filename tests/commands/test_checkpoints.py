@@ -299,9 +299,9 @@ def test_a_folder_that_is_freed_goes_to_another_run(folder, capsys) -> None:
     store = open_store(str(folder))
     assert tool("release", folder) == 0 and "no run owns" in capsys.readouterr().out
     owners = Owners(store)
-    owners.claim(Identity(run_name="a"), has_commits=lambda: True)
+    owners.acquire(Identity(run_name="a"), has_commits=lambda: True)
     assert tool("gc", folder) == 0 and "run 'a'" in capsys.readouterr().out
     with pytest.raises(OwnedError):
-        owners.claim(Identity(run_name="b"), has_commits=lambda: True)
+        owners.acquire(Identity(run_name="b"), has_commits=lambda: True)
     assert tool("release", folder) == 0 and "is released from run 'a'" in capsys.readouterr().out
-    assert owners.claim(Identity(run_name="b"), has_commits=lambda: True).run_name == "b"
+    assert owners.acquire(Identity(run_name="b"), has_commits=lambda: True).run_name == "b"
