@@ -5,7 +5,7 @@
 Dropless against `capacity`, at the shapes of the MegaBlocks paper (Gale et al. 2022, table 1: 64 experts, top-1,
 sequences of 1024), in bf16. First MoE-XS is trained on real text with each layout on the same tokens: loss, dropped
 share, time of a step. Then one layer of each shape and whole microbatches of each shape are timed, with the choices
-that the trained dropless model makes. Both sides share the router, and place, copy, weigh and sum tokens in kernels;
+that the trained dropless model makes. Both sides share the gate, and place, copy, weigh and sum tokens in kernels;
 the dropless side multiplies in its ragged kernels, the padded one in cuBLAS's batched products.
 
 The argument holds int16 token ids [samples, positions] of `train` and `val`; `--save-tokens FOLDER` makes it from the
@@ -59,7 +59,7 @@ PARTS = ("training", "layers", "microbatches")
 
 
 class RecordedGate(LinearGate):
-    """A switch router whose choices are given, so that loads are those of a training and not of random weights."""
+    """A switch gate whose choices are given, so that loads are those of a training and not of random weights."""
 
     experts_T: Tensor
 

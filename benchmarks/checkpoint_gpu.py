@@ -38,7 +38,7 @@ class Layer(nn.Module):
         self.top_k, self.heads = top_k, width // 128
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.wqkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.router = nn.Linear(width, experts, bias=False)
+        self.gate = nn.Linear(width, experts, bias=False)
         self.w1_EFD = nn.Parameter(torch.empty(experts, hidden, width).normal_(std=0.02))
         self.v1_EFD = nn.Parameter(torch.empty(experts, hidden, width).normal_(std=0.02))
         self.w2_EFD = nn.Parameter(torch.empty(experts, hidden, width).normal_(std=0.02))
@@ -49,9 +49,9 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BSD = x_BSD + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         x_TD = self.norm_2(x_BSD).reshape(-1, width)
-        weights_TK, experts_TK = self.router(x_TD).softmax(-1, dtype=torch.float32).topk(self.top_k)
+        weights_TK, experts_TK = self.gate(x_TD).softmax(-1, dtype=torch.float32).topk(self.top_k)
         order_R = experts_TK.flatten().argsort()
-        counts_E = torch.bincount(experts_TK.flatten(), minlength=self.router.out_features)
+        counts_E = torch.bincount(experts_TK.flatten(), minlength=self.gate.out_features)
         ends_E = counts_E.cumsum(0).to(torch.int32)
         rows_RD = x_TD[order_R // self.top_k]
         gated = F.silu(torch._grouped_mm(rows_RD, self.w1_EFD.transpose(1, 2), offs=ends_E))

@@ -33,14 +33,14 @@ from foundry_moe.checkpoint.store import PART_BYTES
 
 
 class Layer(nn.Module):
-    """One transformer layer's weights: attention, norms, router, experts as w[E, F, D]."""
+    """One transformer layer's weights: attention, norms, gate, experts as w[E, F, D]."""
 
     def __init__(self, width: int, experts: int, hidden: int) -> None:
         super().__init__()
         self.wqkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.router = nn.Linear(width, experts, bias=False)
+        self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.Module()
         for name in ("w1_EFD", "v1_EFD", "w2_EFD"):
             self.experts.register_parameter(name, nn.Parameter(torch.empty(experts, hidden, width)))

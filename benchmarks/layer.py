@@ -60,7 +60,7 @@ def torch_grouped(x: Tensor, logits: Tensor, w1: Tensor, v1: Tensor | None, w2: 
 def grouped_experts(
     x: Tensor, experts_TK: Tensor, weights_TK: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, k: int
 ) -> Tensor:
-    """`torch_grouped` after its router."""
+    """`torch_grouped` after its gate."""
     weights_A = weights_TK.flatten()
     expert_A, order_A = torch.sort(experts_TK.flatten(), stable=True)
     offsets_E = torch.histc(expert_A.float(), bins=w1.shape[0], min=0, max=w1.shape[0] - 1).cumsum(0).int()

@@ -1,4 +1,4 @@
-"""A layer's memory and time where the router sends more to one GPU than to others, with `mesh.buffer` and without.
+"""A layer's memory and time where the gate sends more to one GPU than to others, with `mesh.buffer` and without.
 
     python benchmarks/skew.py --gpus 2 [--tokens 16384] [--width 2048] [--hidden 1024] [--experts 64] [--top-k 8]
     python benchmarks/skew.py --gpus 1 --ranks 8         # the fullest of eight ranks alone: see `skewed_rank.py`

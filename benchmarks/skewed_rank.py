@@ -1,4 +1,4 @@
-"""The choices of a skewed router, and one rank of many on one device: what all ranks' tokens send there.
+"""The choices of a skewed gate, and one rank of many on one device: what all ranks' tokens send there.
 
 All ranks do as this one: each sends it what it sends itself. Messages are copies, of as many bytes as it would receive,
 so that memory is that of the rank in a whole group. What experts elsewhere would compute comes back as zeros.

@@ -3,7 +3,7 @@
     python benchmarks/tune_kernels.py --out kernels/hopper.json [--cases XS,OLMoE] [--products up2,inner]
 
 Compiles in parallel processes first, then times alone: one call of each candidate in turn, medians of CUDA events over
-operands that exceed the L2. Each runs twice, with as many rows for every expert and with rows as a balanced router
+operands that exceed the L2. Each runs twice, with as many rows for every expert and with rows as a balanced gate
 sends them, at random: the least sum of both wins, for the best on equal rows can be far from it on random ones.
 cuBLAS (`torch.bmm`, equal rows) runs in turn with them.
 
@@ -73,7 +73,7 @@ class Product:
 
 
 def loads(rows: int, experts: int, load: str, device: str) -> torch.Tensor:
-    """Row ends: `equal`, or `random` as of a balanced router."""
+    """Row ends: `equal`, or `random` as of a balanced gate."""
     counts = torch.full((experts,), rows // experts)
     if load == "random":
         generator = torch.Generator().manual_seed(1)

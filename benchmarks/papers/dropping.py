@@ -111,7 +111,7 @@ class Row:
 
     seconds, optimizer_seconds: of all training steps so far, and of clipping and the optimizer in them.
     dropped: share of the choices since the row before.
-    entropy: of routers' probabilities on the held-out text, over log E; mean of layers.
+    entropy: of gates' probabilities on the held-out text, over log E; mean of layers.
     top_share: of the choices since the row before, of the expert with most; mean of layers.
     constant: the learning rate has not begun to decay.
     done: the run's last row.

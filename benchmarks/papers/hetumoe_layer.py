@@ -5,7 +5,7 @@
 The paper: 16 experts, hidden size 2048, sequences of 1024 tokens, Switch and GShard gates, 8 TITAN RTX, fp32: up to 8.1
 times DeepSpeed-MoE (Switch, batch 32), at least 15% over the best system. Here all experts are on one GPU, in bf16, so
 that no all-to-all is part of any layer; experts are 2048 wide as the tokens are, with GELU; forward and backward with
-the balance loss, launches hidden. Loads are those of a random router on random tokens, near even. The ways:
+the balance loss, launches hidden. Loads are those of a random gate on random tokens, near even. The ways:
 
     ours            dropless
     padded dynamic  the smallest capacity that drops nothing (Tutel, Hwang et al. 2023), placed by our kernels and

@@ -48,8 +48,8 @@ def test_what_disable_grad_freezes_has_no_state_and_no_gradient(tmp_path: Path) 
     adapters = 4 * 3 * 16 * (32 + 24) * 8
     assert ours.memory["optimizer"] == 8 * adapters
     assert ours.memory["weights"] == 2 * (ours.shape.total - adapters) + 4 * adapters
-    router = 4 * 8 * 32  # frozen by `freeze`
-    assert plan_run(trained, machine).memory["optimizer"] == 8 * (ours.shape.dense - router + adapters)
+    gate = 4 * 8 * 32  # frozen by `freeze`
+    assert plan_run(trained, machine).memory["optimizer"] == 8 * (ours.shape.dense - gate + adapters)
     assert ours.time["products"] < plan_run(trained, machine).time["products"]
     everything = {**recipe, "optimizer": {**recipe["optimizer"], "disable_grad": [r"\.experts\."]}}
-    assert plan_run(everything, machine).memory["optimizer"] == 8 * (ours.shape.dense - router)
+    assert plan_run(everything, machine).memory["optimizer"] == 8 * (ours.shape.dense - gate)

@@ -116,7 +116,7 @@ def test_committed_classes_and_cpus_are_never_timed(monkeypatch):
             key = tuning.shape_class("up2", rows_per_expert=131072 // experts, n=1024, k=2048)
             assert autotune.pick("up2", **shape, device=device, run=refuse) == tuning.nearest(key)[0]
     assert not tuning.is_committed(tuning.shape_class("up2", rows_per_expert=2048, n=1024, k=3072))
-    assert tuning.is_committed(tuning.shape_class("up2", rows_per_expert=1, n=1024, k=2048))  # a collapsed router
+    assert tuning.is_committed(tuning.shape_class("up2", rows_per_expert=1, n=1024, k=2048))  # a collapsed gate
     assert autotune.pick("up2", rows_per_expert=38, n=1, k=1, device=torch.device("cpu"), run=refuse)
 
 

@@ -1,4 +1,4 @@
-"""The router's product and its gradients, with jitter inside, against fp64.
+"""The gate's product and its gradients, with jitter inside, against fp64.
 
 Shapes: T tokens, D model width, E experts.
 """

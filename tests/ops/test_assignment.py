@@ -13,7 +13,7 @@ def scores(kind: str, tokens: int, experts: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     if kind == "independent":
         return torch.randn(tokens, experts, generator=generator)
-    if kind == "router":
+    if kind == "gate":
         x_TD, w_ED = (torch.randn(n, 16, generator=generator) for n in (tokens, experts))
         return x_TD @ w_ED.T
     if kind == "one favourite":
@@ -24,7 +24,7 @@ def scores(kind: str, tokens: int, experts: int) -> torch.Tensor:
     return torch.randn(300, experts, generator=generator)[types]
 
 
-KINDS = ["independent", "router", "one favourite", "text"]
+KINDS = ["independent", "gate", "one favourite", "text"]
 
 
 def optimum(scores_TE: torch.Tensor) -> float:
@@ -75,7 +75,7 @@ def test_loads_differ_by_one_at_most(kind, tokens, experts, rounds):
 
 
 def test_padding_has_no_expert_and_takes_no_place():
-    scores_TE = scores("router", 100, 8)
+    scores_TE = scores("gate", 100, 8)
     mask_T = torch.arange(100) % 5 != 0
     expert_T = assign(scores_TE, mask_T)
     assert (expert_T[~mask_T] == -1).all()
@@ -97,13 +97,13 @@ def test_the_same_scores_give_the_same_assignment():
 
 
 def test_a_compiled_model_has_it_in_its_graph():
-    scores_TE = scores("router", 64, 8)
+    scores_TE = scores("gate", 64, 8)
     compiled = torch.compile(lambda s: 2 * assign(2 * s), backend="eager", fullgraph=True)
     assert torch.equal(compiled(scores_TE), 2 * assign(2 * scores_TE))
 
 
 def test_scale_and_offset_of_a_token_do_not_matter():
-    scores_TE = scores("router", 200, 8).double()
+    scores_TE = scores("gate", 200, 8).double()
     shifted_TE = 1000 * (scores_TE + torch.randn(200, 1).double())
     # equal up to fp32 rounding, which may turn a near tie
     assert (assign(scores_TE) == assign(shifted_TE)).float().mean() > 0.98

@@ -207,7 +207,7 @@ def test_a_balancing_bias_follows_the_loads_of_each_step_also_after_they_were_re
     assert bias_E.abs().max() == 0.5
 
 
-def test_factors_of_initial_weights_are_those_of_routers_and_experts_alone():
+def test_factors_of_initial_weights_are_those_of_gates_and_experts_alone():
     small, large = (
         Transformer(16, 1, 50, torch.device("cpu"), experts=4, gate_init=factor, expert_init=2 * factor)
         for factor in (1.0, 3.0)
