@@ -41,7 +41,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=550
     )
 
 

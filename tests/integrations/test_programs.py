@@ -18,7 +18,7 @@ def run(program: str, folder: Path, experts: str, processes: int = 1) -> str:
     )
     done = subprocess.run(
         [sys.executable, *launcher, f"examples/{program}.py", str(folder), "--experts", experts],
-        cwd=ROOT, capture_output=True, text=True, timeout=900,
+        cwd=ROOT, capture_output=True, text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
