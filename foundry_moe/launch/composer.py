@@ -59,6 +59,9 @@ class _Monitor:
         while True:
             codes = [process.poll() for process in processes.values()]
             killed = next((code for code in codes if code in self._killed), None)
+            if killed is None and RESTART in codes:
+                # a rank may have been stopped alone, for which the others would wait; a second SIGINT would cut a save
+                killed = next((code for code in self._killed if code != -signal.SIGINT), None)
             if killed is not None and self.signal is None:
                 self._note(-killed, None)
             if self.failure is None:

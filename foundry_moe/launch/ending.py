@@ -176,7 +176,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 def _exit_at_signal(reads: int, numbers: set[int]) -> None:
     while True:
         number = os.read(reads, 1)[0]
-        if number in numbers:
+        if number in numbers and _code is None:
             leave_at_once(RESTART, stopped_early(number))
 
 

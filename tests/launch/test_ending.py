@@ -86,7 +86,7 @@ def test_the_last_line_says_which_batch_is_safe(tiny_arguments, tmp_path, launch
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("launcher", [COMPOSER, pytest.param(OUR_TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", [COMMAND, COMPOSER, pytest.param(OUR_TORCHRUN, marks=pytest.mark.slow)])
 def test_a_stop_of_one_rank_before_training_is_one_sentence(tiny_arguments, tmp_path, launcher) -> None:
     started = Run(tmp_path, launcher, tiny_arguments(tmp_path))
     try:
