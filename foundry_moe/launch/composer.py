@@ -26,6 +26,7 @@ from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings, stopp
 from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
 
 POLL_S = 0.1
+SETTLE_S = 2.0  # for ranks that end with an error that all have
 SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
 
 
@@ -83,6 +84,9 @@ class _Monitor:
 
     def clean_up(self, processes: dict[int, subprocess.Popen[str]]) -> None:
         """Kills the processes that still run, and prints what a failed rank printed unless rank 0 reported the same."""
+        end = time.monotonic() + (SETTLE_S if self.failure in (USER_ERROR, *NO_RESTART) else 0.0)
+        while any(process.poll() is None for process in processes.values()) and time.monotonic() < end:
+            time.sleep(POLL_S)  # all ranks report the same, and rank 0 prints it
         for process in processes.values():
             if process.poll() is None:
                 ended = psutil.Process(process.pid)

@@ -100,12 +100,12 @@ def test_a_stop_of_one_rank_before_training_is_one_sentence(tiny_arguments, tmp_
     assert "Traceback" not in "\n".join(lines)
 
 
-@pytest.mark.parametrize("launcher", [COMPOSER, TORCHRUN])
+@pytest.mark.parametrize("launcher", [COMMAND, COMPOSER, TORCHRUN])
 def test_a_folder_that_cannot_be_written_is_one_sentence_on_two_ranks(tiny_arguments, tmp_path, launcher) -> None:
     arguments = [*tiny_arguments(tmp_path), "callbacks.elastic_checkpoint.folder=/proc/run"]
-    done = run(*launcher, "foundry_moe/train.py", DEMO, *arguments)
+    done = run(*launcher, *([] if launcher is COMMAND else ["foundry_moe/train.py"]), DEMO, *arguments)
     text = done.stdout + done.stderr
-    assert done.returncode == (2 if launcher is COMPOSER else 1), text  # torchrun's own code for all failures
+    assert done.returncode == (1 if launcher is TORCHRUN else 2), text  # torchrun's own code for all failures
     assert text.count("error: ") == 1 and "error: could not write probe in /proc/run" in text, text
     assert "DistNetworkError" not in text and "Begin global rank 1" not in text
 
