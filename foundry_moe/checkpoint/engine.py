@@ -78,7 +78,7 @@ class CheckpointEngine:
 
     Args:
         store: where.
-        group: a CPU (gloo) group over all ranks, used by nobody else; None for a single process. Saves use it from
+        group: a CPU (gloo) group over all ranks that nothing else uses; None for a single process. Saves use it from
             a thread of their own.
         policy: what to keep.
         info: what `show` prints of the writer: mesh, versions.

@@ -210,7 +210,7 @@ class _Exchange:
             arriving.append((part, dist.irecv(buffer, source, group=self.group, tag=number), buffer))
         sent = []
         if number < len(self.receivers):
-            data = self._read(number, reading)  # lives until it is sent
+            data = self._read(number, reading)  # kept until it is sent
             sent = [dist.isend(data, to, group=self.group, tag=number) for to in self.receivers[number]]
         for part, work, buffer in arriving:
             assert work is not None

@@ -55,7 +55,7 @@ def number_of(key: str) -> int | None:
 class Identity:
     """What all processes of a run have in common.
 
-    run_name: as the user gave it; empty if nobody did, which agrees with any.
+    run_name: as the user gave it; empty if none was given, which agrees with any.
     model: a digest of the model's tensors, from `tensors_digest`; empty agrees with any.
     """
 
@@ -74,7 +74,7 @@ class Lease:
     model: str
     host: str
     pid: int
-    released: bool = False  # nobody's: the next run may be any
+    released: bool = False  # free: the next run may be any
 
     @property
     def key(self) -> str:
@@ -238,7 +238,7 @@ class Owners:
         self.store.put(mine.beat_key, mine.nonce.encode())
 
     def leave(self, mine: Lease) -> None:
-        """Deletes the heartbeat of an owner that ends: nobody has to wait until it is taken for dead."""
+        """Deletes the heartbeat of an owner that ends, so that no process waits until it counts as dead."""
         with contextlib.suppress(StoreError):
             self.store.delete([mine.beat_key])
 

@@ -134,7 +134,7 @@ class Commit:
 
     where: CommitKey
     attempt: str  # the folder of its data, for example steps/000000000500/20260102T030405-1a2b3c4d
-    nonce: str  # tells a lost answer to our own conditional write from another writer's
+    nonce: str  # distinguishes our own conditional write, whose answer was lost, from another writer's
     manifest_bytes: int = 0  # until the manifest is written
     manifest_hash: str = ""
     forked_from: int | None = None  # the step that `resume: STEP` asked for, in the first generation after it

@@ -23,7 +23,7 @@ from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, p
 from foundry_moe.checkpoint.manifest import ALIGN_BYTES, block_hash, object_key
 from foundry_moe.checkpoint.store import Store
 
-INLINE_BYTES = 256  # a replicated tensor up to this size lives in the manifest: optimizer step counters
+INLINE_BYTES = 256  # a replicated tensor up to this size is stored in the manifest: optimizer step counters
 
 
 def place(blocks: list[Block]) -> tuple[list[int], int]:

@@ -1,6 +1,6 @@
 """The one place through which checkpoints reach storage: `Store`, and what it promises.
 
-A store holds named byte strings ("objects") below one folder. It knows nothing of checkpoints. `store_s3` speaks to
+A store holds named byte strings ("objects") below one folder. It does not depend on checkpoints. `store_s3` speaks to
 S3 through boto3, `store_cloud` to Google and Azure through obstore; `store_file` keeps the same promises on a file
 system.
 """
@@ -21,8 +21,8 @@ from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, StoreEr
 CLOUDS = ("s3", "gs", "az")  # schemes of addresses
 FORM = "s3://bucket/run, gs://bucket/run, az://container/run or a path"
 
-PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 wants 5 MiB at least
-SMALL_BYTES = 2**20  # the most that `get` holds in memory unless it is told otherwise
+PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 requires at least 5 MiB
+SMALL_BYTES = 2**20  # the most that `get` holds in memory by default
 See = Callable[[memoryview], object]
 PROBE = "probe"  # an empty object, written and deleted to see whether that can be done
 PROBE_TRIES = 3  # another run's check may delete the object between two writes of ours

@@ -157,7 +157,7 @@ class ExpertShapes:
     def problem(self, *, expert: int, shard: int) -> str | None:
         """Why a mesh cannot hold these experts; None if it can.
 
-        With `expert` above 1 `shard` cuts dimension 1, which FSDP2 wants divided evenly; with 1 it may cut the experts.
+        With `expert` above 1 `shard` cuts dimension 1, which FSDP2 must divide evenly; with 1 it may cut the experts.
         """
         for (experts, width), name in self.sizes.items():
             if experts % expert:

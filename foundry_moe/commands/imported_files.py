@@ -288,9 +288,9 @@ def _counts(sizes: Any) -> tuple[int, ...]:
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Knows the classes of an index and hashes only its keys: to hash nested tuples that share their parts takes for
-    ever. Python's own unpickler, for that of C cannot be told what to hash; torch's restricted one knows only protocol
-    2, and DCP writes protocol 4."""
+    """Accepts the classes of an index alone, and hashes only its keys: hashing nested tuples that share their parts
+    takes for ever. The C version of the unpickler has no hook for what is hashed, and torch's restricted one reads
+    protocol 2, where DCP writes protocol 4."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _KNOWN:

@@ -14,7 +14,7 @@ from foundry_moe.checkpoint.errors import without_password
 from foundry_moe.checkpoint.store import FORM, StoreOptions, folder_problem
 from foundry_moe.schema import MistakesError, caught, form, from_mapping, raise_mistakes, sentences_of
 
-RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: whoever starts it again loses nothing
+RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: a restart loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
 WHERE = "callbacks.elastic_checkpoint"
 FROZEN = "frozen"  # of a checkpoint's info, where frozen weights are left out: their digest and place

@@ -1,6 +1,6 @@
 """Training processes that are forked from one that has imported what they import, which takes each 10 to 30 s.
 
-`launch.torchrun` starts the training script once more as a server, while its nodes meet. The server imports and waits;
+`launch.torchrun` starts the training script once more as a server, during the rendezvous. The server imports and waits;
 for each process of each start it forks one, which goes on in the script where the server stopped. The process becomes
 the launcher's own child, in a session of its own, as if the launcher had started it. Where no server runs, or it has
 ended, the launcher starts processes as torchrun does. This module must not know torch's launcher.

@@ -73,7 +73,7 @@ class NodeWatch:
         self._set(self._keys[self._node], "left")
 
     def report_failed(self) -> None:
-        """Tells the other nodes that processes of this one failed, and that theirs wait in vain."""
+        """Reports to the other nodes that processes of this one failed, so that theirs stop waiting."""
         self._set("foundry_moe/failed", str(self._node))
 
     def _set(self, key: str, value: str) -> None:
