@@ -1,6 +1,6 @@
 """What passes through rank 0 when a large job saves and loads: the engine's messages, and those of DCP's planners.
 
-    python benchmarks/checkpoint_planners.py [--mesh 8 8 8] [--layers 40]
+    python -m benchmarks.checkpoint_planners [--mesh 8 8 8] [--layers 40]
 
 No data is written and no message sent: the model is on `meta`, the process group is PyTorch's fake one, and each rank's
 plan is made from its layouts, as DefaultSavePlanner and DefaultLoadPlanner make it. What DCP gathers on rank 0, and
@@ -103,11 +103,11 @@ def planners(flat: Flat, paths: dict[str, Any], world: int) -> tuple[list[Row], 
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
     (plans, metadata), seconds = timed(lambda: planner.create_global_plan(plans))
-    told = [
-        dataclasses.replace(plan, storage_data=dcp_writer._Told(rank=rank, attempt="a" * 40))
+    assigned = [
+        dataclasses.replace(plan, storage_data=dcp_writer._Assignment(rank=rank, attempt="a" * 40))
         for rank, plan in enumerate(plans)
     ]
-    size, pickling = timed(lambda: sum(len(pickle.dumps(plan)) for plan in told))
+    size, pickling = timed(lambda: sum(len(pickle.dumps(plan)) for plan in assigned))
     rows.append(("save: global plan, scatter", size / 1e6, seconds + pickling))
     rng = np.random.default_rng(0)
     results = [written(plan, rng) for plan in plans]

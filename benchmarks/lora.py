@@ -56,7 +56,7 @@ def ways_of(case: str, rank: int) -> list[Way]:
         Way(name="full", function=partial(compute, *weights), leaves=[x, logits, *weights], dy=dy),
         Way(
             name="lora",
-            function=partial(compute, *frozen, Adapters(*pairs, scale=SCALE)),
+            function=partial(compute, *frozen, adapters=Adapters(*pairs, scale=SCALE)),
             leaves=[x, logits, *factors],
             dy=dy,
         ),

@@ -38,7 +38,7 @@ def build(layers: int, rank: int) -> nn.Module:
         gate={"name": "topk", "normalize": True},
     )  # fmt: skip
     with torch.device("cuda"):
-        model = Qwen3MoeForCausalLM(config).to(dtype)
+        model = Qwen3MoeForCausalLM(config).to(dtype)  # type: ignore[attr-defined]
     if rank:
         model.requires_grad_(False)
     for index, block in enumerate(model.model.layers):

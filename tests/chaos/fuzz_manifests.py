@@ -125,7 +125,7 @@ class MemoryStore(Store):
 def make_state(step: int, fill: float | None = None) -> dict[str, Any]:
     """Tensors in one block and in several, small ones and an empty one, and values of every kind."""
     ramp = torch.arange(3 * 40 * 32, dtype=torch.float32)
-    state = {
+    state: dict[str, Any] = {
         "model": {"experts": ramp.reshape(3, 40, 32) + step, "dense": ramp[:960].reshape(30, 32) - step},
         "optim": {"state": {"w": {"step": torch.tensor(float(step)), "exp_avg": ramp[:100] + step}}},
         "values": {"step": step, "tuple": (1, {"a": None}), "bytes": b"12", "time": torch.float32, 3: {1.5}},

@@ -44,7 +44,6 @@ PROGRAMS = (
 # `foundry-moe plan` alone is a name, not a command; the file format of checkpoints has its own word
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}) \S|foundry-moe \w+ (?!1$)\S)")
 DRY = "--dry-run --no-deps --no-build-isolation --no-index --ignore-installed"
-PLANNERS = ROOT / "benchmarks" / "checkpoint_planners.py"
 S3 = "callbacks.elastic_checkpoint.folder=s3://bucket/run/checkpoints"
 README = README_PATH.read_text()
 # commands in tables and sentences, and what is run in the place of each; None: as printed
@@ -71,7 +70,7 @@ RUN = {
     "pip install .": f"pip install {ROOT} {DRY}",
     "python -m compileall": "python -m compileall -q foundry_moe/loads",
     "python -m tests.chaos.fuzz_manifests --cases 10000": "python -m tests.chaos.fuzz_manifests --cases 10",
-    "python benchmarks/checkpoint_planners.py": f"python {PLANNERS} --mesh 1 2 2 --layers 1",
+    "python -m benchmarks.checkpoint_planners": "python -m benchmarks.checkpoint_planners --mesh 1 2 2 --layers 1",
     "python benchmarks/hierarchical.py --hosts 2 4 8": (
         f"python {ROOT}/benchmarks/hierarchical.py --hosts 2 --mbit 0 --rows 1 --rounds 1"  # no namespaces
     ),

@@ -17,20 +17,17 @@ def blocks(page: str, language: str) -> list[str]:
 
 def link_tree(folder: Path) -> None:
     """Links what commands name, so that relative paths work and results stay in `folder`."""
-    for name in ("foundry_moe", "yamls", "examples", "docker", "LICENSE"):
+    for name in ("foundry_moe", "yamls", "examples", "docker", "benchmarks", "tests", "LICENSE"):
         (folder / name).symlink_to(ROOT / name)
 
 
 def run_block(block: str, folder: Path, timeout_s: float = 600) -> str:
     """The output of a block in bash, which stops at the first command that fails."""
-    paths = {
-        "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],
         cwd=folder,
-        env={**os.environ, **paths, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=timeout_s,
