@@ -7,7 +7,6 @@ How it saves and resumes is in `run_checkpoints`, how it stops in `preemption`, 
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from composer.core import Callback, State
@@ -20,7 +19,7 @@ from foundry_moe.callbacks.elastic_state import reseed
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
 from foundry_moe.callbacks.run_watch import RunStatus, RunWatch
 from foundry_moe.callbacks.timing import ResumeTimes
-from foundry_moe.checkpoint import fault_injection, open_store
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError, StoreError
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.launch.ending import leave
@@ -87,10 +86,6 @@ class ElasticCheckpoint(Callback):
         if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
             raise ValueError(f"{WHERE} is there twice: one run has one folder")
         check_folders(composer_folders(state), self.config)
-        first_start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
-        fault = os.environ.get("FOUNDRY_MOE_FAULT") if first_start else None  # a test's fault is not repeated
-        hook = fault_injection.hook_from_environment(fault, dist.get_global_rank())
-        fault_injection.hook = hook or fault_injection.hook
         store = open_store(self.config.folder, self.config.store_options)
         failures: list[tuple[type[Exception], str] | None] = [None]
         if dist.get_global_rank() == 0:

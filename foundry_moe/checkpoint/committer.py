@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Ledger, new_attempt
 from foundry_moe.checkpoint.manifest import Manifest
@@ -97,10 +96,8 @@ class Committer:
         """
         assert self.attempt is not None and manifest.info["attempt"] == self.attempt.attempt
         self._check_objects(self.attempt, manifest.objects)
-        fault_injection.point("commit.sizes_checked")
         raw = manifest.to_bytes()
         self.ledger.store.put(f"{self.attempt.attempt}/MANIFEST", raw)
-        fault_injection.point("commit.manifest_written")
         counts = {
             "bytes": manifest.size_bytes,
             "objects": len(manifest.objects),
@@ -116,13 +113,11 @@ class Committer:
         self.check_owner()
         self._recording = True
         self.ledger.record(commit)
-        fault_injection.point("commit.recorded")
         try:
             self._check_objects(commit, [*manifest.objects, ("MANIFEST", len(raw))])  # `gc` may have deleted some
         except CheckpointError:
             self.ledger.store.delete([commit.where.key])
             raise
-        fault_injection.point("commit.confirmed")
         self._made = commit
         return commit
 

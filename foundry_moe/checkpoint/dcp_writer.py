@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from foundry_moe.checkpoint import fault_injection, open_store
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, Encoded, encode
 from foundry_moe.checkpoint.committer import Committer
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
@@ -112,7 +112,6 @@ class Writer(StorageWriter):
             raise CheckpointError("use_collectives=False would commit each rank by itself: leave it out")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        fault_injection.point("save.planned")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

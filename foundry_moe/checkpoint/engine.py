@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.collective_errors import Ranks, RanksError
 from foundry_moe.checkpoint.committer import STALE_S, Committer
 from foundry_moe.checkpoint.errors import (
@@ -217,7 +216,6 @@ class CheckpointEngine:
 
     def _write(self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any]) -> None:
         """One attempt: a digest of the layout goes to rank 0, the attempt's name to all, and hashes come back."""
-        fault_injection.point("save.planned")
 
         def begin(digests: list[str]) -> str:
             strange = [rank for rank, digest in enumerate(digests) if digest != snapshot.digest]
@@ -332,17 +330,9 @@ class CheckpointEngine:
 
     def _choose(self, resume: str | int) -> Choice:
         """`Ledger.choose` on rank 0, for all."""
-
-        def look() -> Choice:
-            choice = self.ledger.choose(resume)
-            fault_injection.point("load.listed")
-            return choice
-
-        choice = self._ranks.first(look)
+        choice = self._ranks.first(lambda: self.ledger.choose(resume))
         for sentence in choice.rejected:
             log.warning("Passed over a checkpoint: %s", sentence)
-        if choice.found is not None:
-            fault_injection.point("load.manifest_read")
         return choice
 
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:

@@ -48,6 +48,12 @@ class NotAnObjectError(NotFoundError):
     """Something else is where an object should be: a link, a FIFO, a device, a name that leads out of the folder."""
 
 
+class ExistsError(StoreError):
+    """An object that was to be new is there already."""
+
+    lasting = True
+
+
 class DeniedError(StoreError, ValueError):
     """No credentials, wrong ones, no permission, or a clock by which the store refuses them."""
 

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.collective_errors import FirstError, Ranks, RanksError
 from foundry_moe.checkpoint.errors import CheckpointError
@@ -108,7 +107,6 @@ def read_blocks(store: Store, found: Found, ranks: Ranks, plan: Callable[[], Tar
     fetcher = Fetcher(store, found.commit.attempt, found.manifest)
     ranks.decide(_Exchange(made[0], fetcher, here, ranks.group, traffic).run, lambda _: None)
     traffic.seconds = time.perf_counter() - began
-    fault_injection.point("load.done")
     return traffic
 
 

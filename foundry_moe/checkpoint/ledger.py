@@ -13,13 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from foundry_moe.checkpoint.errors import (
-    CheckpointError,
-    DamagedError,
-    NotAnObjectError,
-    NotFoundError,
-    ResumeError,
-)
+from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotAnObjectError, NotFoundError, ResumeError
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.records import RECORD_BYTES, Commit, CommitKey, file_hash
 from foundry_moe.checkpoint.store import Store

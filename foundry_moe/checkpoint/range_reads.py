@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, StoreError
 from foundry_moe.checkpoint.layout import BLOCK_BYTES, Block, Chunks, deal
 from foundry_moe.checkpoint.ledger import Found
@@ -131,7 +130,6 @@ class Fetcher:
                     wrong = f"{block.size_bytes} bytes from {part.start + start} on, a block of {name}"
                     break
             else:
-                fault_injection.point("load.range_read")
                 return out
         raise DamagedError(f"{self._name(part)}: {wrong}, do not have the recorded hash in {HASH_TRIES} reads")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotAnObjectError, StoreError
 from foundry_moe.checkpoint.ledger import Ledger, is_finite
 from foundry_moe.checkpoint.owners import Owners
@@ -65,7 +64,6 @@ class Retention:
 
     def _delete(self, key: CommitKey, commit: Commit) -> None:
         self.store.delete([key.key])
-        fault_injection.point("retention.record_deleted")
         try:
             if not self._is_named(commit.attempt):
                 self.delete_attempt(commit.attempt)
@@ -73,7 +71,6 @@ class Retention:
             if isinstance(error, StoreError) and not isinstance(error, NotAnObjectError):
                 raise  # the store does not answer: `collect` finds the data later
             self._warn(commit.attempt, str(error))
-        fault_injection.point("retention.data_deleted")
 
     def _warn(self, key: str, reason: str) -> None:
         if key not in self._warned:
@@ -138,7 +135,6 @@ class Retention:
     def collect(self, older_than_s: float, *, own: bool = False) -> dict[str, int]:
         """Deletes stale attempts; returns them with the bytes freed."""
         stale = self.stale_attempts(older_than_s, own=own)
-        fault_injection.point("collect.listed")
         return {attempt: self.delete_attempt(attempt) for attempt in stale if not self._is_named(attempt)}
 
 

@@ -17,7 +17,6 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.checkpoint import fault_injection
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, decode, encode, tensors_in
 from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes
 from foundry_moe.checkpoint.manifest import ALIGN_BYTES, block_hash, object_key
@@ -71,12 +70,7 @@ class Staged:
     def write(self, store: Store, attempt: str, rank: int) -> None:
         """Writes the object, if it has any bytes."""
         if self.raw.numel():
-            store.put_large(
-                f"{attempt}/{object_key(rank)}",
-                self.raw.numpy().data,
-                on_part=lambda: fault_injection.point("save.part_written"),
-            )
-        fault_injection.point("save.written")
+            store.put_large(f"{attempt}/{object_key(rank)}", self.raw.numpy().data)
 
 
 @dataclass(frozen=True, kw_only=True)

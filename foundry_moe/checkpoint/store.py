@@ -86,8 +86,8 @@ class Store(abc.ABC):
         """Deletes objects; one that is not there is no error."""
 
     @abc.abstractmethod
-    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
-        """Writes an object of any size straight from memory, in parts; `on_part` is called for each."""
+    def put_large(self, key: str, data: memoryview) -> None:
+        """Writes an object of any size straight from memory, in parts."""
 
     @abc.abstractmethod
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:

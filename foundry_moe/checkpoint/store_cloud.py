@@ -19,11 +19,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore
 
-from foundry_moe.checkpoint.errors import (
-    DeniedError,
-    NotFoundError,
-    StoreError,
-)
+from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import PART_BYTES, Entry
 from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, limit_of, with_retries, without_userinfo
 
@@ -81,30 +77,17 @@ class CloudStore(RemoteStore):
     def put(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", obstore.put, self._key(key), data, use_multipart=False)
 
-    def put_new(self, key: str, data: bytes) -> bool:
-        def attempt() -> bool:
-            try:
-                self._call(f"write {key}", obstore.put, self._key(key), data, mode="create")
-            except StoreError as error:
-                if isinstance(error.__cause__, AlreadyExistsError):
-                    return False
-                raise
-            return True
+    def _create(self, key: str, data: bytes) -> None:
+        self._call(f"write {key}", obstore.put, self._key(key), data, mode="create")
 
-        return with_retries(attempt, attempts=self.options.attempts)
-
-    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
+    def put_large(self, key: str, data: memoryview) -> None:
         part_bytes = max(self.options.part_bytes, -(-len(data) // MAX_PARTS))
 
-        def parts() -> Iterator[memoryview]:
-            for start in range(0, len(data), part_bytes):
-                yield data[start : start + part_bytes]
-                on_part()
-
         def attempt() -> None:
+            parts = (data[start : start + part_bytes] for start in range(0, len(data), part_bytes))
             more = {"chunk_size": part_bytes, "max_concurrency": self.options.parts_in_flight}
             try:
-                self._call(f"write {key}", obstore.put, self._key(key), parts(), **more)
+                self._call(f"write {key}", obstore.put, self._key(key), parts, **more)
             except StoreError:
                 if self.size_bytes(key) != len(data):  # else it was completed, and the answer was lost
                     raise
@@ -181,6 +164,8 @@ class CloudStore(RemoteStore):
 
     def _translate(self, error: Exception, action: str) -> StoreError:
         where = f"could not {action} in {self.url}"
+        if isinstance(error, AlreadyExistsError):
+            return ExistsError(f"{where}: the object exists")
         text = " ".join(str(error).partition("\n\nDebug source")[0].split())
         text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)  # what follows the ? may be a signature
         status, code = (re.search(form, text) for form in (r"status code: (\d+)", r"<Code>(\w+)</Code>"))

@@ -58,8 +58,8 @@ class FileStore(Store):
     def put_new(self, key: str, data: bytes) -> bool:
         return self._write(key, memoryview(data), self._link)
 
-    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
-        self._write(key, data, _replace, on_part)
+    def put_large(self, key: str, data: memoryview) -> None:
+        self._write(key, data, _replace)
 
     def _link(self, part: str, name: str, folder: int) -> bool:
         try:
@@ -77,13 +77,7 @@ class FileStore(Store):
             raise
         return True
 
-    def _write(
-        self,
-        key: str,
-        data: memoryview,
-        publish: Callable[[str, str, int], bool],
-        on_part: Callable[[], None] = lambda: None,
-    ) -> bool:
+    def _write(self, key: str, data: memoryview, publish: Callable[[str, str, int], bool]) -> bool:
         *folders, name = checked_key(key).split("/")
         part = f".unfinished-{secrets.token_hex(8)}-{name}"
         try:
@@ -95,7 +89,6 @@ class FileStore(Store):
                             piece = data[start : start + self.options.part_bytes]
                             while piece:
                                 piece = piece[file.write(piece) :]
-                            on_part()
                         os.fdatasync(file.fileno())
                     won = publish(part, name, folder)
                 finally:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError
+from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotAnObjectError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOptions, checked_key
 
 T = TypeVar("T")
@@ -76,6 +76,10 @@ class RemoteStore(Store):
         )
 
     @abc.abstractmethod
+    def _create(self, key: str, data: bytes) -> None:
+        """Writes a small object under the condition that there is none. Raises ExistsError if there is one."""
+
+    @abc.abstractmethod
     def open(self, key: str, span: tuple[int, int] | None) -> Opened:
         """The bytes of an object, or those of a span (start, count), as they come."""
 
@@ -102,6 +106,13 @@ class RemoteStore(Store):
         if not found:
             raise StoreError(f"{self.url} does not list {key}, which was written: its clock cannot be read")
         return found[0]
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        try:  # S3 says 409 while another conditional write is under way
+            with_retries(lambda: self._create(key, data), attempts=self.options.attempts)
+        except ExistsError:
+            return False
+        return True
 
     def exists(self) -> bool:
         return next(self.scan(), None) is not None

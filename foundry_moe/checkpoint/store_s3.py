@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -22,13 +22,9 @@ from botocore.config import Config
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
-from foundry_moe.checkpoint.errors import (
-    DeniedError,
-    NotFoundError,
-    StoreError,
-)
+from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import Entry
-from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, with_retries, without_userinfo
+from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, without_userinfo
 
 PIECE_BYTES = 2**18  # the most that is taken from a connection at once
 MAX_PARTS = 10_000  # S3's own limit
@@ -177,24 +173,13 @@ class S3Store(RemoteStore):
     def put(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", "put_object", Key=self._key(key), Body=data)
 
-    def put_new(self, key: str, data: bytes) -> bool:
-        def attempt() -> bool:
-            try:
-                self._call(f"write {key}", "put_object", Key=self._key(key), Body=data, IfNoneMatch="*")
-            except StoreError as error:
-                cause = error.__cause__
-                if isinstance(cause, bce.ClientError) and _code(cause) in ("PreconditionFailed", "412"):
-                    return False
-                raise
-            return True
+    def _create(self, key: str, data: bytes) -> None:
+        self._call(f"write {key}", "put_object", Key=self._key(key), Body=data, IfNoneMatch="*")
 
-        return with_retries(attempt, attempts=self.options.attempts)  # 409: another conditional write was under way
-
-    def put_large(self, key: str, data: memoryview, *, on_part: Callable[[], None] = lambda: None) -> None:
+    def put_large(self, key: str, data: memoryview) -> None:
         part_bytes = max(self.options.part_bytes, -(-len(data) // MAX_PARTS))
         if len(data) <= part_bytes:
             self._call(f"write {key}", "put_object", Key=self._key(key), Body=_body(data))
-            on_part()
             return
         name = self._key(key)
         upload = self._call(f"write {key}", "create_multipart_upload", Key=name)["UploadId"]
@@ -209,7 +194,6 @@ class S3Store(RemoteStore):
                 PartNumber=number,
                 Body=_body(piece),
             )
-            on_part()
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
@@ -308,10 +292,13 @@ class S3Store(RemoteStore):
             return self._strange(action, "its answer cannot be read")
         if not isinstance(error, bce.ClientError):
             return StoreError(f"{where}: {error}")
-        code, message = _code(error), error.response.get("Error", {}).get("Message", "")
+        told = error.response.get("Error", {})
+        code, message = str(told.get("Code", "")), told.get("Message", "")
         known = self._known(code, action)
         if known is not None:
             return known
+        if code in ("PreconditionFailed", "412"):
+            return ExistsError(f"{where}: the object exists")
         if code in MISSING:
             return NotFoundError(f"{where}: no such object")
         if code in DENIED:
@@ -319,7 +306,3 @@ class S3Store(RemoteStore):
         if code in WRONG_KEYS:
             return DeniedError(f"{where}: the store refuses these credentials ({code}); renew them")
         return StoreError(f"{where}: {code} {message}".rstrip())
-
-
-def _code(error: bce.ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))

@@ -42,12 +42,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from foundry_moe.checkpoint import Reader, Writer, fault_injection, open_store
+from foundry_moe.checkpoint import Reader, Writer, open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
+from tests.helpers import faults
 from tests.helpers.clouds import Azurite
 from tests.helpers.launching import free_port
 from tests.helpers.s3 import Moto
@@ -140,7 +141,7 @@ def live(rank: int, life: Life, store: Store, port: int, shared: Shared) -> None
         tcp = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=datetime.timedelta(seconds=60))
         dist.init_process_group("gloo", store=tcp, rank=rank, world_size=world)
         group = dist.group.WORLD
-    fault_injection.hook = fault_injection.hook_from_environment(life.fault, rank)
+    faults.kill_at(life.fault, rank)
     if life.by_dcp:
         live_by_dcp(rank, mesh, store, shared)
         return
@@ -298,15 +299,15 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
     shared = Shared()
     shared.committed = -1
     counts: Counter = Counter()
-    points = [point for point in fault_injection.POINTS for _ in range(2)]
+    points = [point for point in faults.POINTS for _ in range(2)]
     random.shuffle(points)
     while sum(n for cause, n in counts.items() if cause not in ("finished", DCP_KILLS)) < kills:
         mesh = random.choice(MESHES)
         world = mesh[0] * mesh[1] * mesh[2]
         fault, delay_s, cause = None, None, "random time"
         if points or random.random() < 0.6:
-            point = points.pop() if points else random.choice(fault_injection.POINTS)
-            coordinators = point.startswith(("commit", "retention", "collect", "load.listed"))
+            point = points.pop() if points else random.choice(faults.POINTS)
+            coordinators = point.startswith(("commit", "retention", "collect", "load.listed", "load.manifest"))
             rank = 0 if coordinators else random.randrange(world)
             if point.startswith("collect"):
                 apart(lambda: store.put(STALE, b"1") or 0)
@@ -375,7 +376,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(where: str, counts: Counter, began: float) -> None:
-    kills = sum(n for cause, n in counts.items() if cause in fault_injection.POINTS or cause == "random time")
+    kills = sum(n for cause, n in counts.items() if cause in faults.POINTS or cause == "random time")
     print(f"{where}: {kills} kills, none left a checkpoint that loads wrong ({time.monotonic() - began:.0f} s)")
     for cause, count in sorted(counts.items()):
         print(f"  {cause:26} {count}")

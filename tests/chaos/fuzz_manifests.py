@@ -85,7 +85,7 @@ class MemoryStore(Store):
         self.put(key, data)
         return True
 
-    def put_large(self, key: str, data: memoryview, *, on_part=lambda: None) -> None:
+    def put_large(self, key: str, data: memoryview) -> None:
         self.put(key, bytes(data))
 
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:

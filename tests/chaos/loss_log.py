@@ -14,6 +14,7 @@ from composer.utils import dist
 from llmfoundry.registry import callbacks
 
 from foundry_moe.checkpoint.codec import tensor_bytes
+from tests.helpers.faults import kill_from_environment
 
 
 class LossLog(Callback):
@@ -46,5 +47,6 @@ class LossLog(Callback):
             os.fsync(file.fileno())
 
 
+kill_from_environment()
 if "loss_log" not in callbacks.get_all():
     callbacks.register("loss_log", func=LossLog)

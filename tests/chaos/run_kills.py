@@ -30,11 +30,12 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from foundry_moe.checkpoint import fault_injection, open_store
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.range_reads import verify
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.parallel.mesh import Mesh, parse_mesh
+from tests.helpers import faults
 from tests.helpers.kills import ROOT, Outcome, check, command, read_log
 from tests.helpers.s3 import Moto, Proxy, at_random
 
@@ -46,9 +47,9 @@ MESHES: list[Mesh] = [(1, 2, 2), (2, 1, 1), (2, 2, 2), (1, 1, 1), (2, 1, 2), (1,
 def start(words: list[str], fault: str | None, output: IO[str]) -> subprocess.Popen[str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    environment.pop("FOUNDRY_MOE_FAULT", None)
+    environment.pop(faults.VARIABLE, None)
     if fault:
-        environment["FOUNDRY_MOE_FAULT"] = fault
+        environment[faults.VARIABLE] = fault
     return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
@@ -93,7 +94,7 @@ def storm(
 ) -> Outcome:
     """Runs until the training is complete and `kills` kills have struck; checks all that the module's text says."""
     random.seed(seed)
-    outcome, points = Outcome(), list(fault_injection.POINTS)
+    outcome, points = Outcome(), list(faults.POINTS)
     random.shuffle(points)
     proxy, proxied_endpoint = None, endpoint
     if endpoint and proxied:
@@ -119,7 +120,7 @@ def storm(
                 if outcome.lives % 2 == 0 and reachable:
                     point = reachable[-1]
                     points.remove(point)
-                    rank = random.randrange(world) if point.startswith(("save", "load.range", "load.done")) else 0
+                    rank = random.randrange(world) if point.startswith(("save", "load.range")) else 0
                     fault = f"{point}:{rank}:1"
                     kill_after += 2  # by then the point should have been met
             words = command(data, folder, proxied_endpoint, log, mesh, batches)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foundry_moe.checkpoint.fault_injection import POINTS
+from tests.helpers.faults import POINTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.range_reads import verify
-from tests.helpers import entrypoint
+from tests.helpers import entrypoint, faults
 from tests.helpers.kills import ROOT, Outcome, check, read_log
 
 BATCHES = 8
@@ -19,7 +19,7 @@ BATCHES = 8
 def torchrun(data: Path, folder: Path, log: Path, fault: str | None, *more: str) -> subprocess.CompletedProcess[str]:
     """The demo's tiny run on two processes through the entrypoint; `fault` strikes the first life alone."""
     words = ["/bin/sh", entrypoint.SCRIPT, *entrypoint.arguments(data, folder, log, BATCHES), *more]
-    striking = {"FOUNDRY_MOE_FAULT": fault} if fault else {}
+    striking = {faults.VARIABLE: fault} if fault else {}
     environment = entrypoint.environment(NPROC="2", MAX_RESTARTS="2", **striking)
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_moe.checkpoint import fault_injection
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 
 pytestmark = pytest.mark.quick
@@ -47,10 +46,3 @@ def test_defaults_and_units() -> None:
 def test_what_cannot_be_is_one_sentence(keys, sentence) -> None:
     with pytest.raises(ValueError, match=sentence):
         checkpoint_config(keys)
-
-
-def test_a_fault_point_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"not a fault point; known: save\.planned"):
-        fault_injection.hook_from_environment("save.nowhere:0:1", 0)
-    assert fault_injection.hook_from_environment("save.planned:3", 0) is None
-    assert fault_injection.hook_from_environment(None, 0) is None

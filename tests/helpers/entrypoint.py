@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers import faults
 from tests.helpers.kills import ROOT, command
 
 SCRIPT = f"{ROOT}/docker/entrypoint.sh"
@@ -27,7 +28,7 @@ def arguments(data: Path, folder: Path, log: Path, batches: int) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment with the image's variables and `more`, and without an injected fault."""
-    inherited = {name: value for name, value in os.environ.items() if name != "FOUNDRY_MOE_FAULT"}
+    inherited = {name: value for name, value in os.environ.items() if name != faults.VARIABLE}
     image = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # where python is
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
