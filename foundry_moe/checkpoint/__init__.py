@@ -1,10 +1,9 @@
 """Elastic checkpoints: written by all ranks, committed as one, read back on any mesh.
 
 `Writer` and `Reader` are a StorageWriter and a StorageReader for torch.distributed.checkpoint, in any program.
-`engine.CheckpointEngine` saves in the background and plans without communication; it knows neither Composer nor a
-schedule, and `callbacks.elastic_checkpoint` is Composer's callback. All write one format
-(docs/reference/checkpoint_format.md).
-`Writer` and `Reader` are imported when they are first used.
+`engine.CheckpointEngine` saves in the background and plans without communication. It depends neither on Composer nor on
+a schedule; `callbacks.elastic_checkpoint` is Composer's callback. All of them use one format
+(docs/reference/checkpoint_format.md). `Writer` and `Reader` are imported on first use.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ def __getattr__(name: str) -> Any:
 
 
 def open_store(folder: str, options: StoreOptions | None = None) -> Store:
-    """The store for `s3://bucket/prefix`, `gs://...`, `az://...`, `/a/path` or `file:///a/path`. Nothing is asked of it
-    yet.
+    """The store for `s3://bucket/prefix`, `gs://...`, `az://...`, `/a/path` or `file:///a/path`. No request is sent.
 
     Raises:
-        ValueError: an address of another kind, a path at which something else is, or the cloud's client is missing.
+        ValueError: the scheme is not supported, the path is not a folder, or the cloud's client is not installed.
     """
     options = options or StoreOptions()
     problem = folder_problem(folder)

@@ -1,7 +1,7 @@
-"""Plain Python values and small tensors as JSON, exactly and without pickle: reading one runs no code.
+"""Plain Python values and small tensors as JSON, exactly and without pickle, so that reading runs no code.
 
-What JSON lacks is tagged: `{"$tuple": [...]}`. A type that is not listed here is refused by name when it is saved,
-and whatever a save would not have written is a DamagedError when it is read.
+Types that JSON lacks are tagged: `{"$tuple": [...]}`. `encode` refuses any type that is not listed here, and `decode`
+raises DamagedError for anything that `encode` does not write.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from foundry_moe.checkpoint.strict import (
     text,
 )
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}  # those that a checkpoint may hold
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}  # of a checkpoint
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PACK_BYTES = 4096  # byte strings above this are compressed
-DEPTH = 60  # lists and dictionaries in one another, each of up to three levels in JSON
+PACK_BYTES = 4096  # larger byte strings are compressed
+DEPTH = 60  # of nested lists and dictionaries, each up to three levels in JSON
 _NUMPY = re.compile(r"[<>|=][biufcSU][0-9]{1,5}")
 _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,5})?")
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """A tensor's elements as raw bytes in row-major order, machine order (little endian)."""
+    """The elements of a tensor as bytes: row-major, little endian."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def tensor_from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `tensor_bytes`; the result owns its memory."""
+    """The inverse of `tensor_bytes`. The result owns its memory."""
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
@@ -66,23 +66,23 @@ def _pack(raw: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What `encode` made of a value before; it is taken as it is."""
+    """A value that is encoded already; `encode` returns its body."""
 
     body: Any
 
 
 def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] | None = None) -> Any:
-    """A value as what `json.dumps` takes.
+    """Encodes a value for `json.dumps`.
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict, set, numpy arrays and scalars, times, torch
-            dtypes, sizes and devices, tensors, and what is made of them.
+            dtypes, sizes and devices, tensors, and nestings of these.
         where: the value's path, for errors and for `tensor`.
-        tensor: called with (path, tensor); what it returns stands for the tensor. None encodes tensors in full.
+        tensor: called with (path, tensor); its result represents the tensor. None encodes tensors in full.
 
     Raises:
-        TypeError: a value of another type; the path is named.
-        ValueError: values that are nested too deep, or too many bytes, to be read again.
+        TypeError: a value has another type.
+        ValueError: the nesting or the number of bytes is above the limit of `decode`.
     """
     packed_bytes = 0
 
@@ -129,7 +129,7 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
             array = np.asarray(item)
             kind = "$numpy" if isinstance(item, np.ndarray) else "$scalar"
             return {kind: [array.dtype.str, list(array.shape), pack(array.tobytes(), path)]}
-        if isinstance(item, int | float):  # a subclass, for example of IntEnum's kind
+        if isinstance(item, int | float):  # a subclass
             return go(int(item) if isinstance(item, int) else float(item), path, depth)
         if isinstance(item, datetime.timedelta):
             return {"$timedelta": [item.days, item.seconds, item.microseconds]}
@@ -141,17 +141,17 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
             return {"$device": str(item)}
         raise TypeError(
             f"{path or 'the value'} is a {type(item).__module__}.{type(item).__qualname__}, which a checkpoint cannot "
-            "hold: make its state_dict() of numbers, text, lists, dictionaries and tensors"
+            "hold: build its state_dict() from numbers, text, lists, dictionaries and tensors"
         )
 
     return go(value, where, 0)
 
 
 def decode(value: Any, *, tensor: Callable[[str], Any] | None = None) -> Any:
-    """The inverse of `encode`; `tensor` gets the text of `{"$ref": ...}`, which a tensor callback may have written.
+    """The inverse of `encode`. `tensor` is called with the text of each `{"$ref": ...}`.
 
     Raises:
-        DamagedError: anything that `encode` does not write. No more memory is used than 1 GiB and what `value` takes.
+        DamagedError: `encode` does not write this. At most 1 GiB more memory is used than `value` has.
     """
     check_depth(value, "a value")
     try:
@@ -163,7 +163,7 @@ def decode(value: Any, *, tensor: Callable[[str], Any] | None = None) -> Any:
 
 
 class _Decoder:
-    """One call of `decode`, and the bytes that it may still make of compressed ones."""
+    """One call of `decode`, with its remaining budget of decompressed bytes."""
 
     def __init__(self, tensor: Callable[[str], Any] | None) -> None:
         self._tensor, self._left_bytes = tensor, INFLATED_BYTES
@@ -230,7 +230,7 @@ class _Decoder:
         return raw
 
     def _sized(self, body: Any, itemsize_of: Callable[[Any], int], where: str) -> tuple[str, tuple[int, ...], bytes]:
-        """A dtype's name, a shape, and as many bytes as these have."""
+        """A dtype's name, a shape, and their bytes."""
         name, shape, raw = sequence(body, where, 3)
         itemsize, sizes, data = itemsize_of(name), _shape(shape), self._bytes(raw)
         if not itemsize or len(data) != math.prod(sizes) * itemsize:

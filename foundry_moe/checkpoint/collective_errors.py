@@ -1,8 +1,8 @@
-"""How a rank fails without leaving the others alone: it goes on with what is collective, and all learn its error.
+"""Failures of single ranks in collective code: a failed rank still takes part in collectives, and all raise its error.
 
-Ranks send each other Python objects by torch's object collectives, which pickle them. That is safe because only
-processes of one job, which run the same program, are in the group, and because what they send was made or parsed and
-checked by one of them: bytes of a store are never unpickled. It knows nothing of checkpoints.
+Ranks exchange Python objects by torch's object collectives, which pickle them. This is safe because all processes of
+the group belong to one job, and because they only send objects that one of them created or parsed and checked: bytes
+from a store are never unpickled. This module does not depend on checkpoints.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class FirstError:
-    """Keeps the first error of a rank that goes on talking to the others, so that none of them waits for ever."""
+    """Records the first error of a rank that must still take part in collectives."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
 
     def guard(self, step: Callable[P, T], *arguments: P.args, **keys: P.kwargs) -> T | None:
-        """Runs a step that needs no other rank, and keeps its error; None if it, or one before it, has failed."""
+        """Runs a local step and records its error. Returns None if it or an earlier step failed."""
         if self.error is None:
             try:
                 return step(*arguments, **keys)
@@ -36,12 +36,12 @@ class FirstError:
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself if pickle brings it to other ranks; else one that says the same."""
+    """The error itself if it survives pickling; else a RuntimeError with the same message."""
     try:
         arrived = pickle.loads(pickle.dumps(error))
         if type(arrived) is type(error) and str(arrived) == str(error):
             return error
-    except Exception:  # whatever its class does when it is taken apart or made again
+    except Exception:  # pickling runs code of the error's class, which may raise anything
         pass
     said = RuntimeError(f"{type(error).__name__}: {error}")
     said.__cause__ = error
@@ -54,7 +54,7 @@ class _Failed:
 
 
 class RanksError(Exception):
-    """What failed on which ranks, raised on all of them."""
+    """The errors by rank, raised on all ranks."""
 
     def __init__(self, reasons: dict[int, Exception]) -> None:
         super().__init__(reasons)
@@ -65,7 +65,7 @@ class RanksError(Exception):
 
 
 class Ranks:
-    """The ranks of a CPU group, or a single process. What one of them raises in a step, all raise as a RanksError."""
+    """The ranks of a CPU group, or a single process. If a step raises on one rank, all ranks raise a RanksError."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -73,7 +73,7 @@ class Ranks:
         self.size = dist.get_world_size(group) if group is not None else 1
 
     def decide(self, here: Callable[[], T], first: Callable[[list[T]], R]) -> R:
-        """Every rank runs `here`; rank 0 makes one answer of all results, in the order of ranks. Collective."""
+        """Runs `here` on every rank and `first` on rank 0 with all results; returns its result on all. Collective."""
         mine = _tried(here)
         results: list[Any] = [mine]
         if self.group is not None:
@@ -87,7 +87,7 @@ class Ranks:
         return box[0]
 
     def first(self, step: Callable[[], R]) -> R:
-        """What a step gives that rank 0 alone does, for all; its error is raised on all. Collective."""
+        """Runs a step on rank 0 alone; its result is returned, or its error raised, on all ranks. Collective."""
         try:
             return self.decide(lambda: None, lambda _: step())
         except RanksError as failed:
@@ -95,7 +95,7 @@ class Ranks:
 
 
 def _answer(results: list[Any], first: Callable[[list[T]], R]) -> R | RanksError:
-    """What rank 0 makes of all results, or what failed where."""
+    """The result of `first` on rank 0, or the errors by rank."""
     failed: dict[int, Exception] = {}
     for rank, result in enumerate(results):
         if isinstance(result, _Failed):

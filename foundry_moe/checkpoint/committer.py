@@ -1,6 +1,6 @@
-"""What one process, rank 0, does around the saves of one folder: leases it, names attempts, commits, cleans up.
+"""Rank 0's part of a save: lease the folder, name the attempt, commit it, delete old commits.
 
-It knows neither what is saved nor how ranks talk.
+Independent of what is saved and of communication between ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from foundry_moe.checkpoint.retention import Retention
 
 log = logging.getLogger(__name__)
 
-STALE_S = 6 * 3600.0  # an uncommitted attempt to which nothing was added for so long belongs to no living run
+STALE_S = 6 * 3600.0  # an uncommitted attempt that did not grow for so long is taken to be abandoned
 
 
 class Committer:
     """Saves of one folder, one at a time.
 
-    attempt: the commit that is being made, until its manifest is known; None between two saves.
-    info: what its manifest says of the writer.
+    attempt: the commit in progress; None between two saves.
+    info: the `info` of its manifest.
     """
 
     def __init__(self, ledger: Ledger, *, keep: int | None, stale_s: float = STALE_S) -> None:
@@ -37,7 +37,7 @@ class Committer:
         self.lease: Lease | None = None
         self.attempt: Commit | None = None
         self.info: Mapping[str, Any] = {}
-        self._recording = False  # from here on the commit may exist
+        self._recording = False  # the commit may exist from here on
         self._made: Commit | None = None
         self._collected_s: float | None = None
 
@@ -45,8 +45,8 @@ class Committer:
         """Leases the folder; see `Owners.acquire`.
 
         Raises:
-            OwnedError: the folder is another run's.
-            TakenOverError: it was this process's, and is another's by now.
+            OwnedError: the folder belongs to another run.
+            TakenOverError: this process owned it, and another one owns it by now.
         """
         self.lease = self.owners.acquire(
             identity, has_commits=lambda: bool(self.ledger.newest_first()), process_id=process_id
@@ -54,7 +54,7 @@ class Committer:
         return self.lease
 
     def check_owner(self) -> None:
-        """Raises TakenOverError if the folder is another process's by now."""
+        """Raises TakenOverError if another process owns the folder by now."""
         if self.lease is not None:
             self.owners.check(self.lease)
             self.owners.beat(self.lease)
@@ -67,11 +67,11 @@ class Committer:
         summary: Mapping[str, Any] | None = None,
         forked_from: int | None = None,
     ) -> str:
-        """Names one attempt at a checkpoint.
+        """Begins an attempt at a checkpoint and returns its name.
 
         Args:
-            info: what the manifest and the record say of the writer: world size, mesh, versions.
-            summary: what the record says besides.
+            info: world size, mesh, versions; written to the manifest and to the record.
+            summary: written to the record alone.
         """
         self.check_owner()
         name = new_attempt(where.step)
@@ -88,11 +88,11 @@ class Committer:
         return name
 
     def commit(self, manifest: Manifest, *, finite: bool | None = None) -> Commit:
-        """Makes the attempt that was begun a checkpoint; `manifest` has `info`.
+        """Commits the attempt. `manifest` must have been built with `info`.
 
         Raises:
-            CheckpointError: data is missing, or another writer was first: then nothing was committed.
-            TakenOverError: the folder is another process's.
+            CheckpointError: data is missing, or another writer committed this step; nothing was committed.
+            TakenOverError: another process owns the folder.
         """
         assert self.attempt is not None and manifest.info["attempt"] == self.attempt.attempt
         self._check_objects(self.attempt, manifest.objects)
@@ -129,7 +129,7 @@ class Committer:
             )
 
     def clean_up(self) -> None:
-        """Retention after a commit; after a failure the attempt goes, unless its commit may exist after all."""
+        """Applies retention after a commit. After a failure, deletes the attempt unless its commit may exist."""
         try:
             if self._made is not None:
                 self.check_owner()
@@ -138,7 +138,7 @@ class Committer:
                 self._collect()
             elif self.attempt is not None and not self._recording:
                 self.retention.delete_attempt(self.attempt.attempt)
-        except Exception as error:  # else this rank would have no report, and count failures otherwise than the others
+        except Exception as error:  # rank 0 must report the save like the other ranks, or failure counts diverge
             log.warning("Old checkpoints were not deleted, the new ones are safe: %s", error)
         self.attempt = self._made = None
 

@@ -1,7 +1,7 @@
 """`Reader`: a StorageReader of torch.distributed.checkpoint for any planner, over a folder of commits.
 
-What planners ask for is taken as boxes of whole tensors, so that a commit whose data is damaged can be replaced by the
-one before in the middle of a load. Metadata is made of our manifest; nothing from the store is unpickled.
+Items of a plan are converted to boxes of global tensors, so that a load can fall back from a damaged commit to the
+previous one. Metadata is built from the manifest; nothing from the store is unpickled.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from foundry_moe.checkpoint.strict import shown
 
 log = logging.getLogger(__name__)
 
-Items = list[tuple[ReadItem, Tensor]]  # what a plan asks for, with where it belongs
-Needs = dict[str, list[Box]]  # what a rank needs of each tensor
+Items = list[tuple[ReadItem, Tensor]]  # items of a plan with their target
+Needs = dict[str, list[Box]]  # boxes that a rank needs, by tensor
 
 
 class Reader(StorageReader):
-    """Loads the newest good commit of a folder, or that of a step, with torch.distributed.checkpoint's planners.
+    """Loads the newest good commit of a folder, or that of a step, with any planner of torch.distributed.checkpoint.
 
         reader = Reader("s3://bucket/run")
         if reader.steps():
             dcp.load(state_dict, storage_reader=reader)     # checkpoint_id=100 for that step
             step = reader.step
 
-    Every block is checked by its hash, and of the commits the one before is loaded if one turns out damaged. If all
-    ranks of the job load, each block is fetched by one of them and given to the others over a gloo group, which is
-    made for that unless `group` is one; part of the job's ranks, or `no_dist`, fetch what each needs.
+    Every block's hash is verified, and the previous commit is loaded if one is damaged. If all ranks of the job load,
+    one of them fetches each block and sends it to the others over a gloo group: `group`, or a new one. If only some
+    ranks load, or with `no_dist`, each rank fetches what it needs.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Reader(StorageReader):
         group: dist.ProcessGroup | None = None,
         options: StoreOptions | None = None,
     ) -> None:
-        """No store is asked for anything yet.
+        """Sends no request.
 
         Args:
             folder: as `Writer`'s.
             group: a CPU group over all ranks.
 
         Raises:
-            ValueError: an address that is none.
+            ValueError: the address is invalid.
         """
         self.ledger = Ledger(open_store(os.fspath(folder), options))
-        self.step: int | None = None  # that was loaded last
-        self.traffic = Traffic()  # what that cost this rank
+        self.step: int | None = None  # of the last load
+        self.traffic = Traffic()  # of the last load on this rank
         self._group = group
         self._asked: int | None = None
         self._found: Found | None = None
@@ -95,7 +95,7 @@ class Reader(StorageReader):
         self._asked = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the commit holds. PyTorch drops an error that is raised here, so it is kept for the next call."""
+        """The index of the commit. PyTorch drops errors that are raised here, so they are raised by the next call."""
         self._found = self._error = None
         try:
             while True:
@@ -118,19 +118,19 @@ class Reader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         assert self._found is not None
-        chosen = len(plans), self._found.commit.where  # how many ranks load, and which commit
+        chosen = len(plans), self._found.commit.where  # number of ranks that load, and the commit
         return [dataclasses.replace(plan, storage_data=chosen) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads all items.
+        """Reads all items, falling back from damaged commits.
 
         Raises:
-            MismatchError: the commit before a damaged one holds other tensors.
+            MismatchError: the previous commit holds other tensors.
             DamagedError: no commit can be used.
         """
         count, where = plan.storage_data
         ranks = Ranks(self._group_of(count))
-        items: Items = []  # resolved where all ranks learn of an error
+        items: Items = []  # resolved in a step whose error all ranks raise
         while True:
             try:
                 self._load(where, plan, planner, items, ranks)
@@ -140,10 +140,10 @@ class Reader(StorageReader):
                 if not isinstance(reason, DamagedError) or (ranks.size == 1 and count > 1):
                     if isinstance(reason, DamagedError):
                         self.ledger.damaged.add(where)
-                    raise reason from failed  # alone among others, who may have found it good
+                    raise reason from failed  # other ranks load separately and may have found it good
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, reason)
                 self.ledger.damaged.add(where)
-                where = ranks.first(lambda: self._choose().commit.where)  # the newest that is left
+                where = ranks.first(lambda: self._choose().commit.where)  # the newest remaining one
         assert self._found is not None
         for item, tensor in items:
             planner.commit_tensor(item, tensor)
@@ -174,7 +174,7 @@ class Reader(StorageReader):
         if self._group is None and ranks == dist.get_world_size():
             self._group = dist.new_group(backend="gloo")
         if self._group is None or dist.get_world_size(self._group) != ranks:
-            log.warning("Each of %d ranks fetches what it needs by itself: they are not all of the job's.", ranks)
+            log.warning("Each of %d ranks fetches all that it needs, because they are not all ranks of the job.", ranks)
             return None
         return self._group
 
@@ -185,7 +185,7 @@ class Reader(StorageReader):
         def look() -> Needs:
             if not items:
                 items.extend((item, planner.resolve_tensor(item)) for item in asked.items if _is_tensor(item))
-            if self._found is None or self._found.commit.where != where:  # gone back, or one more was just committed
+            if self._found is None or self._found.commit.where != where:  # after a fallback, or a new commit since
                 self._found = self.ledger.open(where)
             places.update(_placed(self._found, items))
             return {name: [box for box, _ in mine] for name, mine in places.items()}
@@ -199,7 +199,7 @@ class Reader(StorageReader):
 
 
 def _chunks(needs: list[Needs]) -> dict[str, Chunks]:
-    """Which ranks need which boxes of each tensor; tensors that are needed alike share one object."""
+    """The boxes that ranks need, by tensor. Tensors with equal needs share one object."""
     ranks_of: dict[str, dict[Box, list[int]]] = {}
     for rank, mine in enumerate(needs):
         for name, boxes in mine.items():
@@ -214,10 +214,10 @@ def _chunks(needs: list[Needs]) -> dict[str, Chunks]:
 
 
 def _placed(found: Found, items: Items) -> dict[str, list[Place]]:
-    """Where the boxes of stored tensors go that a plan's items ask for; small tensors are filled at once.
+    """The targets of a plan's items by tensor. Tensors that the manifest holds are filled at once.
 
     Raises:
-        MismatchError: a tensor is not in this commit, or has other bounds there.
+        MismatchError: a tensor is not in this commit, or has another shape.
     """
     manifest, step = found.manifest, found.commit.step
     leaves = Contents(manifest).leaves
@@ -226,7 +226,7 @@ def _placed(found: Found, items: Items) -> dict[str, list[Place]]:
         tensor, name, box = target.detach(), item.storage_index.fqn, _box_of(item)
         small = leaves.get(name)
         if not isinstance(small, Tensor):
-            raise MismatchError(f"{name} is no tensor of the checkpoint of step {step}")
+            raise MismatchError(f"the checkpoint of step {step} has no tensor {name}")
         shape = tuple(small.shape)
         if len(shape) != len(box[0]) or any(o + s > most for o, s, most in zip(*box, shape, strict=True)):
             raise MismatchError(f"{name} is {list(shape)} in the checkpoint of step {step}")
@@ -244,21 +244,21 @@ def _is_tensor(item: ReadItem) -> bool:
 
 
 def _box_of(item: ReadItem) -> Box:
-    """What an item asks for, in coordinates of the whole tensor."""
+    """The box of an item in the global tensor."""
     sizes = tuple(item.lengths)
     first = item.storage_index.offset or (0,) * len(sizes)
     return tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True)), sizes
 
 
 class Contents:
-    """What a commit holds, as PyTorch's planners name it: leaves by their path, and where each belongs.
+    """The leaves of a commit with the names of PyTorch's planners.
 
-    leaves: values, and tensors that the manifest itself holds; of others their meta tensors.
-    paths: of each leaf.
+    leaves: values, tensors that the manifest holds, and meta tensors for all others.
+    paths: the path of each leaf in the state dict.
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        """Raises DamagedError if two leaves have one path."""
+        """Raises DamagedError if two leaves have the same name."""
         names: dict[int, str] = {}
         stubs: list[Tensor] = []
 
@@ -279,15 +279,15 @@ class Contents:
             raise DamagedError("the checkpoint's values have two leaves of one name")
 
     def value(self, name: str) -> Any:
-        """What is no stored tensor. Raises CheckpointError if stored tensors are in it, or there is no such leaf."""
+        """A value. Raises CheckpointError if it holds stored tensors, or does not exist."""
         if name not in self.leaves:
             raise MismatchError(f"{name} is not in the checkpoint")
         if _holds_stub(self.leaves[name]):
-            raise CheckpointError(f"{name} holds tensors in a tuple or set, where PyTorch's planners find none")
+            raise CheckpointError(f"{name} holds tensors in a tuple or set, which PyTorch's planners do not support")
         return self.leaves[name]
 
     def pickled(self, name: str) -> io.BytesIO:
-        """A value as planners take it. They unpickle it: what was decoded just now, not what the store gave."""
+        """A value as planners expect it. They unpickle it, which is safe because it was pickled here."""
         data = io.BytesIO()
         torch.save(self.value(name), data)
         data.seek(0)
@@ -303,8 +303,8 @@ def _holds_stub(value: Any) -> bool:
 
 
 def metadata_of(manifest: Manifest) -> Metadata:
-    """PyTorch's index of a commit, from ours. A tensor is one chunk, so that planners ask for what a rank needs of it
-    as one item, and not for each block."""
+    """PyTorch's index of a commit. Each tensor is one chunk, so that planners create one item for what a rank needs,
+    not one for each block."""
     contents = Contents(manifest)
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, leaf in contents.leaves.items():

@@ -1,4 +1,4 @@
-"""`Writer`: a StorageWriter of torch.distributed.checkpoint for any planner. Each save is one commit of all ranks."""
+"""`Writer`: a StorageWriter of torch.distributed.checkpoint for any planner. Each save is one commit."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from foundry_moe.checkpoint.records import Commit, CommitKey
 from foundry_moe.checkpoint.snapshot import INLINE_BYTES, Staged, StagingBuffer, place
 from foundry_moe.checkpoint.store import Store, StoreOptions
 
-_PROCESS = secrets.token_hex(8)  # all writers of one process are one owner of a folder
+_PROCESS = secrets.token_hex(8)  # all writers of a process are the same owner of a folder
 
 
 @dataclass(frozen=True)
 class _Assignment:
-    """A rank's part of a save: its number, and the attempt that all write."""
+    """A rank's assignment in a save: its number, and the attempt."""
 
     rank: int
     attempt: str
@@ -43,22 +43,22 @@ class _Assignment:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a rank has put one tensor of its plan, in an object of a size."""
+    """The stored blocks of one tensor of a rank's plan, and the size of their object."""
 
     rows: list[Row]
     object_bytes: int
 
 
 class Writer(StorageWriter):
-    """Saves to a folder of commits, with torch.distributed.checkpoint's planners or others.
+    """Saves to a folder of commits with any planner of torch.distributed.checkpoint.
 
         writer = Writer("s3://bucket/run", keep=3)
         dcp.save(state_dict, storage_writer=writer, checkpoint_id=step)
 
-    `checkpoint_id` is the step, a whole number; without one it is the newest commit's plus one. A checkpoint exists
-    once its record is written, by all ranks' data, and not before. The folder belongs to one run at a time, as
-    `owners` says. Values that are no tensors are stored as data and not as pickles: numbers, text, bytes, lists,
-    tuples, dictionaries, sets, NumPy arrays, times, dtypes; an object of any other class is refused by its name.
+    `checkpoint_id` is the step, a whole number; by default the newest commit's plus one. A checkpoint exists once its
+    record is written, after the data of all ranks. The folder belongs to one run at a time (see `owners`). Values other
+    than tensors are stored as data, not as pickles: numbers, text, bytes, lists, tuples, dictionaries, sets, NumPy
+    arrays, times, dtypes. Other classes raise TypeError.
     """
 
     def __init__(
@@ -70,31 +70,31 @@ class Writer(StorageWriter):
         info: Mapping[str, Any] | None = None,
         options: StoreOptions | None = None,
     ) -> None:
-        """No store is asked for anything yet.
+        """Sends no request.
 
         Args:
-            folder: `s3://bucket/run`, or a path that all nodes see.
-            keep: so many of the newest good commits stay; None keeps all.
-            run_name: another name than the folder's run has is refused; empty agrees with any.
-            info: what tools show of the writer: mesh, versions. Plain JSON.
-            options: endpoint, profile and patience of the store.
+            folder: `s3://bucket/run`, or a path on a file system that all nodes share.
+            keep: number of good commits to keep; None keeps all.
+            run_name: must equal that of the folder's run; empty matches any.
+            info: mesh and versions for `checkpoints show`, as JSON.
+            options: endpoint, profile, limits of the store.
 
         Raises:
-            ValueError: an address that is none, or a `keep` below 1.
+            ValueError: the address is invalid, or `keep` is below 1.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"keep ({keep}) must be at least 1, or None to keep all")
         self.folder, self.options, self.keep = os.fspath(folder), options, keep
         self.run_name, self.info = run_name, dict(info or {})
-        self.commit: Commit | None = None  # on rank 0: the newest of this writer
+        self.commit: Commit | None = None  # rank 0: this writer's newest
         self._process_id = f"{_PROCESS}-{os.getpid()}"
-        self._asked: int | None = None  # the step of the next save
+        self._asked: int | None = None  # step of the next save
         self._buffer = StagingBuffer()
         self._store: Store = open_store(self.folder, options)
         self._committer: Committer | None = None  # on rank 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `async_save` with a process: that one opens the store itself, and is the same owner."""
+        """For `async_save` in a process, which opens the store itself and is the same owner."""
         return {**self.__dict__, "_buffer": None, "_store": None, "_committer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise CheckpointError("use_collectives=False would commit each rank by itself: leave it out")
+            raise CheckpointError("use_collectives=False would commit the ranks separately: omit it")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -117,8 +117,8 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise CheckpointError(
-                "enable_plan_caching=True keeps the plan of an earlier save, and with it the name under which that one "
-                "was written: use DefaultSavePlanner() without it"
+                "enable_plan_caching=True reuses the plan of an earlier save, which holds the name of its attempt: use "
+                "DefaultSavePlanner() without it"
             )
         if self._committer is None:
             committer = Committer(Ledger(self._store), keep=self.keep)
@@ -138,7 +138,7 @@ class Writer(StorageWriter):
         assignment = plan.storage_data
         assert isinstance(assignment, _Assignment)
         results: list[WriteResult] = []
-        whole: list[tuple[WriteItem, TensorWriteData]] = []  # items that are stored in blocks
+        whole: list[tuple[WriteItem, TensorWriteData]] = []  # items stored in blocks
         blocks: list[Block] = []
         for item in plan.items:
             node = _inline(item, planner)
@@ -152,7 +152,7 @@ class Writer(StorageWriter):
         tensor = torch.empty(0)
         for number, block in enumerate(blocks):
             item, data = whole[block.item]
-            if block.index == 0:  # resolved here and freed after its last block: a planner may make it for the call
+            if block.index == 0:  # freed after its last block, because a planner may create it in this call
                 tensor = _tensor_of(item, data, planner)
             staged.block(number, tensor.dtype).copy_(narrow_to(tensor, data.chunk.offsets, block.box))
         rows: list[list[Row]] = [[] for _ in whole]
@@ -173,7 +173,7 @@ class Writer(StorageWriter):
         try:
             manifest = _manifest(metadata, results, self._committer.info)
             try:
-                Manifest.from_bytes(manifest.to_bytes())  # what would not be read again is not committed
+                Manifest.from_bytes(manifest.to_bytes())  # must be readable before it is committed
             except DamagedError as error:
                 raise CheckpointError(f"step {self._committer.attempt.step} cannot be stored: {error}") from error
             self.commit = self._committer.commit(manifest)
@@ -182,10 +182,10 @@ class Writer(StorageWriter):
 
 
 def step_of(checkpoint_id: Any) -> int:
-    """A step from what users give as `checkpoint_id`: 100 or "100".
+    """The step from a `checkpoint_id`: 100 or "100".
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is not a whole number.
     """
     if not Writer.validate_checkpoint_id(checkpoint_id) or int(str(checkpoint_id)) >= 10**15:
         raise ValueError(f"checkpoint_id ({checkpoint_id!r}) must be the step, a whole number such as 100")
@@ -193,7 +193,7 @@ def step_of(checkpoint_id: Any) -> int:
 
 
 def _next(ledger: Ledger, step: int | None) -> CommitKey:
-    """Where the next commit goes: newer than all, also if a run has gone back to an earlier step."""
+    """The key of the next commit: newer than all others, also if a run has returned to an earlier step."""
     keys = set(ledger.newest_first())
     newest = ledger.newest(sorted(keys, reverse=True))
     generation = 0
@@ -201,20 +201,20 @@ def _next(ledger: Ledger, step: int | None) -> CommitKey:
         step = newest.step + 1 if step is None else step
         generation = newest.where.generation + (step <= newest.step)
     where = CommitKey(generation=generation, step=step or 0)
-    while where in keys:  # an object that is no valid record has this name
+    while where in keys:  # an invalid record has this name
         where = CommitKey(generation=where.generation + 1, step=where.step)
     return where
 
 
 def _digest(plans: list[SavePlan]) -> str:
-    """Of the model's names and shapes, which a folder's run keeps; of all tensors where none is the model's."""
+    """A digest of the model's names and shapes; of all tensors if none is below `model.`"""
     tensors = {item.index.fqn: item.tensor_data for plan in plans for item in plan.items if item.tensor_data}
     models = {name: data for name, data in tensors.items() if name.startswith("model.")} or tensors
     return tensors_digest({name: torch.empty(data.size, device="meta") for name, data in models.items()})
 
 
 def _inline(item: WriteItem, planner: SavePlanner) -> Encoded | None:
-    """What the manifest itself holds: values, and small tensors that all ranks have alike."""
+    """The encoding of an item that the manifest holds: a value, or a small replicated tensor; None for others."""
     data = item.tensor_data
     if data is not None and item.type != WriteItemType.TENSOR:
         return None
@@ -223,7 +223,7 @@ def _inline(item: WriteItem, planner: SavePlanner) -> Encoded | None:
     found = planner.resolve_data(item)
     if isinstance(found, io.BytesIO):
         found.seek(0)
-        found = torch.load(found, map_location="cpu", weights_only=False)  # this process's own, pickled in that call
+        found = torch.load(found, map_location="cpu", weights_only=False)  # trusted: this process has just pickled it
     return Encoded(encode(found, where=item.index.fqn))
 
 
@@ -251,7 +251,7 @@ def _tensor_of(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> 
 
 
 def _manifest(metadata: Metadata, results: list[list[WriteResult]], info: Mapping[str, Any]) -> Manifest:
-    """The table of contents of what all ranks wrote; `metadata` says what the state is made of."""
+    """The manifest of a save, from DCP's metadata and the results of all ranks."""
     leaves: dict[str, Encoded] = {}
     rows: dict[int, tuple[int, list[Row]]] = {}
     for rank, mine in enumerate(results):

@@ -1,6 +1,6 @@
-"""Saves in the background and loads, for one training run on all its ranks. It knows neither Composer nor when to save.
+"""Saves in the background and loads, for all ranks of one training run. Independent of Composer and of the schedule.
 
-Every public method is collective: all ranks call it, with the same arguments. Decisions are rank 0's.
+Every public method is collective: all ranks call it with the same arguments. Rank 0 makes all decisions.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How many checkpoints stay, and what a failure means."""
+    """How many checkpoints are kept, and how many failures are tolerated."""
 
     keep: int = 3
-    keep_every: int | None = None  # the first commit at or after each multiple of this many steps stays for ever
-    max_failures: int = 3  # so many saves in a row may fail before training stops
+    keep_every: int | None = None  # the first commit at or after each multiple of this many steps is never deleted
+    max_failures: int = 3  # consecutive failed saves after which training stops
     asynchronous: bool = True
     stale_s: float = STALE_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a load brought: `state` has the shape of what was saved, its tensors are those that were filled."""
+    """The result of a load. `state` has the structure that was saved; its tensors were filled in place."""
 
     step: int
     state: dict[str, Any]
     info: Mapping[str, Any]
     summary: Mapping[str, Any]
     traffic: Traffic
-    rejected: list[str]  # newer commits that could not be used, a sentence for each
+    rejected: list[str]  # one sentence for each newer commit that could not be used
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """How one save went; `error` is None if it was committed. Seconds are this rank's."""
+    """The result of one save; `error` is None if it was committed. Seconds are measured on this rank."""
 
     step: int
     error: str | None
@@ -76,11 +76,11 @@ class CheckpointEngine:
     """Saves and loads one run's state in one folder.
 
     Args:
-        store: where.
-        group: a CPU (gloo) group over all ranks that nothing else uses; None for a single process. Saves use it from
-            a thread of their own.
-        policy: what to keep.
-        info: what `show` prints of the writer: mesh, versions.
+        store: the folder of the run.
+        group: a CPU (gloo) group over all ranks that nothing else uses, because saves use it from their own thread;
+            None for a single process.
+        policy: retention and failures.
+        info: mesh and versions of the writer, for `checkpoints show`.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class CheckpointEngine:
     # Owning
 
     def acquire(self, identity: Identity) -> None:
-        """Leases the folder for this run, and of its processes for this group: an older one stops at its next save.
+        """Leases the folder for this run and this process group. An older group of the run stops at its next save.
 
-        A run whose model alone differs from what the folder has is refused by `load`, which names the tensors.
+        If only the model differs from that of the folder's run, `load` raises the error: it can name the tensors.
 
         Raises:
-            OwnedError: the folder is another run's.
+            OwnedError: the folder belongs to another run.
         """
 
         def acquire() -> None:
@@ -129,37 +129,37 @@ class CheckpointEngine:
             self._other_model = error
 
     def close(self) -> None:
-        """This process saves no more: its heartbeat ends."""
+        """Stops the heartbeat. This process must not save afterwards."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
     # Saving
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """Touches the staging memory and makes plans, so that the first save is as quick as others."""
+        """Allocates the staging memory and makes the plans, so that the first save is as fast as later ones."""
         snapshot = self._snapshotter.take(state_dict)
         if self.rank == 0:
-            self._plan_all(snapshot)  # in the save's thread it would keep the interpreter from a step's launches
+            self._plan_all(snapshot)  # in the save's thread, planning would hold the GIL while a step launches kernels
 
     @property
     def busy(self) -> bool:
-        """Whether a save of this rank is under way."""
+        """Whether a save of this rank is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, state_dict: Mapping[str, Any], step: int, summary: Mapping[str, Any] | None = None) -> float:
         """Stages the state and saves it in the background; returns the seconds for which it blocked.
 
         Args:
-            state_dict: nested dictionaries of tensors, DTensors and plain values; tensors that are not DTensors, and
-                all values, are taken from rank 0 or whichever rank holds them: they must be the same on all.
-            step: the commit's number; it must grow within a run.
-            summary: what the commit record shows: epoch, samples, tokens.
+            state_dict: nested dictionaries of tensors, DTensors and plain values. Values, and tensors that are not
+                DTensors, must be equal on all ranks.
+            step: the commit's number; it must increase within a run.
+            summary: written to the commit record: epoch, samples, tokens.
 
         Raises:
             TooManyFailuresError: see `Policy.max_failures`.
-            TypeError, ValueError: the state holds something that cannot be stored.
+            TypeError, ValueError: the state holds a value that cannot be stored.
         """
-        assert not self.busy, "one save at a time: look at `busy`"
+        assert not self.busy, "a save is in progress: see `busy`"
         if self._other_model is not None:
             raise self._other_model
         self.poll()
@@ -193,7 +193,7 @@ class CheckpointEngine:
             error = str(failed)
             reasons = failed.reasons.values()
             self._taken_over = next((reason for reason in reasons if isinstance(reason, TakenOverError)), None)
-        except Exception as failed:  # a lost connection to another rank, or a fault of ours: never silently
+        except Exception as failed:  # a lost connection to another rank, or a bug: the report must say so
             error = f"{type(failed).__name__}: {failed}"
         if self.rank == 0:
             self._committer.clean_up()
@@ -206,7 +206,7 @@ class CheckpointEngine:
         )
 
     def _plan_all(self, snapshot: Snapshot) -> dict[int, tuple[list[Block], list[int], int]]:
-        """What each rank writes, as rank 0 needs it: kept while the layout stays the same."""
+        """The blocks that each rank writes, for rank 0; cached while the layout does not change."""
         if self._plans[0] != snapshot.digest:
             dtypes = [dtype for dtype, _ in snapshot.tensors.values()]
             planned = [(layout, dtype.itemsize) for layout, dtype in zip(snapshot.layouts, dtypes, strict=True)]
@@ -215,13 +215,13 @@ class CheckpointEngine:
         return self._plans[1]
 
     def _write(self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any]) -> None:
-        """One attempt: a digest of the layout goes to rank 0, the attempt's name to all, and hashes come back."""
+        """One attempt: rank 0 gathers layout digests, broadcasts the attempt's name, and gathers block hashes."""
 
         def begin(digests: list[str]) -> str:
             strange = [rank for rank, digest in enumerate(digests) if digest != snapshot.digest]
             if strange:
                 raise CheckpointError(
-                    f"ranks {strange[:8]} hold other tensors, or otherwise laid out, than rank 0: every rank must give "
+                    f"the tensors or layouts of ranks {strange[:8]} differ from those of rank 0: every rank must pass "
                     "the same state dict"
                 )
             return self._committer.begin(where, info=self.info, summary=summary, forked_from=self._forked_from)
@@ -242,11 +242,11 @@ class CheckpointEngine:
         self._ranks.decide(write, commit)
 
     def poll(self) -> SaveReport | None:
-        """The report of a save that has ended since the last call, None if there is none.
+        """The report of a save that has ended since the last call; None if there is none.
 
         Raises:
-            TakenOverError: the folder is another process's: nothing that this one still does will be kept.
-            TooManyFailuresError: this was one failure too many.
+            TakenOverError: another process owns the folder by now, and later saves of this one would be dropped.
+            TooManyFailuresError: `Policy.max_failures` saves in a row have failed.
         """
         if self.busy or self._report is None:
             return None
@@ -275,7 +275,7 @@ class CheckpointEngine:
         return report
 
     def wait(self) -> SaveReport | None:
-        """Waits for the save under way and returns `poll()`; raises what `poll` does."""
+        """Waits for the save in progress and returns `poll()`, with its errors."""
         if self._thread is not None:
             self._thread.join()
         return self.poll()
@@ -289,24 +289,24 @@ class CheckpointEngine:
         *,
         check: Callable[[Loaded], object] = lambda loaded: None,
     ) -> Loaded | None:
-        """Fills `state_dict` in place from the newest commit that can be used, whatever mesh wrote it.
+        """Fills `state_dict` in place from the newest usable commit, which any mesh may have written.
 
         Args:
-            state_dict: sections `model` and `optim` must match the checkpoint; others may lack or add tensors. A
-                function is called, with the checkpoint's `info`, only if there is something to load: making an
-                optimizer's state changes it, and a checkpoint that is `weights_only` has none.
+            state_dict: the tensors of sections `model` and `optim` must match the checkpoint; other sections may lack
+                or add some. A function is called with the checkpoint's `info`, and only if there is a checkpoint,
+                because creating an optimizer's state changes it, and a `weights_only` checkpoint has none.
             resume: "auto", "never", or a step.
-            check: raises DamagedError for a state, tensors and values, that is not to be used; on all ranks alike.
+            check: raises DamagedError, on all ranks, for a loaded state that must not be used.
 
         Returns:
-            None if there is nothing to go on from.
+            None if there is no checkpoint to resume from.
 
         Raises:
-            MismatchError: the checkpoint is of another model; nothing was changed.
-            DamagedError: commits exist and none can be used.
+            MismatchError: the checkpoint belongs to another model; nothing was changed.
+            DamagedError: there are commits, and none can be used.
             CheckpointError: see `Ledger.choose`.
             StoreError: the store does not answer.
-            Exception: what else failed on a rank, on all of them; the checkpoint may well be good.
+            Exception: any other failure of a rank, raised on all ranks. It says nothing about the checkpoint.
         """
         while True:
             choice = self._choose(resume)
@@ -329,7 +329,7 @@ class CheckpointEngine:
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, error)
 
     def _choose(self, resume: str | int) -> Choice:
-        """`Ledger.choose` on rank 0, for all."""
+        """`Ledger.choose` on rank 0, broadcast to all."""
         choice = self._ranks.first(lambda: self.ledger.choose(resume))
         for sentence in choice.rejected:
             log.warning("Passed over a checkpoint: %s", sentence)
@@ -362,10 +362,10 @@ def rows_of(
     plans: Mapping[int, tuple[list[Block], list[int], int]],
     reports: Mapping[int, tuple[int, bytes]],
 ) -> dict[int, tuple[int, list[Row]]]:
-    """What each rank wrote, from the plan of all and what they report: (bytes written, hashes in plan order).
+    """The rows of each rank, from the plan of all ranks and their reports: (bytes written, hashes in plan order).
 
     Raises:
-        CheckpointError: a rank wrote something else than the plan says.
+        CheckpointError: a report does not agree with the plan.
     """
     rows = {}
     for rank, (blocks, starts, size_bytes) in plans.items():

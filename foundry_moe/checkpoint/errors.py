@@ -1,7 +1,7 @@
-"""What can go wrong with a checkpoint, as sentences that a user can act on.
+"""Errors of checkpoints, with messages that a user can act on.
 
-Every error says what was kept, where that is in doubt. Those that a user mends are ValueErrors as well, which the
-training command prints without a stack of frames. This module knows nothing of stores or of torch.
+Where it is in doubt, a message says which checkpoints are kept. Errors that the user must repair are also ValueErrors,
+which the training command prints without a traceback. This module depends neither on stores nor on torch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ _USERINFO = re.compile(r"(https?://)[^\s\"'<>]*@", re.IGNORECASE)
 
 
 def without_password(text: str) -> str:
-    """A text for people to read: of web addresses in it user and password are left out."""
+    """The text with user and password of web addresses replaced by `***`."""
     return _USERINFO.sub(r"\1***@", text)
 
 
 def printable(text: str) -> str:
-    """A text with each character that a terminal may obey, or that cannot be seen, written as Python escapes it."""
+    """The text with control and invisible characters written as Python escapes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class CheckpointError(RuntimeError):
-    """A save, a load or a tool could not do its work.
+    """A save, a load or a tool failed.
 
-    No message shows a password that is part of an address, or holds control characters that a store has sent.
+    Messages hide passwords in addresses and escape control characters that a store has sent.
     """
 
     def __init__(self, message: str = "", *rest: object) -> None:
@@ -33,47 +33,47 @@ class CheckpointError(RuntimeError):
 
 
 class StoreError(CheckpointError):
-    """The store did not do what it was asked; `lasting` says that trying again will not help."""
+    """A request to the store failed. `lasting`: a retry cannot succeed."""
 
     lasting = False
 
 
 class NotFoundError(StoreError, ValueError):
-    """An object, or the whole bucket or folder, is not there."""
+    """An object, bucket or folder does not exist."""
 
     lasting = True
 
 
 class NotAnObjectError(NotFoundError):
-    """Something else is where an object should be: a link, a FIFO, a device, a name that leads out of the folder."""
+    """The key is not that of a regular object: a link, a FIFO, a device, or a path out of the folder."""
 
 
 class ExistsError(StoreError):
-    """An object that was to be new is there already."""
+    """A conditional write found the object already there."""
 
     lasting = True
 
 
 class DeniedError(StoreError, ValueError):
-    """No credentials, wrong ones, no permission, or a clock by which the store refuses them."""
+    """Credentials are missing, wrong or lack permission, or the clock is too far off for them."""
 
     lasting = True
 
 
 class DamagedError(CheckpointError):
-    """A commit cannot be trusted: an object is missing, short, or does not have the hash that was recorded."""
+    """A commit is damaged: an object is missing, or does not have the recorded size or hash."""
 
 
 class MismatchError(CheckpointError, ValueError):
-    """The checkpoint is intact, and it is one of another model."""
+    """The checkpoint is intact and belongs to another model."""
 
 
 class ResumeError(CheckpointError, ValueError):
-    """What `resume` asks for is not what the folder holds."""
+    """The folder does not hold what `resume` asks for."""
 
 
 class OwnedError(CheckpointError, ValueError):
-    """The folder belongs to another run; `model_differs` says that the models' tensors alone tell them apart."""
+    """The folder belongs to another run. `model_differs`: only the tensors of the models differ."""
 
     def __init__(self, sentence: str, model_differs: bool = False) -> None:
         super().__init__(sentence, model_differs)
@@ -84,11 +84,11 @@ class OwnedError(CheckpointError, ValueError):
 
 
 class TakenOverError(CheckpointError, ValueError):
-    """A newer process of this run owns the folder: this one must write no more, and a restart of it would be wrong."""
+    """Another process owns the folder by now: this one must not write, and must not be restarted."""
 
 
 class TooManyFailuresError(CheckpointError):
-    """So many saves in a row failed that training would run on unprotected."""
+    """Too many saves in a row failed: training stops."""
 
 
 class NonfiniteError(RuntimeError):
@@ -96,8 +96,8 @@ class NonfiniteError(RuntimeError):
 
 
 def worst(reasons: Iterable[Exception]) -> Exception:
-    """Of several ranks' failures the one that decides: a wrong model, then a silent store, then whatever else says
-    nothing of the checkpoint; damage, for which the one before is taken, only if that is all that there is."""
+    """The failure of several ranks that decides: another model, then the store, then any other error. Damage, after
+    which the previous checkpoint is tried, decides only if there is nothing else."""
 
     def order(reason: Exception) -> int:
         first = (MismatchError, StoreError)

@@ -1,14 +1,13 @@
-"""Reading blocks of one commit to where ranks need them: each block once, whoever needs any of it.
+"""Reads the blocks of one commit to the ranks that need them, each block once from the store.
 
-Each stored block is fetched by one of the ranks that need any of it and sent to the others, so that the store sends
-every byte once. `Targets` say what a rank needs, and where it belongs; this module knows no state dict and no planner.
+One of the ranks that need a block fetches it and sends it to the others. `Targets` describes what a rank needs and the
+memory it fills; this module depends neither on state dicts nor on planners.
 
-Ranks send each other whole blocks as messages over a CPU group, in rounds of one range each. Every rank first
-announces to the others which blocks it will send in which round; after that each round is point-to-point between ranks
-that share something, so that a large job's replica groups do not wait for each other. Ranks of one host that read a
-local path are sent nothing: they read the file themselves, last, from the memory of their host. A rank that has failed,
-at whatever, goes on sending (its bytes are not used then), so that no rank waits for ever; its error is raised when all
-rounds are done.
+Ranks exchange whole blocks over a CPU group, in rounds of one range each. Every rank first announces which blocks it
+will send in which round. After that each round is point-to-point between ranks that share blocks, so that the replica
+groups of a large job do not wait for each other. With a local path, ranks of the same host are not sent anything: they
+read the file themselves at the end, from the page cache. A rank that has failed continues to send (receivers discard
+the data), so that no rank waits forever; its error is raised after the last round.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.range_reads import Fetcher, Range, Reading, coalesce, plan_reads
 from foundry_moe.checkpoint.store import Store
 
-Place = tuple[Box, Tensor]  # a box of a whole tensor, and the memory that it fills
+Place = tuple[Box, Tensor]  # a box of a global tensor, and the memory it fills
 Announced = dict[tuple[int, int], list[list[int]]]  # by round and source: (item, index, start, size of the range)
 
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What a load cost this rank: bytes from the store, and those sent to ranks or read after another of this host."""
+    """Cost of a load on this rank: bytes from the store, and bytes sent to other ranks or read from the page cache."""
 
     bytes_fetched: int = 0
     bytes_sent: int = 0
@@ -46,7 +45,7 @@ class Traffic:
 
 
 class Targets:
-    """What one rank needs of a commit, and the memory to which each block goes."""
+    """The parts of a commit that one rank needs, and the memory they fill."""
 
     def __init__(
         self, manifest: Manifest, rank: int, needs: Mapping[str, Chunks], places: Mapping[str, Sequence[Place]]
@@ -54,8 +53,8 @@ class Targets:
         """Plans this rank's part of a load.
 
         Args:
-            needs: for each tensor that is loaded, which ranks need which boxes of it; the same on all ranks.
-            places: for each tensor this rank's boxes, with their memory.
+            needs: for each tensor to load, the boxes that each rank needs; equal on all ranks.
+            places: for each tensor, this rank's boxes with their memory.
         """
         self.manifest, self.rank = manifest, rank
         self.needed = plan_reads(manifest, needs, rank)
@@ -63,7 +62,7 @@ class Targets:
         self._places = [places.get(name, ()) for name in manifest.tensors]
 
     def memory(self, part: Range) -> memoryview | None:
-        """The final memory of a range that is one block, if the rank needs it whole and its bytes lie together."""
+        """The final memory of a range of one block, if the rank needs the whole block and its memory is contiguous."""
         block = part.blocks[0][0]
         (box, tensor), *more = self._places_of(block)
         if more or len(part.blocks) > 1 or intersect(block.box, box) != block.box:
@@ -74,11 +73,11 @@ class Targets:
         return view.view(-1).view(torch.uint8).numpy().data
 
     def _places_of(self, block: Block) -> list[Place]:
-        """Where this rank needs a block: boxes of the whole tensor that meet it, and the memory of each box."""
+        """This rank's boxes that intersect a block, with their memory."""
         return [place for place in self._places[block.item] if intersect(block.box, place[0]) is not None]
 
     def place(self, block: Block, raw: Tensor) -> None:
-        """Copies what this rank needs of a block's bytes to where it belongs."""
+        """Copies the part of a block that this rank needs to its memory."""
         elements = raw.view(self.dtypes[block.item]).view(block.box[1])
         for box, tensor in self._places_of(block):
             common = intersect(block.box, box)
@@ -87,13 +86,13 @@ class Targets:
 
 
 def read_blocks(store: Store, found: Found, ranks: Ranks, plan: Callable[[], Targets]) -> Traffic:
-    """Brings every block to its places on all ranks. Collective.
+    """Reads every block to its memory on all ranks. Collective.
 
     Args:
-        plan: makes this rank's targets.
+        plan: returns this rank's targets.
 
     Raises:
-        RanksError: what failed on which ranks, on all of them.
+        RanksError: on all ranks, what failed on which rank.
     """
     traffic, began = Traffic(), time.perf_counter()
     made: list[Targets] = []
@@ -111,10 +110,10 @@ def read_blocks(store: Store, found: Found, ranks: Ranks, plan: Callable[[], Tar
 
 
 def read_whole(store: Store, found: Found, names: Iterable[str]) -> dict[str, Tensor]:
-    """Some tensors of a commit in the memory of this process, for tools.
+    """Reads some tensors of a commit in this process, for tools.
 
     Raises:
-        CheckpointError: data is damaged.
+        CheckpointError: the data is damaged.
     """
     entries = {name: found.manifest.tensors[name] for name in names}
     boxes = {name: ((0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
@@ -129,9 +128,9 @@ def read_whole(store: Store, found: Found, names: Iterable[str]) -> dict[str, Te
 
 
 class _Exchange:
-    """One rank's side. What needs no other rank runs under `failure`; what does, always runs.
+    """One rank's side. Local steps run under `failure`; collective steps always run.
 
-    here: this rank and the others that read a file of the store from the same host's memory.
+    here: this rank and the other ranks of its host that share its page cache.
     """
 
     def __init__(
@@ -139,17 +138,16 @@ class _Exchange:
     ) -> None:
         self.targets, self.fetcher, self.here, self.group, self.traffic = targets, fetcher, here, group, traffic
         self.failure = FirstError()
-        self.parts: list[Range] = []  # first this rank's own, one a round; then those that others of its host fetch
-        self.memories: list[memoryview | None] = []  # of `parts`, where they are read to the final memory
+        self.parts: list[Range] = []  # its own, one each round; then those of its host's other ranks
+        self.memories: list[memoryview | None] = []  # of `parts`; None: not read to the final memory
         self.receivers: list[list[int]] = []  # of this rank's own ranges
-        self.incoming: dict[int, list[tuple[int, Range]]] = {}  # by round, with their source
+        self.incoming: dict[int, list[tuple[int, Range]]] = {}  # by round, with the source rank
 
     def run(self) -> None:
-        """Fetches, keeps and sends this rank's ranges, and receives the others'. Collective, whatever fails on a rank.
+        """Fetches, places and sends this rank's ranges, and receives those of others. Collective, also after a failure.
 
         Raises:
-            Exception: what failed on this rank, as it is. Whatever it was, all ranks have finished the rounds by then,
-                and nothing of this rank is being read any more.
+            Exception: the failure of this rank, after all ranks have finished the rounds and all reads have ended.
         """
         self.failure.guard(self._plan)
         if self.group is not None:
@@ -164,8 +162,8 @@ class _Exchange:
             raise self.failure.error
 
     def _plan(self) -> None:
-        """What this rank reads and sends: everything that can fail without a block having been read."""
-        mine: dict[tuple[int, ...], list[Block]] = {}  # by receivers, who need all blocks of a range that they get
+        """Plans what this rank reads and sends, before any block is read."""
+        mine: dict[tuple[int, ...], list[Block]] = {}  # by receivers: they need every block of a range
         others = []
         for need in self.targets.needed.values():
             if need.reader == self.targets.rank:
@@ -191,7 +189,7 @@ class _Exchange:
             self.incoming.setdefault(number, []).append((source, part))
 
     def _all_are_prepared(self) -> bool:
-        """Collective. A rank that does not know what it must send or take cannot end the rounds with the others."""
+        """Collective. A rank whose plan failed cannot take part in the rounds."""
         failed = torch.tensor(int(self.failure.error is not None))
         if self.group is not None:
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
@@ -208,7 +206,7 @@ class _Exchange:
             arriving.append((part, dist.irecv(buffer, source, group=self.group, tag=number), buffer))
         sent = []
         if number < len(self.receivers):
-            data = self._read(number, reading)  # kept until it is sent
+            data = self._read(number, reading)  # must outlive the sends
             sent = [dist.isend(data, to, group=self.group, tag=number) for to in self.receivers[number]]
         for part, work, buffer in arriving:
             assert work is not None
@@ -219,7 +217,7 @@ class _Exchange:
             work.wait()
 
     def _read(self, number: int, reading: Reading) -> Tensor:
-        """The bytes of a range, this rank's part of which is in its place; any bytes after a failure."""
+        """The bytes of a range, already copied to this rank's memory; arbitrary bytes after a failure."""
         part = self.parts[number]
         data = self.failure.guard(_next, reading)
         if data is None:
@@ -242,7 +240,7 @@ def _next(reading: Reading) -> Tensor:
 
 
 def _announce(parts: Sequence[Range], receivers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Announced:
-    """Sends every rank what it will get in which round. Collective."""
+    """Announces to every rank what it will receive in which round. Collective."""
     rows: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
     for number, (part, ranks) in enumerate(zip(parts, receivers, strict=False)):
         for block, start in part.blocks:

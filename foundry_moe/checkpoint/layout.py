@@ -1,9 +1,8 @@
-"""Where the elements of a tensor lie over the ranks, and who writes which of them: plain integers, no process group.
+"""Placement of tensors over ranks, and which rank writes which blocks: plain integers, no process group.
 
-A DTensor's mesh and placements say where every rank's part is, so that any rank can compute what all ranks hold, and
-plans need no communication. Legend: a box is (offsets, sizes) in the tensor's global coordinates; a chunk is the box
-that one rank holds, with all ranks that hold the same one; a block is a piece of a chunk that is stored and hashed
-as one.
+From a DTensor's mesh and placements every rank computes what all ranks hold, so that plans need no communication.
+Legend: a box is (offsets, sizes) in the global tensor; a chunk is the box that a rank holds, with all ranks that hold
+the same one; a block is a part of a chunk that is stored and hashed as one unit.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:  # commands that read a checkpoint without its tensors start w
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-MIN_EXPERT_BYTES = 4096  # below this an expert shares blocks with its neighbours
-BLOCK_BYTES = 16 * 2**20  # one request reads one block, and a cut in a part costs no more than this again
+MIN_EXPERT_BYTES = 4096  # smaller experts share blocks
+BLOCK_BYTES = 16 * 2**20  # one request reads one block; a rank that needs part of a block reads all of it
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; None if there is none."""
+    """The intersection of two boxes; None if it is empty."""
     starts = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
     ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1], strict=True))
     sizes = tuple(e - s for s, e in zip(starts, ends, strict=True))
@@ -37,7 +36,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
-    """The part of a tensor, whose first element is at `origin`, that is `box`."""
+    """The part `box` of a tensor whose first element is at `origin`."""
     for dim, (start, size) in enumerate(zip(*box, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start - origin[dim], size)
@@ -58,14 +57,14 @@ def _intern(shape: tuple[int, ...], ranks: bytes) -> Grid:
 
 
 class Chunks:
-    """The boxes of one tensor that ranks hold or need, each with all ranks that have the same one."""
+    """The boxes of one tensor that ranks hold or need, each with all its ranks."""
 
     def __init__(self, chunks: list[tuple[Box, tuple[int, ...]]]) -> None:
         self.chunks = chunks
 
     @functools.cached_property
     def chunks_of_rank(self) -> dict[int, list[int]]:
-        """For each rank that has anything, its chunks' indices."""
+        """The indices of each rank's chunks."""
         found: dict[int, list[int]] = {}
         for index, (_, ranks) in enumerate(self.chunks):
             for rank in ranks:
@@ -73,27 +72,27 @@ class Chunks:
         return found
 
     def boxes_of(self, rank: int) -> list[Box]:
-        """What a rank has."""
+        """The boxes of a rank."""
         return [self.chunks[index][0] for index in self.chunks_of_rank.get(rank, ())]
 
     @functools.cached_property
     def corners(self) -> tuple[np.ndarray, np.ndarray]:
-        """All chunks' first and last-plus-one corners, each [chunks, dims]."""
+        """Starts and ends of all chunks, each [chunks, dims]."""
         starts = np.array([box[0] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
         sizes = np.array([box[1] for box, _ in self.chunks], dtype=np.int64).reshape(len(self.chunks), -1)
         return starts, starts + sizes
 
 
 class Layout(Chunks):
-    """How one tensor lies over the ranks: its global shape, the mesh, and for each mesh dimension the tensor
-    dimension that it shards, or None where it replicates. Equal layouts are one object (see `layout_of`)."""
+    """Placement of one tensor: its global shape, the mesh, and for each mesh dimension the tensor dimension that it
+    shards, or None where it replicates. Equal layouts are one object (see `layout_of`)."""
 
     def __init__(self, shape: tuple[int, ...], grid: Grid, sharded: tuple[int | None, ...]) -> None:
         self.shape, self.grid, self.sharded = shape, grid, sharded
 
     @functools.cached_property
     def chunks(self) -> list[tuple[Box, tuple[int, ...]]]:  # type: ignore[override]
-        """The distinct boxes, of which a rank holds one at most; empty boxes are left out."""
+        """The distinct non-empty boxes; a rank holds at most one."""
         ranks = np.asarray(self.grid.ranks).reshape(self.grid.shape)
         counts = [n if dim is not None else 1 for n, dim in zip(self.grid.shape, self.sharded, strict=True)]
         found = []
@@ -116,7 +115,7 @@ class Layout(Chunks):
 
 @functools.lru_cache(maxsize=65536)
 def make_layout(shape: tuple[int, ...], grid: Grid, sharded: tuple[int | None, ...]) -> Layout:
-    """The one Layout of these values."""
+    """The Layout of these values, cached."""
     return Layout(shape, grid, sharded)
 
 
@@ -126,7 +125,7 @@ def replicated(shape: Sequence[int], world_size: int) -> Layout:
 
 
 def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
-    """The layout of a DTensor; anything else is taken to be equal on all ranks.
+    """The layout of a tensor; one that is not a DTensor must be equal on all ranks.
 
     Raises:
         ValueError: a placement other than Replicate and Shard.
@@ -146,7 +145,7 @@ def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
     return make_layout(tuple(tensor.shape), _grid_of(tensor.device_mesh), tuple(sharded))
 
 
-@functools.lru_cache(maxsize=16)  # PyTorch works the ranks out anew at each look: a quarter of the time of a plan
+@functools.lru_cache(maxsize=16)  # PyTorch recomputes the ranks at each access: a quarter of the time of a plan
 def _grid_of(mesh: DeviceMesh) -> Grid:
     ranks = mesh.mesh
     return _intern(tuple(ranks.shape), ranks.long().contiguous().numpy().tobytes())
@@ -154,8 +153,8 @@ def _grid_of(mesh: DeviceMesh) -> Grid:
 
 @functools.lru_cache(maxsize=65536)
 def cut(box: Box, itemsize: int, max_bytes: int = BLOCK_BYTES) -> tuple[Box, ...]:
-    """A chunk's blocks, in row-major order. In a tensor of three dimensions each index of the first, an expert, has
-    blocks of its own unless they would be tiny; no block is above `max_bytes` unless one element is."""
+    """Cuts a chunk into blocks of at most `max_bytes`, in row-major order. In a tensor of three dimensions each index
+    of the first, an expert, has its own blocks unless they would be tiny."""
     offsets, sizes = box
     if not sizes or (itemsize * math.prod(sizes) <= max_bytes and not _is_experts(sizes, itemsize)):
         return (box,)
@@ -177,7 +176,7 @@ def _is_experts(sizes: tuple[int, ...], itemsize: int) -> bool:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of one tensor. `item` and `index` order blocks the same way on all ranks."""
+    """One block of one tensor, ordered by (item, index) on all ranks."""
 
     item: int
     index: int
@@ -186,8 +185,8 @@ class Block:
 
 
 def deal(blocks: Iterable[Block], holders: Sequence[int]) -> dict[int, list[Block]]:
-    """Deals blocks that all of `holders` hold out among them, evenly by bytes: the largest first, each to whoever
-    has least. The same on every rank. Each rank's blocks come in (item, index) order."""
+    """Divides blocks among the ranks that all hold them, evenly by bytes: the largest first, each to the rank with the
+    fewest bytes. Deterministic. Each rank's blocks are in (item, index) order."""
     loads = [(0, position) for position in range(len(holders))]
     dealt: dict[int, list[Block]] = {rank: [] for rank in holders}
     for block in sorted(blocks, key=lambda b: (-b.size_bytes, b.item, b.index)):
@@ -202,11 +201,11 @@ def deal(blocks: Iterable[Block], holders: Sequence[int]) -> dict[int, list[Bloc
 def plan_writes(
     tensors: Sequence[tuple[Layout, int]], *, rank: int | None = None, max_bytes: int = BLOCK_BYTES
 ) -> dict[int, list[Block]]:
-    """Which blocks each rank writes: every element of every tensor exactly once.
+    """Plans which blocks each rank writes, so that every element is written exactly once.
 
     Args:
         tensors: (layout, bytes of an element) of each tensor, in an order that all ranks share.
-        rank: plan for this rank alone, which costs only what that rank holds. None plans for all.
+        rank: plan for this rank alone, at the cost of what it holds; None plans for all.
         max_bytes: the largest block.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The ledger of commits in a store: list, read, check, record, choose. One process at a time writes it.
+"""The commits of a folder: list, read, check, record, choose. One process at a time writes.
 
-What is not committed does not exist. The order of every change keeps that true at each instant: data, manifest,
-record when a checkpoint appears; record, then data when one goes (`retention`).
+A checkpoint exists only while its record does. Writes are ordered accordingly: data, manifest, record when a checkpoint
+is created; record, then data when it is deleted (`retention`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _damaged: defaultdict[str, set[CommitKey]] = defaultdict(set)  # by store: see `
 
 
 def new_attempt(step: int) -> str:
-    """The folder for one try at saving `step`. Only the coordinator makes one, so that attempts never mix."""
+    """The folder of one attempt to save `step`. Only rank 0 chooses it, so that attempts never mix."""
     return f"steps/{step:012d}/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A commit that was looked at, with its manifest."""
+    """A commit with its manifest."""
 
     commit: Commit
     manifest: Manifest
@@ -36,31 +36,31 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Where a run goes on, and under which generation it will commit."""
+    """The commit from which a run resumes, and the generation of its next commits."""
 
     found: Found | None
     generation: int
     forked_from: int | None
-    rejected: list[str] = field(default_factory=list)  # one sentence for each commit that was passed over
+    rejected: list[str] = field(default_factory=list)  # one sentence for each commit that cannot be used
 
 
 def is_finite(commit: Commit) -> bool:
-    """Whether a run can go on from it; older records do not say, and are taken to be."""
+    """Whether the weights are finite; True for older records, which do not say."""
     return commit.summary.get("finite") is not False
 
 
 def _next_generation(keys: Iterable[CommitKey], newest: CommitKey, found: CommitKey) -> int:
-    """The generation of a run that goes on from `found`: a new one where history forks, and one in which no object
-    stands, whatever it holds, so that no name that the run will want is taken."""
+    """The generation of a run that resumes from `found`: a new one if history forks, and one without any later object,
+    so that none of the run's names is taken."""
     taken = {key.generation for key in keys if key > found}
     generation = newest.generation + (newest != found)
     while generation in taken:
         generation += 1
-    return CommitKey(generation=generation, step=found.step).generation  # raises where numbers end
+    return CommitKey(generation=generation, step=found.step).generation  # raises if there is no further number
 
 
 def listed_steps(keys: Iterable[CommitKey]) -> str:
-    """The steps of some commits for a sentence, each once; empty for none."""
+    """The distinct steps of some commits as text; empty for none."""
     return ", ".join(str(step) for step in sorted({key.step for key in keys}))
 
 
@@ -72,10 +72,10 @@ class Ledger:
 
     @property
     def damaged(self) -> set[CommitKey]:
-        """Commits whose data turned out damaged when this process read it, through whichever object.
+        """Commits whose data this process has found damaged, shared by all ledgers of the folder.
 
-        They are not opened again, so that no load takes one and no retention counts one as kept: record, manifest and
-        sizes do not show such damage, and reading all data before each deletion would take too long.
+        Record, manifest and sizes do not show such damage, and reading all data before each deletion would take too
+        long. `open` refuses these commits, so that no load uses one and no retention counts one as kept.
         """
         return _damaged[self.store.url]
 
@@ -85,15 +85,15 @@ class Ledger:
         return sorted((key for key in parsed if key is not None), reverse=True)
 
     def newest(self, keys: Iterable[CommitKey]) -> Commit | None:
-        """The first of some commits whose record can be read. A name without a valid record counts for nothing: else
-        one object with a large number in its name would make all later commits older than itself."""
+        """The first of some commits whose record can be read. Names without a valid record do not count: otherwise one
+        object with a large number in its name would make all later commits older than itself."""
         for key in keys:
             with contextlib.suppress(DamagedError):
                 return self.read(key)
         return None
 
     def read(self, key: CommitKey) -> Commit:
-        """A commit record. Raises DamagedError if it is gone or torn."""
+        """Reads a commit record. Raises DamagedError if it is missing or damaged."""
         try:
             return Commit.from_bytes(self.store.get(key.key, RECORD_BYTES), key.key)
         except NotAnObjectError as error:
@@ -102,11 +102,10 @@ class Ledger:
             raise DamagedError(f"{key.key}: the commit record is gone") from error
 
     def open(self, key: CommitKey) -> Found:
-        """Reads a commit and its manifest and looks at the objects' sizes.
+        """Reads a commit and its manifest, and checks the sizes of its objects. Does not read data blocks.
 
         Raises:
-            DamagedError: something is missing, short, or has another hash. Data blocks are not read here; one of
-                `damaged` is refused.
+            DamagedError: an object is missing, or has another size or hash; or the commit is one of `damaged`.
         """
         if key in self.damaged:
             raise DamagedError(f"{key.key}: its data is damaged")
@@ -118,7 +117,7 @@ class Ledger:
     def _open(self, key: CommitKey, commit: Commit) -> Found:
         name = f"{commit.attempt}/MANIFEST"
         raw = b""
-        for _ in range(3):  # a byte may have been turned on its way
+        for _ in range(3):  # a byte may have been corrupted in transit
             try:
                 raw = self.store.get(name, commit.manifest_bytes)
             except NotFoundError as error:
@@ -134,14 +133,14 @@ class Ledger:
             )
         manifest = Manifest.from_bytes(raw)
         if manifest.info.get("attempt") != commit.attempt:
-            raise DamagedError(f"{key.key}: {name} is that of attempt {manifest.info.get('attempt')}")
+            raise DamagedError(f"{key.key}: {name} belongs to attempt {manifest.info.get('attempt')}")
         problems = self.size_problems(commit.attempt, manifest.objects)
         if problems:
             raise DamagedError(f"{key.key}: {'; '.join(problems)}")
         return Found(commit=commit, manifest=manifest)
 
     def size_problems(self, attempt: str, objects: Iterable[tuple[str, int]]) -> list[str]:
-        """A sentence for each of the first few objects of an attempt that is missing or has another size."""
+        """One sentence for each of the first few objects that are missing or have another size."""
         there = {entry.key: entry.size_bytes for entry in self.store.scan(f"{attempt}/")}
         problems = []
         for key, size in objects:
@@ -153,10 +152,10 @@ class Ledger:
         return problems[:4] + ([f"and {len(problems) - 4} more"] if len(problems) > 4 else [])
 
     def record(self, commit: Commit) -> None:
-        """Makes a checkpoint exist.
+        """Writes the record, which makes the checkpoint exist.
 
         Raises:
-            CheckpointError: another writer committed this step; what it wrote is kept.
+            CheckpointError: another writer committed this step; its commit is kept.
         """
         if self.store.put_new(commit.where.key, commit.to_bytes()):
             return
@@ -164,18 +163,18 @@ class Ledger:
             other = self.read(commit.where)
         except DamagedError as error:
             raise CheckpointError(f"{error}; this attempt at step {commit.step} is dropped") from error
-        if other.nonce != commit.nonce:  # equal: our write won and its answer was lost
+        if other.nonce != commit.nonce:  # equal: our write succeeded and its response was lost
             raise CheckpointError(
                 f"step {commit.step} was committed to {self.store.url} by another run (attempt {other.attempt}); "
-                "this attempt is dropped and that one kept: give each run a folder of its own"
+                "this attempt is dropped and that one is kept: give each run a folder of its own"
             )
 
     def choose(self, resume: str | int) -> Choice:
-        """Picks the commit to go on from; see `CheckpointConfig.resume`.
+        """Chooses the commit to resume from; see `CheckpointConfig.resume`.
 
         Raises:
             DamagedError: there are commits, and none can be used.
-            ResumeError: the step asked for is not there, or `never` meets commits.
+            ResumeError: there is no commit of the given step, or there are commits and `resume` is `never`.
         """
         keys = self.newest_first()
         newest = self.newest(keys)
@@ -195,7 +194,7 @@ class Ledger:
             if not candidates:
                 have = f"it holds: {listed_steps(keys) or 'none'}"
                 raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; {have}")
-        try:  # a step that the user names is theirs to look at
+        try:  # for a step that the user names, weights need not be finite
             found, rejected = self.first_good(candidates, finite=resume == "auto")
         except DamagedError as error:
             tried = {key.step for key in candidates}
@@ -205,7 +204,7 @@ class Ledger:
             raise DamagedError(f"{error}. It holds other steps: {others}") from error
         if found is None:
             return Choice(found=None, generation=0, forked_from=None)
-        assert newest is not None  # the record of `found` can be read
+        assert newest is not None  # since the record of `found` can be read
         return Choice(
             found=found,
             generation=_next_generation(keys, newest.where, found.commit.where),
@@ -214,10 +213,10 @@ class Ledger:
         )
 
     def first_good(self, candidates: Iterable[CommitKey], *, finite: bool = False) -> tuple[Found | None, list[str]]:
-        """The first of some commits that can be used, None if there are none; and why those before it cannot.
+        """The first usable commit, None if there are no commits; and why those before it cannot be used.
 
         Args:
-            finite: pass over those whose weights are not.
+            finite: pass over commits whose weights are not finite.
 
         Raises:
             DamagedError: there are commits, and none can be used.

@@ -1,8 +1,8 @@
-"""What a checkpoint says about itself: tensors, their blocks, and where each block's bytes are. JSON, no pickle.
+"""The table of contents of a checkpoint: tensors, their blocks, and the place of each block. JSON, no pickle.
 
-A manifest is a line that names the format, then zlib-compressed JSON; a commit's record names its size and hash. It
-is data from a place where others may write: `from_bytes` takes nothing on trust, and all who read a Manifest may.
-Legend: T tensors, B blocks of a tensor or of all, N dimensions.
+A manifest is a line that names the format, then zlib-compressed JSON. The commit record has its size and hash. It is
+untrusted data: `from_bytes` checks all of it, so that users of a Manifest need not.
+Legend: B blocks of a tensor or of all, N dimensions, O objects.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from foundry_moe.checkpoint.records import FORMAT, MANIFEST_BYTES, Buffer, check
 from foundry_moe.checkpoint.strict import shown
 
 MAGIC = b"foundry-moe checkpoint 1\n"
-ALIGN_BYTES = 64  # blocks start at multiples of this, so that they can be viewed as any dtype
+ALIGN_BYTES = 64  # blocks start at multiples of this, so that views of any dtype are possible
 
-MOST_CUT = 8  # dimensions along which blocks are cut: 2^8 corners each
+MOST_CUT = 8  # dimensions along which a tensor may be cut: a block has 2^8 corners
 _KEYS = 2**62
 
 OBJECT = re.compile(r"data/[0-9]{6,9}\.bin")
 _HASHES = re.compile(r"[0-9a-f]*")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
-Row = tuple[str, Box, int, int]  # a block's tensor and box, its first byte in a rank's object, its hash
+Row = tuple[str, Box, int, int]  # a block: tensor, box, start in the rank's object, hash
 
-BlockHash = xxhash.xxh3_64  # for a block that comes in pieces: `update(piece)`, `intdigest()`
+BlockHash = xxhash.xxh3_64  # for a block that is read in pieces
 
 
 def block_hash(data: Buffer) -> int:
-    """The 64-bit xxh3 of a block: 30 GB/s where sha256 does 1.7. It finds damage, not forgery.
+    """The 64-bit xxh3 of a block: 30 GB/s, sha256 1.7 GB/s. It detects damage, not forgery.
 
-    Not xxhash's function of one call: that holds the interpreter's lock throughout, which an object's `update` frees.
+    `update` releases the GIL; xxhash's one-call function does not.
     """
     hasher = BlockHash()
     hasher.update(data)
@@ -78,10 +78,10 @@ class TensorEntry:
 class Manifest:
     """A checkpoint's table of contents.
 
-    info: step, attempt, world size, mesh, versions: what `show` prints.
+    info: step, attempt, world size, mesh, versions; printed by `checkpoints show`.
     objects: (key, size in bytes) of each data object.
-    tensors: by path, in the order in which they were planned.
-    values: everything else, as `codec.encode` made it; `{"$ref": path}` stands for a tensor.
+    tensors: by path, in the order of the plan.
+    values: all other values, encoded by `codec.encode`; `{"$ref": path}` stands for a tensor.
     """
 
     info: Mapping[str, Any]
@@ -117,19 +117,18 @@ class Manifest:
         raw = MAGIC + zlib.compress(text, 6)
         if len(text) > strict.most_inflated(len(raw) - len(MAGIC)) or len(raw) > MANIFEST_BYTES:
             raise CheckpointError(
-                f"the manifest would have {len(text)} bytes, {len(raw)} compressed, which is not read again: keep "
-                "large or monotonous data in tensors, not in lists"
+                f"the manifest would have {len(text)} bytes, {len(raw)} compressed, above the limit of readers: "
+                "keep large data in tensors, not in lists"
             )
         return raw
 
     @staticmethod
     def from_bytes(raw: bytes) -> Manifest:
-        """A manifest of which all is checked that needs no other object: types and ranges; that the blocks of each
-        tensor hold each of its elements once, and lie apart within their objects; that the values refer to each tensor
-        once. `codec.decode` checks the values.
+        """Parses a manifest and checks types and ranges; that blocks cover each tensor exactly once and do not overlap
+        within their objects; and that the values refer to each tensor once. `codec.decode` checks the values.
 
         Raises:
-            DamagedError: anything else, or a newer format.
+            DamagedError: the manifest is invalid, or its format is newer.
         """
         if not raw.startswith(MAGIC):
             raise DamagedError(f"not a checkpoint manifest: it begins with {raw[:16]!r}")
@@ -155,7 +154,7 @@ class Manifest:
 
 
 def object_key(rank: int) -> str:
-    """The object that a rank writes, below its attempt's folder."""
+    """The key of a rank's object, relative to the attempt."""
     return f"data/{rank:06d}.bin"
 
 
@@ -165,12 +164,12 @@ def build_manifest(
     values: Any,
     info: Mapping[str, Any],
 ) -> Manifest:
-    """The table of contents.
+    """Builds a manifest.
 
     Args:
         tensors: (torch.dtype, shape) of each, by path.
-        written: for each rank the size of its object, and the blocks in it.
-        values: all else, encoded.
+        written: by rank, the size of its object and its rows.
+        values: all other values, encoded.
     """
     objects: list[tuple[str, int]] = []
     blocks: dict[str, list[tuple[Box, int, int, int]]] = {name: [] for name in tensors}
@@ -200,31 +199,33 @@ def _entry_of(dtype: str, shape: tuple[int, ...], blocks: list[tuple[Box, int, i
 
 
 def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:
-    """The data objects, one for each rank that wrote anything."""
+    """The data objects, at most one for each rank."""
     objects = []
     for number, item in enumerate(strict.sequence(listed, "the manifest's objects")):
         where = f"object {number}"
         key, size = strict.sequence(item, where, 2)
         objects.append((strict.text(key, where, OBJECT), strict.integer(size, f"the size of {where}", least=1)))
     if len({key for key, _ in objects}) != len(objects) or len(objects) > world_size:
-        raise DamagedError(f"{len(objects)} objects of {world_size} processes: one is listed twice, or too many are")
+        raise DamagedError(
+            f"{len(objects)} objects of {world_size} processes: some are listed twice, or there are too many"
+        )
     if sum(size for _, size in objects) > strict.MOST:
         raise DamagedError(f"the objects have more than {strict.MOST} bytes")
     return objects
 
 
 def _entry(name: str, columns: Any) -> TensorEntry:
-    """One tensor's line. How its blocks lie is looked at for all tensors together."""
+    """The entry of one tensor. `_check_blocks` checks its blocks."""
     where = f"tensor {shown(name)}"
     dtype, shape, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
     if type(dtype) is not str or dtype not in strict.ITEM_BYTES:
-        strict.fail(f"the dtype of {where}", dtype, "one that this version knows")
+        strict.fail(f"the dtype of {where}", dtype, "a known dtype")
     dims = [strict.integer(size, f"a dimension of {where}") for size in strict.sequence(shape, f"the shape of {where}")]
     if len(dims) > strict.DIMS or math.prod(max(size, 1) for size in dims) * strict.ITEM_BYTES[dtype] > strict.MOST:
         strict.fail(f"the shape of {where}", shape, f"one of at most {strict.DIMS} dimensions and {strict.MOST} bytes")
     count = len(strict.sequence(objects, f"the objects of {where}"))
     if type(hashes) is not str or len(hashes) != 16 * count or not _HASHES.fullmatch(hashes):
-        raise DamagedError(f"{where} has {count} blocks, and no hash of 16 digits for each")
+        raise DamagedError(f"{where} has {count} blocks, and not one hash of 16 digits for each")
     return TensorEntry(
         dtype=dtype,
         shape=tuple(dims),
@@ -251,7 +252,7 @@ def _check_blocks(objects: list[tuple[str, int]], tensors: Mapping[str, TensorEn
 
 
 def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
-    """Each tensor is referred to once, and no path is there twice. `codec.decode` checks the rest."""
+    """Each tensor is referred to once, and paths are unique. `codec.decode` checks the rest."""
     strict.check_depth(strict.mapping(values, "the manifest's values"), "the manifest's values")
     paths: dict[str, list[str]] = {"$ref": [], "$tensor": []}
     try:
@@ -286,9 +287,9 @@ def tensors_in(values: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
 def check_tiling(name: str, shape: tuple[int, ...], offsets_BN: np.ndarray, sizes_BN: np.ndarray) -> None:
     """Raises DamagedError unless the boxes of a tensor cover it exactly once. A tensor without elements has no boxes.
 
-    The indicator function of a box is the running sum, over all dimensions, of +1 and -1 at its corners, and it gives
-    the corners back. So boxes tile a tensor if and only if their corners, signs and all, cancel down to those of the
-    tensor: no search for overlaps, and nothing that depends on an order.
+    The indicator function of a box is the cumulative sum, over all dimensions, of +1 and -1 at its corners, and
+    determines them. So boxes tile a tensor if and only if the sum of their signed corners equals that of the tensor.
+    This needs no search for overlaps and no order.
 
     Args:
         offsets_BN, sizes_BN: int64, without negative numbers.
@@ -305,7 +306,7 @@ def check_tiling(name: str, shape: tuple[int, ...], offsets_BN: np.ndarray, size
     cut = np.flatnonzero(np.any(sizes_BN != shape, axis=0)) if shape else np.empty(0, dtype=int)
     if len(cut) > MOST_CUT or math.prod(shape[dim] + 1 for dim in cut) >= _KEYS:
         raise DamagedError(f"the blocks of {shown(name)} are cut along {len(cut)} dimensions, or it is too large")
-    # of the boxes, and with the opposite sign of the whole: each corner as one integer, its place in a grid
+    # corners of the boxes, and of the tensor with the opposite sign, as integers: their index in a grid
     keys, signs = np.zeros(len(sizes_BN) + 1, dtype=np.int64), np.array([1] * len(sizes_BN) + [-1])
     for dim in cut:
         lower, upper = np.append(offsets_BN[:, dim], 0), np.append(ends_BN[:, dim], shape[dim])
@@ -319,9 +320,9 @@ def check_tiling(name: str, shape: tuple[int, ...], offsets_BN: np.ndarray, size
 def check_places(
     sizes: Sequence[int], object_B: np.ndarray, start_B: np.ndarray, bytes_B: np.ndarray, align: int
 ) -> None:
-    """Raises DamagedError unless the blocks lie within their objects, aligned, no two on the same bytes.
+    """Raises DamagedError unless all blocks are aligned, within their objects, and do not overlap.
 
-    So tensors together are no larger than the objects, whose sizes the store is asked for.
+    So the tensors together are not larger than the objects, whose sizes the store confirms.
     """
     if not len(object_B):
         return

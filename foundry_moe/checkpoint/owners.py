@@ -1,10 +1,10 @@
-"""Leases of a folder: one run owns it, and of this run's processes the one with the newest lease.
+"""Leases of a folder. One run owns a folder, and within the run the process with the newest lease.
 
-A lease is a numbered object, `owners/000003.json`, written as new: of several processes one gets a number, and the
-highest number owns the folder. Nothing is ever overwritten but the heartbeat beside it, `owners/000003.beat`, whose
-age by the store's clock says whether the owner is running; an owner that ends deletes it. A restart of the same run
-takes over at once, whatever the heartbeat says; the older process sees the higher number before it writes or commits,
-and stops. This module knows nothing of commits.
+A lease is a numbered object, `owners/000003.json`, created by a conditional write, so that only one process gets a
+number. The highest number owns the folder. The heartbeat beside it, `owners/000003.beat`, is the only object that is
+overwritten: its age by the store's clock shows whether the owner is running, and an owner that ends deletes it. A
+restart of the same run takes over at once, regardless of the heartbeat. The older process checks for a higher number
+before it writes or commits, and stops. This module does not depend on commits.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from foundry_moe.checkpoint.store import Entry, Store
 log = logging.getLogger(__name__)
 
 BEAT_S = 60.0  # between two heartbeats
-LIVE_S = 4 * BEAT_S  # an owner whose heartbeat is older is taken for dead
-LEASE_BYTES = 2**16  # no lease is larger
-NAME_CHARS = 1000  # of a run's name that are kept
-LAST_NUMBER = 10**9 - 1  # the largest that a lease's name has digits for
+LIVE_S = 4 * BEAT_S  # an owner whose heartbeat is older counts as dead
+LEASE_BYTES = 2**16  # limit of a lease's size
+NAME_CHARS = 1000  # longer run names are cut
+LAST_NUMBER = 10**9 - 1  # a lease's name has at most nine digits
 _KEY = re.compile(r"owners/([0-9]{6,9})\.json")
 
 
 def number_of(key: str) -> int | None:
-    """The number in the name of a lease; None for a name that no lease has."""
+    """The number in the name of a lease; None for any other name."""
     match = _KEY.fullmatch(key)
     return int(match[1]) if match and key == f"owners/{int(match[1]):06d}.json" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What all processes of a run have in common.
+    """What identifies a run across restarts. An empty field matches any run.
 
-    run_name: as the user gave it; empty if none was given, which agrees with any.
-    model: a digest of the model's tensors, from `tensors_digest`; empty agrees with any.
+    run_name: as given by the user.
+    model: a digest of the model's tensors, from `tensors_digest`.
     """
 
     run_name: str = ""
@@ -65,7 +65,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """One process group's lease of a folder. `run` is one random number for all processes of a run."""
+    """One process group's lease of a folder. `run` is a random number that all processes of a run share."""
 
     number: int
     run: str
@@ -74,7 +74,7 @@ class Lease:
     model: str
     host: str
     pid: int
-    released: bool = False  # free: the next run may be any
+    released: bool = False  # any run may own the folder next
 
     @property
     def key(self) -> str:
@@ -97,14 +97,14 @@ class Lease:
 
     @staticmethod
     def from_bytes(raw: bytes, key: str) -> Lease:
-        """Raises DamagedError for what is no lease, or another than its name says."""
+        """Raises DamagedError if it is not a lease, or not the one of this key."""
         body, kinds = unsealed(raw, f"{key}: the lease", LEASE_BYTES), {"number": int, "pid": int, "released": bool}
         right = body.keys() == set(Lease.__dataclass_fields__) and all(
             type(value) is kinds.get(name, str) and (not isinstance(value, str) or value.isprintable())
             for name, value in body.items()
         )
         if not right:
-            raise DamagedError(f"{key}: the lease cannot be read: it is not what a run writes")
+            raise DamagedError(f"{key}: the lease cannot be read: its fields are not those of a lease")
         lease = Lease(**body)
         if lease.key != key:
             raise DamagedError(f"{key}: the lease is that of {lease.number}")
@@ -112,7 +112,7 @@ class Lease:
 
 
 def tensors_digest(state_dict: Mapping[str, Any]) -> str:
-    """A digest of names and global shapes: the same on every mesh and in every precision."""
+    """A digest of names and global shapes, independent of mesh and precision."""
     shapes = sorted((name, list(getattr(tensor, "shape", ()))) for name, tensor in state_dict.items())
     return xxhash.xxh3_128_hexdigest(json.dumps(shapes).encode())
 
@@ -125,7 +125,7 @@ class Owners:
         self._warned: set[str] = set()
 
     def newest(self, entries: Iterable[Entry] | None = None, above: int = -1) -> Lease | None:
-        """The lease with the highest number, of those above `above`; what cannot be read is passed over.
+        """The readable lease with the highest number above `above`; None if there is none.
 
         Args:
             entries: the listing of `owners/`; None lists it.
@@ -138,14 +138,14 @@ class Owners:
     def _read(self, key: str) -> Lease | None:
         try:
             return Lease.from_bytes(self.store.get(key, LEASE_BYTES), key)
-        except (DamagedError, NotFoundError) as error:  # gone: an old one, removed by a newer owner
+        except (DamagedError, NotFoundError) as error:  # an older lease may have been removed by a newer owner
             if key not in self._warned and isinstance(error, DamagedError | NotAnObjectError):
                 self._warned.add(key)
                 log.warning("Passed over %s in %s: %s", key, self.store.url, error)
             return None
 
     def living_since_s(self) -> float | None:
-        """When, by the store's clock, the owner got its lease; None if there is none, or it is not running."""
+        """When the owner got its lease, by the store's clock; None if no owner is running."""
         entries = list(self.store.scan("owners/"))
         lease = self.newest(entries)
         if lease is None or lease.released or self._silent_s(lease, entries) > LIVE_S:
@@ -153,19 +153,20 @@ class Owners:
         return next((entry.modified_s for entry in entries if entry.key == lease.key), None)
 
     def _silent_s(self, lease: Lease, entries: list[Entry]) -> float:
-        """The age of an owner's newest heartbeat; infinite if it has none."""
+        """Age of an owner's heartbeat in seconds; infinite if it has none."""
         beats = [entry.modified_s for entry in entries if entry.key == lease.beat_key]
         return self.store.now_s() - beats[0] if beats else float("inf")
 
     def acquire(self, identity: Identity, *, has_commits: Callable[[], bool], process_id: str = "") -> Lease:
-        """Leases the folder for this process. An owner that died before anything was committed is passed over.
+        """Leases the folder for this process. A dead owner without commits does not count.
 
         Args:
-            process_id: the lease's nonce. A lease with it is used again: several writers of one process are one owner.
+            process_id: the lease's nonce. An existing lease with this nonce is reused, because several writers of one
+                process are one owner.
 
         Raises:
-            OwnedError: it belongs to another run.
-            TakenOverError: it was this process's, and is another's by now.
+            OwnedError: the folder belongs to another run.
+            TakenOverError: this process owned it, and another one owns it by now.
         """
         if process_id and (mine := self._lease_of(process_id)) is not None:
             self.check(mine)
@@ -181,7 +182,7 @@ class Owners:
                 if silent_s <= LIVE_S or has_commits():
                     raise self._refuse(owner, identity, silent_s, problem)
                 owner = None
-            taken = self._above(max(taken, before.number if before else 0))  # past what cannot be read, too
+            taken = self._above(max(taken, before.number if before else 0))  # unreadable leases keep their numbers
             mine = Lease(
                 number=taken,
                 run=owner.run if owner else secrets.token_hex(8),
@@ -191,20 +192,20 @@ class Owners:
                 host=socket.gethostname(),
                 pid=os.getpid(),
             )
-            self.beat(mine)  # first: a lease without a heartbeat is that of a process that has ended
+            self.beat(mine)  # before the lease: one without a heartbeat counts as dead
             won = self.store.put_new(mine.key, mine.to_bytes())
             if not won:
                 found = self._read(mine.key)
-                won = found is not None and found.nonce == mine.nonce  # our write won, its answer was lost
+                won = found is not None and found.nonce == mine.nonce  # our write succeeded and its response was lost
             if won:
                 return mine
 
     def _above(self, number: int) -> int:
-        """The next number. Raises OwnedError where there is none: its name would not be found again."""
+        """The next number. Raises OwnedError if names have no digits for it."""
         if number >= LAST_NUMBER:
             raise OwnedError(
-                f"{self.store.url}/owners/{LAST_NUMBER}.json has the largest number that a lease can have, and nobody "
-                "can own the folder after it: remove that object if no run of yours wrote it, or use another folder"
+                f"{self.store.url}/owners/{LAST_NUMBER}.json has the largest number that a lease can have, so no "
+                "later lease is possible: delete that object if none of your runs wrote it, or use another folder"
             )
         return number + 1
 
@@ -216,8 +217,8 @@ class Owners:
     def _refuse(self, owner: Lease, identity: Identity, silent_s: float, problem: str) -> OwnedError:
         seen = f"whose heartbeat is {silent_s:.0f} s old" if silent_s <= LIVE_S else "not running now"
         return OwnedError(
-            f"{self.store.url} belongs to {owner}, {seen}, and {problem}: give this run a folder of its own; if it is "
-            f"to go on with that run's checkpoints, stop that run and free the folder with `foundry-moe checkpoints "
+            f"{self.store.url} belongs to {owner}, {seen}, and {problem}: give this run a folder of its own. To "
+            f"continue from that run's checkpoints, stop that run and free the folder with `foundry-moe checkpoints "
             f"release {self.store.url}`",
             model_differs=not _names_differ(owner.identity, identity),
         )
@@ -229,8 +230,8 @@ class Owners:
         newer = self.newest(entries, -1 if gone else mine.number)
         if newer is not None:
             who = "the folder was released" if newer.released else f"another process has taken over: {newer}"
-            raise TakenOverError(f"{who}; this process stops, and what {self.store.url} holds is left as it is")
-        if gone:  # somebody removed all leases: the folder is still ours
+            raise TakenOverError(f"{who}; this process stops without changing {self.store.url}")
+        if gone:  # all leases were deleted: this process still owns the folder
             self.store.put_new(mine.key, mine.to_bytes())
 
     def beat(self, mine: Lease) -> None:
@@ -238,12 +239,12 @@ class Owners:
         self.store.put(mine.beat_key, mine.nonce.encode())
 
     def leave(self, mine: Lease) -> None:
-        """Deletes the heartbeat of an owner that ends, so that no process waits until it counts as dead."""
+        """Deletes the heartbeat of an owner that ends, so that it counts as dead at once."""
         with contextlib.suppress(StoreError):
             self.store.delete([mine.beat_key])
 
     def release(self) -> Lease | None:
-        """Frees the folder for any run; returns whose it was, None if it was free."""
+        """Frees the folder for any run; returns the last lease, None if the folder was free."""
         while True:
             before = self.newest()
             if before is None or before.released:
@@ -258,7 +259,7 @@ def _names_differ(owner: Identity, identity: Identity) -> bool:
 
 
 def _difference(owner: Identity, identity: Identity) -> str | None:
-    """Why these are two runs; None if they may be one."""
+    """Why these are different runs; None if they may be the same."""
     if _names_differ(owner, identity):
         return f"this is run {identity.run_name!r}"
     if owner.model and identity.model and owner.model != identity.model:
@@ -267,7 +268,7 @@ def _difference(owner: Identity, identity: Identity) -> str | None:
 
 
 class Heartbeat:
-    """Writes an owner's heartbeat in a thread of its own, and notices between two saves that another has taken over."""
+    """Writes an owner's heartbeat in a thread, which also checks whether another process has taken over."""
 
     def __init__(self, owners: Owners, mine: Lease, every_s: float = BEAT_S) -> None:
         self.owners, self.mine, self.every_s = owners, mine, every_s
@@ -285,11 +286,11 @@ class Heartbeat:
                 self.lost = error
                 log.error("%s (at its next save)", error)
                 return
-            except Exception as error:  # the next one may succeed, and the next save reports what is wrong
+            except Exception as error:  # the next one may succeed; if not, the next save reports the error
                 log.debug("No heartbeat at %s: %s", time.strftime("%X"), error)
 
     def stop(self) -> None:
-        """Ends the thread, and the lease's heartbeat."""
+        """Ends the thread and deletes the heartbeat."""
         self._end.set()
         if self.lost is None:
             self.owners.leave(self.mine)

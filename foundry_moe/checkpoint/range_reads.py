@@ -1,4 +1,4 @@
-"""Who fetches which block on a load, and in what ranges: each block once among all ranks that need any of it.
+"""Plans which rank fetches which block in a load, so that each block is fetched once; reads and verifies ranges.
 
 Plain integers and a thread pool; no process group. Legend: B blocks of a tensor, C chunks of its target layout,
 N dimensions.
@@ -20,8 +20,8 @@ from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import BlockHash, Manifest, TensorEntry, block_hash
 from foundry_moe.checkpoint.store import Store
 
-RANGE_BYTES = BLOCK_BYTES  # what one request to a cloud's store reads, and one round of the exchange sends
-GAP_BYTES = 4096  # two blocks this close are read as one range; the bytes between are alignment
+RANGE_BYTES = BLOCK_BYTES  # of one request, and of one round of the exchange
+GAP_BYTES = 4096  # closer blocks are read as one range: the bytes between them are alignment
 READS_IN_FLIGHT = 4  # 1 and 2 on files, with two ranks on a core: no difference
 HASH_TRIES = 3
 
@@ -29,14 +29,14 @@ Reading = Generator[memoryview | CheckpointError, None, None]
 
 
 def block_of(entry: TensorEntry, item: int, index: int) -> Block:
-    """A stored block; `item` is the tensor's place in the manifest."""
+    """A stored block; `item` is the index of its tensor in the manifest."""
     box = (tuple(entry.offsets_BN[index].tolist()), tuple(entry.sizes_BN[index].tolist()))
     return Block(item, index, box, int(entry.bytes_B[index]))
 
 
 @dataclass(frozen=True)
 class Need:
-    """A block that a rank needs some of, the rank that fetches it, and all ranks that need some of it."""
+    """A block of which a rank needs a part, the rank that fetches it, and all ranks that need a part."""
 
     block: Block
     reader: int
@@ -44,7 +44,7 @@ class Need:
 
 
 def plan_reads(manifest: Manifest, targets: Mapping[str, Chunks], rank: int) -> dict[tuple[int, int], Need]:
-    """What one rank needs, by (item, index) of the blocks. All ranks that need a block name the same reader."""
+    """What one rank needs, by (item, index) of the blocks. All ranks compute the same reader of a block."""
     groups: dict[tuple[int, ...], list[Block]] = {}
     unions: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
     for item, (name, entry) in enumerate(manifest.tensors.items()):
@@ -73,7 +73,7 @@ def plan_reads(manifest: Manifest, targets: Mapping[str, Chunks], rank: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Bytes of one object that are read in one request, and the blocks in them with their places."""
+    """The bytes of one request, and their blocks with their starts."""
 
     object_index: int
     start: int
@@ -82,7 +82,7 @@ class Range:
 
 
 def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE_BYTES) -> list[Range]:
-    """Groups blocks that lie close together in an object into ranges of at most `max_bytes`, or of one block."""
+    """Groups adjacent blocks of an object into ranges of at most `max_bytes`, or of one block."""
     entries = list(manifest.tensors.values())
     placed = sorted(
         (int(entries[b.item].object_B[b.index]), int(entries[b.item].start_B[b.index]), b.item, b.index, b)
@@ -106,7 +106,7 @@ def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE
 
 
 class Fetcher:
-    """Reads ranges ahead in the background and checks every block's hash."""
+    """Reads ranges ahead in the background and verifies the hash of every block."""
 
     def __init__(self, store: Store, attempt: str, manifest: Manifest) -> None:
         self.store, self.attempt, self.manifest = store, attempt, manifest
@@ -120,7 +120,7 @@ class Fetcher:
             StoreError: the store does not answer.
         """
         for _ in range(HASH_TRIES):
-            hasher = BlockHash()  # of a single block, as its bytes come
+            hasher = BlockHash()  # of a single block, while it is read
             self._read(part, out, hasher.update if len(part.blocks) == 1 else lambda piece: None)
             for block, start in part.blocks:
                 piece = out[start : start + block.size_bytes]
@@ -149,10 +149,10 @@ class Fetcher:
             raise
 
     def stream(self, ranges: Sequence[Range], memory: Callable[[int, int], memoryview] | None = None) -> Reading:
-        """The ranges' bytes in order, read ahead; a range that could not be read comes as its error.
+        """The bytes of the ranges in order, read ahead; for a range that could not be read, its error.
 
         Args:
-            memory: gives a range, by its number and size, the memory to read to. By default each range gets its own.
+            memory: called with the number and size of a range, returns the memory to read to. By default new memory.
         """
         make = memory or (lambda number, size_bytes: np.empty(size_bytes, dtype=np.uint8).data)
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
@@ -176,7 +176,7 @@ class Fetcher:
 
 
 def verify(store: Store, found: Found) -> list[str]:
-    """Reads every block and checks its hash; a sentence for each range that is damaged."""
+    """Reads and verifies every block; returns one sentence for each damaged range."""
     manifest = found.manifest
     blocks = [
         block_of(entry, item, index)

@@ -1,7 +1,6 @@
-"""Records of commits: the small objects whose presence makes a checkpoint exist, and what they and manifests share.
+"""Commit records: the small objects whose presence makes a checkpoint exist, and what they share with manifests.
 
-A record is JSON from a place where others may write: `from_bytes` takes nothing on trust, and all who read a Commit
-may.
+A record is untrusted JSON. `from_bytes` checks all of it, so that users of a Commit need not.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from foundry_moe.checkpoint import strict
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 
 FORMAT = 1
-RECORD_BYTES = 2**20  # the most that a commit record may have
-MANIFEST_BYTES = 2**29  # and a manifest, compressed
-RANKS = 2**20  # the most processes that a checkpoint may say have written it
+RECORD_BYTES = 2**20  # limit of a commit record's size
+MANIFEST_BYTES = 2**29  # limit of a compressed manifest's size
+RANKS = 2**20  # limit of `world_size`
 
-LAST_GENERATION, LAST_STEP = 10**9 - 1, 10**15 - 1  # the largest that names of commits have digits for
+LAST_GENERATION, LAST_STEP = 10**9 - 1, 10**15 - 1  # limits by the digits in names of commits
 
-ATTEMPT = re.compile(r"steps/([0-9]{12,15})/[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")  # the only form of an attempt's name
+ATTEMPT = re.compile(r"steps/([0-9]{12,15})/[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")  # the form of an attempt's name
 _COMMIT = re.compile(r"commits/([0-9]{6,9})-([0-9]{12,15})\.json")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -37,7 +36,7 @@ def file_hash(data: Buffer) -> str:
 
 
 def sealed(body: dict[str, Any]) -> bytes:
-    """A record as JSON that ends with its own hash."""
+    """A record as JSON with a hash of its content."""
     digest = file_hash(json.dumps(body, sort_keys=True).encode())
     return json.dumps({**body, "xxh3": digest}, sort_keys=True, indent=1).encode()
 
@@ -46,7 +45,7 @@ def unsealed(raw: bytes, where: str, most_bytes: int) -> dict[str, Any]:
     """The inverse of `sealed`.
 
     Raises:
-        DamagedError: a record that is torn or altered, or larger than `most_bytes`.
+        DamagedError: the record is incomplete, altered, or larger than `most_bytes`.
     """
     if len(raw) > most_bytes:
         raise DamagedError(f"{where} has {len(raw)} bytes, more than {most_bytes}")
@@ -58,10 +57,10 @@ def unsealed(raw: bytes, where: str, most_bytes: int) -> dict[str, Any]:
 
 
 def check_info(info: Any, where: str, keys: tuple[str, ...] = ()) -> None:
-    """What is known of a run's description, in manifests and records alike; other keys may be any JSON.
+    """Checks the known keys of a run's description, in manifests and records; other keys may be any JSON.
 
     Raises:
-        DamagedError: a key of `keys` is missing, or one has another type, or cannot be shown to a person.
+        DamagedError: a key of `keys` is missing, or a known key has another type or is not printable.
     """
     strict.plain(info, where)
     strict.mapping(info, where, keys)
@@ -84,14 +83,14 @@ def check_info(info: Any, where: str, keys: tuple[str, ...] = ()) -> None:
 
 
 def check_attempt(attempt: Any, step: Any, where: str) -> str:
-    """An attempt's name, which belongs to `step`.
+    """Returns the name of an attempt at `step`.
 
     Raises:
-        DamagedError: any other text; such a name could lead out of the folder.
+        DamagedError: it has another form, which could be a path out of the folder.
     """
     name = strict.text(attempt, f"{where}: attempt", ATTEMPT, most=64)
     if name.split("/")[1] != f"{step:012d}":
-        raise DamagedError(f"{where}: attempt {name} is not one of step {step}")
+        raise DamagedError(f"{where}: attempt {name} does not belong to step {step}")
     return name
 
 
@@ -99,14 +98,14 @@ def check_attempt(attempt: Any, step: Any, where: str) -> str:
 class CommitKey:
     """The order of commits: a later generation is newer whatever its step.
 
-    A generation begins where history forks: after a fall back past a damaged commit, or `resume: STEP`.
+    A generation begins where history forks: when a run falls back past a damaged commit, and at `resume: STEP`.
     """
 
     generation: int
     step: int
 
     def __post_init__(self) -> None:
-        # a name with more digits would be written, and no listing would find it again
+        # `parse` would not find a name with more digits
         if not (0 <= self.generation <= LAST_GENERATION and 0 <= self.step <= LAST_STEP):
             raise CheckpointError(
                 f"no commit can have generation {self.generation} and step {self.step}: the largest are "
@@ -120,7 +119,7 @@ class CommitKey:
 
     @staticmethod
     def parse(key: str) -> CommitKey | None:
-        """From a key below `commits/`; None for what is no commit record: any name that `key` does not make."""
+        """The inverse of `key`; None for any other name."""
         match = _COMMIT.fullmatch(key)
         if match is None:
             return None
@@ -130,14 +129,14 @@ class CommitKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """The record whose presence makes a checkpoint exist."""
+    """A commit record. A checkpoint exists only while its record does."""
 
     where: CommitKey
     attempt: str  # the folder of its data, for example steps/000000000500/20260102T030405-1a2b3c4d
-    nonce: str  # distinguishes our own conditional write, whose answer was lost, from another writer's
+    nonce: str  # distinguishes this writer's record, after a lost response, from another writer's
     manifest_bytes: int = 0  # until the manifest is written
     manifest_hash: str = ""
-    forked_from: int | None = None  # the step that `resume: STEP` asked for, in the first generation after it
+    forked_from: int | None = None  # the step of `resume: STEP`, in the generation that began there
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -159,18 +158,17 @@ class Commit:
 
     @staticmethod
     def from_bytes(raw: bytes, key: str) -> Commit:
-        """Raises DamagedError for a record that is torn, altered, not in its place, or whose attempt has no attempt's
-        name."""
+        """Raises DamagedError for a record that is incomplete, altered, under another key, or names no attempt."""
         where = CommitKey.parse(key)
         if where is None:
-            raise DamagedError(f"{strict.shown(key)} is no commit record's name")
+            raise DamagedError(f"{strict.shown(key)} is not the name of a commit record")
         name = f"{key}: the commit record"
         body = unsealed(raw, name, RECORD_BYTES)
         strict.mapping(body, name, ("generation", "step", "attempt", "nonce", "manifest", "forked_from", "summary"))
         manifest = strict.mapping(body["manifest"], f"{name}: manifest", ("size", "xxh3"))
         for field_name, mine in (("generation", where.generation), ("step", where.step)):
             if strict.integer(body[field_name], f"{name}: {field_name}") != mine:
-                raise DamagedError(f"{key}: the record is that of {field_name} {body[field_name]}")
+                raise DamagedError(f"{key}: the record has {field_name} {body[field_name]}")
         if body["forked_from"] is not None:
             strict.integer(body["forked_from"], f"{name}: forked_from")
         check_info(body["summary"], f"{name}: summary")

@@ -1,7 +1,7 @@
-"""Deletes old commits, and attempts that no commit names.
+"""Deletes old commits, and attempts without a commit.
 
-Deletion never leaves the attempt that it names, nor touches data that another record names. The newest good commit
-and the one just made stay, whatever else lies in the folder.
+Only objects of the named attempt are deleted, and none that another record names. The newest good commit and the one
+just made are always kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Deletes from one folder. Commits that were found good once are not opened again."""
+    """Deletes from one folder. A commit that was found good is not opened again."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.store = ledger, ledger.store
@@ -25,15 +25,14 @@ class Retention:
         self._warned: set[str] = set()
 
     def retain(self, keep: int, *, made: CommitKey | None = None, dry_run: bool = False) -> list[CommitKey]:
-        """Deletes all but the newest `keep` good commits, the newest that is finite, milestones, and what cannot be
-        read.
+        """Deletes commits, except the newest `keep` good ones, the newest finite one, milestones, and unreadable ones.
 
         Args:
-            made: the commit that this process has just made. It stays, and is good.
+            made: the commit that this process has just made; kept without a check.
             dry_run: delete nothing.
 
         Returns:
-            What went, oldest first.
+            The deleted commits, oldest first.
         """
         assert keep >= 1
         keys = self.ledger.newest_first()
@@ -51,7 +50,7 @@ class Retention:
                     self.ledger.open(key)
                     self._good.add(key)
             except DamagedError as error:
-                self._warn(key.key, f"{error}; it does not count, and stays for a person to look at")
+                self._warn(key.key, f"{error}; it does not count towards `keep`, and is not deleted")
                 continue
             if stays:
                 kept, finite = kept + 1, finite or is_finite(commit)
@@ -69,7 +68,7 @@ class Retention:
                 self.delete_attempt(commit.attempt)
         except CheckpointError as error:
             if isinstance(error, StoreError) and not isinstance(error, NotAnObjectError):
-                raise  # the store does not answer: `collect` finds the data later
+                raise  # the store does not answer: `collect` deletes the data later
             self._warn(commit.attempt, str(error))
 
     def _warn(self, key: str, reason: str) -> None:
@@ -78,7 +77,7 @@ class Retention:
             log.warning("Retention passed over %s in %s: %s", key, self.store.url, reason)
 
     def _is_named(self, attempt: str) -> bool:
-        """Whether a record names this attempt, or might, because it cannot be read."""
+        """Whether a record names this attempt, or an unreadable record may name it."""
         step = _step_of(attempt)
         for key in self.ledger.newest_first():
             try:
@@ -90,10 +89,10 @@ class Retention:
         return False
 
     def delete_attempt(self, attempt: str) -> int:
-        """Deletes an attempt's data, which no commit names; returns the bytes freed.
+        """Deletes the data of an attempt without a commit; returns the bytes freed.
 
         Raises:
-            CheckpointError: this is no attempt's name.
+            CheckpointError: this is not the name of an attempt.
         """
         _step_of(attempt)
         entries = list(self.store.scan(f"{attempt}/"))
@@ -101,18 +100,18 @@ class Retention:
         return sum(entry.size_bytes for entry in entries)
 
     def stale_attempts(self, older_than_s: float, *, own: bool = False) -> dict[str, int]:
-        """Attempts that no commit names and that nothing was added to for `older_than_s`, with their bytes.
+        """Attempts without a commit that have not grown for `older_than_s`, with their bytes.
 
-        A step whose commit record cannot be read is left alone, whichever attempt it meant; so is what was written
-        since a living run leased the folder, unless `own` says that it is this run that asks.
+        All attempts of a step are left out if one of the step's commit records cannot be read. So is data that is newer
+        than the lease of a running owner, unless `own` says that the caller is the owner.
         """
         limit_s = self.store.now_s() - older_than_s
         since_s = None if own else Owners(self.store).living_since_s()
         attempts: dict[str, list[float]] = {}
-        for entry in self.store.scan("steps/"):  # before the records: an attempt committed meanwhile is seen as such
+        for entry in self.store.scan("steps/"):  # before the records: an attempt may be committed now
             attempt = "/".join(entry.key.split("/")[:3])
             if not ATTEMPT.fullmatch(attempt) or attempt == entry.key:
-                self._warn(entry.key, "its name is not that of a checkpoint's data; remove it by hand")
+                self._warn(entry.key, "its name is not that of a checkpoint's data; delete it by hand")
                 continue
             sums = attempts.setdefault(attempt, [0.0, 0.0])
             sums[0] = max(sums[0], entry.modified_s)

@@ -1,7 +1,7 @@
-"""A state dict at one instant: what it holds, what this rank writes of it, and the staged bytes of that.
+"""A snapshot of a state dict: its description, and the staged bytes that this rank writes.
 
-Only the bytes that this rank will write are copied, into one buffer that is laid out like the object in the store
-and is used again for the next save; pinned where there is a GPU. Nothing here talks to other ranks or to a store.
+Only the bytes that this rank will write are copied, into one buffer that has the layout of the stored object and is
+reused by the next save. The buffer is pinned if there is a GPU. This module communicates with no rank and no store.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, p
 from foundry_moe.checkpoint.manifest import ALIGN_BYTES, block_hash, object_key
 from foundry_moe.checkpoint.store import Store
 
-INLINE_BYTES = 256  # a replicated tensor up to this size is stored in the manifest: optimizer step counters
+INLINE_BYTES = 256  # smaller replicated tensors, such as step counters, are stored in the manifest
 
 
 def place(blocks: list[Block]) -> tuple[list[int], int]:
-    """Where each of a rank's blocks begins in its object, and the object's size."""
+    """The start of each block of a rank in its object, and the object's size in bytes."""
     starts, end = [], 0
     for block in blocks:
         starts.append(end)
@@ -35,13 +35,13 @@ def place(blocks: list[Block]) -> tuple[list[int], int]:
 
 
 class StagingBuffer:
-    """Memory that is kept from save to save, so that its pages are touched, and pinned, once."""
+    """Memory that is reused by all saves, so that its pages are allocated and pinned once."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> Tensor:
-        """A uint8 tensor of `size_bytes`; valid until the next call. New memory is touched here, not in a save."""
+        """A uint8 tensor of `size_bytes`, valid until the next call."""
         if self._memory.numel() < size_bytes or self._memory.is_pinned() is not pinned:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._memory = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -50,7 +50,7 @@ class StagingBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """A rank's object in memory: its blocks, and where each begins."""
+    """A rank's object in memory: its blocks, and the start of each."""
 
     blocks: list[Block]
     starts: list[int]
@@ -68,14 +68,14 @@ class Staged:
         return np.array([block_hash(view[at : at + block.size_bytes]) for block, at in placed], dtype=np.uint64)
 
     def write(self, store: Store, attempt: str, rank: int) -> None:
-        """Writes the object, if it has any bytes."""
+        """Writes the object unless it is empty."""
         if self.raw.numel():
             store.put_large(f"{attempt}/{object_key(rank)}", self.raw.numpy().data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flat:
-    """A state dict taken apart: its tensors by path, with layouts, and all else ready for JSON."""
+    """A flattened state dict: its tensors and layouts by path, and all other values as JSON."""
 
     tensors: dict[str, Tensor]
     layouts: dict[str, Layout]
@@ -86,7 +86,7 @@ class Flat:
         return [(self.layouts[name], tensor.element_size()) for name, tensor in self.tensors.items()]
 
     def digest(self) -> str:
-        """Equal on ranks whose state dicts hold the same tensors laid out the same way; plans follow from it."""
+        """Equal on ranks whose state dicts have equal tensors and layouts, and therefore equal plans."""
         hasher = xxhash.xxh3_128()
         grids: dict[int, str] = {}
         for name, tensor in self.tensors.items():
@@ -127,14 +127,14 @@ def flatten(state_dict: Mapping[str, Any], world_size: int, *, inline: bool = Tr
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The elements that this rank holds, detached."""
-    with torch.no_grad():  # else a DTensor's part is made by an autograd function: four times slower
+    """The local part of a tensor, detached."""
+    with torch.no_grad():  # to_local() through autograd is four times slower
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a save needs, independent of the live model. `staged` is this rank's part of the tensors."""
+    """The input of a save, independent of the live model. `staged` is this rank's part of the tensors."""
 
     rank: int
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -144,7 +144,7 @@ class Snapshot:
     values: Any
 
     def staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The staged blocks, each with the name of its tensor."""
+        """The staged blocks with their tensors' names."""
         described = list(self.tensors.items())
         for index, block in enumerate(self.staged.blocks):
             name, (dtype, _) = described[block.item]
@@ -152,7 +152,7 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Takes snapshots of one training state; plans are computed once for each layout of it."""
+    """Takes snapshots of one training state. Plans are computed once for each layout."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -160,7 +160,7 @@ class Snapshotter:
         self._plans: dict[str, tuple[list[Block], list[int], int]] = {}
 
     def take(self, state_dict: Mapping[str, Any]) -> Snapshot:
-        """Copies what this rank will write; when this returns, the live tensors may change."""
+        """Copies what this rank will write. The live tensors may change once this returns."""
         flat = flatten(state_dict, self.world_size)
         digest = flat.digest()
         if digest not in self._plans:
@@ -191,16 +191,16 @@ class Snapshotter:
 
 
 def is_finite(snapshot: Snapshot) -> bool:
-    """Whether all that this rank has staged of trained weights and their optimizer's state is finite; rank 0 looks at
-    small tensors too, which are values of the manifest. Looked at in the save's thread, so that no step waits for it.
-    Tensors that are no optimizer's, such as masks among a model's buffers, may hold infinities."""
+    """Whether this rank's staged weights and optimizer state are finite; rank 0 also checks the small tensors in the
+    manifest. Runs in the save's thread, so that no step waits for it. Buffers that no optimizer updates, such as masks,
+    may hold infinities."""
     optimizer = snapshot.values.get("optim")
     state = optimizer.get("state") if isinstance(optimizer, Mapping) else None
     parameters = set(state) if isinstance(state, Mapping) else set()
 
     def is_trained(path: str) -> bool:
         section, _, rest = path.partition(".")
-        if section == "optim":  # `step` is a count for each parameter: most of what is small, and never bad
+        if section == "optim":  # most small tensors are `step` counters, which are always finite
             return rest.startswith("state.") and not rest.endswith(".step")
         return section == "model" and (not parameters or rest in parameters)
 
@@ -213,6 +213,6 @@ def is_finite(snapshot: Snapshot) -> bool:
 def _tensor_is_finite(values: Tensor) -> bool:
     if not values.dtype.is_floating_point or not values.numel():
         return True
-    if values.dtype.itemsize == 1:  # torch has no extremes of 8-bit floats
+    if values.dtype.itemsize == 1:  # torch.aminmax has no 8-bit floats
         values = values.float()
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))

@@ -1,6 +1,6 @@
-"""A load into the state dict of a training run, on any mesh: what each rank needs follows from layouts alone.
+"""Targets of a load into the state dict of a training run on any mesh. Each rank's needs follow from the layouts.
 
-Model and optimizer must match the checkpoint; other sections may lack or add tensors.
+Sections `model` and `optim` must match the checkpoint; other sections may lack or add tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foundry_moe.checkpoint.layout import narrow_to
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.snapshot import flatten, local_part
 
-STRICT = ("model", "optim")  # sections whose tensors must be there, no more and no fewer
+STRICT = ("model", "optim")  # sections whose tensors must match exactly
 NAMES_SHOWN = 5
 
 
@@ -28,7 +28,7 @@ class StateTargets(Targets):
     def __init__(
         self, manifest: Manifest, state_dict: Mapping[str, Any], *, rank: int = 0, world_size: int = 1
     ) -> None:
-        """Raises MismatchError if the checkpoint is of another model, DamagedError if its values cannot be read."""
+        """Raises MismatchError if the checkpoint belongs to another model, DamagedError if values cannot be read."""
         self.manifest, self.rank = manifest, rank
         flat = flatten(state_dict, world_size, inline=False)
         self.tensors, self.layouts = dict(flat.tensors), dict(flat.layouts)
@@ -37,7 +37,7 @@ class StateTargets(Targets):
         saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in inline.items()}
         self._check(saved)
         for name, entry in self.manifest.tensors.items():
-            # of a lenient section, and not here or another one here: the reader brings it anew, in full, on every rank
+            # a tensor of another section that this state lacks or has otherwise: read in full on every rank
             if name not in self.tensors or self._described(name) != saved[name]:
                 tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
                 fresh = flatten({name: tensor}, world_size, inline=False)
@@ -46,7 +46,7 @@ class StateTargets(Targets):
             if name in self.tensors and self._described(name) == saved[name]:
                 self._fill(name, tensor)
             else:
-                self.tensors.pop(name, None)  # of a lenient section: what was saved comes as it is
+                self.tensors.pop(name, None)  # of another section: returned as it was saved
         places = {
             name: [(box, local_part(self.tensors[name])) for box in layout.boxes_of(rank)]
             for name, layout in self.layouts.items()
@@ -57,7 +57,7 @@ class StateTargets(Targets):
         self.result: dict[str, Any] = _with_targets(state, self.tensors, "")
 
     def _described(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of a tensor of this model."""
+        """Shape and dtype of a tensor of this state."""
         return tuple(self.layouts[name].shape), DTYPE_NAMES.get(self.tensors[name].dtype, "?")
 
     def _check(self, saved: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
@@ -78,7 +78,7 @@ class StateTargets(Targets):
         if problems:
             more = f"; and {len(problems) - NAMES_SHOWN} more" if len(problems) > NAMES_SHOWN else ""
             raise MismatchError(
-                f"the checkpoint of step {self.manifest.info.get('step')} is that of another model: "
+                f"the checkpoint of step {self.manifest.info.get('step')} belongs to another model: "
                 f"{'; '.join(problems[:NAMES_SHOWN])}{more}. Nothing was loaded: give this run another folder, or the "
                 "model that the checkpoint was written with"
             )
@@ -89,7 +89,7 @@ class StateTargets(Targets):
 
 
 def _with_targets(tree: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
-    """The tree with each small tensor replaced by the target's tensor of that path, which holds the same values."""
+    """The tree with each small tensor replaced by the target tensor of that path, which has the same values."""
     if isinstance(tree, Tensor):
         return tensors.get(path, tree)
     if isinstance(tree, dict):

@@ -1,8 +1,7 @@
-"""The one place through which checkpoints reach storage: `Store`, and what it promises.
+"""`Store`: the interface through which checkpoints reach storage, and its guarantees.
 
-A store holds named byte strings ("objects") below one folder. It does not depend on checkpoints. `store_s3` speaks to
-S3 through boto3, `store_cloud` to Google and Azure through obstore; `store_file` keeps the same promises on a file
-system.
+A store holds named byte strings ("objects") below one folder. It does not depend on checkpoints. `store_s3` uses boto3,
+`store_cloud` uses obstore for Google and Azure, and `store_file` gives the same guarantees on a file system.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ CLOUDS = ("s3", "gs", "az")  # schemes of addresses
 FORM = "s3://bucket/run, gs://bucket/run, az://container/run or a path"
 
 PART_BYTES = 16 * 2**20  # of 8, 16, 32 and 64 MiB the fastest against Ceph RGW and moto; S3 requires at least 5 MiB
-SMALL_BYTES = 2**20  # the most that `get` holds in memory by default
+SMALL_BYTES = 2**20  # default limit of `get`
 See = Callable[[memoryview], object]
-PROBE = "probe"  # an empty object, written and deleted to see whether that can be done
-PROBE_TRIES = 3  # another run's check may delete the object between two writes of ours
+PROBE = "probe"  # an empty object, written and deleted by `check`
+PROBE_TRIES = 3  # the check of another run may delete the object between the two writes
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """How patient a store is. `timeout_s` is for one connection attempt or one silence on an open connection."""
+    """Address, limits and retries. `timeout_s` limits a connection attempt, and a silence on an open connection."""
 
     endpoint_url: str | None = field(default=None, repr=False)  # may hold a password
     region: str | None = None
@@ -53,74 +52,75 @@ class Entry:
 class Store(abc.ABC):
     """Objects below one folder. Keys are relative to it and use `/`.
 
-    All methods raise a `StoreError`, and are safe to call from several threads. An object is visible under its key
-    whole or not at all.
+    Methods raise StoreError and are thread-safe. An object appears under its key complete or not at all.
     """
 
     url: str
     options: StoreOptions
-    range_bytes = PART_BYTES  # blocks that lie together are read at once up to this size
-    host: str | None = None  # where objects are cached for all processes of a machine: equal on that machine alone
+    range_bytes = PART_BYTES  # adjacent blocks are read in one request up to this size
+    host: str | None = None  # identifies the machine whose page cache all its processes share
 
     @abc.abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Writes a small object, over another if there is one."""
+        """Writes or overwrites a small object."""
 
     @abc.abstractmethod
     def put_new(self, key: str, data: bytes) -> bool:
-        """Writes a small object unless the key exists: of several writers exactly one gets True.
+        """Writes a small object unless the key exists. Exactly one of several writers succeeds.
 
-        False may also mean that an earlier try of this very call won and its answer was lost: read it back.
+        Returns:
+            Whether the object was written. It may be False for the writer that succeeded, if the response was lost and
+            the request retried: read the object back.
         """
 
     @abc.abstractmethod
     def size_bytes(self, key: str) -> int | None:
-        """An object's size; None if there is none."""
+        """Size of an object; None if it does not exist."""
 
     @abc.abstractmethod
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        """All objects whose key begins with `prefix`, by key."""
+        """All objects whose key begins with `prefix`, sorted by key."""
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; one that is not there is no error."""
+        """Deletes objects. Missing ones are ignored."""
 
     @abc.abstractmethod
     def put_large(self, key: str, data: memoryview) -> None:
-        """Writes an object of any size straight from memory, in parts."""
+        """Writes an object of any size from memory, in parts."""
 
     @abc.abstractmethod
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
-        """A small object's bytes. A larger one is a NotAnObjectError; no more than the limit is held in memory."""
+        """Reads a small object. Raises NotAnObjectError if it has more than `most_bytes`."""
 
     @abc.abstractmethod
     def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
-        """Fills `out` with the bytes from `start` on, and gives them to `see` in order. A shorter object is a
-        StoreError."""
+        """Fills `out` with the bytes from `start` on, and passes them to `see` in order. Raises StoreError if the
+        object ends before."""
 
     @abc.abstractmethod
     def now_s(self) -> float:
-        """The store's clock, in seconds since 1970, comparable with `Entry.modified_s`."""
+        """The store's clock in seconds since 1970, comparable with `Entry.modified_s`."""
 
     @abc.abstractmethod
     def exists(self) -> bool:
-        """Whether the folder is there; on a cloud's store, which has no folders, whether it holds an object."""
+        """Whether the folder exists; in a bucket, which has no folders, whether it holds an object."""
 
     def check(self) -> None:
-        """Raises a StoreError with one sentence if the folder cannot be listed or written to.
+        """Raises StoreError if the folder cannot be listed or written to.
 
-        Else a run would learn of it from its first saves, hours later. Permission to delete is not needed.
+        Called at the start of a run, whose first save may be hours later. Does not need permission to delete.
         """
         for _ in self.scan("commits/"):
             break
         if not any(self._second_writer_loses() for _ in range(PROBE_TRIES)):
             raise DeniedError(
-                f"{self.url} overwrites an object that was to be written only if there is none (on S3 with "
-                "If-None-Match: *): two runs could commit the same step. Use a store that supports conditional writes"
+                f"{self.url} ignores the condition of a write (If-None-Match: * on S3) and overwrites, so that "
+                "two runs could commit the same step: use a store that supports conditional writes"
             )
 
     def _second_writer_loses(self) -> bool:
-        """Writes an object twice as a commit is written: of two such writes a store may accept one."""
+        """Writes the same object twice under the condition that it does not exist: the second must fail."""
         self.put_new(PROBE, b"")
         second_won = self.put_new(PROBE, b"")
         with contextlib.suppress(StoreError):
@@ -132,10 +132,10 @@ class Store(abc.ABC):
 
 
 def checked_key(key: str) -> str:
-    """The key, if it cannot lead out of the store's folder.
+    """Returns the key if it stays within the store's folder.
 
     Raises:
-        NotAnObjectError: it is empty, or has a part that is empty, `.` or `..`, or a character that no key has.
+        NotAnObjectError: the key or a part of it is empty, `.` or `..`, or has a backslash or unprintable character.
     """
     if any(part in ("", ".", "..") for part in key.split("/")) or "\\" in key or not key.isprintable():
         raise NotAnObjectError(f"{key!r} cannot be the name of an object in a folder of checkpoints")
@@ -143,9 +143,9 @@ def checked_key(key: str) -> str:
 
 
 def folder_problem(folder: str) -> str | None:
-    """Why this folder can never hold checkpoints, whatever is asked of it; None if it may. Nothing is made.
+    """Why this folder cannot hold checkpoints, found without writing to it; None if it may.
 
-    `s3:/bucket/run` would be the local folder `s3:`, and a file in the way would be found by the first save.
+    Otherwise `s3:/bucket/run` would be a local folder, and a file in its place would be found by the first save.
     """
     scheme, separator, rest = folder.partition("://")
     if separator and scheme not in (*CLOUDS, "file"):
@@ -167,7 +167,7 @@ def folder_problem(folder: str) -> str | None:
         except FileNotFoundError:
             return f"{place} is a link to nothing; name another path"
         except OSError:
-            return None  # no right to look: the store says so when it is asked
+            return None  # no permission: the store reports it
         if not stat.S_ISDIR(mode):
             kind = "a file" if stat.S_ISREG(mode) else "a device or pipe"
             return f"{place} is {kind}, not a folder; name another path"
@@ -176,12 +176,12 @@ def folder_problem(folder: str) -> str | None:
 
 
 def is_remote(folder: str) -> bool:
-    """Whether a folder is an address (`s3://...`) and not a path."""
+    """Whether a folder is an address (`s3://...`), not a path."""
     return "://" in folder
 
 
 def _unknown_scheme(scheme: str, rest: str) -> str:
-    """What to write instead of an address of another kind."""
+    """The error for an unsupported scheme, with what to write instead."""
     if scheme.lower() == "dbfs":
         volume = "/" + rest.lstrip("/")
         instead = volume if volume.startswith("/Volumes/") else "/Volumes/CATALOG/SCHEMA/VOLUME/run"

@@ -1,7 +1,7 @@
-"""Stores on Google Cloud Storage (`gs://`) and Azure Blob Storage (`az://`), through obstore, the only importer of it.
+"""Stores on Google Cloud Storage (`gs://`) and Azure Blob Storage (`az://`) through obstore. Its only importer.
 
-Credentials come the way obstore reads them: from the environment (`GOOGLE_*`, `AZURE_*`), a file, or the machine's
-identity. obstore repeats what fails on the way; we bound what it takes and waits for.
+obstore reads credentials from the environment (`GOOGLE_*`, `AZURE_*`), a file, or the machine's identity. It retries
+failed requests; this module limits time and size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundErro
 from foundry_moe.checkpoint.store import PART_BYTES, Entry
 from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, limit_of, with_retries, without_userinfo
 
-PIECE_BYTES = 2**18  # the least that obstore hands over at once
-REQUEST_BYTES = PART_BYTES  # what the limit of time of one request is reckoned for
+PIECE_BYTES = 2**18  # minimum chunk of obstore's streams
+REQUEST_BYTES = PART_BYTES  # size for which the time limit of a request is computed
 MAX_PARTS = 10_000  # Google's limit; Azure's is 50,000
-MAX_OBJECTS = 20_000_000  # of a listing: no folder of checkpoints has so many
+MAX_OBJECTS = 20_000_000  # limit of a listing
 LISTED_AT_ONCE = 1000
 ERRORS = (BaseError, OSError, ValueError, TypeError, KeyError, OverflowError)
 CREDENTIALS = {
@@ -89,7 +89,7 @@ class CloudStore(RemoteStore):
             try:
                 self._call(f"write {key}", obstore.put, self._key(key), parts, **more)
             except StoreError:
-                if self.size_bytes(key) != len(data):  # else it was completed, and the answer was lost
+                if self.size_bytes(key) != len(data):  # equal: it was completed and the response was lost
                     raise
 
         with_retries(attempt, attempts=self.options.attempts)
@@ -121,7 +121,7 @@ class CloudStore(RemoteStore):
         action, whole = f"list {prefix}".rstrip(), self.prefix + prefix
 
         def attempt() -> list[Any]:
-            with ThreadPoolExecutor(1, "checkpoint-list") as pool:  # the caller's thread may run a loop of its own
+            with ThreadPoolExecutor(1, "checkpoint-list") as pool:  # the caller's thread may run an event loop
                 try:
                     return pool.submit(asyncio.run, self._list(self._client, whole, action)).result()
                 except ERRORS as error:
@@ -129,13 +129,14 @@ class CloudStore(RemoteStore):
 
         found = with_retries(attempt, attempts=self.options.attempts)
         if not found and self.size_bytes(f"{CLOCK}-{secrets.token_hex(8)}") is not None:
-            raise self._strange(action, "it has an object of any name")  # obstore takes a page for an empty listing
+            # obstore reads an HTML page as an empty listing
+            raise self._strange(action, "it claims to have an object of any name")
         below = [item for item in found if item["path"].startswith(whole)]
         entries = (self._entry(item["path"], item["size"], item["last_modified"].timestamp()) for item in below)
         return iter(sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.key))
 
     async def _list(self, client: Any, prefix: str, action: str) -> list[Any]:
-        """All objects below the folder of a prefix. A store that goes on sending empty pages is given up in time."""
+        """All objects below the folder of a prefix. The time limit also ends endless empty pages."""
         above = prefix.rpartition("/")[0] or None
         stream, found = obstore.list(client, above, chunk_size=LISTED_AT_ONCE).__aiter__(), []
         limit_s = limit_of(self.options.timeout_s, REQUEST_BYTES)
@@ -155,7 +156,7 @@ class CloudStore(RemoteStore):
             batch = todo[start : start + LISTED_AT_ONCE]
             try:
                 self._call("delete old objects", obstore.delete, batch)
-            except NotFoundError:  # one of them, and then the others may not be deleted
+            except NotFoundError:  # one is missing, and then others may not have been deleted
                 for name in batch:
                     try:
                         self._call("delete old objects", obstore.delete, name)
@@ -167,7 +168,7 @@ class CloudStore(RemoteStore):
         if isinstance(error, AlreadyExistsError):
             return ExistsError(f"{where}: the object exists")
         text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-        text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)  # what follows the ? may be a signature
+        text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)  # a query may hold a signature
         status, code = (re.search(form, text) for form in (r"status code: (\d+)", r"<Code>(\w+)</Code>"))
         text = text.partition(" <")[0][:400] + (f" ({code[1]})" if code else "")
         number, name = status[1] if status else "", code[1] if code else ""

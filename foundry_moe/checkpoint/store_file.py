@@ -1,9 +1,8 @@
-"""A store on a file system, with the promises of `store.Store`: visible whole or not at all, one winner of a race.
+"""A store on a file system with the guarantees of `store.Store`: atomic objects, one winner of a conditional write.
 
-Files are written beside their place and linked or renamed into it after their bytes are on the device. Below the
-folder no symbolic link is followed: folders are opened one after the other, each from the one above, so that nobody
-who can write there leads a read or a deletion elsewhere. obstore's LocalStore cannot stand in: it follows links out of
-its folder, and no file is on the device when its name appears.
+A file is written under a temporary name, flushed to the device, and then linked or renamed. No symbolic link below the
+folder is followed: each folder is opened relative to its parent, so that whoever can write there cannot redirect reads
+or deletions. obstore's LocalStore is not used because it follows links out of its folder and does not flush files.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOp
 
 log = logging.getLogger(__name__)
 
-SEEN_BYTES = 2**18  # is in the core's cache when it is hashed: a third of the time that hashing takes from memory
-RACES = 100  # so often in a row may others remove a folder, empty at that moment, in which we begin to write
+SEEN_BYTES = 2**18  # fits the core's cache: hashing takes a third of the time that it takes from memory
+RACES = 100  # retries of a write whose folder another process has removed while it was empty
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # to open a FIFO must not wait for its writer
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO must not block
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FileStore(Store):
-    """Objects are files below `folder`, which is made when something is first written."""
+    """Objects are files below `folder`, which the first write creates."""
 
-    range_bytes = 2**18  # a request costs nothing, and what is read alone is read to where it belongs
+    range_bytes = 2**18  # requests are cheap, and a block that is read alone goes to its final memory
 
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
         self.root = Path(folder).expanduser().absolute()
@@ -67,12 +66,12 @@ class FileStore(Store):
         except FileExistsError:
             return False
         except OSError as error:
-            # the file was written a moment ago, so a denial here means links, not rights; FAT and some FUSE mounts
+            # writing has just succeeded, so this is no lack of permission: FAT and some FUSE mounts have no links
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise DeniedError(
                     f"could not write {name} in {self.url}: this file system has no hard links "
-                    f"({error.strerror}), by which one of several writers wins; use a folder on another (local disks, "
-                    "NFS, Lustre have them), or s3://"
+                    f"({error.strerror}), which conditional writes need; use a folder on another one (local disks, "
+                    "NFS, Lustre), or s3://"
                 ) from error
             raise
         return True
@@ -102,7 +101,7 @@ class FileStore(Store):
         return won
 
     def _begin(self, folders: list[str], part: str) -> tuple[int, int]:
-        """Opens a folder, which is made, and a new file in it: another process may remove the folder in between."""
+        """Opens a folder, created if needed, and a new file in it. Another process may remove the folder in between."""
         for tries in range(RACES):
             try:
                 folder = self._folder(folders, make=True)
@@ -119,7 +118,7 @@ class FileStore(Store):
         raise AssertionError("RACES must be at least 1")
 
     def _folder(self, parts: Iterable[str], *, make: bool = False) -> int:
-        """Opens a folder below the root without following links; the caller closes it."""
+        """Opens a folder below the root without following links. The caller must close it."""
         if make:
             os.makedirs(self.root, exist_ok=True)
         handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -156,7 +155,7 @@ class FileStore(Store):
             handle = os.open(name, READ, dir_fd=folder)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise NotAnObjectError(f"{self.url}/{key} is not a file: nothing else belongs there; remove it")
+                raise NotAnObjectError(f"{self.url}/{key} is not a regular file: delete it")
             yield handle
         finally:
             os.close(handle)
@@ -168,7 +167,7 @@ class FileStore(Store):
         except OSError as error:
             raise self._translate(error, f"read {key}", key) from error
         if len(data) > most_bytes:
-            raise NotAnObjectError(f"{self.url}/{key} has more than {most_bytes} bytes, the most that it may have")
+            raise NotAnObjectError(f"{self.url}/{key} has more than the limit of {most_bytes} bytes")
         return data
 
     def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
@@ -196,7 +195,7 @@ class FileStore(Store):
             raise self._translate(error, f"look at {key}", key) from error
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        """Also lists what killed processes have begun to write, under names that no reader knows."""
+        """Includes temporary files of killed processes, so that they are deleted with their attempt."""
         found: list[Entry] = []
         top = prefix.rpartition("/")[0]
 
@@ -214,14 +213,14 @@ class FileStore(Store):
                         try:
                             status = item.stat(follow_symlinks=False)
                         except FileNotFoundError:
-                            continue  # deleted while we look
+                            continue  # deleted meanwhile
                         found.append(Entry(key=key, size_bytes=status.st_size, modified_s=status.st_mtime))
 
         def visit(folder: int, name: str, key: str) -> None:
             try:
                 below = os.open(name, FOLDER, dir_fd=folder)
             except FileNotFoundError:
-                return  # deleted while we look
+                return  # deleted meanwhile
             try:
                 look(below, f"{key}/")
             finally:
@@ -270,22 +269,22 @@ class FileStore(Store):
             path = above
 
     def now_s(self) -> float:
-        """The clock that stamps files: on a network file system the server's, which may be hours from this host's."""
+        """The clock of modification times: on a network file system the server's, which may be hours off."""
         name = f".unfinished-{secrets.token_hex(8)}-clock"
         try:
             with self._opened() as folder, open(os.open(name, NEW, 0o666, dir_fd=folder), "wb", buffering=0) as file:
                 os.unlink(name, dir_fd=folder)
-                file.write(b"t")  # the server sets the time of what is written
+                file.write(b"t")  # the server sets the time of a write
                 os.fsync(file.fileno())
                 return os.fstat(file.fileno()).st_mtime
         except OSError:
-            return time.time()  # who may only read deletes nothing by this clock
+            return time.time()  # without permission to write, nothing is deleted by this clock
 
     def _translate(self, error: OSError, action: str, key: str) -> StoreError:
         where = f"could not {action} in {self.url}"
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and (link := self._link_in(key)):
             return NotAnObjectError(
-                f"{where}: {link} is a symbolic link, and none is followed inside a folder of checkpoints; remove it"
+                f"{where}: {link} is a symbolic link, which is not followed inside a folder of checkpoints; delete it"
             )
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return NotFoundError(f"{where}: no such file or folder")
@@ -296,7 +295,7 @@ class FileStore(Store):
         return StoreError(f"{where}: {error.strerror or error}")
 
     def _link_in(self, key: str) -> str | None:
-        """The first part of a key's path that is a symbolic link."""
+        """The first symbolic link in the path of a key."""
         path = self.root
         for part in key.split("/"):
             path = path / part

@@ -1,4 +1,4 @@
-"""What stores behind HTTP have in common: reads as the bytes come, limits of time and size, and retries."""
+"""The common part of stores over HTTP: streaming reads, limits of time and size, and retries."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOp
 
 T = TypeVar("T")
 
-SLOWEST_BYTES_PER_S = 2**16  # a transfer that is slower is taken for one that stands still
+SLOWEST_BYTES_PER_S = 2**16  # a slower transfer counts as stalled
 NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
-_MAKING = threading.Lock()  # of a client, which boto3 makes for one thread at a time
+_MAKING = threading.Lock()  # boto3 clients must be created by one thread at a time
 NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
 FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "AccountIsFull", "507"}
-CLOCK = "owners/clock"  # an empty object, written to read the store's clock from its time, and deleted
+CLOCK = "owners/clock"  # an empty object; its modification time is the store's clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An object, or a part of one, that is being read: `size_bytes` are announced."""
+    """A read in progress. `size_bytes` is the announced size."""
 
     size_bytes: int
     pieces: Iterator[bytes]
@@ -36,8 +36,7 @@ class Opened:
 
 
 class RemoteStore(Store):
-    """Objects below `SCHEME://bucket/prefix`, in a store that announces how many bytes an answer has, and may send
-    others."""
+    """Objects below `SCHEME://bucket/prefix`. The size that a response announces is checked against its bytes."""
 
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
@@ -56,13 +55,13 @@ class RemoteStore(Store):
 
     @abc.abstractmethod
     def _make_client(self) -> Any:
-        """The cloud's client. Raises a StoreError if there can be none."""
+        """Creates the cloud's client. Raises StoreError if it cannot."""
 
     def _key(self, key: str) -> str:
         return self.prefix + checked_key(key)
 
     def _entry(self, name: str, size_bytes: int, modified_s: float) -> Entry | None:
-        """An object of a listing; None for `steps/` as consoles make it, or a name that leads out of the folder."""
+        """An entry of a listing; None for a folder object such as `steps/`, or a path out of the folder."""
         try:
             key = checked_key(name.removeprefix(self.prefix))
         except NotAnObjectError:
@@ -77,14 +76,14 @@ class RemoteStore(Store):
 
     @abc.abstractmethod
     def _create(self, key: str, data: bytes) -> None:
-        """Writes a small object under the condition that there is none. Raises ExistsError if there is one."""
+        """Writes a small object if it does not exist. Raises ExistsError if it does."""
 
     @abc.abstractmethod
     def open(self, key: str, span: tuple[int, int] | None) -> Opened:
-        """The bytes of an object, or those of a span (start, count), as they come."""
+        """Opens an object, or a span (start, count) of it, for reading."""
 
     def _known(self, code: str, action: str) -> StoreError | None:
-        """What an error code means that is the same for all clouds; None for another."""
+        """The error for a code that all clouds share; None for another code."""
         where = f"could not {action} in {self.url}"
         if code in NO_BUCKET:
             return NotFoundError(f"{where}: bucket {self.bucket!r} does not exist; create it or correct `folder`")
@@ -99,7 +98,7 @@ class RemoteStore(Store):
         try:
             self.put(key, b"")
         except DeniedError:
-            return time.time()  # who may only read deletes nothing by this clock
+            return time.time()  # without permission to write, nothing is deleted by this clock
         found = [entry.modified_s for entry in self.scan(CLOCK) if entry.key == key]
         with contextlib.suppress(StoreError):
             self.delete([key])
@@ -122,8 +121,7 @@ class RemoteStore(Store):
             with contextlib.closing(self.open(key, None)) as opened:
                 if opened.size_bytes > most_bytes:
                     raise NotAnObjectError(
-                        f"{self.url}/{key} has {opened.size_bytes} bytes, more than {most_bytes}, the most that it may "
-                        "have"
+                        f"{self.url}/{key} has {opened.size_bytes} bytes, more than the limit of {most_bytes}"
                     )
                 return b"".join(self._receive(key, opened))
 
@@ -148,10 +146,10 @@ class RemoteStore(Store):
         see(out)
 
     def _receive(self, key: str, opened: Opened) -> Iterator[bytes]:
-        """As many bytes as were announced.
+        """Yields the announced number of bytes.
 
         Raises:
-            StoreError: fewer come, or so slowly that it would take longer than `timeout` and their number allow.
+            StoreError: another number of bytes arrives, or they arrive too slowly (see `limit_of`).
         """
         limit_s = limit_of(self.options.timeout_s, opened.size_bytes)
         done, began_s = 0, time.monotonic()
@@ -169,15 +167,15 @@ class RemoteStore(Store):
 
 
 def limit_of(timeout_s: float, size_bytes: int) -> float:
-    """How long one try of a request may take in all that moves so many bytes."""
+    """The time limit, in seconds, of one attempt at a request that transfers so many bytes."""
     return timeout_s + size_bytes / SLOWEST_BYTES_PER_S
 
 
 def without_userinfo(address: str | None) -> str | None:
-    """An address without user and password: clouds have keys of their own, and clients print these in logs and errors.
+    """An address without user and password, which clients would print in logs and errors.
 
     Raises:
-        ValueError: it holds an @ elsewhere.
+        ValueError: there is an @ elsewhere in the address.
     """
     if address is None or "@" not in address:
         return address
@@ -185,16 +183,16 @@ def without_userinfo(address: str | None) -> str | None:
     host, slash, path = rest.partition("/")
     if not separator or "@" not in host or "@" in path:
         raise ValueError(
-            "endpoint_url holds an @ where no address has one: write http://host:port, and credentials in the "
+            "endpoint_url has an @ outside of its host part: write http://host:port, and set credentials in the "
             "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for S3)"
         )
     return scheme + separator + host.rpartition("@")[2] + slash + path
 
 
 def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:
-    """Runs `action` until it succeeds, at most `attempts` times; waits double, with jitter.
+    """Runs `action` until it succeeds, at most `attempts` times, with exponential backoff and jitter.
 
-    A StoreError that is `lasting` is raised at once.
+    A `lasting` StoreError is raised at once.
     """
     for attempt in range(1, attempts + 1):
         try:

@@ -1,7 +1,7 @@
-"""A store on S3 and what speaks its protocol, through boto3. The only module that imports boto3.
+"""A store on S3 and compatible servers through boto3. The only module that imports boto3.
 
-Endpoint, region and credentials come the way boto3's users expect: arguments, environment, profile, instance role.
-What boto3 retries (503, resets) it retries; what it does not (a body cut short, 409 on a conditional write) we do.
+Endpoint, region and credentials come from arguments, environment, profile or instance role, as usual for boto3. boto3
+retries 503 and connection resets; this module retries truncated bodies and 409 of conditional writes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundErro
 from foundry_moe.checkpoint.store import Entry
 from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, without_userinfo
 
-PIECE_BYTES = 2**18  # the most that is taken from a connection at once
+PIECE_BYTES = 2**18  # largest read from a connection
 MAX_PARTS = 10_000  # S3's own limit
 DELETE_BATCH = 1_000  # S3's own limit
 MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
 DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
 WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
-ALWAYS: dict[str, dict[str, type]] = {  # fields of every answer of S3's; a proxy's or an attacker's may lack them
+ALWAYS: dict[str, dict[str, type]] = {  # fields of every S3 response,
     "list_objects_v2": {"Name": str},
     "put_object": {"ETag": str},
     "upload_part": {"ETag": str},
@@ -41,23 +41,23 @@ ALWAYS: dict[str, dict[str, type]] = {  # fields of every answer of S3's; a prox
     "get_object": {"ETag": str, "ContentLength": int},
     "head_object": {"ETag": str, "ContentLength": int},
 }
-LISTED = {"Key": str, "Size": int, "LastModified": datetime.datetime}  # of each object of a listing
-MAX_PAGES = 20_000  # of a listing, of 1,000 objects each: no folder of checkpoints has so many
-ANSWER_BYTES = 2**26  # the most that an answer other than an object's bytes may have; a full page has 4 MB
+LISTED = {"Key": str, "Size": int, "LastModified": datetime.datetime}  # fields of each entry of a listing
+MAX_PAGES = 20_000  # limit of a listing, 1,000 objects each
+ANSWER_BYTES = 2**26  # limit of a response that is not an object; a full page of a listing has 4 MB
 UNREADABLE = (ResponseParserError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def _body(data: memoryview) -> bytearray:
-    """A copy to send at once. A file is sent in pieces of 16 KiB, for each of which the interpreter's lock is taken."""
+    """A copy that is sent in one call; a file is sent in pieces of 16 KiB, each of which takes the GIL."""
     body = bytearray(len(data))
-    np.frombuffer(body, np.uint8)[:] = np.frombuffer(data, np.uint8)  # without that lock
+    np.frombuffer(body, np.uint8)[:] = np.frombuffer(data, np.uint8)  # releases the GIL
     return body
 
 
 class _Limited:
-    """A botocore HTTP session whose requests end in time: each wait for a byte has a limit already, their sum has not.
+    """A botocore HTTP session with a time limit for each request; botocore only limits each wait for a byte.
 
-    A request that overstays goes on in a thread of its own, which ends when the store says its last word.
+    A request above the limit continues in its thread, which ends when the store closes the connection.
     """
 
     def __init__(self, session: Any, timeout_s: float) -> None:
@@ -67,7 +67,9 @@ class _Limited:
         return getattr(self._session, name)
 
     def send(self, request: Any) -> Any:
-        limit_s = 2 * limit_of(self._timeout_s, _length(request))  # its own waits come first, with their own words
+        limit_s = 2 * limit_of(
+            self._timeout_s, _length(request)
+        )  # so that botocore's own timeouts, which say more, come first
         box: list[Any] = []
 
         def work() -> None:
@@ -86,7 +88,7 @@ class _Limited:
         return box[0]
 
     def _receive(self, request: Any) -> Any:
-        """Sends a request, and reads its answer here unless that is an object's bytes: botocore would read all."""
+        """Sends a request and reads its response up to a limit; botocore has none. Objects are streamed."""
         is_object, request.stream_output = request.stream_output, True
         response = self._session.send(request)
         if not is_object or response.status_code >= 300:
@@ -94,7 +96,7 @@ class _Limited:
             try:
                 while len(body) <= ANSWER_BYTES and (piece := response.raw.read1(PIECE_BYTES)):
                     body += piece
-            except (HTTPError, OSError) as error:  # as the session raises it, so that botocore tries again
+            except (HTTPError, OSError) as error:  # the error that botocore retries
                 raise bce.ConnectionClosedError(endpoint_url=request.url, error=error) from error
             if len(body) > ANSWER_BYTES:
                 response.raw.close()
@@ -125,36 +127,36 @@ class S3Store(RemoteStore):
         try:
             session = boto3.session.Session(profile_name=options.profile, region_name=options.region)
             client = session.client("s3", endpoint_url=without_userinfo(options.endpoint_url), config=config)
-            found = client.meta.endpoint_url  # that of AWS_ENDPOINT_URL or of the profile, if none was given
+            found = client.meta.endpoint_url  # of AWS_ENDPOINT_URL or the profile, if none was given
             if without_userinfo(found) != found:
                 client = session.client("s3", endpoint_url=without_userinfo(found), config=config)
-            # a try ends in time though the store sends a byte now and then; botocore has no place for such a limit
+            # botocore has no option for the time limit of a whole request
             client._endpoint.http_session = _Limited(client._endpoint.http_session, options.timeout_s)
             return client
         except (bce.BotoCoreError, ValueError) as error:
-            raise self._translate(error, "reach") from None  # its text may hold the address, password and all
+            raise self._translate(error, "reach") from None  # its text may hold the address with the password
 
     def _call(self, action: str, operation: str, **arguments: Any) -> Any:
-        client = self._client  # outside of the `try`: what is wrong with the user's address is no answer
+        client = self._client  # outside of `try`: an error of the address is not one of a response
         try:
             answer = getattr(client, operation)(Bucket=self.bucket, **arguments)
         except (bce.BotoCoreError, bce.ClientError, OSError, *UNREADABLE) as error:
             raise self._translate(error, action) from error
-        # a proxy or a login page says 200 to everything, and an empty folder would be a new run
+        # a proxy may answer everything with 200 and a login page
         if operation == "get_object" and str(answer.get("ContentType", "")).startswith("text/html"):
-            raise self._strange(action, "it sent a page in place of the object")
+            raise self._strange(action, "it returned HTML")
         return self._with_fields(answer, ALWAYS.get(operation, {}), action)
 
     def _with_fields(self, answer: Any, fields: Mapping[str, type], action: str) -> Any:
-        """An answer, or an item of a listing, that has these fields; raises StoreError for another."""
+        """Returns a response or an entry of a listing; raises StoreError if it lacks one of the fields."""
         for name, kind in fields.items():
             value = answer.get(name) if isinstance(answer, Mapping) else None
             if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
-                raise self._strange(action, f"{name} is missing, or not what S3 gives")
+                raise self._strange(action, f"{name} is missing or invalid")
         return answer
 
     def _list(self, action: str, prefix: str) -> Iterator[Any]:
-        """The objects of all pages of a listing."""
+        """The entries of all pages of a listing."""
         arguments = {"Prefix": self.prefix + prefix}
         for _ in range(MAX_PAGES):
             page = self._call(action, "list_objects_v2", **arguments)
@@ -219,7 +221,7 @@ class S3Store(RemoteStore):
                 MultipartUpload={"Parts": parts},
             )
         except NotFoundError:
-            if self.size_bytes(key) != size_bytes:  # else an earlier try won and its answer was lost
+            if self.size_bytes(key) != size_bytes:  # equal: it was completed and the response was lost
                 raise
 
     def open(self, key: str, span: tuple[int, int] | None) -> Opened:
@@ -269,7 +271,7 @@ class S3Store(RemoteStore):
         return self._seconds(page["ResponseMetadata"]["HTTPHeaders"].get("date"), "read the clock")
 
     def _seconds(self, moment: Any, action: str) -> float:
-        """Seconds since 1970 of a time in an answer, or in its header."""
+        """Seconds since 1970 of a time in a response or its header."""
         try:
             return (parsedate_to_datetime(moment) if isinstance(moment, str) else moment).timestamp()
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -292,8 +294,8 @@ class S3Store(RemoteStore):
             return self._strange(action, "its answer cannot be read")
         if not isinstance(error, bce.ClientError):
             return StoreError(f"{where}: {error}")
-        told = error.response.get("Error", {})
-        code, message = str(told.get("Code", "")), told.get("Message", "")
+        details = error.response.get("Error", {})
+        code, message = str(details.get("Code", "")), details.get("Message", "")
         known = self._known(code, action)
         if known is not None:
             return known

@@ -1,7 +1,7 @@
-"""Reading what somebody else may have written: JSON, compressed bytes and numbers, each with a limit.
+"""Reads untrusted data with limits: JSON, compressed bytes, numbers and texts.
 
-Everything here raises DamagedError, with a sentence, for whatever is not as it should be, and costs memory in
-proportion to what was given, so that a small file cannot ask for much. It knows nothing of manifests or records.
+All functions raise DamagedError for invalid data. Memory is proportional to the size of the input, so that a small file
+cannot exhaust it. This module does not depend on manifests or records.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 from foundry_moe.checkpoint.errors import DamagedError, printable
 
-INFLATED_BYTES = 2**30  # the most that compressed bytes may become,
-FREE_BYTES = 2**26  # and, above this,
-RATIO = 64  # the most that each of them may become: half of what describes a block is its hash, which does not shrink
-JSON_DEPTH = 200  # far below Python's limit of 1000 calls, however deep in the stack a reader is called
-JSON_NODES = 2**25  # numbers, texts, lists: some 60 bytes each once read, ten for each block of a tensor
-SHOWN = 60  # characters of a foreign text that a message shows
+INFLATED_BYTES = 2**30  # limit of decompressed data
+FREE_BYTES = 2**26  # above this, the compression ratio is limited, too
+RATIO = 64  # half of a block's description is its hash, which does not compress
+JSON_DEPTH = 200  # far below Python's recursion limit of 1000
+JSON_NODES = 2**25  # values: about 60 bytes each in memory, ten for each block of a tensor
+SHOWN = 60  # characters of untrusted text in a message
 DIMS = 64  # as many as PyTorch has
-ITEM_BYTES = {  # of the dtypes that a checkpoint may hold
+ITEM_BYTES = {  # by dtype of a checkpoint
     **dict.fromkeys(("complex128",), 16),
     **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
@@ -32,30 +32,30 @@ ITEM_BYTES = {  # of the dtypes that a checkpoint may hold
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
 }
-MOST = 2**50  # bytes, elements, steps: a petabyte, and far from where sums of 64-bit integers wrap round
+MOST = 2**50  # of bytes, elements, steps: a petabyte; sums stay far below 2^63
 
 
 def shown(value: Any) -> str:
-    """A foreign value as a message may show it: escaped, so that it cannot move a terminal's cursor, and short."""
+    """An untrusted value for a message: escaped and shortened."""
     if isinstance(value, int) and abs(value) >= 10**SHOWN:
         return "a huge integer"
-    # `reprlib` bounds depth and length: nested tuples that share their parts would take for ever
+    # reprlib limits depth and length: repr of nested tuples with shared parts takes exponential time
     text = ascii(value) if isinstance(value, str | bytes | int | float) else printable(reprlib.repr(value))
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def fail(where: str, value: Any, should: str) -> NoReturn:
-    """Raises DamagedError: what is there and what should be."""
+    """Raises DamagedError with the value found and the one expected."""
     raise DamagedError(f"{where} is {shown(value)}, not {should}")
 
 
 def most_inflated(compressed_bytes: int) -> int:
-    """How many bytes so many compressed ones may become; writers keep to it too."""
+    """Limit of decompressed bytes for so many compressed ones; writers observe it, too."""
     return min(INFLATED_BYTES, max(FREE_BYTES, RATIO * compressed_bytes))
 
 
 def inflate(raw: bytes | memoryview, where: str, most: int | None = None) -> bytes:
-    """Decompresses zlib's format. `most` is the limit in bytes, by default that of `most_inflated`."""
+    """Decompresses zlib data of at most `most` bytes, by default `most_inflated`."""
     limit = most_inflated(len(raw)) if most is None else min(most, most_inflated(len(raw)))
     worker = zlib.decompressobj()
     try:
@@ -65,12 +65,12 @@ def inflate(raw: bytes | memoryview, where: str, most: int | None = None) -> byt
     if len(out) > limit:
         raise DamagedError(f"{where}: {len(raw)} compressed bytes become more than {limit}")
     if not worker.eof or worker.unused_data:
-        raise DamagedError(f"{where} is cut short or has bytes behind its end")
+        raise DamagedError(f"{where} is incomplete or has trailing bytes")
     return out
 
 
 def parse_json(raw: bytes, where: str) -> Any:
-    """JSON in UTF-8 of bounded size. `check_depth` is for those parts of which a reader walks all."""
+    """Parses JSON in UTF-8 with a limited number of values. `check_depth` limits the depth of parts."""
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > JSON_NODES:
         raise DamagedError(f"{where} has more than {JSON_NODES} values")
     try:
@@ -82,7 +82,7 @@ def parse_json(raw: bytes, where: str) -> Any:
 
 
 def check_depth(value: Any, where: str, most: int = JSON_DEPTH) -> None:
-    """Refuses lists and dictionaries nested deeper than `most`."""
+    """Raises DamagedError if lists and dictionaries are nested deeper than `most`."""
     level = [value]
     for _ in range(most):
         inner: list[Any] = []
@@ -98,14 +98,14 @@ def check_depth(value: Any, where: str, most: int = JSON_DEPTH) -> None:
 
 
 def integer(value: Any, where: str, *, least: int = 0, most: int = MOST) -> int:
-    """An int in range; a bool is none."""
+    """An int in range, not a bool."""
     if type(value) is not int or not least <= value <= most:
         fail(where, value, f"an integer from {least} to {most}")
     return value
 
 
 def text(value: Any, where: str, pattern: re.Pattern[str] | None = None, *, most: int = 4096) -> str:
-    """A printable text, which `pattern` matches in full."""
+    """A printable text that matches `pattern` in full."""
     if type(value) is not str or len(value) > most or not value.isprintable():
         fail(where, value, f"a printable text of at most {most} characters")
     if pattern is not None and pattern.fullmatch(value) is None:
@@ -114,7 +114,7 @@ def text(value: Any, where: str, pattern: re.Pattern[str] | None = None, *, most
 
 
 def mapping(value: Any, where: str, keys: Iterable[str] = ()) -> dict[str, Any]:
-    """A JSON object that has at least these keys."""
+    """A JSON object with at least these keys."""
     if type(value) is not dict:
         fail(where, value, "a JSON object")
     missing = [key for key in keys if key not in value]
@@ -124,7 +124,7 @@ def mapping(value: Any, where: str, keys: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def sequence(value: Any, where: str, count: int | None = None) -> list[Any]:
-    """A JSON list, of `count` values if that is given."""
+    """A JSON list, of `count` values if given."""
     if type(value) is not list or (count is not None and len(value) != count):
         fail(where, value, "a list" if count is None else f"a list of {count}")
     return value
@@ -136,7 +136,7 @@ def integers(value: Any, where: str, count: int, *, most: int = MOST) -> np.ndar
     if not numbers:
         return np.empty(0, dtype=np.int64)
     try:
-        array = np.array(numbers)  # without a dtype: with one, texts and fractions would be made integers
+        array = np.array(numbers)  # without a dtype, which would convert texts and fractions
     except (ValueError, OverflowError) as error:
         raise DamagedError(f"{where} is not a list of integers") from error
     if array.dtype != np.int64 or array.ndim != 1:
@@ -147,8 +147,8 @@ def integers(value: Any, where: str, count: int, *, most: int = MOST) -> np.ndar
 
 
 def clean(value: Any) -> Any:
-    """JSON with all text printable, keys too: what people are shown of a run must not move a terminal's cursor. Line
-    breaks and tabs of values stay, because exports write them to a model's configuration."""
+    """Escapes unprintable characters in all texts and keys, so that they cannot control a terminal. Values keep line
+    breaks and tabs, because exports write them to a model's configuration."""
     if isinstance(value, str):
         return re.sub(r"[^\n\t]+", lambda found: printable(found[0]), value)
     if isinstance(value, dict):
@@ -157,10 +157,10 @@ def clean(value: Any) -> Any:
 
 
 def plain(value: Mapping[str, Any], where: str) -> None:
-    """What people are shown of a run: a JSON object, not deep, whose texts can be written in UTF-8."""
+    """Checks a run's description: a shallow JSON object whose texts are valid UTF-8."""
     mapping(value, where)
     check_depth(value, where, most=16)
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:
-        raise DamagedError(f"{where} holds text that is none: {shown(str(error))}") from error
+        raise DamagedError(f"{where} holds invalid text: {shown(str(error))}") from error

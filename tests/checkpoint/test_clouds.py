@@ -348,7 +348,7 @@ def test_a_store_that_ignores_the_condition_is_refused_at_the_start(google) -> N
 def test_a_small_object_is_read_within_its_limit(cloud) -> None:
     cloud.put("a", b"12345")
     assert cloud.get("a", 5) == b"12345"
-    with pytest.raises(NotAnObjectError, match="more than 4"):
+    with pytest.raises(NotAnObjectError, match="more than the limit of 4"):
         cloud.get("a", 4)
 
 

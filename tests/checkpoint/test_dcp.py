@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_a_sentence(tmp_path) -> None:
     assert "x.y is a builtins.object, which a checkpoint cannot hold" in store_it(object())
     assert "must be the step, a whole number" in store_it(1, checkpoint_id="/tmp/elsewhere")
     if "use_collectives" in inspect.signature(dcp.save).parameters:  # not in PyTorch 2.7
-        assert "leave it out" in store_it(1, use_collectives=False)
+        assert "omit it" in store_it(1, use_collectives=False)
     assert "keep (0) must be at least 1" in failure(lambda: Writer(folder, keep=0))
     writer, state = Writer(folder), {"w": torch.ones(100)}
     for again in (False, True):
@@ -204,7 +204,7 @@ def test_what_cannot_be_done_is_a_sentence(tmp_path) -> None:
             dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
 
         if again:
-            assert "enable_plan_caching=True keeps the plan of an earlier save" in failure(with_cache)
+            assert "enable_plan_caching=True reuses the plan of an earlier save" in failure(with_cache)
         else:
             with_cache()
     wrong = {"w": torch.ones(101)}

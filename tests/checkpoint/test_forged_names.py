@@ -75,7 +75,7 @@ def test_the_last_number_of_a_lease_gives_the_folder_to_nobody(store) -> None:
     last = Lease(**{**vars(first), "number": 999_999_999, "nonce": "x"})
     store.put(last.key, last.to_bytes())
     for _ in range(2):
-        with pytest.raises(OwnedError, match=r"owners/999999999.json has the largest number .* remove that object"):
+        with pytest.raises(OwnedError, match=r"owners/999999999.json has the largest number .* delete that object"):
             lease(store)
     with pytest.raises(OwnedError, match="largest number"):
         Owners(store).release()

@@ -159,7 +159,7 @@ def test_an_answer_larger_than_was_asked_for_is_not_held(moto, call: Callable[[S
 def test_a_small_object_is_read_within_its_limit(store) -> None:
     store.put("a", b"12345")
     assert store.get("a", 5) == b"12345"
-    with pytest.raises(NotAnObjectError, match="more than 4"):
+    with pytest.raises(NotAnObjectError, match="more than the limit of 4"):
         store.get("a", 4)
 
 
@@ -189,7 +189,7 @@ class Careless(Answer):
 
 def test_a_store_that_ignores_the_condition_is_refused_at_the_start(moto) -> None:
     with served(type("Handler", (Careless,), {"objects": {}}), attempts=1) as store:
-        with pytest.raises(DeniedError, match=r"overwrites an object .* two runs could commit the same step"):
+        with pytest.raises(DeniedError, match=r"ignores the condition .* two runs could commit the same step"):
             store.check()
 
 

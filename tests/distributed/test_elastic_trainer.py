@@ -111,7 +111,7 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
     assert "holds" in never["error"] and "resume is never" in never["error"]
     assert "save_folder and callbacks.elastic_checkpoint.folder are both" in both["error"]
     assert "holds no checkpoint of step 5; it holds: 2, 3, 4" in missing["error"]
-    assert "is that of another model" in wrong_model["error"] and "blocks.1" in wrong_model["error"]
+    assert "belongs to another model" in wrong_model["error"] and "blocks.1" in wrong_model["error"]
     assert "model.n_heads (4): the checkpoint was trained with 2" in other_formula["error"]
     assert new["error"] is None
     # the run that fell back committed again, in a generation that is newer than the damaged commit
