@@ -70,7 +70,7 @@ class Staged:
     def write(self, store: Store, attempt: str, rank: int) -> None:
         """Writes the object unless it is empty."""
         if self.raw.numel():
-            store.put_large(f"{attempt}/{object_key(rank)}", self.raw.numpy().data)
+            store.put(f"{attempt}/{object_key(rank)}", self.raw.numpy().data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,8 +61,8 @@ class Store(abc.ABC):
     host: str | None = None  # identifies the machine whose page cache all its processes share
 
     @abc.abstractmethod
-    def put(self, key: str, data: bytes) -> None:
-        """Writes or overwrites a small object."""
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Writes or overwrites an object of any size; a large one in parts, from the given memory."""
 
     @abc.abstractmethod
     def put_new(self, key: str, data: bytes) -> bool:
@@ -84,10 +84,6 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects. Missing ones are ignored."""
-
-    @abc.abstractmethod
-    def put_large(self, key: str, data: memoryview) -> None:
-        """Writes an object of any size from memory, in parts."""
 
     @abc.abstractmethod
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:

@@ -74,14 +74,14 @@ class CloudStore(RemoteStore):
         except ERRORS as error:
             raise self._translate(error, action) from error
 
-    def put(self, key: str, data: bytes) -> None:
-        self._call(f"write {key}", obstore.put, self._key(key), data, use_multipart=False)
-
     def _create(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", obstore.put, self._key(key), data, mode="create")
 
-    def put_large(self, key: str, data: memoryview) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         part_bytes = max(self.options.part_bytes, -(-len(data) // MAX_PARTS))
+        if len(data) <= part_bytes:
+            self._call(f"write {key}", obstore.put, self._key(key), data, use_multipart=False)
+            return
 
         def attempt() -> None:
             parts = (data[start : start + part_bytes] for start in range(0, len(data), part_bytes))

@@ -51,14 +51,11 @@ class FileStore(Store):
             raise NotFoundError(f"could not write to {self.url}: {problem}")
         super().check()
 
-    def put(self, key: str, data: bytes) -> None:
-        self._write(key, memoryview(data), _replace)
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._write(key, data, _replace)
 
     def put_new(self, key: str, data: bytes) -> bool:
-        return self._write(key, memoryview(data), self._link)
-
-    def put_large(self, key: str, data: memoryview) -> None:
-        self._write(key, data, _replace)
+        return self._write(key, data, self._link)
 
     def _link(self, part: str, name: str, folder: int) -> bool:
         try:
@@ -76,7 +73,7 @@ class FileStore(Store):
             raise
         return True
 
-    def _write(self, key: str, data: memoryview, publish: Callable[[str, str, int], bool]) -> bool:
+    def _write(self, key: str, data: bytes | memoryview, publish: Callable[[str, str, int], bool]) -> bool:
         *folders, name = checked_key(key).split("/")
         part = f".unfinished-{secrets.token_hex(8)}-{name}"
         try:
@@ -85,7 +82,7 @@ class FileStore(Store):
                 try:
                     with open(handle, "wb", buffering=0) as file:
                         for start in range(0, len(data), self.options.part_bytes):
-                            piece = data[start : start + self.options.part_bytes]
+                            piece = memoryview(data[start : start + self.options.part_bytes])
                             while piece:
                                 piece = piece[file.write(piece) :]
                         os.fdatasync(file.fileno())

@@ -47,7 +47,7 @@ ANSWER_BYTES = 2**26  # limit of a response that is not an object; a full page o
 UNREADABLE = (ResponseParserError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
-def _body(data: memoryview) -> bytearray:
+def _body(data: bytes | memoryview) -> bytearray:
     """A copy that is sent in one call; a file is sent in pieces of 16 KiB, each of which takes the GIL."""
     body = bytearray(len(data))
     np.frombuffer(body, np.uint8)[:] = np.frombuffer(data, np.uint8)  # releases the GIL
@@ -172,13 +172,10 @@ class S3Store(RemoteStore):
             arguments["ContinuationToken"] = token
         raise self._strange(action, f"its listing has more than {MAX_PAGES} pages")
 
-    def put(self, key: str, data: bytes) -> None:
-        self._call(f"write {key}", "put_object", Key=self._key(key), Body=data)
-
     def _create(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", "put_object", Key=self._key(key), Body=data, IfNoneMatch="*")
 
-    def put_large(self, key: str, data: memoryview) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         part_bytes = max(self.options.part_bytes, -(-len(data) // MAX_PARTS))
         if len(data) <= part_bytes:
             self._call(f"write {key}", "put_object", Key=self._key(key), Body=_body(data))

@@ -76,7 +76,7 @@ class MemoryStore(Store):
         self.url, self.options, self.objects = "memory", StoreOptions(), dict(objects or {})
         self.asked: set[str] = set()
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         self.objects[checked_key(key)] = bytes(data)
 
     def put_new(self, key: str, data: bytes) -> bool:
@@ -84,9 +84,6 @@ class MemoryStore(Store):
             return False
         self.put(key, data)
         return True
-
-    def put_large(self, key: str, data: memoryview) -> None:
-        self.put(key, bytes(data))
 
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
         self.asked.add(checked_key(key))

@@ -177,7 +177,7 @@ CALLS: dict[str, tuple[Callable[[Store], Any], Callable[[Any], bool]]] = {
     ),
     "put": (lambda store: store.put("a", b"1"), lambda found: found is None),
     "create": (lambda store: store.put_new("a", b"1"), lambda found: isinstance(found, bool)),
-    "parts": (lambda store: store.put_large("a", memoryview(bytes(3 * 2**16))), lambda found: found is None),
+    "parts": (lambda store: store.put("a", memoryview(bytes(3 * 2**16))), lambda found: found is None),
     "delete": (lambda store: store.delete(["a", "b"]), lambda found: found is None),
     "clock": (lambda store: store.now_s(), lambda found: isinstance(found, float)),
     "check": (lambda store: store.check(), lambda found: found is None),

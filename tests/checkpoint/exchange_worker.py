@@ -185,7 +185,7 @@ def fail_beside_the_exchange(folder: str, timeout_s: float) -> dict[str, list[En
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     engine = CheckpointEngine(FileStore(folder), group=group)
     results = {}
-    for name, owner, method, rank in (("write", FileStore, "put_large", 1), ("commit", Ledger, "record", 0)):
+    for name, owner, method, rank in (("write", FileStore, "put", 1), ("commit", Ledger, "record", 0)):
         began = time.perf_counter()
         with mock.patch.object(owner, method, bug if dist.get_rank() == rank else getattr(owner, method)):
             engine.save(make_state(Shard(0), 3), 3)

@@ -71,7 +71,7 @@ def test_a_passing_fault_is_got_over(gs, google, fault) -> None:
         shaky.put("small", b"1234567890")
         won = shaky.put_new("new", b"mine")
         assert (won or fault == "drop") and shaky.get("new") == b"mine"
-        shaky.put_large("large", memoryview(content))
+        shaky.put("large", memoryview(content))
         out = bytearray(len(content))
         shaky.read_into("large", 0, memoryview(out))
         assert out == content and shaky.get("small") == b"1234567890"
@@ -236,7 +236,7 @@ CALLS: dict[str, Callable[[Store], Any]] = {
     "list": listing,
     "put": lambda store: store.put("a", b"1"),
     "create": lambda store: store.put_new("a", b"1"),
-    "parts": lambda store: store.put_large("a", memoryview(bytearray(6 * 2**20))),
+    "parts": lambda store: store.put("a", memoryview(bytearray(6 * 2**20))),
     "delete": lambda store: store.delete(["a"]),
 }
 

@@ -48,7 +48,7 @@ def test_objects_come_back_as_they_were(every_store) -> None:
 
 def test_large_objects_go_in_parts_and_come_in_ranges(every_store) -> None:
     store = every_store
-    store.put_large("large", memoryview(LARGE))
+    store.put("large", memoryview(LARGE))
     assert store.size_bytes("large") == len(LARGE)
     for start, size in ((0, len(LARGE)), (7_000_001, 17), (len(LARGE) - 4, 4), (5, 0)):
         out = bytearray(size)
@@ -85,7 +85,7 @@ def test_an_interrupted_upload_shows_nothing_and_is_collected(every_store) -> No
             return memoryview(LARGE)[span]
 
     with pytest.raises(KeyboardInterrupt):
-        store.put_large("steps/1/x", Interrupted())
+        store.put("steps/1/x", Interrupted())
     assert list(store.scan()) == []
 
 
@@ -104,7 +104,7 @@ def test_a_passing_fault_is_got_over(s3, behind_proxy, fault) -> None:
     turn = iter(range(10**6))
     shaky, proxy = behind_proxy(s3, lambda method, path: fault if next(turn) % 2 == 0 else None)
     shaky.put("small", b"1234567890" * 10)
-    shaky.put_large("large", memoryview(LARGE))
+    shaky.put("large", memoryview(LARGE))
     out = bytearray(len(LARGE))
     shaky.read_into("large", 0, memoryview(out))
     assert out == LARGE and shaky.get("small") == b"1234567890" * 10
@@ -170,7 +170,7 @@ def test_what_is_not_s3_is_no_empty_folder(moto, body) -> None:
             lambda: list(store.scan("commits/")),
             lambda: store.put("x", b"1"),
             lambda: store.put_new("x", b"1"),
-            lambda: store.put_large("x", memoryview(LARGE)),
+            lambda: store.put("x", memoryview(LARGE)),
             lambda: store.get("x"),
             lambda: store.read_into("x", 0, memoryview(bytearray(5))),
             lambda: store.size_bytes("x"),
@@ -296,7 +296,7 @@ def test_what_the_file_system_refuses_leaves_nothing_behind(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "fdatasync", refuse)
     with pytest.raises(kind, match=words):
-        store.put_large("steps/x", memoryview(b"data"))
+        store.put("steps/x", memoryview(b"data"))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -370,7 +370,7 @@ def test_no_key_leads_out_of_the_folder(store, key) -> None:
         lambda: store.get(key),
         lambda: store.put(key, b"1"),
         lambda: store.put_new(key, b"1"),
-        lambda: store.put_large(key, memoryview(b"1")),
+        lambda: store.put(key, memoryview(b"1")),
         lambda: store.delete([key]),
         lambda: store.size_bytes(key),
         lambda: store.read_into(key, 0, memoryview(bytearray(1))),

@@ -45,7 +45,7 @@ def install(visit: Visit, set_attribute: Callable[..., None] = setattr) -> None:
     recorded: list[str] = []  # a commit, until its data is looked at again
 
     def before(call: str, key: str) -> None:
-        if call == "put_large":
+        if call == "put" and "/data/" in key:
             visit("save.begun")
             threading.Timer(random.uniform(0, 0.003), visit, ["save.half_written"]).start()
         elif call == "put" and key.endswith("/MANIFEST"):
@@ -53,7 +53,7 @@ def install(visit: Visit, set_attribute: Callable[..., None] = setattr) -> None:
 
     def after(call: str, key: str) -> None:
         point = {
-            ("put_large", "steps"): "save.written",
+            ("put", "steps"): "save.written",
             ("put_new", "commits"): "commit.recorded",
             ("delete", "commits"): "retention.record_deleted",
             ("delete", "steps"): "retention.data_deleted",
@@ -83,7 +83,7 @@ def install(visit: Visit, set_attribute: Callable[..., None] = setattr) -> None:
         return run
 
     for kind in (FileStore, S3Store, CloudStore):
-        for call in ("put", "put_new", "put_large", "get", "read_into", "scan", "delete"):
+        for call in ("put", "put_new", "get", "read_into", "scan", "delete"):
             set_attribute(kind, call, watched(call, getattr(kind, call)))
 
 
