@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
@@ -20,6 +18,7 @@ from foundry_moe.commands.argument_types import add_store_arguments, file_size_g
 from foundry_moe.commands.chosen_checkpoint import describe_mesh, open_folder, with_checkpoint
 from foundry_moe.config import can_cut_rows
 from foundry_moe.launch.checkpoint_settings import parse_interval
+from foundry_moe.parallel.mesh import divisors
 
 FAILED = 1
 
@@ -148,46 +147,27 @@ def run_ls(arguments: argparse.Namespace) -> int:
     return FAILED if damaged else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertShapes:
-    """The sizes that a mesh must divide: dimensions 0 and 1 of every tensor of experts, with one name for each."""
+def expert_shapes(manifest: Manifest) -> dict[tuple[int, int], str]:
+    """The sizes that a mesh must divide: dimensions 0 (experts) and 1 of the model's tensors of three dimensions.
 
-    sizes: dict[tuple[int, int], str]
-
-    def problem(self, *, expert: int, shard: int) -> str | None:
-        """Why a mesh cannot hold these experts; None if it can.
-
-        With `expert` above 1 `shard` cuts dimension 1, which FSDP2 must divide evenly; with 1 it may cut the experts.
-        """
-        for (experts, width), name in self.sizes.items():
-            if experts % expert:
-                return f"expert ({expert}) must divide the {experts} experts of {name}"
-            if not can_cut_rows(width, shard=shard, expert=expert):
-                return f"shard ({shard}) must divide dimension 1 ({width}) of {name}"
-        return None
-
-
-def expert_shapes(manifest: Manifest) -> ExpertShapes:
-    """The model's tensors of three dimensions, in which dimension 0 counts experts."""
+    With the name of one tensor for each pair of sizes.
+    """
     sizes: dict[tuple[int, int], str] = {}
     for name, entry in manifest.tensors.items():
         if name.startswith("model.") and len(entry.shape) == 3:
             sizes.setdefault((entry.shape[0], entry.shape[1]), name)
-    return ExpertShapes(sizes=sizes)
+    return sizes
 
 
 def meshes_that_hold(manifest: Manifest, world_size: int) -> Iterator[tuple[int, int, int]]:
     """All (replicate, shard, expert) of `world_size` ranks that can hold a checkpoint."""
-    shapes = expert_shapes(manifest)
-    for expert in _divisors(world_size):
-        for shard in _divisors(world_size // expert):
-            if shapes.problem(expert=expert, shard=shard) is None:
+    sizes = expert_shapes(manifest)
+    for expert in divisors(world_size):
+        for shard in divisors(world_size // expert):
+            if all(
+                experts % expert == 0 and can_cut_rows(width, shard=shard, expert=expert) for experts, width in sizes
+            ):
                 yield world_size // (expert * shard), shard, expert
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -206,8 +186,7 @@ def run_show(arguments: argparse.Namespace) -> int:
             sums[place] += amount
     for section, (count, blocks, size) in sections.items():
         print(f"  {section:10} {count:>6} tensors  {blocks:>7} blocks  {_size(size)}")
-    shapes = expert_shapes(manifest)
-    for (experts, width), name in shapes.sizes.items():
+    for (experts, width), name in expert_shapes(manifest).items():
         print(f"  experts of {name}: mesh.expert must divide {experts}, and beside it mesh.shard must divide {width}")
     for gpus in arguments.gpus or [int(info.get("world_size", 1))]:
         meshes = " ".join(f"({r},{s},{e})" for r, s, e in meshes_that_hold(manifest, gpus))

@@ -7,13 +7,13 @@ which; the logits check that.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import transformers
 import xxhash
@@ -163,7 +163,7 @@ def _hash(tensor: Tensor) -> str:
 
 def _compare_logits(exported: Exported, folder: Path, certificate: ExportCertificate, with_logits: bool | None) -> None:
     needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
-    if with_logits is None and needed > free_memory_bytes():
+    if with_logits is None and needed > psutil.virtual_memory().available:
         why = f"the model needs {needed / 1e9:.1f} GB in fp32, more than is free"
         certificate.logits = {"compared": False, "why": why}
         return
@@ -237,16 +237,6 @@ def _ours(exported: Exported) -> torch.nn.Module:
             rounded = tensor if exported.dtype is None or name in kept else tensor.to(DTYPES[exported.dtype])
             tensors[name] = rounded.float()
     return build(exported.architecture, tensors)
-
-
-def free_memory_bytes() -> int:
-    """Available memory by /proc/meminfo; without that file, all memory."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(free.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -78,11 +78,11 @@ def test_a_size_of_files_that_cannot_be_is_refused(folder, tmp_path, capsys, siz
     assert ended.value.code == 2 and "must be a size in GB between" in capsys.readouterr().err
 
 
-def test_a_mesh_that_cannot_hold_it_is_named_by_its_sizes(folder) -> None:
+def test_meshes_that_can_hold_it_divide_the_sizes_of_its_experts(folder) -> None:
     found = Ledger(open_store(str(folder))).open(Ledger(open_store(str(folder))).newest_first()[0])
-    shapes = expert_shapes(found.manifest)
-    assert shapes.problem(expert=3, shard=1) == "expert (3) must divide the 4 experts of model.experts"
-    assert shapes.problem(expert=4, shard=5) == "shard (5) must divide dimension 1 (16) of model.experts"
+    assert expert_shapes(found.manifest) == {(4, 16): "model.experts"}
+    assert (1, 1, 3) not in list(meshes_that_hold(found.manifest, 3))
+    assert (1, 5, 4) not in list(meshes_that_hold(found.manifest, 20))
     assert list(meshes_that_hold(found.manifest, 3)) == [
         (3, 1, 1),
         (1, 3, 1),

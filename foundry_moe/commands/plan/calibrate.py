@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -228,12 +229,9 @@ def _slowest_s(step: Callable[[], object], device: torch.device) -> float:
 
 def fit_link(points: Sequence[tuple[float, float]]) -> Link:
     """Latency and bandwidth of messages (bytes, seconds) of two or more sizes: least squares of relative errors."""
-    # minimise sum ((a + b x - y) / y)^2
+    # minimise sum ((latency + per_byte x - y) / y)^2
     rows = [(1 / y, x / y) for x, y in points]
-    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a1, b1 = sum(r[0] for r in rows), sum(r[1] for r in rows)
-    determinant = aa * bb - ab * ab
-    latency, per_byte = (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
+    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0].tolist()
     if per_byte <= 0:  # noise: attribute the largest message to bandwidth alone
         size, took_s = max(points)
         per_byte = took_s / size
