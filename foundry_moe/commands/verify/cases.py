@@ -28,18 +28,10 @@ _RUN: Mapping[str, Any] = {
         "attn_config": {"attn_impl": "torch"}, "init_config": {"name": "baseline_", "init_std": 0.2},
         "ffn_config": {"ffn_type": "mptglu", "ffn_hidden_size": HIDDEN},
     },
-    "tokenizer": {},
     "algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 0.1}},
     # AdamW's usual eps of 1e-8 would turn a gradient that is rounding alone into a step of +-lr
     "optimizer": {"name": "decoupled_adamw", "lr": 0.01, "eps": 1e-3, "weight_decay": 1e-4},
-    "scheduler": {"name": "constant_with_warmup", "t_warmup": "0ba"},
     "fsdp_config": {},
-    "eval_interval": 0,
-    "progress_bar": False,
-    "log_to_console": False,
-    "log_config": False,
-    "python_log_level": "ERROR",
-    "expandable_segments": False,
 }  # fmt: skip
 # by name: keys of the experts and of the model; and the vocabulary that tokens are drawn from
 CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], int]] = {

@@ -37,7 +37,7 @@ _LEFT_OUT = (
 )  # fmt: skip
 _DROPOUT = ("resid_pdrop", "emb_pdrop", "attn_pdrop")
 # implementations that need a GPU, and their replacements on a CPU
-_GPU_ONLY = {"flash": "sdpa", "fused_crossentropy": "torch_crossentropy", "triton_rmsnorm": "low_precision_rmsnorm"}
+_GPU_ONLY = {"fused_crossentropy": "torch_crossentropy", "triton_rmsnorm": "low_precision_rmsnorm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +165,9 @@ def set_precision(run: dict[str, Any], precision: str) -> None:
 def set_mesh(run: dict[str, Any], mesh: Mesh) -> None:
     """Sets the sizes of the run's mesh; the other keys are unchanged."""
     sizes = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
-    algorithms = run.get("algorithms") or {}
-    places = [moe_keys(run)] if moe_keys(run).get("mesh") is not None else []
-    for place in places:
-        place["mesh"] = {**place["mesh"], **sizes}
+    algorithms, keys = run.get("algorithms") or {}, moe_keys(run)
+    if keys.get("mesh") is not None:
+        keys["mesh"] = {**keys["mesh"], **sizes}
     if "dmoe_mesh" in algorithms:
         algorithms["dmoe_mesh"] = {**algorithms["dmoe_mesh"], **sizes}
 
@@ -330,27 +329,16 @@ def _shrink_training(work: _Work) -> None:
         run["optimizer"] = optimizer = {"name": "decoupled_adamw"}
     work.set(optimizer, "lr", LEARNING_RATE, "so that three steps move the weights")
     work.set(optimizer, "eps", EPSILON, "so that rounding does not become a step")
-    run["scheduler"] = {"name": "constant_with_warmup", "t_warmup": "0ba"}
     clipping = section(run, "algorithms").get("gradient_clipping")
     if isinstance(clipping, dict) and clipping.get("clipping_type") in THRESHOLD:
         clipping["clipping_threshold"] = THRESHOLD[clipping["clipping_type"]]
         work.notes.append(f"clipping_threshold: {clipping['clipping_threshold']}, so that gradients are clipped")
-    run.update(
-        max_duration=f"{BATCHES}ba",
-        eval_interval=0,
-        tokenizer={},
-        progress_bar=False,
-        log_to_console=False,
-        log_config=False,
-        python_log_level="ERROR",
-    )
 
 
 def _fit_device(work: _Work, device: str, precision: str) -> None:
     run, model = work.run, work.run["model"]
     # weights drawn from meta are drawn for each shard, so they would depend on the mesh
     work.set(model, "init_device", "cpu", "the same initial weights on every mesh")
-    run["expandable_segments"] = False
     own = str(run.get("precision", "amp_bf16"))
     set_precision(run, precision)
     if own != precision:
@@ -360,16 +348,11 @@ def _fit_device(work: _Work, device: str, precision: str) -> None:
     for where in (model, model.get("attn_config")):
         if not isinstance(where, dict):
             continue
-        for key in ("attn_impl", "loss_fn", "norm_type"):
+        for key in ("loss_fn", "norm_type"):
             if where.get(key) in _GPU_ONLY:
-                usual = _GPU_ONLY[where[key]]
-                if key == "attn_impl" and model.get("name") != MODEL:
-                    usual = "torch"
-                work.set(where, key, usual, "on a CPU")
+                work.set(where, key, _GPU_ONLY[where[key]], "on a CPU")
     if model.get("name") == "mpt_causal_lm":
         model.setdefault("loss_fn", "torch_crossentropy")
         if not isinstance(model.get("attn_config"), dict):
             model["attn_config"] = {}
-        if model["attn_config"].get("attn_impl", "flash") == "flash":
-            model["attn_config"]["attn_impl"] = "torch"
-    model.pop("use_flash_attention_2", None)
+        model["attn_config"].setdefault("attn_impl", "torch")

@@ -20,13 +20,24 @@ from foundry_moe.commands.verify.shrink import LOADER
 # modules that the fork server imports once for all children
 PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
 RECORDER = "trial_recorder"
+# keys of every trial: a constant learning rate, no evaluation and no output
+_KEYS: Mapping[str, Any] = {
+    "tokenizer": {},
+    "scheduler": {"name": "constant_with_warmup", "t_warmup": "0ba"},
+    "eval_interval": 0,
+    "progress_bar": False,
+    "log_to_console": False,
+    "log_config": False,
+    "python_log_level": "ERROR",
+    "expandable_segments": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One training.
 
-    run: of LLM Foundry, without data and callbacks.
+    run: of LLM Foundry, without data, callbacks and `_KEYS`.
     batch: sequences of all ranks in a step.
     microbatch: sequences of a rank.
     with_formula: compare the layers' first step with `formula`; on one process.
@@ -102,6 +113,7 @@ def _with_data(trial: Trial) -> dict[str, Any]:
     loader = {"name": LOADER, "length": trial.length, "vocabulary": trial.vocabulary, "steps": trial.steps}
     return {
         **trial.run,
+        **_KEYS,
         "global_train_batch_size": trial.batch,
         "device_train_microbatch_size": trial.microbatch,
         "max_duration": f"{trial.steps}ba",
