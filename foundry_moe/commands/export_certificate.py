@@ -128,7 +128,9 @@ def _compare_tensors(exported: Exported, folder: Path, hashes: dict[str, str]) -
             continue
         hashes[target.name] = _hash(there)
         if there.dtype != tensor.dtype or there.shape != tensor.shape or hashes[target.name] != _hash(tensor):
-            problems.append(f"{target.name} is not what the checkpoint has{_what_it_is(target, there)}")
+            shapes = f": it has the shape {list(there.shape)}, not {list(target.shape)}"
+            why = "" if there.shape == tensor.shape else shapes
+            problems.append(f"{target.name} is not what the checkpoint has{why}")
     return problems
 
 
@@ -149,12 +151,6 @@ def _cast(tensor: Tensor, target: Target, dtype: str | None) -> Tensor:
     if dtype is None or target.keeps_dtype or not tensor.is_floating_point():
         return tensor
     return tensor.to(DTYPES[dtype])
-
-
-def _what_it_is(target: Target, there: Tensor) -> str:
-    if tuple(there.shape) != target.shape:
-        return f": it has the shape {list(there.shape)}, not {list(target.shape)}"
-    return ""
 
 
 def _hash(tensor: Tensor) -> str:
