@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, set_console
-from foundry_moe.launch.ending import exit_on, is_first_rank
+from foundry_moe.launch.ending import exit_on, is_first_rank, leave_after_handlers
 from foundry_moe.launch.run_config import check_device, check_files, check_whole_run, load_run, plain, ranks_that_train
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
@@ -170,7 +170,18 @@ def make_wandb_folder(run: Mapping[str, Any]) -> None:
 def main() -> None:
     """Entry point of the script."""
     fork_server.serve()
-    sys.exit(run_cleanly(lambda: train(sys.argv[1:])))
+    completed = False
+
+    def run() -> int:
+        nonlocal completed
+        code = train(sys.argv[1:])
+        completed = True
+        return code
+
+    code = run_cleanly(run)
+    if not completed:
+        leave_after_handlers(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

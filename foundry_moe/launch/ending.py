@@ -98,9 +98,9 @@ def print_last(sentence: str) -> None:
 
 
 def leave_at_once(code: int, sentence: str) -> None:
-    """Ends this process without exit handlers; rank 0 prints the sentence."""
+    """Ends this process without exit handlers; rank 0 prints the sentence, if there is one."""
     sys.stdout.flush()
-    if is_first_rank():
+    if sentence and is_first_rank():
         print_last(sentence)
     sys.stderr.flush()
     os._exit(code)
@@ -124,6 +124,20 @@ def leave(sentence: str) -> None:
     timer.daemon = True
     timer.start()
     raise Restart(RESTART)
+
+
+def leave_after_handlers(code: int) -> None:
+    """Ends this process with an exit code, after the exit handlers of loggers, without Python's finalization.
+
+    After an error a process group is left as it is: other ranks may wait in a collective. Its threads sometimes end an
+    interpreter that finalizes with "terminate called without an active exception" (torch 2.11, gloo, Python 3.12).
+
+    Raises:
+        SystemExit: always.
+    """
+    global _code
+    _code = code
+    raise SystemExit(code)
 
 
 def _skip_remaining_handlers() -> None:
