@@ -129,6 +129,23 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
             "nn2", d, f, 2,
             lambda t: ep.rows_product(z, up_weights, rows, transposed=False, tile=t, beside=beside), lambda: h3 @ w1,
         )  # fmt: skip
+        # of LoRA adapters, rank 16
+        low_h = ep.LowRank(a_RL=new(rows_, 16), b=new(1, experts, d, 16))
+        low_dy = ep.LowRank(a_RL=low_h.a_RL, b=new(1, experts, 16, f))
+        low_z = ep.LowRank(a_RL=new(rows_, 32), b=new(1, experts, 32, d))
+        dy_rows = taken if taken is tokens else dy[None]
+        yield p(
+            "low_nt", d, f, 1,
+            lambda t: ep.rows_product(h[None], (w2,), rows, transposed=True, tile=t, low=low_h), lambda: h3 @ w2.mT,
+        )  # fmt: skip
+        yield p(
+            "low_nn", f, d, 1,
+            lambda t: ep.rows_product(dy_rows, (w2,), rows, transposed=False, tile=t, low=low_dy), lambda: x3 @ w2,
+        )  # fmt: skip
+        yield p(
+            "low_nn2", d, f, 2,
+            lambda t: ep.rows_product(z, up_weights, rows, transposed=False, tile=t, low=low_z), lambda: h3 @ w1,
+        )  # fmt: skip
     yield p(
         f"down_backward{planes}", f, d, 1,
         lambda t: ep.down_backward_(dy, w2, z.clone() if t is None else z, rows, act, weights, source, tile=t),

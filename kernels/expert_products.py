@@ -281,7 +281,6 @@ def rows_product(
     tile: Tile | None = None,
     beside: tuple[Tokens, Tensor] | None = None,
     low: LowRank | None = None,
-    product: str = "",
 ) -> Tensor:
     """c_RN: each row times its expert's matrix, summed over planes.
 
@@ -291,11 +290,10 @@ def rows_product(
             contiguous. They may be halves of one tensor, or every second row of it.
         beside: tokens to copy meanwhile, where `gathers` and `copies`, and the rows they are copied to.
         low: added to c.
-        product: whose tile to use; default: by `transposed` and planes.
     """
     weights, transposed = row_major(weights, transposed)
     n = weights[0].shape[1 if transposed else 2]
-    product = product or ("nt" if transposed else "nn") + ("2" if len(weights) == 2 else "")
+    product = f"{'low_' if low else ''}{'nt' if transposed else 'nn'}{2 if len(weights) == 2 else ''}"
     c_RN = torch.empty(a_PRK.shape[-2], n, dtype=a_PRK.dtype, device=a_PRK.device)
 
     def run(tile: Tile) -> None:

@@ -24,19 +24,21 @@ LEAST_COLUMNS = 16  # of a factor, for tensor cores
 
 
 class ProgramSize(NamedTuple):
-    """Of a program: rows and columns at a time, parts that an expert's rows are divided into, warps and stages."""
+    """Of a program: rows and columns at a time, warps and stages."""
 
     rows: int
     columns: int
-    parts: int = 1
     warps: int = 4
     stages: int = 3
 
 
-# H100: within 1% of the best of four others each for the shapes of OLMoE, Qwen3 and Mixtral
-PROJECT = ProgramSize(rows=64, columns=64, stages=4)
-OUTER = ProgramSize(rows=64, columns=128)
+# H200: the fastest of 16 each for the shapes of OLMoE and Qwen3, within 2% of it for Mixtral's
+PROJECT = ProgramSize(rows=128, columns=64)
+OUTER = ProgramSize(rows=32, columns=128, stages=4)
+OUTER_PROJECTED = ProgramSize(rows=64, columns=128)
+PLANES_OUTER = ProgramSize(rows=64, columns=256)
 HIDDEN = ProgramSize(rows=16, columns=128)
+WIDE_HIDDEN = ProgramSize(rows=16, columns=128, warps=8)  # for experts of 1024 and wider
 
 
 def columns_of(rank: int) -> int:
@@ -210,13 +212,10 @@ def project(a: Tensor | Tokens, factor_ELK: Tensor, rows: RaggedRows) -> Tensor:
 
 
 @triton.jit
-def _span(offsets_ptr, expert, part, parts, ROWS: tl.constexpr):
-    """The rows [first, last) of one part of an expert's."""
-    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(offsets_ptr + expert)
-    height = tl.cdiv(tl.cdiv(end - start, ROWS), parts) * ROWS
-    first = start + part * height
-    return first, tl.minimum(first + height, end)
+def _span(offsets_ptr, expert):
+    """The rows [first, last) of an expert."""
+    first = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    return first, tl.load(offsets_ptr + expert)
 
 
 @triton.jit
@@ -224,18 +223,16 @@ def _outer_rows(
     a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
     num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
     CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The work of a program for columns of `a`, an expert and a part of its rows.
+    """The work of a program for columns of `a` and an expert. low is [R, PLANES * L], and out [PLANES, E, K, rank].
 
-    low is [R, PLANES * L], and out [PLANES, parts, E, K, rank].
     PROJECTED: also partial[chunk of columns, R] = a factor, of those columns; there is one plane then.
     """
-    chunk, expert, part = tl.program_id(0), tl.program_id(1), tl.program_id(2) % PARTS
-    experts = tl.num_programs(1)
+    chunk, expert = tl.program_id(0), tl.program_id(1)
     if CHOICES:  # programs of the same columns run at the same time: L2 then holds these columns of all tokens
-        expert, chunk, experts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    first, last = _span(offsets_ptr, expert, part, PARTS, ROWS)
+        expert, chunk = tl.program_id(0), tl.program_id(1)
+    first, last = _span(offsets_ptr, expert)
     k = chunk * COLUMNS + tl.arange(0, COLUMNS)
     keep = k < width
     l = tl.arange(0, L)
@@ -263,9 +260,8 @@ def _outer_rows(
         if PROJECTED:
             out = partial_ptr + (chunk.to(tl.int64) * num_rows + at) * low_stride + l[None, :]
             tl.store(out, tl.dot(a, factor).to(partial_ptr.dtype.element_ty), mask=inside[:, None])
-    slot = (part * experts + expert).to(tl.int64)
     place = (wide // L).to(tl.int64) * plane_size + wide % L
-    out = out_ptr + (slot * width + k[:, None]) * rank + place[None, :]
+    out = out_ptr + (expert.to(tl.int64) * width + k[:, None]) * rank + place[None, :]
     tl.store(out, acc * scale, mask=keep[:, None] & (wide % L < rank)[None, :])
 
 
@@ -274,12 +270,12 @@ def _outer_kernel(
     a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
     num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
     CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     _outer_rows(
         a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
         num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
-        CHOICES, PLANES, WEIGHTED, PROJECTED, L, ROWS, COLUMNS, EVEN, PARTS,
+        CHOICES, PLANES, WEIGHTED, PROJECTED, L, ROWS, COLUMNS, EVEN,
     )  # fmt: skip
 
 
@@ -287,16 +283,15 @@ def _outer_kernel(
 def _planes_outer_kernel(
     z_ptr, u_ptr, b_ptr, partial_ptr, out_ptr, offsets_ptr, num_rows, width, rank, plane_size, scale,
     PLANES: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Each plane of z [PLANES, R, F] with its columns of u; out is [PLANES, parts, E, F, rank]."""
-    plane = (tl.program_id(2) // PARTS).to(tl.int64)
+    """Each plane of z [PLANES, R, F] with its columns of u; out is [PLANES, E, F, rank]."""
+    plane = tl.program_id(2).to(tl.int64)
     WIDE: tl.constexpr = PLANES * L
     _outer_rows(
         z_ptr + plane * num_rows * width, None, u_ptr + plane * L, None,
         b_ptr + plane * tl.num_programs(1) * width * WIDE + plane * L, partial_ptr + plane * L,
         out_ptr + plane * plane_size, offsets_ptr, num_rows, width, width, WIDE, WIDE, rank, plane_size, scale,
-        0, 1, False, True, L, ROWS, COLUMNS, EVEN, PARTS,
+        0, 1, False, True, L, ROWS, COLUMNS, EVEN,
     )  # fmt: skip
 
 
@@ -306,9 +301,9 @@ def _activation_outer_kernel(
     ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, GLU: tl.constexpr,
     WEIGHTED: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """z becomes its gradient, as in `pointwise`; out [parts, E, F, rank] sums h and low, and dots is [chunks, R]."""
+    """z becomes its gradient, as in `pointwise`; out [E, F, rank] sums h and low, and dots is [chunks, R]."""
     chunk, expert = tl.program_id(0), tl.program_id(1)
-    first, last = _span(offsets_ptr, expert, tl.program_id(2), tl.num_programs(2), ROWS)
+    first, last = _span(offsets_ptr, expert)
     k = chunk * COLUMNS + tl.arange(0, COLUMNS)
     keep = k < width
     l = tl.arange(0, L)
@@ -338,8 +333,7 @@ def _activation_outer_kernel(
         if WEIGHTED:
             tl.store(dots_ptr + chunk.to(tl.int64) * num_rows + r, tl.sum(dh * h, axis=1), mask=inside)
         acc = tl.dot(tl.trans((h * weight[:, None]).to(dtype)), low, acc)
-    slot = (tl.program_id(2) * tl.num_programs(1) + expert).to(tl.int64)
-    out = out_ptr + (slot * width + k[:, None]) * rank + l[None, :]
+    out = out_ptr + (expert.to(tl.int64) * width + k[:, None]) * rank + l[None, :]
     tl.store(out, acc, mask=keep[:, None] & (l < rank)[None, :])
 
 
@@ -373,23 +367,20 @@ def outer(
     matrix, choices = (a.x_TD, a.choices) if isinstance(a, Tokens) else (a, 0)
     source_R = a.source_R if isinstance(a, Tokens) else source_R
     experts, width, columns = rows.offsets_E.shape[0], matrix.shape[1], low.shape[1] // planes
-    chunks = cdiv(width, OUTER.columns)
-    made = torch.empty(planes, OUTER.parts, experts, width, rank, dtype=torch.float32, device=matrix.device)
+    sizes = OUTER if factor_EKL is None else OUTER_PROJECTED
+    chunks = cdiv(width, sizes.columns)
+    made = torch.empty(planes, experts, width, rank, dtype=torch.float32, device=matrix.device)
     partial = None
     if factor_EKL is not None:
         partial = torch.empty(chunks, rows.num_rows, columns, dtype=matrix.dtype, device=matrix.device)
     launch(
-        _outer_kernel, (*((experts, chunks) if choices else (chunks, experts)), OUTER.parts),
+        _outer_kernel, (experts, chunks) if choices else (chunks, experts),
         matrix, source_R, low, weights_TK, factor_EKL, partial, made, rows.offsets_E,
         rows.num_rows, width, matrix.stride(0), low.stride(0), columns, rank, made[0].numel(), float(scale),
         CHOICES=choices, PLANES=planes, WEIGHTED=weights_TK is not None, PROJECTED=partial is not None, L=columns,
-        PARTS=OUTER.parts, **_options(OUTER, width),
+        **_options(sizes, width),
     )  # fmt: skip
-    return _add_parts(made), None if partial is None else torch.sum(partial, 0)
-
-
-def _add_parts(made: Tensor) -> Tensor:
-    return made[:, 0] if made.shape[1] == 1 else made.sum(1)
+    return made, None if partial is None else torch.sum(partial, 0)
 
 
 class Hidden(NamedTuple):
@@ -433,21 +424,22 @@ def hidden_backward_(
     act, alpha, limit, shift = formula(activation)
     # H100, Qwen3's layer: 0.82 of full training with the product of h in the activation's launch, 0.83 with h written
     # and read again. With those of dz there too, whose tiles change layout for each, it took longer
-    chunks = cdiv(width, HIDDEN.columns)
-    da = torch.empty(1, HIDDEN.parts, experts, width, rank, dtype=torch.float32, **like)
+    sizes = HIDDEN if width < 1024 else WIDE_HIDDEN
+    chunks = cdiv(width, sizes.columns)
+    da = torch.empty(experts, width, rank, dtype=torch.float32, **like)
     dots = None if weights_TK is None else torch.empty(chunks, num_rows, dtype=torch.float32, **like)
     launch(
-        _activation_outer_kernel, (chunks, experts, HIDDEN.parts),
+        _activation_outer_kernel, (chunks, experts),
         dh_RF, z_PRF, v_down_RL, weights_TK, source_R, dots, da, rows.offsets_E, num_rows, width, rank,
         ACT=act, ALPHA=alpha, LIMIT=limit, SHIFT=shift, GLU=planes == 2, WEIGHTED=weights_TK is not None, L=columns,
-        **_options(HIDDEN, width),
+        **_options(sizes, width),
     )  # fmt: skip
-    chunks = cdiv(width, OUTER.columns)
-    db = torch.empty(planes, OUTER.parts, experts, width, rank, dtype=torch.float32, **like)
+    chunks = cdiv(width, PLANES_OUTER.columns)
+    db = torch.empty(planes, experts, width, rank, dtype=torch.float32, **like)
     partial = torch.empty(chunks, num_rows, planes * columns, dtype=z_PRF.dtype, **like)
     launch(
-        _planes_outer_kernel, (chunks, experts, planes * OUTER.parts),
+        _planes_outer_kernel, (chunks, experts, planes),
         z_PRF, u_RL, b_PEFL, partial, db, rows.offsets_E, num_rows, width, rank, db[0].numel(), float(scale),
-        PLANES=planes, L=columns, PARTS=OUTER.parts, **_options(OUTER, width),
+        PLANES=planes, L=columns, **_options(PLANES_OUTER, width),
     )  # fmt: skip
-    return Hidden(_add_parts(db), _add_parts(da)[0], torch.sum(partial, 0), dots)
+    return Hidden(db, da, torch.sum(partial, 0), dots)

@@ -387,9 +387,10 @@ def _bias_gradient(dz_RF: Tensor, plan: ExpertPlan) -> Tensor:
     """[E, F]: each expert's rows added up, as the product with a column of ones."""
     ones_R8 = dz_RF.new_ones(plan.rows, 8)  # 16 bytes of a 16-bit type, which the kernels need of a row
     if plan.kernels == "hopper":
-        return hopper.weight_gradient(ones_R8[None], dz_RF, plan.ragged)[0, :, 0]
-    sums = products.dsd(ones_R8, dz_RF, plan.topology_of(8), trans_s=True, stacked=True)
-    return sums[:, 0]
+        sums_E8F = hopper.weight_gradient(ones_R8[None], dz_RF, plan.ragged)[0]
+    else:
+        sums_E8F = products.dsd(ones_R8, dz_RF, plan.topology_of(8), trans_s=True, stacked=True)
+    return sums_E8F[:, 0].contiguous()  # as a compiled graph expects a new tensor
 
 
 def column_parts(rows: int, x_TD: Tensor) -> list[slice]:

@@ -155,7 +155,7 @@ def _backward_(
     assert down_v_RL is not None
     dh_RF = hopper.rows_product(
         dy_RD if isinstance(dy_RD, Tokens) else dy_RD[None], (_aligned(frozen.w2),), ragged,
-        transposed=False, product=f"down_backward{len(z_PRF)}", low=LowRank(a_RL=down_v_RL, b=packed.down_a[None]),
+        transposed=False, low=LowRank(a_RL=down_v_RL, b=packed.down_a[None]),
     )  # fmt: skip
     del dy_RD
     hidden = hidden_backward_(

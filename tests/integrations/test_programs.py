@@ -1,5 +1,6 @@
 """Programs in examples/ that train models of transformers have the same losses with our experts as with eager."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,8 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
+
+
+def gpu_of(processes: int) -> dict[str, str]:
+    """One GPU for one process, which else trains with DataParallel: TRL refuses that."""
+    if processes > 1 or not torch.cuda.is_available():
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def run(program: str, folder: Path, experts: str, processes: int = 1) -> str:
@@ -18,7 +27,7 @@ def run(program: str, folder: Path, experts: str, processes: int = 1) -> str:
     )
     done = subprocess.run(
         [sys.executable, *launcher, f"examples/{program}.py", str(folder), "--experts", experts],
-        cwd=ROOT, capture_output=True, text=True, timeout=550,
+        cwd=ROOT, capture_output=True, text=True, timeout=550, env=os.environ | gpu_of(processes),
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
