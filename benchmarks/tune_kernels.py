@@ -44,6 +44,8 @@ CASES = {
     "GPT-OSS": (65536, 2880, 2880, 128, True),
     "DeepSeek-V2": (147456, 5120, 1536, 160, True),
     "DeepSeek-V2-Lite": (98304, 2048, 1408, 64, True),
+    "fine": (458752, 512, 256, 128, False),  # docs/explanation/recipe.md
+    "finer": (458752, 512, 256, 256, False),
 }
 
 SPECIALISED = [
@@ -119,7 +121,7 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
     beside = (tokens, torch.empty_like(x)) if taken is tokens and ep.copies(tokens) else None
     even = rows_ // experts * experts
     x3, h3, dy3 = (t[:even].view(experts, per_expert, -1) for t in (x, h, dy))
-    yield p(f"up{planes}", f, d, planes, lambda t: ep.up(taken, w1, v1, rows, act, tile=t), lambda: x3 @ w1.mT)
+    yield p(f"up{planes}", f, d, planes, lambda t: ep.up(taken, up_weights, rows, act, tile=t), lambda: x3 @ w1.mT)
     yield p("nt", f, d, 1, lambda t: ep.rows_product(x[None], (w1,), rows, transposed=True, tile=t), lambda: x3 @ w1.mT)
     yield p("nt", d, f, 1, lambda t: ep.rows_product(h[None], (w2,), rows, transposed=True, tile=t), lambda: h3 @ w2.mT)
     yield p("nn", f, d, 1, lambda t: ep.rows_product(dy[None], (w2,), rows, transposed=False, tile=t), lambda: x3 @ w2)

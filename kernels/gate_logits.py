@@ -9,7 +9,7 @@ Shapes: T tokens, D model width, E experts, S spans of tokens, P parts of an fp3
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,21 +22,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """The sizes of a program: tokens and columns at a time; `span`: columns, or tokens, in all."""
+    """The sizes of a program: tokens, experts at most, and columns, in a step; `span`: tokens in all."""
 
     tokens: int
+    experts: int
     columns: int
     warps: int
     stages: int
     span: int = 0
 
 
-# at OLMoE's shape on an H200, with jitter: 23 us against 27 with 64 columns, but for fp32 weights of many experts
-# 128 columns fill the shared memory
-_LOGITS = _Tile(tokens=64, columns=128, warps=4, stages=3)
-_LOGITS_OF_MORE = _Tile(tokens=64, columns=64, warps=4, stages=4)
-_INPUT_GRADIENT = _Tile(tokens=64, columns=64, span=1024, warps=4, stages=3)
-_WEIGHT_GRADIENT = _Tile(tokens=64, columns=128, span=1024, warps=4, stages=3)
+# at OLMoE's shape on an H200, with jitter: 23 us against 27 with 64 columns, but for fp32 weights 128 columns fill the
+# shared memory
+_LOGITS = _Tile(tokens=64, experts=64, columns=128, warps=4, stages=3)
+_LOGITS_FP32 = _Tile(tokens=128, experts=64, columns=64, warps=8, stages=3)
+_INPUT_GRADIENT = _Tile(tokens=128, experts=32, columns=128, warps=4, stages=3)
+_WEIGHT_GRADIENT = _Tile(tokens=64, experts=64, columns=128, span=1024, warps=4, stages=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,28 +120,22 @@ def _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS: tl.constexpr
 @triton.jit(do_not_specialize=["stream", "step"])
 def _input_gradient_kernel(
     dlogits_ptr, w_ptr, key_ptr, dx_ptr, stream, step, tokens, experts, width,
-    JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr,
+    JITTER: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
     t = tl.program_id(1) * BT + tl.arange(0, BT)
-    e = tl.arange(0, BE)
-    first_column = tl.program_id(0) * SPAN
     dtype: tl.constexpr = dx_ptr.dtype.element_ty
-    row = _rows(key_ptr, t, tokens, stream, JITTER)
-    high, rest = _load_split(dlogits_ptr, t, e, tokens, experts, dtype)
-    for first in range(0, SPAN, BD):
-        d = first_column + first + tl.arange(0, BD)
-        acc = tl.zeros((BT, BD), tl.float32)
-        if WHOLE:
-            acc = _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS, dtype)
-        else:
-            for some in range(0, experts, BE):
-                high, rest = _load_split(dlogits_ptr, t, some + e, tokens, experts, dtype)
-                acc = _split_dot(high, rest, w_ptr, some + e, d, acc, experts, width, PARTS, dtype)
-        if JITTER:
-            acc = jittered(acc, row[:, None], jitter_column(d)[None, :], d[None, :], step, dtype, PACKED)
-        keep = (t < tokens)[:, None] & (d < width)[None, :]
-        tl.store(dx_ptr + t.to(tl.int64)[:, None] * width + d[None, :], acc.to(dtype), mask=keep)
+    acc = tl.zeros((BT, BD), tl.float32)
+    for first in range(0, experts, BE):
+        e = first + tl.arange(0, BE)
+        high, rest = _load_split(dlogits_ptr, t, e, tokens, experts, dtype)
+        acc = _split_dot(high, rest, w_ptr, e, d, acc, experts, width, PARTS, dtype)
+    if JITTER:
+        row = _rows(key_ptr, t, tokens, stream, JITTER)
+        acc = jittered(acc, row[:, None], jitter_column(d)[None, :], d[None, :], step, dtype, PACKED)
+    keep = (t < tokens)[:, None] & (d < width)[None, :]
+    tl.store(dx_ptr + t.to(tl.int64)[:, None] * width + d[None, :], acc.to(dtype), mask=keep)
 
 
 @triton.jit
@@ -204,24 +199,8 @@ def _parts(weight_ED: Tensor, x_dtype: torch.dtype, most: int) -> int:
     return 1 if weight_ED.dtype is x_dtype else most
 
 
-def _expert_block(experts: int, most: int) -> int:
-    return min(max(next_power_of_2(experts), 16), most)
-
-
-def _most_experts(device: torch.device) -> int:
-    """Experts that a program of the first two products takes: 128 need 128 KiB of shared memory, and Ada has 99."""
-    return 128 if sparse_tiles.shared_bytes(device) >= 2**17 else 64
-
-
-def _input_gradient_tile(experts: int, parts: int, device: torch.device) -> tuple[int, _Tile]:
-    """Experts at a time, and the tile, of the input's gradient.
-
-    Where tensor cores read registers, which is neither on Hopper nor on a B200, 128 experts' fp32 weights do not fit
-    them: compiled for an A100, 464 bytes a thread were on the stack, and 5400 with Triton 3.9.
-    """
-    if parts > 1 and experts > 64 and sparse_tiles.capability(device) // 10 not in (9, 10):
-        return 64, replace(_INPUT_GRADIENT, columns=32, warps=8)
-    return _expert_block(experts, _most_experts(device)), _INPUT_GRADIENT
+def _expert_block(experts: int, tile: _Tile) -> int:
+    return min(max(next_power_of_2(experts), 16), tile.experts)
 
 
 def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
@@ -235,9 +214,9 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -
     experts = weight_ED.shape[0]
     out_TE = torch.empty(tokens, experts, dtype=torch.float32, device=x_TD.device)
     if out_TE.numel():
-        block = _expert_block(experts, _most_experts(x_TD.device))
         parts = _parts(weight_ED, x_TD.dtype, 3)
-        tile = _LOGITS if parts == 1 and block <= 64 else _LOGITS_OF_MORE
+        tile = _LOGITS if parts == 1 else _LOGITS_FP32
+        block = _expert_block(experts, tile)
         launch(
             _logits_kernel, (cdiv(tokens, tile.tokens), cdiv(experts, block)),
             x_TD, weight_ED, *_with_keys(jitter, out_TE), tokens, experts, width,
@@ -254,13 +233,14 @@ def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None,
     dx_TD = torch.empty(tokens, width, dtype=dtype, device=dlogits_TE.device)
     if dx_TD.numel():
         parts = _parts(weight_ED, dtype, 2)
-        block, tile = _input_gradient_tile(experts, parts, dlogits_TE.device)
+        tile = _INPUT_GRADIENT
+        # where tensor cores read registers, a thread of four warps does not hold its part of fp32 weights and sums
+        warps = tile.warps if sparse_tiles.capability(dlogits_TE.device) // 10 in (9, 10) else 2 * tile.warps
         launch(
-            _input_gradient_kernel, (cdiv(width, tile.span), cdiv(tokens, tile.tokens)),
+            _input_gradient_kernel, (cdiv(width, tile.columns), cdiv(tokens, tile.tokens)),
             dlogits_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,
-            JITTER=jitter is not None, PACKED=_packed(dx_TD), PARTS=parts,
-            WHOLE=experts <= block, SPAN=tile.span,
-            BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+            JITTER=jitter is not None, PACKED=_packed(dx_TD), PARTS=parts, BT=tile.tokens,
+            BE=_expert_block(experts, tile), BD=tile.columns, num_warps=warps, num_stages=tile.stages,
         )  # fmt: skip
     return dx_TD
 
@@ -280,7 +260,7 @@ def weight_gradient(dlogits_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dty
     numbers = tokens * experts
     launch(_split_kernel, (cdiv(numbers, 2048),), dlogits_TE, parts_PTE, numbers, PARTS=parts, BLOCK=2048)
     sums_SED = torch.empty(spans, experts, width, dtype=torch.float32, device=x_TD.device)
-    block = _expert_block(experts, 64)
+    block = _expert_block(experts, tile)
     launch(
         _weight_gradient_kernel, (cdiv(width, tile.columns), cdiv(experts, block), spans),
         parts_PTE, x_TD, *_with_keys(jitter, sums_SED), tokens, experts, width, numbers,

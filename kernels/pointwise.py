@@ -124,11 +124,12 @@ def activate(
     h_RF = torch.empty(rows, width, dtype=z_PRF.dtype, device=z_PRF.device)
     if rows and width:
         wide, experts = min(next_power_of_2(width), 2048), offsets_E.shape[0]
+        block = max(1, 1024 // wide)
         launch(
-            _activate_kernel, (rows, cdiv(width, wide)),
+            _activate_kernel, (cdiv(rows, block), cdiv(width, wide)),
             z_PRF, h_RF, bias_EF, offsets_E, 1 if pairs else rows, width, experts, **_options(z_PRF, activation, pairs),
-            BIASED=bias_EF is not None, EXPERTS=next_power_of_2(experts), ALIGN=divisor(width), ROWS=1, WIDTH=wide,
-            num_warps=max(1, min(8, wide // 256)),
+            BIASED=bias_EF is not None, EXPERTS=next_power_of_2(experts), ALIGN=divisor(width), ROWS=block, WIDTH=wide,
+            num_warps=max(1, min(4, block * wide // 512)),
         )  # fmt: skip
     return h_RF
 

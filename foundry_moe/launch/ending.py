@@ -131,12 +131,15 @@ def leave_after_handlers(code: int) -> None:
 
     After an error a process group is left as it is: other ranks may wait in a collective. Its threads sometimes end an
     interpreter that finalizes with "terminate called without an active exception" (torch 2.11, gloo, Python 3.12).
+    Without a process group Python ends as usual, so a caller may catch the exception.
 
     Raises:
         SystemExit: always.
     """
     global _code
-    _code = code
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        _code = code
     raise SystemExit(code)
 
 
