@@ -134,9 +134,9 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     back = Manifest.from_bytes(raw)
     reads = plan_reads(back, flat.layouts, 0)
     read_seconds = time.perf_counter() - began
-    mine = [need.block for need in reads.values() if need.reader == 0]
+    mine = [block for dealt in reads.values() for block in dealt[0]]
     fetched = sum(block.size_bytes for block in mine)
-    needed = sum(need.block.size_bytes for need in reads.values())
+    needed = sum(block.size_bytes for dealt in reads.values() for blocks in dealt.values() for block in blocks)
     puts = sum(max(1, -(-size_bytes // PART_BYTES)) for _, _, size_bytes in placed.values()) + 2
     return {
         "ranks": world,

@@ -86,6 +86,12 @@ class Ranks:
             raise box[0]
         return box[0]
 
+    def every(self, step: Callable[[], R]) -> R:
+        """Runs a step on every rank and returns its result on this one. Collective."""
+        made: list[R] = []
+        self.decide(lambda: made.append(step()), lambda _: None)
+        return made[0]
+
     def first(self, step: Callable[[], R]) -> R:
         """Runs a step on rank 0 alone; its result is returned, or its error raised, on all ranks. Collective."""
         try:

@@ -193,9 +193,8 @@ class Reader(StorageReader):
         needs = ranks.decide(look, _chunks)
         assert self._found is not None
         found = self._found
-        self.traffic = read_blocks(
-            self.ledger.store, found, ranks, lambda: Targets(found.manifest, ranks.rank, needs, places)
-        )
+        targets = ranks.every(lambda: Targets(found.manifest, ranks.rank, needs, places))
+        self.traffic = read_blocks(self.ledger.store, found, ranks, targets)
 
 
 def _chunks(needs: list[Needs]) -> dict[str, Chunks]:

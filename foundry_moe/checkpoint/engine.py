@@ -336,20 +336,17 @@ class CheckpointEngine:
         return choice
 
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
-        made: list[StateTargets] = []
-
-        def plan() -> StateTargets:
-            made.append(StateTargets(found.manifest, state_dict, rank=self.rank, world_size=self.world_size))
-            return made[0]
-
         try:
-            traffic = read_blocks(self.ledger.store, found, self._ranks, plan)
+            targets = self._ranks.every(
+                lambda: StateTargets(found.manifest, state_dict, rank=self.rank, world_size=self.world_size)
+            )
+            traffic = read_blocks(self.ledger.store, found, self._ranks, targets)
         except RanksError as failed:
             raise worst(failed.reasons.values()) from failed
         self._last_step = found.commit.step
         return Loaded(
             step=found.commit.step,
-            state=made[0].result,
+            state=targets.result,
             info=found.manifest.info,
             summary=found.commit.summary,
             traffic=traffic,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ GAP_BYTES = 4096  # closer blocks are read as one range: the bytes between them 
 READS_IN_FLIGHT = 4  # 1 and 2 on files, with two ranks on a core: no difference
 HASH_TRIES = 3
 
-Reading = Generator[memoryview | CheckpointError, None, None]
+Reading = Generator[Future[memoryview], None, None]
 
 
 def block_of(entry: TensorEntry, item: int, index: int) -> Block:
@@ -34,17 +34,11 @@ def block_of(entry: TensorEntry, item: int, index: int) -> Block:
     return Block(item, index, box, int(entry.bytes_B[index]))
 
 
-@dataclass(frozen=True)
-class Need:
-    """A block of which a rank needs a part, the rank that fetches it, and all ranks that need a part."""
-
-    block: Block
-    reader: int
-    ranks: tuple[int, ...]
-
-
-def plan_reads(manifest: Manifest, targets: Mapping[str, Chunks], rank: int) -> dict[tuple[int, int], Need]:
-    """What one rank needs, by (item, index) of the blocks. All ranks compute the same reader of a block."""
+def plan_reads(
+    manifest: Manifest, targets: Mapping[str, Chunks], rank: int
+) -> dict[tuple[int, ...], dict[int, list[Block]]]:
+    """The blocks of which one rank needs a part: by the set of all ranks that need a part, and by the rank of the set
+    that reads them. All ranks of a set compute the same."""
     groups: dict[tuple[int, ...], list[Block]] = {}
     unions: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
     for item, (name, entry) in enumerate(manifest.tensors.items()):
@@ -63,12 +57,7 @@ def plan_reads(manifest: Manifest, targets: Mapping[str, Chunks], rank: int) -> 
             if key not in unions:
                 unions[key] = tuple(sorted({r for chunk in chunks for r in layout.chunks[chunk][1]}))
             groups.setdefault(unions[key], []).append(block_of(entry, item, index))
-    return {
-        (block.item, block.index): Need(block, reader, ranks)
-        for ranks, blocks in groups.items()
-        for reader, dealt in deal(blocks, ranks).items()
-        for block in dealt
-    }
+    return {ranks: deal(blocks, ranks) for ranks, blocks in groups.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,31 +137,19 @@ class Fetcher:
                 raise DamagedError(f"{name} has {found} bytes, not {expected}") from error
             raise
 
-    def stream(self, ranges: Sequence[Range], memory: Callable[[int, int], memoryview] | None = None) -> Reading:
-        """The bytes of the ranges in order, read ahead; for a range that could not be read, its error.
-
-        Args:
-            memory: called with the number and size of a range, returns the memory to read to. By default new memory.
-        """
-        make = memory or (lambda number, size_bytes: np.empty(size_bytes, dtype=np.uint8).data)
+    def stream(
+        self, ranges: Iterable[Range], memories: Iterable[memoryview | None] = itertools.repeat(None)
+    ) -> Reading:
+        """Reads of the ranges in order, started ahead. Each is read to its memory, or to new memory for None."""
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
             waiting: collections.deque[Future[memoryview]] = collections.deque()
-            todo = iter(enumerate(ranges))
-
-            def read_ahead(count: int) -> None:
-                for number, part in itertools.islice(todo, count):
-                    waiting.append(pool.submit(self.fetch, part, make(number, part.size_bytes)))
-
-            read_ahead(READS_IN_FLIGHT)
+            for part, memory in zip(ranges, memories, strict=False):
+                out = np.empty(part.size_bytes, dtype=np.uint8).data if memory is None else memory
+                waiting.append(pool.submit(self.fetch, part, out))
+                if len(waiting) > READS_IN_FLIGHT:
+                    yield waiting.popleft()
             while waiting:
-                future = waiting.popleft()
-                try:
-                    result: memoryview | CheckpointError = future.result()
-                except CheckpointError as error:
-                    result = error
-                read_ahead(1)
-                del future
-                yield result
+                yield waiting.popleft()
 
 
 def verify(store: Store, found: Found) -> list[str]:
@@ -183,5 +160,11 @@ def verify(store: Store, found: Found) -> list[str]:
         for item, entry in enumerate(manifest.tensors.values())
         for index in range(len(entry.object_B))
     ]
-    results = Fetcher(store, found.commit.attempt, manifest).stream(coalesce(manifest, blocks))
-    return [str(result) for result in results if isinstance(result, CheckpointError)]
+    reads = Fetcher(store, found.commit.attempt, manifest).stream(coalesce(manifest, blocks))
+    problems = []
+    for read in reads:
+        try:
+            read.result()
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
