@@ -1,7 +1,7 @@
 """The commits of a folder: list, read, check, record, choose. One process at a time writes.
 
 A checkpoint exists only while its record does. Writes are ordered accordingly: data, manifest, record when a checkpoint
-is created; record, then data when it is deleted (`retention`).
+is created; record, then data when it is deleted (`committer.Retention`).
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from foundry_moe.checkpoint import open_store, store_cloud
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError, TakenOverError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, Owners
-from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from tests.helpers.checkpoints import blank, check, damage, save, steps_in

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint import ledger as commits_module
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import (
     CheckpointError,
@@ -26,7 +27,6 @@ from foundry_moe.checkpoint.errors import (
 )
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.snapshot import Snapshotter
 from tests.helpers.checkpoints import blank, check, damage, make_state, save, steps_in
 

@@ -15,6 +15,7 @@ from threading import Thread
 import pytest
 
 from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.errors import (
     DeniedError,
     NotAnObjectError,
@@ -22,7 +23,6 @@ from foundry_moe.checkpoint.errors import (
     StoreError,
 )
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from tests.helpers.s3_servers import served
