@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from foundry_moe.checkpoint.engine import rows_of
 from foundry_moe.checkpoint.layout import Block, Layout, plan_writes
 from foundry_moe.checkpoint.ledger import new_attempt
 from foundry_moe.checkpoint.manifest import Manifest, build_manifest
@@ -118,16 +117,17 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     size = sum(loads.values())
     assert size == sum(tensor.numel() * tensor.element_size() for tensor in flat.tensors.values())
 
-    placed = {rank: (blocks, *place(blocks)) for rank, blocks in plans.items()}
+    placed = {rank: place(blocks) for rank, blocks in plans.items()}
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in flat.tensors.items()}
-    hashes = np.random.default_rng(0)
-    reports = {
-        rank: (size_bytes, hashes.bytes(8 * len(blocks)))  # as incompressible as real hashes
-        for rank, (blocks, _, size_bytes) in placed.items()
-    }
+    random = np.random.default_rng(0)  # as incompressible as real hashes
     began = time.perf_counter()
     info = {"step": 0, "attempt": new_attempt(0), "world_size": len(placed)}
-    manifest = build_manifest(described, rows_of(list(flat.tensors), placed, reports), flat.values, info)
+    names = list(flat.tensors)
+    rows = {
+        rank: (plan.size_bytes, plan.rows(names, random.integers(2**63, size=len(plan.blocks), dtype=np.uint64)))
+        for rank, plan in placed.items()
+    }
+    manifest = build_manifest(described, rows, flat.values, info)
     raw = manifest.to_bytes()
     manifest_seconds = time.perf_counter() - began
     began = time.perf_counter()
@@ -137,7 +137,7 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     mine = [block for dealt in reads.values() for block in dealt[0]]
     fetched = sum(block.size_bytes for block in mine)
     needed = sum(block.size_bytes for dealt in reads.values() for blocks in dealt.values() for block in blocks)
-    puts = sum(max(1, -(-size_bytes // PART_BYTES)) for _, _, size_bytes in placed.values()) + 2
+    puts = sum(max(1, -(-size_bytes // PART_BYTES)) for size_bytes in (plan.size_bytes for plan in placed.values())) + 2
     return {
         "ranks": world,
         "parameters": sum(tensor.numel() for tensor in state["model"].values()),

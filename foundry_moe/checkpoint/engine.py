@@ -26,12 +26,12 @@ from foundry_moe.checkpoint.errors import (
     worst,
 )
 from foundry_moe.checkpoint.exchange import Traffic, read_blocks
-from foundry_moe.checkpoint.layout import Block, plan_writes
+from foundry_moe.checkpoint.layout import plan_writes
 from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
-from foundry_moe.checkpoint.manifest import Row, build_manifest
+from foundry_moe.checkpoint.manifest import build_manifest
 from foundry_moe.checkpoint.owners import Heartbeat, Identity
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, is_finite, place
+from foundry_moe.checkpoint.snapshot import ObjectPlan, Snapshot, Snapshotter, is_finite, place
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
 
@@ -99,7 +99,7 @@ class CheckpointEngine:
         self._forked_from: int | None = None
         self._last_step: int | None = None  # newest commit of this run, for milestones
         self._snapshotter = Snapshotter(self.rank, self.world_size)
-        self._plans: tuple[str, dict[int, tuple[list[Block], list[int], int]]] = ("", {})  # of all ranks, by digest
+        self._plans: tuple[str, dict[int, ObjectPlan]] = ("", {})  # of all ranks, with the digest of their layouts
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None
         self._committer = Committer(self.ledger, keep=self.policy.keep, stale_s=self.policy.stale_s)  # rank 0's
@@ -205,13 +205,12 @@ class CheckpointEngine:
             seconds_total=time.perf_counter() - began,
         )
 
-    def _plan_all(self, snapshot: Snapshot) -> dict[int, tuple[list[Block], list[int], int]]:
-        """The blocks that each rank writes, for rank 0; cached while the layout does not change."""
+    def _plan_all(self, snapshot: Snapshot) -> dict[int, ObjectPlan]:
+        """The object of each rank, for rank 0; cached while the layout does not change."""
         if self._plans[0] != snapshot.digest:
             dtypes = [dtype for dtype, _ in snapshot.tensors.values()]
             planned = [(layout, dtype.itemsize) for layout, dtype in zip(snapshot.layouts, dtypes, strict=True)]
-            plans = {rank: (blocks, *place(blocks)) for rank, blocks in plan_writes(planned).items()}
-            self._plans = snapshot.digest, plans
+            self._plans = snapshot.digest, {rank: place(blocks) for rank, blocks in plan_writes(planned).items()}
         return self._plans[1]
 
     def _write(self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any]) -> None:
@@ -228,16 +227,19 @@ class CheckpointEngine:
 
         attempt = self._ranks.decide(lambda: snapshot.digest, begin)
 
-        def write() -> tuple[int, bytes, bool]:
+        def write() -> tuple[bytes, bool]:
             hashes = snapshot.staged.hashes()
             snapshot.staged.write(self.ledger.store, attempt, self.rank)
-            return snapshot.staged.raw.numel(), hashes.tobytes(), is_finite(snapshot)
+            return hashes.tobytes(), is_finite(snapshot)
 
-        def commit(reports: list[tuple[int, bytes, bool]]) -> None:
-            wrote = {rank: (size, hashes) for rank, (size, hashes, _) in enumerate(reports)}
-            rows = rows_of(list(snapshot.tensors), self._plan_all(snapshot), wrote)
+        def commit(reports: list[tuple[bytes, bool]]) -> None:
+            names = list(snapshot.tensors)
+            rows = {
+                rank: (plan.size_bytes, plan.rows(names, np.frombuffer(reports[rank][0], dtype=np.uint64)))
+                for rank, plan in self._plan_all(snapshot).items()
+            }
             manifest = build_manifest(snapshot.tensors, rows, snapshot.values, self._committer.info)
-            self._committer.commit(manifest, finite=all(finite for *_, finite in reports))
+            self._committer.commit(manifest, finite=all(finite for _, finite in reports))
 
         self._ranks.decide(write, commit)
 
@@ -352,26 +354,3 @@ class CheckpointEngine:
             traffic=traffic,
             rejected=rejected,
         )
-
-
-def rows_of(
-    names: list[str],
-    plans: Mapping[int, tuple[list[Block], list[int], int]],
-    reports: Mapping[int, tuple[int, bytes]],
-) -> dict[int, tuple[int, list[Row]]]:
-    """The rows of each rank, from the plan of all ranks and their reports: (bytes written, hashes in plan order).
-
-    Raises:
-        CheckpointError: a report does not agree with the plan.
-    """
-    rows = {}
-    for rank, (blocks, starts, size_bytes) in plans.items():
-        wrote, raw = reports[rank]
-        hashes = np.frombuffer(raw, dtype=np.uint64).tolist()
-        if wrote != size_bytes or len(hashes) != len(blocks):
-            raise CheckpointError(
-                f"rank {rank} wrote {wrote} bytes in {len(hashes)} blocks, the plan says {size_bytes} in {len(blocks)}"
-            )
-        mine = zip(blocks, starts, hashes, strict=True)
-        rows[rank] = size_bytes, [(names[block.item], block.box, start, digest) for block, start, digest in mine]
-    return rows

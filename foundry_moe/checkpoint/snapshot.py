@@ -7,7 +7,7 @@ reused by the next save. The buffer is pinned if there is a GPU. This module com
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,52 +19,57 @@ from torch.distributed.tensor import DTensor
 
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, decode, encode, tensors_in
 from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes
-from foundry_moe.checkpoint.manifest import ALIGN_BYTES, block_hash, object_key
+from foundry_moe.checkpoint.manifest import ALIGN_BYTES, Row, block_hash, object_key
 from foundry_moe.checkpoint.store import Store
 
 INLINE_BYTES = 256  # smaller replicated tensors, such as step counters, are stored in the manifest
 
 
-def place(blocks: list[Block]) -> tuple[list[int], int]:
-    """The start of each block of a rank in its object, and the object's size in bytes."""
+@dataclass(frozen=True, kw_only=True)
+class ObjectPlan:
+    """The blocks of a rank's object, the start of each, and the size of the object."""
+
+    blocks: list[Block]
+    starts: list[int]
+    size_bytes: int
+
+    def rows(self, names: Sequence[str], hashes: np.ndarray) -> list[Row]:
+        """The manifest's rows of these blocks, from the names of the tensors and the blocks' hashes."""
+        hashed = zip(self.blocks, self.starts, hashes.tolist(), strict=True)
+        return [(names[block.item], block.box, start, digest) for block, start, digest in hashed]
+
+
+def place(blocks: list[Block]) -> ObjectPlan:
+    """Places the blocks of a rank in its object, in their order."""
     starts, end = [], 0
     for block in blocks:
-        starts.append(end)
-        end = -(-(end + block.size_bytes) // ALIGN_BYTES) * ALIGN_BYTES
-    return starts, (starts[-1] + blocks[-1].size_bytes if blocks else 0)
+        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+        end = starts[-1] + block.size_bytes
+    return ObjectPlan(blocks=blocks, starts=starts, size_bytes=end)
 
 
-class StagingBuffer:
-    """Memory that is reused by all saves, so that its pages are allocated and pinned once."""
+class Staging:
+    """A rank's object in memory. All saves use the same memory, so that its pages are allocated and pinned once."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, size_bytes: int, *, pinned: bool) -> Tensor:
-        """A uint8 tensor of `size_bytes`, valid until the next call."""
-        if self._memory.numel() < size_bytes or self._memory.is_pinned() is not pinned:
+    def begin(self, plan: ObjectPlan, *, pinned: bool) -> None:
+        """Provides memory for an object; its blocks are to be filled next."""
+        if self._memory.numel() < plan.size_bytes or self._memory.is_pinned() is not pinned:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._memory = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
-        return self._memory[:size_bytes]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staged:
-    """A rank's object in memory: its blocks, and the start of each."""
-
-    blocks: list[Block]
-    starts: list[int]
-    raw: Tensor  # uint8
+            self._memory = torch.zeros(plan.size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.plan, self.raw = plan, self._memory[: plan.size_bytes]
 
     def block(self, index: int, dtype: torch.dtype) -> Tensor:
         """A block's elements."""
-        block, start = self.blocks[index], self.starts[index]
+        block, start = self.plan.blocks[index], self.plan.starts[index]
         return self.raw[start : start + block.size_bytes].view(dtype).view(block.box[1])
 
     def hashes(self) -> np.ndarray:
         """The blocks' hashes, uint64."""
         view = self.raw.numpy().data
-        placed = zip(self.blocks, self.starts, strict=True)
+        placed = zip(self.plan.blocks, self.plan.starts, strict=True)
         return np.array([block_hash(view[at : at + block.size_bytes]) for block, at in placed], dtype=np.uint64)
 
     def write(self, store: Store, attempt: str, rank: int) -> None:
@@ -140,13 +145,13 @@ class Snapshot:
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     layouts: list[Layout]
     digest: str
-    staged: Staged
+    staged: Staging
     values: Any
 
     def staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The staged blocks with their tensors' names."""
         described = list(self.tensors.items())
-        for index, block in enumerate(self.staged.blocks):
+        for index, block in enumerate(self.staged.plan.blocks):
             name, (dtype, _) = described[block.item]
             yield name, self.staged.block(index, dtype)
 
@@ -156,27 +161,25 @@ class Snapshotter:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._buffer = StagingBuffer()
-        self._plans: dict[str, tuple[list[Block], list[int], int]] = {}
+        self._staging = Staging()
+        self._plans: dict[str, ObjectPlan] = {}
 
     def take(self, state_dict: Mapping[str, Any]) -> Snapshot:
         """Copies what this rank will write. The live tensors may change once this returns."""
         flat = flatten(state_dict, self.world_size)
         digest = flat.digest()
         if digest not in self._plans:
-            blocks = plan_writes(flat.planned, rank=self.rank)[self.rank]
-            self._plans = {digest: (blocks, *place(blocks))}
-        blocks, starts, size_bytes = self._plans[digest]
+            self._plans = {digest: place(plan_writes(flat.planned, rank=self.rank)[self.rank])}
         tensors, layouts = list(flat.tensors.values()), list(flat.layouts.values())
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
-        staged = Staged(blocks=blocks, starts=starts, raw=self._buffer.reserve(size_bytes, pinned=on_gpu))
+        self._staging.begin(self._plans[digest], pinned=on_gpu)
         locals_: dict[int, Tensor] = {}
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(self._plans[digest].blocks):
             if block.item not in locals_:
                 locals_[block.item] = local_part(tensors[block.item])
             local, ((origin, sizes),) = locals_[block.item], layouts[block.item].boxes_of(self.rank)
             assert tuple(local.shape) == sizes, (tuple(local.shape), sizes)
-            target = staged.block(index, tensors[block.item].dtype)
+            target = self._staging.block(index, tensors[block.item].dtype)
             target.copy_(narrow_to(local, origin, block.box), non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -185,7 +188,7 @@ class Snapshotter:
             tensors={name: (tensor.dtype, flat.layouts[name].shape) for name, tensor in flat.tensors.items()},
             layouts=layouts,
             digest=digest,
-            staged=staged,
+            staged=self._staging,
             values=flat.values,
         )
 
