@@ -99,20 +99,15 @@ class FileStore(Store):
 
     def _begin(self, folders: list[str], part: str) -> tuple[int, int]:
         """Opens a folder, created if needed, and a new file in it. Another process may remove the folder in between."""
-        for tries in range(RACES):
-            try:
+        for _ in range(RACES):
+            with contextlib.suppress(FileNotFoundError):
                 folder = self._folder(folders, make=True)
-            except FileNotFoundError:
-                if tries == RACES - 1:
+                try:
+                    return folder, os.open(part, NEW, 0o666, dir_fd=folder)
+                except BaseException:
+                    os.close(folder)
                     raise
-                continue
-            try:
-                return folder, os.open(part, NEW, 0o666, dir_fd=folder)
-            except OSError as error:
-                os.close(folder)
-                if not isinstance(error, FileNotFoundError) or tries == RACES - 1:
-                    raise
-        raise AssertionError("RACES must be at least 1")
+        raise FileNotFoundError
 
     def _folder(self, parts: Iterable[str], *, make: bool = False) -> int:
         """Opens a folder below the root without following links. The caller must close it."""
@@ -122,15 +117,11 @@ class FileStore(Store):
         for part in parts:
             above = handle
             try:
-                try:
-                    handle = os.open(part, FOLDER, dir_fd=above)
-                except FileNotFoundError:
-                    if not make:
-                        raise
+                if make:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=above)
                         os.fsync(above)
-                    handle = os.open(part, FOLDER, dir_fd=above)
+                handle = os.open(part, FOLDER, dir_fd=above)
             finally:
                 os.close(above)
         return handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import datetime
 import random
 import secrets
 import threading
@@ -60,12 +61,14 @@ class RemoteStore(Store):
     def _key(self, key: str) -> str:
         return self.prefix + checked_key(key)
 
-    def _entry(self, name: str, size_bytes: int, modified_s: float) -> Entry | None:
+    def _entry(self, name: str, size_bytes: int, modified: datetime.datetime, action: str) -> Entry | None:
         """An entry of a listing; None for a folder object such as `steps/`, or a path out of the folder."""
         try:
-            key = checked_key(name.removeprefix(self.prefix))
+            key, modified_s = checked_key(name.removeprefix(self.prefix)), modified.timestamp()
         except NotAnObjectError:
             return None
+        except (ValueError, OverflowError) as error:
+            raise self._strange(action, f"{name} has no valid date") from error
         return Entry(key=key, size_bytes=size_bytes, modified_s=modified_s)
 
     def _strange(self, action: str, reason: str) -> StoreError:
@@ -73,6 +76,20 @@ class RemoteStore(Store):
             f"could not {action} in {self.url}: the endpoint did not answer as {NAMES[self.scheme]} ({reason}); check "
             "`endpoint_url`, and the proxies in between"
         )
+
+    def _retry(self, action: Callable[[], T], first_wait_s: float = 0.2) -> T:
+        """Runs `action` until it succeeds, at most `options.attempts` times, with exponential backoff and jitter.
+
+        A `lasting` StoreError is raised at once.
+        """
+        for attempt in range(1, self.options.attempts):
+            try:
+                return action()
+            except StoreError as error:
+                if error.lasting:
+                    raise
+                time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
+        return action()
 
     @abc.abstractmethod
     def _create(self, key: str, data: bytes) -> None:
@@ -108,7 +125,7 @@ class RemoteStore(Store):
 
     def put_new(self, key: str, data: bytes) -> bool:
         try:  # S3 says 409 while another conditional write is under way
-            with_retries(lambda: self._create(key, data), attempts=self.options.attempts)
+            self._retry(lambda: self._create(key, data))
         except ExistsError:
             return False
         return True
@@ -125,7 +142,7 @@ class RemoteStore(Store):
                     )
                 return b"".join(self._receive(key, opened))
 
-        return with_retries(attempt, attempts=self.options.attempts)
+        return self._retry(attempt)
 
     def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
         if not len(out):
@@ -142,7 +159,7 @@ class RemoteStore(Store):
             if done < len(out):
                 raise StoreError(f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}")
 
-        with_retries(attempt, attempts=self.options.attempts)
+        self._retry(attempt)
         see(out)
 
     def _receive(self, key: str, opened: Opened) -> Iterator[bytes]:
@@ -187,18 +204,3 @@ def without_userinfo(address: str | None) -> str | None:
             "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for S3)"
         )
     return scheme + separator + host.rpartition("@")[2] + slash + path
-
-
-def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:
-    """Runs `action` until it succeeds, at most `attempts` times, with exponential backoff and jitter.
-
-    A `lasting` StoreError is raised at once.
-    """
-    for attempt in range(1, attempts + 1):
-        try:
-            return action()
-        except StoreError as error:
-            if error.lasting or attempt == attempts:
-                raise
-            time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
-    raise AssertionError("attempts must be at least 1")
