@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,16 +124,19 @@ class Owners:
         self.store = store
         self._warned: set[str] = set()
 
-    def newest(self, entries: Iterable[Entry] | None = None, above: int = -1) -> Lease | None:
-        """The readable lease with the highest number above `above`; None if there is none.
+    def newest(self, entries: Iterable[Entry] | None = None) -> Lease | None:
+        """The readable lease with the highest number; None if there is none.
 
         Args:
             entries: the listing of `owners/`; None lists it.
         """
-        listed = self.store.scan("owners/") if entries is None else entries
-        numbers = {number: entry.key for entry in listed if (number := number_of(entry.key)) is not None}
-        leases = (self._read(numbers[number]) for number in sorted(numbers, reverse=True) if number > above)
-        return next((lease for lease in leases if lease is not None), None)
+        return next(self._leases(self.store.scan("owners/") if entries is None else entries), None)
+
+    def _leases(self, entries: Iterable[Entry]) -> Iterator[Lease]:
+        """The readable leases, newest first."""
+        numbers = {number: entry.key for entry in entries if (number := number_of(entry.key)) is not None}
+        leases = (self._read(numbers[number]) for number in sorted(numbers, reverse=True))
+        return (lease for lease in leases if lease is not None)
 
     def _read(self, key: str) -> Lease | None:
         try:
@@ -168,9 +171,10 @@ class Owners:
             OwnedError: the folder belongs to another run.
             TakenOverError: this process owned it, and another one owns it by now.
         """
-        if process_id and (mine := self._lease_of(process_id)) is not None:
-            self.check(mine)
-            return mine
+        for mine in self._leases(self.store.scan("owners/")) if process_id else ():
+            if mine.nonce == process_id:
+                self.check(mine)
+                return mine
         taken, name = 0, "".join(filter(str.isprintable, identity.run_name))[:NAME_CHARS]
         identity = Identity(run_name=name, model=identity.model)
         while True:
@@ -209,11 +213,6 @@ class Owners:
             )
         return number + 1
 
-    def _lease_of(self, process_id: str) -> Lease | None:
-        keys = (entry.key for entry in self.store.scan("owners/") if number_of(entry.key) is not None)
-        leases = (self._read(key) for key in keys)
-        return next((lease for lease in leases if lease is not None and lease.nonce == process_id), None)
-
     def _refuse(self, owner: Lease, identity: Identity, silent_s: float, problem: str) -> OwnedError:
         seen = f"whose heartbeat is {silent_s:.0f} s old" if silent_s <= LIVE_S else "not running now"
         return OwnedError(
@@ -227,9 +226,9 @@ class Owners:
         """Raises TakenOverError if the folder is another process's by now."""
         entries = list(self.store.scan("owners/"))
         gone = all(entry.key != mine.key for entry in entries)
-        newer = self.newest(entries, -1 if gone else mine.number)
-        if newer is not None:
-            who = "the folder was released" if newer.released else f"another process has taken over: {newer}"
+        newest = self.newest(entries)
+        if newest is not None and (gone or newest.number > mine.number):
+            who = "the folder was released" if newest.released else f"another process has taken over: {newest}"
             raise TakenOverError(f"{who}; this process stops without changing {self.store.url}")
         if gone:  # all leases were deleted: this process still owns the folder
             self.store.put_new(mine.key, mine.to_bytes())
