@@ -8,8 +8,8 @@ from a store are never unpickled. This module does not depend on checkpoints.
 from __future__ import annotations
 
 import pickle
+from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -48,11 +48,6 @@ def portable(error: Exception) -> Exception:
     return said
 
 
-@dataclass(frozen=True)
-class _Failed:
-    error: Exception
-
-
 class RanksError(Exception):
     """The errors by rank, raised on all ranks."""
 
@@ -74,12 +69,14 @@ class Ranks:
 
     def decide(self, here: Callable[[], T], first: Callable[[list[T]], R]) -> R:
         """Runs `here` on every rank and `first` on rank 0 with all results; returns its result on all. Collective."""
-        mine = _tried(here)
-        results: list[Any] = [mine]
+        mine = self._tried(here)
+        results: list[Any] = [mine] * self.size
         if self.group is not None:
-            results = [None] * self.size
             dist.gather_object(mine, results if self.rank == 0 else None, dst=0, group=self.group)
-        box: list[Any] = [_answer(results, first) if self.rank == 0 else None]
+        box: list[Any] = [None]
+        if self.rank == 0:
+            failed = [result.reasons for result in results if isinstance(result, RanksError)]
+            box = [RanksError(dict(ChainMap(*failed))) if failed else self._tried(lambda: first(results))]
         if self.group is not None:
             dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], RanksError):
@@ -99,23 +96,11 @@ class Ranks:
         except RanksError as failed:
             raise failed.reasons[0] from None
 
-
-def _answer(results: list[Any], first: Callable[[list[T]], R]) -> R | RanksError:
-    """The result of `first` on rank 0, or the errors by rank."""
-    failed: dict[int, Exception] = {}
-    for rank, result in enumerate(results):
-        if isinstance(result, _Failed):
-            failed |= result.error.reasons if isinstance(result.error, RanksError) else {rank: result.error}
-    if not failed:
-        made = _tried(lambda: first(results))
-        if not isinstance(made, _Failed):
-            return made
-        failed = {0: made.error}
-    return RanksError(failed)
-
-
-def _tried(step: Callable[[], T]) -> T | _Failed:
-    try:
-        return step()
-    except Exception as error:
-        return _Failed(portable(error))
+    def _tried(self, step: Callable[[], T]) -> T | RanksError:
+        """The result of a local step, or its error."""
+        try:
+            return step()
+        except RanksError as error:
+            return error
+        except Exception as error:
+            return RanksError({self.rank: portable(error)})

@@ -26,12 +26,11 @@ from foundry_moe.checkpoint.errors import (
     worst,
 )
 from foundry_moe.checkpoint.exchange import Traffic, read_blocks
-from foundry_moe.checkpoint.layout import plan_writes
-from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
+from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.manifest import build_manifest
 from foundry_moe.checkpoint.owners import Heartbeat, Identity
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.snapshot import ObjectPlan, Snapshot, Snapshotter, is_finite, place
+from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, is_finite
 from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
 
@@ -99,7 +98,6 @@ class CheckpointEngine:
         self._forked_from: int | None = None
         self._last_step: int | None = None  # newest commit of this run, for milestones
         self._snapshotter = Snapshotter(self.rank, self.world_size)
-        self._plans: tuple[str, dict[int, ObjectPlan]] = ("", {})  # of all ranks, with the digest of their layouts
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None
         self._committer = Committer(self.ledger, keep=self.policy.keep, stale_s=self.policy.stale_s)  # rank 0's
@@ -137,9 +135,7 @@ class CheckpointEngine:
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the staging memory and makes the plans, so that the first save is as fast as later ones."""
-        snapshot = self._snapshotter.take(state_dict)
-        if self.rank == 0:
-            self._plan_all(snapshot)  # in the save's thread, planning would hold the GIL while a step launches kernels
+        self._snapshotter.take(state_dict)
 
     @property
     def busy(self) -> bool:
@@ -205,14 +201,6 @@ class CheckpointEngine:
             seconds_total=time.perf_counter() - began,
         )
 
-    def _plan_all(self, snapshot: Snapshot) -> dict[int, ObjectPlan]:
-        """The object of each rank, for rank 0; cached while the layout does not change."""
-        if self._plans[0] != snapshot.digest:
-            dtypes = [dtype for dtype, _ in snapshot.tensors.values()]
-            planned = [(layout, dtype.itemsize) for layout, dtype in zip(snapshot.layouts, dtypes, strict=True)]
-            self._plans = snapshot.digest, {rank: place(blocks) for rank, blocks in plan_writes(planned).items()}
-        return self._plans[1]
-
     def _write(self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any]) -> None:
         """One attempt: rank 0 gathers layout digests, broadcasts the attempt's name, and gathers block hashes."""
 
@@ -236,7 +224,7 @@ class CheckpointEngine:
             names = list(snapshot.tensors)
             rows = {
                 rank: (plan.size_bytes, plan.rows(names, np.frombuffer(reports[rank][0], dtype=np.uint64)))
-                for rank, plan in self._plan_all(snapshot).items()
+                for rank, plan in snapshot.plans.items()
             }
             manifest = build_manifest(snapshot.tensors, rows, snapshot.values, self._committer.info)
             self._committer.commit(manifest, finite=all(finite for _, finite in reports))
@@ -311,31 +299,27 @@ class CheckpointEngine:
             Exception: any other failure of a rank, raised on all ranks. It says nothing about the checkpoint.
         """
         while True:
-            choice = self._choose(resume)
+            choice = self._ranks.first(lambda: self.ledger.choose(resume))
+            for sentence in choice.rejected:
+                log.warning("Passed over a checkpoint: %s", sentence)
             self.generation, self._forked_from = choice.generation, choice.forked_from
-            if choice.found is None:
+            found = choice.found
+            if found is None:
                 if self._other_model is not None:
                     raise self._other_model
                 return None
             if callable(state_dict):
-                state_dict = state_dict(choice.found.manifest.info)
+                state_dict = state_dict(found.manifest.info)
             try:
-                loaded = self._load_from(choice.found, state_dict, choice.rejected)
+                loaded = self._load_from(found, state_dict, choice.rejected)
                 check(loaded)
-                if self._other_model is not None:
-                    raise self._other_model
-                return loaded
             except DamagedError as error:
-                where = choice.found.commit.where
-                self.ledger.damaged.add(where)
-                log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, error)
-
-    def _choose(self, resume: str | int) -> Choice:
-        """`Ledger.choose` on rank 0, broadcast to all."""
-        choice = self._ranks.first(lambda: self.ledger.choose(resume))
-        for sentence in choice.rejected:
-            log.warning("Passed over a checkpoint: %s", sentence)
-        return choice
+                self.ledger.damaged.add(found.commit.where)
+                log.warning("Checkpoint of step %d is damaged, trying the one before: %s", found.commit.step, error)
+                continue
+            if self._other_model is not None:
+                raise self._other_model
+            return loaded
 
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
         try:

@@ -139,12 +139,19 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The input of a save, independent of the live model. `staged` is this rank's part of the tensors."""
+    """The input of a save, independent of the live model.
+
+    tensors: dtype and shape of each, by path.
+    digest: see `Flat.digest`.
+    plans: the object of this rank; on rank 0 those of all ranks.
+    staged: this rank's object.
+    values: all other values, as JSON.
+    """
 
     rank: int
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    layouts: list[Layout]
     digest: str
+    plans: dict[int, ObjectPlan]
     staged: Staging
     values: Any
 
@@ -162,19 +169,22 @@ class Snapshotter:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._staging = Staging()
-        self._plans: dict[str, ObjectPlan] = {}
+        self._plans: tuple[str, dict[int, ObjectPlan]] = ("", {})  # with the digest of their layouts
 
     def take(self, state_dict: Mapping[str, Any]) -> Snapshot:
         """Copies what this rank will write. The live tensors may change once this returns."""
         flat = flatten(state_dict, self.world_size)
         digest = flat.digest()
-        if digest not in self._plans:
-            self._plans = {digest: place(plan_writes(flat.planned, rank=self.rank)[self.rank])}
+        if digest != self._plans[0]:
+            blocks_of = plan_writes(flat.planned, rank=self.rank or None)
+            self._plans = digest, {rank: place(blocks) for rank, blocks in blocks_of.items()}
+        plans = self._plans[1]
+        plan = plans.get(self.rank, place([]))
         tensors, layouts = list(flat.tensors.values()), list(flat.layouts.values())
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
-        self._staging.begin(self._plans[digest], pinned=on_gpu)
+        self._staging.begin(plan, pinned=on_gpu)
         locals_: dict[int, Tensor] = {}
-        for index, block in enumerate(self._plans[digest].blocks):
+        for index, block in enumerate(plan.blocks):
             if block.item not in locals_:
                 locals_[block.item] = local_part(tensors[block.item])
             local, ((origin, sizes),) = locals_[block.item], layouts[block.item].boxes_of(self.rank)
@@ -186,8 +196,8 @@ class Snapshotter:
         return Snapshot(
             rank=self.rank,
             tensors={name: (tensor.dtype, flat.layouts[name].shape) for name, tensor in flat.tensors.items()},
-            layouts=layouts,
             digest=digest,
+            plans=plans,
             staged=self._staging,
             values=flat.values,
         )
