@@ -75,12 +75,7 @@ class ResumeError(CheckpointError, ValueError):
 class OwnedError(CheckpointError, ValueError):
     """The folder belongs to another run. `model_differs`: only the tensors of the models differ."""
 
-    def __init__(self, sentence: str, model_differs: bool = False) -> None:
-        super().__init__(sentence, model_differs)
-        self.model_differs = model_differs
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    model_differs = False
 
 
 class TakenOverError(CheckpointError, ValueError):
@@ -89,10 +84,6 @@ class TakenOverError(CheckpointError, ValueError):
 
 class TooManyFailuresError(CheckpointError):
     """Too many saves in a row failed: training stops."""
-
-
-class NonfiniteError(RuntimeError):
-    """A run's loss, gradients or weights are not finite, and would not be again from its newest checkpoint."""
 
 
 def worst(reasons: Iterable[Exception]) -> Exception:

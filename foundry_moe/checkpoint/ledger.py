@@ -96,10 +96,9 @@ class Ledger:
         """Reads a commit record. Raises DamagedError if it is missing or damaged."""
         try:
             return Commit.from_bytes(self.store.get(key.key, RECORD_BYTES), key.key)
-        except NotAnObjectError as error:
-            raise DamagedError(f"{key.key}: {error}") from error
         except NotFoundError as error:
-            raise DamagedError(f"{key.key}: the commit record is gone") from error
+            reason = error if isinstance(error, NotAnObjectError) else "the commit record is gone"
+            raise DamagedError(f"{key.key}: {reason}") from error
 
     def open(self, key: CommitKey) -> Found:
         """Reads a commit and its manifest, and checks the sizes of its objects. Does not read data blocks.
@@ -109,32 +108,25 @@ class Ledger:
         """
         if key in self.damaged:
             raise DamagedError(f"{key.key}: its data is damaged")
-        try:
-            return self._open(key, self.read(key))
-        except NotAnObjectError as error:
-            raise DamagedError(f"{key.key}: {error}") from error
-
-    def _open(self, key: CommitKey, commit: Commit) -> Found:
+        commit = self.read(key)
         name = f"{commit.attempt}/MANIFEST"
-        raw = b""
-        for _ in range(3):  # a byte may have been corrupted in transit
-            try:
+        try:
+            for _ in range(3):  # a byte may have been corrupted in transit
                 raw = self.store.get(name, commit.manifest_bytes)
-            except NotFoundError as error:
-                if isinstance(error, NotAnObjectError):
-                    raise
-                raise DamagedError(f"{key.key}: {name} is missing") from error
-            if len(raw) == commit.manifest_bytes and file_hash(raw) == commit.manifest_hash:
-                break
-        else:
-            raise DamagedError(
-                f"{key.key}: {name} has {len(raw)} bytes and hash {file_hash(raw)}, "
-                f"not {commit.manifest_bytes} and {commit.manifest_hash}"
-            )
-        manifest = Manifest.from_bytes(raw)
-        if manifest.info.get("attempt") != commit.attempt:
-            raise DamagedError(f"{key.key}: {name} belongs to attempt {manifest.info.get('attempt')}")
-        problems = self.size_problems(commit.attempt, manifest.objects)
+                if len(raw) == commit.manifest_bytes and file_hash(raw) == commit.manifest_hash:
+                    break
+            else:
+                raise DamagedError(
+                    f"{key.key}: {name} has {len(raw)} bytes and hash {file_hash(raw)}, "
+                    f"not {commit.manifest_bytes} and {commit.manifest_hash}"
+                )
+            manifest = Manifest.from_bytes(raw)
+            if manifest.info.get("attempt") != commit.attempt:
+                raise DamagedError(f"{key.key}: {name} belongs to attempt {manifest.info.get('attempt')}")
+            problems = self.size_problems(commit.attempt, manifest.objects)
+        except NotFoundError as error:
+            reason = error if isinstance(error, NotAnObjectError) else f"{name} is missing"
+            raise DamagedError(f"{key.key}: {reason}") from error
         if problems:
             raise DamagedError(f"{key.key}: {'; '.join(problems)}")
         return Found(commit=commit, manifest=manifest)

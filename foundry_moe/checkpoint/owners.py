@@ -215,12 +215,13 @@ class Owners:
 
     def _refuse(self, owner: Lease, identity: Identity, silent_s: float, problem: str) -> OwnedError:
         seen = f"whose heartbeat is {silent_s:.0f} s old" if silent_s <= LIVE_S else "not running now"
-        return OwnedError(
+        error = OwnedError(
             f"{self.store.url} belongs to {owner}, {seen}, and {problem}: give this run a folder of its own. To "
             f"continue from that run's checkpoints, stop that run and free the folder with `foundry-moe checkpoints "
-            f"release {self.store.url}`",
-            model_differs=not _names_differ(owner.identity, identity),
+            f"release {self.store.url}`"
         )
+        error.model_differs = not _names_differ(owner.identity, identity)
+        return error
 
     def check(self, mine: Lease) -> None:
         """Raises TakenOverError if the folder is another process's by now."""

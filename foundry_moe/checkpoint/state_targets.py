@@ -5,6 +5,7 @@ Sections `model` and `optim` must match the checkpoint; other sections may lack 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, inline_ten
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.exchange import Targets
 from foundry_moe.checkpoint.layout import narrow_to
-from foundry_moe.checkpoint.manifest import Manifest
+from foundry_moe.checkpoint.manifest import Manifest, tensors_in
 from foundry_moe.checkpoint.snapshot import flatten, local_part
 
 STRICT = ("model", "optim")  # sections whose tensors must match exactly
@@ -53,8 +54,12 @@ class StateTargets(Targets):
             if name in manifest.tensors
         }
         super().__init__(manifest, rank, self.layouts, places)
-        state = decode(manifest.values, tensor=self.tensors.__getitem__)
-        self.result: dict[str, Any] = _with_targets(state, self.tensors, "")
+        values = copy.deepcopy(manifest.values)
+        for path, tag, node in tensors_in(values):
+            if tag == "$tensor" and path in self.tensors:  # a target with the same value
+                del node["$tensor"]
+                node["$ref"] = path
+        self.result: dict[str, Any] = decode(values, tensor=self.tensors.__getitem__)
 
     def _described(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of a tensor of this state."""
@@ -86,14 +91,3 @@ class StateTargets(Targets):
     def _fill(self, name: str, value: Tensor) -> None:
         for box in self.layouts[name].boxes_of(self.rank):
             local_part(self.tensors[name]).copy_(narrow_to(value, (0,) * value.ndim, box))
-
-
-def _with_targets(tree: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
-    """The tree with each small tensor replaced by the target tensor of that path, which has the same values."""
-    if isinstance(tree, Tensor):
-        return tensors.get(path, tree)
-    if isinstance(tree, dict):
-        return {k: _with_targets(v, tensors, f"{path}.{k}" if path else str(k)) for k, v in tree.items()}
-    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
-        return type(tree)(_with_targets(v, tensors, f"{path}.{i}" if path else str(i)) for i, v in enumerate(tree))
-    return tree

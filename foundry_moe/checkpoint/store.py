@@ -171,11 +171,6 @@ def folder_problem(folder: str) -> str | None:
     return None
 
 
-def is_remote(folder: str) -> bool:
-    """Whether a folder is an address (`s3://...`), not a path."""
-    return "://" in folder
-
-
 def _unknown_scheme(scheme: str, rest: str) -> str:
     """The error for an unsupported scheme, with what to write instead."""
     if scheme.lower() == "dbfs":

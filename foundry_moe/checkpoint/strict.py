@@ -10,7 +10,7 @@ import json
 import re
 import reprlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -154,13 +154,3 @@ def clean(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(key): clean(item) for key, item in value.items()}
     return [clean(item) for item in value] if isinstance(value, list) else value
-
-
-def plain(value: Mapping[str, Any], where: str) -> None:
-    """Checks a run's description: a shallow JSON object whose texts are valid UTF-8."""
-    mapping(value, where)
-    check_depth(value, where, most=16)
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise DamagedError(f"{where} holds invalid text: {shown(str(error))}") from error
