@@ -45,7 +45,7 @@ from foundry_moe.checkpoint import dcp_reader, dcp_writer
 from foundry_moe.checkpoint.layout import cut, plan_writes
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.range_reads import plan_reads
-from foundry_moe.checkpoint.snapshot import Flat, flatten, place
+from foundry_moe.checkpoint.training_state import Flat, flatten, place
 
 Row = tuple[str, float, float]  # what, MB through rank 0, seconds of rank 0
 

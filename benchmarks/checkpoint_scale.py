@@ -27,8 +27,8 @@ from foundry_moe.checkpoint.layout import Block, Layout, plan_writes
 from foundry_moe.checkpoint.ledger import new_attempt
 from foundry_moe.checkpoint.manifest import Manifest, build_manifest
 from foundry_moe.checkpoint.range_reads import coalesce, plan_reads
-from foundry_moe.checkpoint.snapshot import flatten, place
 from foundry_moe.checkpoint.store import PART_BYTES
+from foundry_moe.checkpoint.training_state import flatten, place
 
 
 class Layer(nn.Module):

@@ -10,29 +10,12 @@ from __future__ import annotations
 import pickle
 from collections import ChainMap
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-class FirstError:
-    """Records the first error of a rank that must still take part in collectives."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def guard(self, step: Callable[P, T], *arguments: P.args, **keys: P.kwargs) -> T | None:
-        """Runs a local step and records its error. Returns None if it or an earlier step failed."""
-        if self.error is None:
-            try:
-                return step(*arguments, **keys)
-            except Exception as error:
-                self.error = error
-        return None
 
 
 def portable(error: Exception) -> Exception:

@@ -38,15 +38,10 @@ class Committer:
         self.info: Mapping[str, Any] = {}
         self._recording = False  # the commit may exist from here on
         self._made: Commit | None = None
-        self._collected_s: float | None = None
+        self._collected_s = float("-inf")
 
     def acquire(self, identity: Identity, process_id: str = "") -> Lease:
-        """Leases the folder; see `Owners.acquire`.
-
-        Raises:
-            OwnedError: the folder belongs to another run.
-            TakenOverError: this process owned it, and another one owns it by now.
-        """
+        """Leases the folder; see `Owners.acquire`."""
         self.lease = self.owners.acquire(
             identity, has_commits=lambda: bool(self.ledger.newest_first()), process_id=process_id
         )
@@ -97,17 +92,10 @@ class Committer:
         self._check_objects(self.attempt, manifest.objects)
         raw = manifest.to_bytes()
         self.ledger.store.put(f"{self.attempt.attempt}/MANIFEST", raw)
-        counts = {
-            "bytes": manifest.size_bytes,
-            "objects": len(manifest.objects),
-            "tensors": len(manifest.tensors),
-            **({} if finite is None else {"finite": finite}),
-        }
+        counts = {"bytes": manifest.size_bytes, "objects": len(manifest.objects), "tensors": len(manifest.tensors)}
+        summary = {**self.attempt.summary, **counts, **({} if finite is None else {"finite": finite})}
         commit = dataclasses.replace(
-            self.attempt,
-            manifest_bytes=len(raw),
-            manifest_hash=file_hash(raw),
-            summary={**self.attempt.summary, **counts},
+            self.attempt, manifest_bytes=len(raw), manifest_hash=file_hash(raw), summary=summary
         )
         self.check_owner()
         self._recording = True
@@ -134,20 +122,17 @@ class Committer:
                 self.check_owner()
                 if self.keep is not None:
                     self.retention.retain(self.keep, made=self._made.where)
-                self._collect()
+                now_s = time.monotonic()
+                if now_s - self._collected_s > self.stale_s:
+                    self._collected_s = now_s
+                    gone = self.retention.collect(self.stale_s, own=self.lease is not None)
+                    if gone:
+                        log.info("Removed %d unfinished attempts, %d bytes.", len(gone), sum(gone.values()))
             elif self.attempt is not None and not self._recording:
                 self.retention.delete_attempt(self.attempt.attempt)
         except Exception as error:  # rank 0 must report the save like the other ranks, or failure counts diverge
             log.warning("Old checkpoints were not deleted, the new ones are safe: %s", error)
         self.attempt = self._made = None
-
-    def _collect(self) -> None:
-        now = time.monotonic()
-        if self._collected_s is None or now - self._collected_s > self.stale_s:
-            self._collected_s = now
-            gone = self.retention.collect(self.stale_s, own=self.lease is not None)
-            if gone:
-                log.info("Removed %d unfinished attempts at checkpoints, %d bytes.", len(gone), sum(gone.values()))
 
 
 class Retention:
@@ -237,16 +222,16 @@ class Retention:
         self.store.delete([entry.key for entry in entries])
         return sum(entry.size_bytes for entry in entries)
 
-    def stale_attempts(self, older_than_s: float, *, own: bool = False) -> dict[str, int]:
-        """Attempts without a commit that have not grown for `older_than_s`, with their bytes.
+    def collect(self, older_than_s: float, *, own: bool = False, dry_run: bool = False) -> dict[str, int]:
+        """Deletes attempts without a commit that have not grown for `older_than_s`; returns them with their bytes.
 
-        All attempts of a step are left out if one of the step's commit records cannot be read. So is data that is newer
+        All attempts of a step are kept if one of the step's commit records cannot be read. So is data that is newer
         than the lease of a running owner, unless `own` says that the caller is the owner.
         """
         limit_s = self.store.now_s() - older_than_s
         since_s = None if own else Owners(self.store).living_since_s()
         attempts: dict[str, list[float]] = {}
-        for entry in self.store.scan("steps/"):  # before the records: an attempt may be committed now
+        for entry in self.store.scan("steps/"):
             attempt = "/".join(entry.key.split("/")[:3])
             if not ATTEMPT.fullmatch(attempt) or attempt == entry.key:
                 self._warn(entry.key, "its name is not that of a checkpoint's data; delete it by hand")
@@ -254,25 +239,12 @@ class Retention:
             sums = attempts.setdefault(attempt, [0.0, 0.0])
             sums[0] = max(sums[0], entry.modified_s)
             sums[1] += entry.size_bytes
-        named, unclear = set(), set()
-        for key in self.ledger.newest_first():
-            try:
-                named.add(self.ledger.read(key).attempt)
-            except DamagedError:
-                unclear.add(key.step)
-        return {
-            attempt: int(size)
-            for attempt, (modified_s, size) in attempts.items()
-            if attempt not in named
-            and _step_of(attempt) not in unclear
-            and modified_s <= limit_s
-            and (since_s is None or modified_s < since_s)
-        }
-
-    def collect(self, older_than_s: float, *, own: bool = False) -> dict[str, int]:
-        """Deletes stale attempts; returns them with the bytes freed."""
-        stale = self.stale_attempts(older_than_s, own=own)
-        return {attempt: self.delete_attempt(attempt) for attempt in stale if not self._is_named(attempt)}
+        stale: dict[str, int] = {}
+        for attempt, (modified_s, size) in attempts.items():
+            is_old = modified_s <= limit_s and (since_s is None or modified_s < since_s)
+            if is_old and not self._is_named(attempt):
+                stale[attempt] = int(size) if dry_run else self.delete_attempt(attempt)
+        return stale
 
 
 def _step_of(attempt: str) -> int:

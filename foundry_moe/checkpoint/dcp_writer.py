@@ -27,8 +27,8 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.manifest import Manifest, Row, build_manifest
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.records import Commit, CommitKey
-from foundry_moe.checkpoint.snapshot import INLINE_BYTES, Staging, place
 from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.training_state import INLINE_BYTES, Staging, place
 
 _PROCESS = secrets.token_hex(8)  # all writers of a process are the same owner of a folder
 

@@ -30,9 +30,8 @@ from foundry_moe.checkpoint.ledger import Found, Ledger
 from foundry_moe.checkpoint.manifest import build_manifest
 from foundry_moe.checkpoint.owners import Heartbeat, Identity
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, is_finite
-from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
+from foundry_moe.checkpoint.training_state import Snapshot, Snapshotter, is_finite, targets_in
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +160,10 @@ class CheckpointEngine:
         self.poll()
         began = time.perf_counter()
         snapshot = self._snapshotter.take(state_dict)
-        where, recorded = CommitKey(generation=self.generation, step=step), {**(summary or {}), **self._milestone(step)}
+        where, recorded = CommitKey(generation=self.generation, step=step), dict(summary or {})
+        every = self.policy.keep_every
+        if every is not None and step // every > (self._last_step or 0) // every:
+            recorded["milestone"] = True
         blocked = time.perf_counter() - began
         self._thread = threading.Thread(
             target=self._run, args=(snapshot, where, recorded, began, blocked), name="checkpoint-save", daemon=True
@@ -171,13 +173,6 @@ class CheckpointEngine:
             self._thread.join()
             blocked = time.perf_counter() - began
         return blocked
-
-    def _milestone(self, step: int) -> dict[str, bool]:
-        every = self.policy.keep_every
-        if every is None:
-            return {}
-        before = -1 if self._last_step is None else self._last_step // every
-        return {"milestone": True} if step // every > max(before, 0) else {}
 
     def _run(
         self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any], began: float, blocked: float
@@ -254,14 +249,8 @@ class CheckpointEngine:
                 f"{self.failures_in_a_row} saves in a row failed, so training stops; the newest checkpoint in "
                 f"{self.ledger.store.url} is {kept}. The last failure, at step {report.step}: {report.error}"
             )
-        log.warning(
-            "The save of step %d failed (%d of %d in a row end the run); newest checkpoint: %s. %s",
-            report.step,
-            self.failures_in_a_row,
-            self.policy.max_failures,
-            kept,
-            report.error,
-        )
+        failed = f"save of step {report.step} failed ({self.failures_in_a_row} of {self.policy.max_failures} in a row"
+        log.warning("The %s end the run); newest checkpoint: %s. %s", failed, kept, report.error)
         return report
 
     def wait(self) -> SaveReport | None:
@@ -323,8 +312,8 @@ class CheckpointEngine:
 
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
         try:
-            targets = self._ranks.every(
-                lambda: StateTargets(found.manifest, state_dict, rank=self.rank, world_size=self.world_size)
+            targets, state = self._ranks.every(
+                lambda: targets_in(state_dict, found.manifest, rank=self.rank, world_size=self.world_size)
             )
             traffic = read_blocks(self.ledger.store, found, self._ranks, targets)
         except RanksError as failed:
@@ -332,7 +321,7 @@ class CheckpointEngine:
         self._last_step = found.commit.step
         return Loaded(
             step=found.commit.step,
-            state=targets.result,
+            state=state,
             info=found.manifest.info,
             summary=found.commit.summary,
             traffic=traffic,

@@ -90,9 +90,8 @@ def worst(reasons: Iterable[Exception]) -> Exception:
     """The failure of several ranks that decides: another model, then the store, then any other error. Damage, after
     which the previous checkpoint is tried, decides only if there is nothing else."""
 
-    def order(reason: Exception) -> int:
-        first = (MismatchError, StoreError)
-        at = next((place for place, kind in enumerate(first) if isinstance(reason, kind)), len(first))
-        return at + isinstance(reason, DamagedError)
+    def order(reason: Exception) -> tuple[bool, bool, bool]:
+        mismatch, store, damage = (isinstance(reason, kind) for kind in (MismatchError, StoreError, DamagedError))
+        return not mismatch, not store, damage
 
     return min(reasons, key=order)

@@ -16,16 +16,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.collective_errors import FirstError, Ranks, RanksError
-from foundry_moe.checkpoint.layout import Block, Box, Chunks, intersect, narrow_to
+from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, T
+from foundry_moe.checkpoint.layout import Block, Box, Chunks, intersect, narrow_to, replicated
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.range_reads import Fetcher, Range, Reading, coalesce, plan_reads
@@ -108,10 +109,9 @@ def read_whole(store: Store, found: Found, names: Iterable[str]) -> dict[str, Te
         CheckpointError: the data is damaged.
     """
     entries = {name: found.manifest.tensors[name] for name in names}
-    boxes = {name: ((0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
     tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries.items()}
-    needs = {name: Chunks([(box, (0,))]) for name, box in boxes.items()}
-    places = {name: [(box, tensors[name])] for name, box in boxes.items()}
+    needs = {name: replicated(entry.shape, 1) for name, entry in entries.items()}
+    places = {name: [(box, tensors[name]) for box in needs[name].boxes_of(0)] for name in entries}
     try:
         read_blocks(store, found, Ranks(None), Targets(found.manifest, 0, needs, places))
     except RanksError as failed:
@@ -128,7 +128,7 @@ class _Round:
 
 
 class _Exchange:
-    """One rank's side. In the rounds, local steps run under `failure`, and messages are always exchanged."""
+    """One rank's side. In the rounds, local steps run in `_guard`, and messages are always exchanged."""
 
     def __init__(
         self, targets: Targets, fetcher: Fetcher, here: set[int], group: dist.ProcessGroup | None, traffic: Traffic
@@ -138,7 +138,8 @@ class _Exchange:
         Args:
             here: this rank and the other ranks of its host that share its page cache.
         """
-        self.targets, self.fetcher, self.group, self.failure = targets, fetcher, group, FirstError()
+        self.targets, self.fetcher, self.group = targets, fetcher, group
+        self.failure: Exception | None = None  # the first
         rounds: defaultdict[int, _Round] = defaultdict(_Round)
         others: list[Block] = []  # that other ranks of this host read first
         manifest, most = targets.manifest, fetcher.store.range_bytes
@@ -174,8 +175,8 @@ class _Exchange:
                 self._exchange(number, each, reading, reads)
             for _ in self.last:
                 self._read(reading, *next(reads))
-        if self.failure.error is not None:
-            raise self.failure.error
+        if self.failure is not None:
+            raise self.failure
 
     def _exchange(self, number: int, each: _Round, reading: Reading, reads: Iterator[Read]) -> None:
         arriving = []
@@ -189,20 +190,29 @@ class _Exchange:
         for part, buffer, work in arriving:
             assert work is not None
             work.wait()
-            self.failure.guard(self._keep, part, buffer)
+            self._guard(self._keep, part, buffer)
         for work, _ in sent:  # the data must outlive its messages
             assert work is not None
             work.wait()
 
     def _read(self, reading: Reading, part: Range, memory: memoryview | None) -> Tensor:
         """The bytes of a range, already copied to this rank's memory; arbitrary bytes after a failure."""
-        data = self.failure.guard(lambda: torch.frombuffer(next(reading).result(), dtype=torch.uint8))
+        data = self._guard(lambda: torch.frombuffer(next(reading).result(), dtype=torch.uint8))
         if data is None:
             return torch.empty(part.size_bytes, dtype=torch.uint8)
         if memory is None:
-            self.failure.guard(self._keep, part, data)
+            self._guard(self._keep, part, data)
         return data
 
     def _keep(self, part: Range, data: Tensor) -> None:
         for block, start in part.blocks:
             self.targets.place(block, data[start : start + block.size_bytes])
+
+    def _guard(self, step: Callable[..., T], *arguments: Any) -> T | None:
+        """Runs a local step, unless an earlier one has failed, and records its error. Returns None for a failure."""
+        if self.failure is None:
+            try:
+                return step(*arguments)
+            except Exception as error:
+                self.failure = error
+        return None

@@ -61,13 +61,9 @@ class TensorEntry:
     hash_B: np.ndarray  # uint64
 
     @property
-    def itemsize(self) -> int:
-        return strict.ITEM_BYTES[self.dtype]
-
-    @property
     def bytes_B(self) -> np.ndarray:
         """Each block's size in bytes."""
-        return np.prod(self.sizes_BN, axis=1, dtype=np.int64) * self.itemsize
+        return np.prod(self.sizes_BN, axis=1, dtype=np.int64) * strict.ITEM_BYTES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
@@ -217,20 +213,18 @@ def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:
 def _entry(name: str, columns: Any) -> TensorEntry:
     """The entry of one tensor. `_check_blocks` checks its blocks."""
     where = f"tensor {shown(name)}"
-    dtype, shape, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
+    dtype, listed, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
     if type(dtype) is not str or dtype not in strict.ITEM_BYTES:
         strict.fail(f"the dtype of {where}", dtype, "a known dtype")
-    dims = [strict.integer(size, f"a dimension of {where}") for size in strict.sequence(shape, f"the shape of {where}")]
-    if len(dims) > strict.DIMS or math.prod(max(size, 1) for size in dims) * strict.ITEM_BYTES[dtype] > strict.MOST:
-        strict.fail(f"the shape of {where}", shape, f"one of at most {strict.DIMS} dimensions and {strict.MOST} bytes")
+    shape = strict.shape(listed, f"the shape of {where}", strict.ITEM_BYTES[dtype])
     count = len(strict.sequence(objects, f"the objects of {where}"))
     if type(hashes) is not str or len(hashes) != 16 * count or not _HASHES.fullmatch(hashes):
         raise DamagedError(f"{where} has {count} blocks, and not one hash of 16 digits for each")
     return TensorEntry(
         dtype=dtype,
-        shape=tuple(dims),
-        offsets_BN=strict.integers(offsets, f"offsets of {where}", count * len(dims)).reshape(count, len(dims)),
-        sizes_BN=strict.integers(sizes, f"sizes of {where}", count * len(dims)).reshape(count, len(dims)),
+        shape=shape,
+        offsets_BN=strict.integers(offsets, f"offsets of {where}", count * len(shape)).reshape(count, len(shape)),
+        sizes_BN=strict.integers(sizes, f"sizes of {where}", count * len(shape)).reshape(count, len(shape)),
         object_B=strict.integers(objects, f"objects of {where}", count),
         start_B=strict.integers(starts, f"starts of {where}", count),
         hash_B=np.frombuffer(bytes.fromhex(hashes), dtype=">u8").astype(np.uint64),

@@ -60,7 +60,7 @@ def plan_reads(
     return {ranks: deal(blocks, ranks) for ranks, blocks in groups.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Range:
     """The bytes of one request, and their blocks with their starts."""
 
@@ -79,8 +79,7 @@ def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE
     )
     ranges: list[Range] = []
     for where, start, _, _, block in placed:
-        last = ranges[-1] if ranges else None
-        end = start + block.size_bytes
+        last, end = ranges[-1] if ranges else None, start + block.size_bytes
         if (
             last is not None
             and last.object_index == where
@@ -88,7 +87,7 @@ def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE
             and end - last.start <= max_bytes
         ):
             last.blocks.append((block, start - last.start))
-            ranges[-1] = Range(object_index=where, start=last.start, size_bytes=end - last.start, blocks=last.blocks)
+            last.size_bytes = end - last.start
         else:
             ranges.append(Range(object_index=where, start=start, size_bytes=block.size_bytes, blocks=[(block, 0)]))
     return ranges
@@ -108,34 +107,30 @@ class Fetcher:
             DamagedError: an object is missing or short, or a block's hash is still wrong when read again.
             StoreError: the store does not answer.
         """
+        name, size_bytes = self.manifest.objects[part.object_index]
+        name = f"{self.attempt}/{name}"
         for _ in range(HASH_TRIES):
             hasher = BlockHash()  # of a single block, while it is read
-            self._read(part, out, hasher.update if len(part.blocks) == 1 else lambda piece: None)
+            see: Callable[[memoryview], object] = hasher.update if len(part.blocks) == 1 else lambda piece: None
+            try:
+                self.store.read_into(name, part.start, out, see)
+            except NotFoundError as error:
+                raise DamagedError(f"{name} is missing") from error
+            except StoreError as error:
+                found_bytes = self.store.size_bytes(name)
+                if found_bytes == size_bytes:
+                    raise
+                raise DamagedError(f"{name} has {found_bytes} bytes, not {size_bytes}") from error
             for block, start in part.blocks:
                 piece = out[start : start + block.size_bytes]
                 found = hasher.intdigest() if len(part.blocks) == 1 else block_hash(piece)
-                name, entry = self._entries[block.item]
+                tensor, entry = self._entries[block.item]
                 if found != int(entry.hash_B[block.index]):
-                    wrong = f"{block.size_bytes} bytes from {part.start + start} on, a block of {name}"
+                    wrong = f"{block.size_bytes} bytes from {part.start + start} on, a block of {tensor}"
                     break
             else:
                 return out
-        raise DamagedError(f"{self._name(part)}: {wrong}, do not have the recorded hash in {HASH_TRIES} reads")
-
-    def _name(self, part: Range) -> str:
-        return f"{self.attempt}/{self.manifest.objects[part.object_index][0]}"
-
-    def _read(self, part: Range, out: memoryview, see: Callable[[memoryview], None]) -> None:
-        name = self._name(part)
-        try:
-            self.store.read_into(name, part.start, out, see)
-        except NotFoundError as error:
-            raise DamagedError(f"{name} is missing") from error
-        except StoreError as error:
-            found, expected = self.store.size_bytes(name), self.manifest.objects[part.object_index][1]
-            if found != expected:
-                raise DamagedError(f"{name} has {found} bytes, not {expected}") from error
-            raise
+        raise DamagedError(f"{name}: {wrong}, do not have the recorded hash in {HASH_TRIES} reads")
 
     def stream(
         self, ranges: Iterable[Range], memories: Iterable[memoryview | None] = itertools.repeat(None)

@@ -7,6 +7,7 @@ failed requests; this module limits time and size.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -158,10 +159,8 @@ class CloudStore(RemoteStore):
                 self._call("delete old objects", obstore.delete, batch)
             except NotFoundError:  # one is missing, and then others may not have been deleted
                 for name in batch:
-                    try:
+                    with contextlib.suppress(NotFoundError):
                         self._call("delete old objects", obstore.delete, name)
-                    except NotFoundError:
-                        continue
 
     def _translate(self, error: Exception, action: str) -> StoreError:
         where = f"could not {action} in {self.url}"

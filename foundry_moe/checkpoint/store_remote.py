@@ -21,9 +21,15 @@ T = TypeVar("T")
 SLOWEST_BYTES_PER_S = 2**16  # a slower transfer counts as stalled
 NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 _MAKING = threading.Lock()  # boto3 clients must be created by one thread at a time
-NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
-FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "AccountIsFull", "507"}
+_NO_BUCKET = (NotFoundError, "bucket {bucket!r} does not exist; create it or correct `folder`")
+_SKEWED = (DeniedError, "this machine's clock is far off; set it right, for example by NTP")
+_FULL = (StoreError, "the store is full ({code}); free some space or lower `keep`")
+Codes = dict[str, tuple[type[StoreError], str]]  # for codes of a cloud's answer, an error with its message
+CODES: Codes = {  # of all clouds
+    **dict.fromkeys(("NoSuchBucket", "ContainerNotFound"), _NO_BUCKET),
+    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _SKEWED),
+    **dict.fromkeys(("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "AccountIsFull", "507"), _FULL),
+}
 CLOCK = "owners/clock"  # an empty object; its modification time is the store's clock
 
 
@@ -38,6 +44,8 @@ class Opened:
 
 class RemoteStore(Store):
     """Objects below `SCHEME://bucket/prefix`. The size that a response announces is checked against its bytes."""
+
+    codes = CODES
 
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
@@ -100,15 +108,11 @@ class RemoteStore(Store):
         """Opens an object, or a span (start, count) of it, for reading."""
 
     def _known(self, code: str, action: str) -> StoreError | None:
-        """The error for a code that all clouds share; None for another code."""
-        where = f"could not {action} in {self.url}"
-        if code in NO_BUCKET:
-            return NotFoundError(f"{where}: bucket {self.bucket!r} does not exist; create it or correct `folder`")
-        if code in SKEWED:
-            return DeniedError(f"{where}: this machine's clock is far off; set it right, for example by NTP")
-        if code in FULL:
-            return StoreError(f"{where}: the store is full ({code}); free some space or lower `keep`")
-        return None
+        """The error for a code of `codes`; None for another code."""
+        if code not in self.codes:
+            return None
+        kind, message = self.codes[code]
+        return kind(f"could not {action} in {self.url}: {message.format(bucket=self.bucket, code=code)}")
 
     def now_s(self) -> float:
         key = f"{CLOCK}-{secrets.token_hex(8)}"
@@ -130,57 +134,48 @@ class RemoteStore(Store):
             return False
         return True
 
-    def exists(self) -> bool:
-        return next(self.scan(), None) is not None
-
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
-        def attempt() -> bytes:
-            with contextlib.closing(self.open(key, None)) as opened:
-                if opened.size_bytes > most_bytes:
-                    raise NotAnObjectError(
-                        f"{self.url}/{key} has {opened.size_bytes} bytes, more than the limit of {most_bytes}"
-                    )
-                return b"".join(self._receive(key, opened))
-
-        return self._retry(attempt)
+        return self._retry(lambda: b"".join(self._receive(key, None, most_bytes)))
 
     def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
         if not len(out):
             return
 
         def attempt() -> None:
-            with contextlib.closing(self.open(key, (start, len(out)))) as opened:
-                if opened.size_bytes > len(out):
-                    raise StoreError(f"{self.url}/{key}: {opened.size_bytes} bytes came where {len(out)} were asked")
-                done = 0
-                for piece in self._receive(key, opened):
-                    out[done : done + len(piece)] = piece
-                    done += len(piece)
+            done = 0
+            for piece in self._receive(key, (start, len(out)), len(out)):
+                out[done : done + len(piece)] = piece
+                done += len(piece)
             if done < len(out):
                 raise StoreError(f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}")
 
         self._retry(attempt)
         see(out)
 
-    def _receive(self, key: str, opened: Opened) -> Iterator[bytes]:
-        """Yields the announced number of bytes.
+    def _receive(self, key: str, span: tuple[int, int] | None, most_bytes: int) -> Iterator[bytes]:
+        """Yields an object, or a span of it, of at most `most_bytes`.
 
         Raises:
-            StoreError: another number of bytes arrives, or they arrive too slowly (see `limit_of`).
+            StoreError: another number of bytes arrives than announced, or they arrive too slowly (see `limit_of`).
         """
-        limit_s = limit_of(self.options.timeout_s, opened.size_bytes)
-        done, began_s = 0, time.monotonic()
-        for piece in opened.pieces:
-            done += len(piece)
-            if done > opened.size_bytes:
-                raise StoreError(f"{self.url}/{key}: more than {opened.size_bytes} bytes came")
-            yield piece
-            if done < opened.size_bytes and time.monotonic() - began_s > limit_s:
-                raise StoreError(
-                    f"could not read {key} in {self.url}: {done} of {opened.size_bytes} bytes came in {limit_s:.0f} s"
-                )
-        if done < opened.size_bytes:
-            raise StoreError(f"{self.url}/{key}: {done} of {opened.size_bytes} bytes came")
+        with contextlib.closing(self.open(key, span)) as opened:
+            size_bytes, done = opened.size_bytes, 0
+            if size_bytes > most_bytes and span is None:
+                raise NotAnObjectError(f"{self.url}/{key} has {size_bytes} bytes, more than the limit of {most_bytes}")
+            if size_bytes > most_bytes:
+                raise StoreError(f"{self.url}/{key}: {size_bytes} bytes came where {most_bytes} were asked")
+            limit_s, began_s = limit_of(self.options.timeout_s, size_bytes), time.monotonic()
+            for piece in opened.pieces:
+                done += len(piece)
+                if done > size_bytes:
+                    raise StoreError(f"{self.url}/{key}: more than {size_bytes} bytes came")
+                yield piece
+                if done < size_bytes and time.monotonic() - began_s > limit_s:
+                    raise StoreError(
+                        f"could not read {key} in {self.url}: {done} of {size_bytes} bytes came in {limit_s:.0f} s"
+                    )
+            if done < size_bytes:
+                raise StoreError(f"{self.url}/{key}: {done} of {size_bytes} bytes came")
 
 
 def limit_of(timeout_s: float, size_bytes: int) -> float:

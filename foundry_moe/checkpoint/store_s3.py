@@ -23,14 +23,21 @@ from urllib3.exceptions import HTTPError
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import Entry
-from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, without_userinfo
+from foundry_moe.checkpoint.store_remote import CODES, Codes, Opened, RemoteStore, limit_of, without_userinfo
 
 PIECE_BYTES = 2**18  # largest read from a connection
 MAX_PARTS = 10_000  # S3's own limit
 DELETE_BATCH = 1_000  # S3's own limit
-MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
-DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
-WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+MISSING = ("NoSuchKey", "404", "NotFound", "NoSuchUpload")
+DENIED = ("AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem")
+WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+_DENIED = (DeniedError, "no permission; allow s3:ListBucket, GetObject, PutObject and DeleteObject")
+S3_CODES: Codes = {
+    **dict.fromkeys(("PreconditionFailed", "412"), (ExistsError, "the object exists")),
+    **dict.fromkeys(MISSING, (NotFoundError, "no such object")),
+    **dict.fromkeys(DENIED, _DENIED),
+    **dict.fromkeys(WRONG_KEYS, (DeniedError, "the store refuses these credentials ({code}); renew them")),
+}
 ALWAYS: dict[str, dict[str, type]] = {  # fields of every S3 response,
     "list_objects_v2": {"Name": str},
     "put_object": {"ETag": str},
@@ -102,6 +109,8 @@ class _Limited:
 class S3Store(RemoteStore):
     """Objects below `s3://bucket/prefix`."""
 
+    codes = CODES | S3_CODES
+
     def _make_client(self) -> Any:
         options = self.options
         config = Config(
@@ -157,8 +166,8 @@ class S3Store(RemoteStore):
 
         def send(number: int) -> dict[str, Any]:
             piece = data[(number - 1) * part_bytes : number * part_bytes]
-            action, part = f"write part {number} of {key}", {"PartNumber": number, "Body": _body(piece)}
-            answer = self._call(action, "upload_part", Key=name, UploadId=upload, **part)
+            part = {"UploadId": upload, "PartNumber": number, "Body": _body(piece)}
+            answer = self._call(f"write part {number} of {key}", "upload_part", Key=name, **part)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
@@ -168,9 +177,9 @@ class S3Store(RemoteStore):
                 for future in waiting:
                     future.cancel()
             parts = [future.result() for future in futures if not future.cancelled()]
-            done, action = {"MultipartUpload": {"Parts": parts}}, f"complete {key}"
+            whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
             try:
-                self._call(action, "complete_multipart_upload", Key=name, UploadId=upload, **done)
+                self._call(f"complete {key}", "complete_multipart_upload", Key=name, **whole)
             except NotFoundError:
                 if self.size_bytes(key) != len(data):  # equal: it was completed and the response was lost
                     raise
@@ -253,15 +262,4 @@ class S3Store(RemoteStore):
             return StoreError(f"{where}: {error}")
         details = error.response.get("Error", {})
         code, message = str(details.get("Code", "")), details.get("Message", "")
-        known = self._known(code, action)
-        if known is not None:
-            return known
-        if code in ("PreconditionFailed", "412"):
-            return ExistsError(f"{where}: the object exists")
-        if code in MISSING:
-            return NotFoundError(f"{where}: no such object")
-        if code in DENIED:
-            return DeniedError(f"{where}: no permission; allow s3:ListBucket, GetObject, PutObject and DeleteObject")
-        if code in WRONG_KEYS:
-            return DeniedError(f"{where}: the store refuses these credentials ({code}); renew them")
-        return StoreError(f"{where}: {code} {message}".rstrip())
+        return self._known(code, action) or StoreError(f"{where}: {code} {message}".rstrip())

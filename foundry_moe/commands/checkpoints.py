@@ -236,7 +236,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         gone = retention.retain(arguments.keep, dry_run=arguments.dry_run)
         for key in gone:
             print(f"{verb} the checkpoint of step {key.step}")
-    stale = retention.stale_attempts(older.amount) if arguments.dry_run else retention.collect(older.amount)
+    stale = retention.collect(older.amount, dry_run=arguments.dry_run)
     for attempt, size in stale.items():
         print(f"{verb} the unfinished attempt {attempt}, {_size(size)}")
     if not gone and not stale:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_moe.checkpoint.collective_errors import FirstError, portable
+from foundry_moe.checkpoint.collective_errors import portable
+from foundry_moe.checkpoint.exchange import _Exchange
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import exchange_worker as worker
 from tests.checkpoint.exchange_worker import Case
@@ -73,17 +74,19 @@ def test_an_error_that_pickle_cannot_bring_is_said_in_another() -> None:
 
 
 def test_the_first_error_is_kept_and_nothing_runs_after_it() -> None:
-    failure, ran = FirstError(), []
+    side, ran = _Exchange.__new__(_Exchange), []
+    side.failure = None
 
     def fail(name: str) -> None:
         ran.append(name)
         raise ValueError(name)
 
-    assert failure.guard(len, "four") == 4
-    assert failure.guard(fail, "first") is None and failure.guard(fail, "second") is None
-    assert ran == ["first"] and str(failure.error) == "first"
+    assert side._guard(len, "four") == 4
+    assert side._guard(fail, "first") is None and side._guard(fail, "second") is None
+    assert ran == ["first"] and str(side.failure) == "first"
+    side.failure = None
     with pytest.raises(KeyboardInterrupt):
-        FirstError().guard(_interrupt)
+        side._guard(_interrupt)
 
 
 def _interrupt() -> None:

@@ -166,7 +166,7 @@ def test_what_is_not_s3_is_no_empty_folder(moto, body) -> None:
     with served(type("Handler", (Page,), {"body": body}), attempts=1) as store:
         for action in (
             store.check,
-            store.exists,
+            lambda: list(store.scan()),
             lambda: list(store.scan("commits/")),
             lambda: store.put("x", b"1"),
             lambda: store.put_new("x", b"1"),

@@ -1,13 +1,14 @@
-"""A snapshot of a state dict: its description, and the staged bytes that this rank writes.
+"""A training state as a checkpoint has it: tensors with their layouts, and all other values.
 
-Only the bytes that this rank will write are copied, into one buffer that has the layout of the stored object and is
-reused by the next save. The buffer is pinned if there is a GPU. This module communicates with no rank and no store.
+A snapshot of it is the input of a save. Only the bytes that this rank will write are copied, into one buffer that has
+the layout of the stored object and is reused by the next save; the buffer is pinned if there is a GPU. A load fills its
+tensors in place. This module communicates with no rank and no store.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,16 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, decode, encode, tensors_in
-from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes
-from foundry_moe.checkpoint.manifest import ALIGN_BYTES, Row, block_hash, object_key
+from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, decode, encode, inline_tensors
+from foundry_moe.checkpoint.errors import MismatchError
+from foundry_moe.checkpoint.exchange import Targets
+from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes, replicated
+from foundry_moe.checkpoint.manifest import ALIGN_BYTES, Manifest, Row, block_hash, object_key, tensors_in
 from foundry_moe.checkpoint.store import Store
 
 INLINE_BYTES = 256  # smaller replicated tensors, such as step counters, are stored in the manifest
+STRICT = ("model", "optim")  # sections whose tensors must match exactly in a load
+NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +112,6 @@ def flatten(state_dict: Mapping[str, Any], world_size: int, *, inline: bool = Tr
     """
     tensors: dict[str, Tensor] = {}
     layouts: dict[str, Layout] = {}
-
     paths: set[str] = set()
 
     def take(path: str, tensor: Tensor) -> Any:
@@ -135,28 +139,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The input of a save, independent of the live model.
-
-    tensors: dtype and shape of each, by path.
-    digest: see `Flat.digest`.
-    plans: the object of this rank; on rank 0 those of all ranks.
-    staged: this rank's object.
-    values: all other values, as JSON.
-    """
+    """The input of a save, independent of the live model."""
 
     rank: int
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    digest: str
-    plans: dict[int, ObjectPlan]
-    staged: Staging
-    values: Any
-
-    def staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The staged blocks with their tensors' names."""
-        described = list(self.tensors.items())
-        for index, block in enumerate(self.staged.plan.blocks):
-            name, (dtype, _) = described[block.item]
-            yield name, self.staged.block(index, dtype)
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by path
+    digest: str  # see `Flat.digest`
+    plans: dict[int, ObjectPlan]  # of this rank; on rank 0 of all ranks
+    staged: Staging  # this rank's object
+    values: Any  # all others, as JSON
 
 
 class Snapshotter:
@@ -214,14 +204,76 @@ def is_finite(snapshot: Snapshot) -> bool:
         return section == "model" and (not parameters or rest in parameters)
 
     nodes = tensors_in(snapshot.values) if snapshot.rank == 0 else ()
-    small = ((path, decode(node)) for path, tag, node in nodes if tag == "$tensor" and is_trained(path))
-    staged = ((path, tensor) for path, tensor in snapshot.staged_tensors() if is_trained(path))
-    return all(_tensor_is_finite(tensor) for _, tensor in itertools.chain(staged, small))
+    tensors = [(path, decode(node)) for path, tag, node in nodes if tag == "$tensor" and is_trained(path)]
+    described = list(snapshot.tensors.items())
+    for index, block in enumerate(snapshot.staged.plan.blocks):
+        name, (dtype, _) = described[block.item]
+        tensors.append((name, snapshot.staged.block(index, dtype)))
+    for path, tensor in tensors:
+        if is_trained(path) and tensor.dtype.is_floating_point and tensor.numel():
+            # torch.aminmax has no 8-bit floats
+            extremes = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+            if not all(bool(torch.isfinite(extreme)) for extreme in extremes):
+                return False
+    return True
 
 
-def _tensor_is_finite(values: Tensor) -> bool:
-    if not values.dtype.is_floating_point or not values.numel():
-        return True
-    if values.dtype.itemsize == 1:  # torch.aminmax has no 8-bit floats
-        values = values.float()
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
+def targets_in(
+    state_dict: Mapping[str, Any], manifest: Manifest, *, rank: int, world_size: int
+) -> tuple[Targets, dict[str, Any]]:
+    """The tensors of a state dict as targets of a load, on any mesh, and the whole state as it was saved, with these
+    tensors. Sections `model` and `optim` must match the checkpoint; other sections may lack or add tensors.
+
+    Raises:
+        MismatchError: the checkpoint belongs to another model.
+        DamagedError: values cannot be read.
+    """
+    flat = flatten(state_dict, world_size, inline=False)
+    tensors, layouts = dict(flat.tensors), dict(flat.layouts)
+    small = inline_tensors(manifest.values)
+    here = {name: (layouts[name].shape, DTYPE_NAMES[tensor.dtype]) for name, tensor in tensors.items()}
+    saved = {name: (entry.shape, entry.dtype) for name, entry in manifest.tensors.items()}
+    saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in small.items()}
+    _check_same(here, saved, manifest.info.get("step"))
+    for name, entry in manifest.tensors.items():
+        if here.get(name) != saved[name]:  # of another section: read in full on every rank
+            tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            layouts[name] = replicated(entry.shape, world_size)
+    for name, tensor in small.items():
+        if here.get(name) == saved[name]:
+            for box in layouts[name].boxes_of(rank):
+                local_part(tensors[name]).copy_(narrow_to(tensor, (0,) * tensor.ndim, box))
+        else:
+            tensors.pop(name, None)  # of another section: returned as it was saved
+    places = {
+        name: [(box, local_part(tensors[name])) for box in layouts[name].boxes_of(rank)] for name in manifest.tensors
+    }
+    values = copy.deepcopy(manifest.values)
+    for path, tag, node in tensors_in(values):
+        if tag == "$tensor" and path in tensors:
+            del node["$tensor"]
+            node["$ref"] = path
+    return Targets(manifest, rank, layouts, places), decode(values, tensor=tensors.__getitem__)
+
+
+def _check_same(
+    here: Mapping[str, tuple[tuple[int, ...], str]], saved: Mapping[str, tuple[tuple[int, ...], str]], step: Any
+) -> None:
+    """Raises MismatchError unless shapes and dtypes of the strict sections are equal."""
+    problems = []
+    for name in sorted(here.keys() | saved.keys()):
+        if name.split(".")[0] not in STRICT or here.get(name) == saved.get(name):
+            continue
+        if name not in saved:
+            problems.append(f"{name} is not in the checkpoint")
+        elif name not in here:
+            problems.append(f"{name} {list(saved[name][0])} is not in this model")
+        else:
+            (shape, dtype), (shape_there, dtype_there) = here[name], saved[name]
+            problems.append(f"{name} is {dtype} {list(shape)} here and {dtype_there} {list(shape_there)} there")
+    if problems:
+        more = f"; and {len(problems) - NAMES_SHOWN} more" if len(problems) > NAMES_SHOWN else ""
+        raise MismatchError(
+            f"the checkpoint of step {step} belongs to another model: {'; '.join(problems[:NAMES_SHOWN])}{more}. "
+            "Nothing was loaded: give this run another folder, or the model that the checkpoint was written with"
+        )
