@@ -249,8 +249,9 @@ class CheckpointEngine:
                 f"{self.failures_in_a_row} saves in a row failed, so training stops; the newest checkpoint in "
                 f"{self.ledger.store.url} is {kept}. The last failure, at step {report.step}: {report.error}"
             )
-        failed = f"save of step {report.step} failed ({self.failures_in_a_row} of {self.policy.max_failures} in a row"
-        log.warning("The %s end the run); newest checkpoint: %s. %s", failed, kept, report.error)
+        count = f"{self.failures_in_a_row} of {self.policy.max_failures}"
+        message = "The save of step %d failed (%s in a row end the run); newest checkpoint: %s. %s"
+        log.warning(message, report.step, count, kept, report.error)
         return report
 
     def wait(self) -> SaveReport | None:

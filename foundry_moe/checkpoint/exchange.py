@@ -29,11 +29,10 @@ from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, T
 from foundry_moe.checkpoint.layout import Block, Box, Chunks, intersect, narrow_to, replicated
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.range_reads import Fetcher, Range, Reading, coalesce, plan_reads
+from foundry_moe.checkpoint.range_reads import Fetcher, Range, Read, Reading, coalesce, plan_reads
 from foundry_moe.checkpoint.store import Store
 
 Place = tuple[Box, Tensor]  # a box of a global tensor, and the memory it fills
-Read = tuple[Range, memoryview | None]  # a range, and its final memory if it is read there
 
 
 @dataclass(kw_only=True)
@@ -157,8 +156,8 @@ class _Exchange:
         self.rounds = [rounds[number] for number in range(len(rounds))]
         sent = [part_to for each in self.rounds for part_to in each.sent]
         self.last = coalesce(manifest, others, most)
-        self.parts = [*(part for part, _ in sent), *self.last]  # all that this rank reads, in order
-        self.memories = [targets.memory(part) for part in self.parts]  # None: not read to the final memory
+        parts = [*(part for part, _ in sent), *self.last]  # all that this rank reads, in order
+        self.reads: list[Read] = [(part, targets.memory(part)) for part in parts]
         traffic.bytes_fetched = sum(part.size_bytes for part, _ in sent)
         traffic.bytes_sent = sum(part.size_bytes * len(to) for part, to in sent)
         traffic.bytes_sent += sum(part.size_bytes for part in self.last)
@@ -169,8 +168,8 @@ class _Exchange:
         Raises:
             Exception: the failure of this rank, after all rounds and reads have ended.
         """
-        with contextlib.closing(self.fetcher.stream(self.parts, self.memories)) as reading:
-            reads = zip(self.parts, self.memories, strict=True)
+        with contextlib.closing(self.fetcher.stream(self.reads)) as reading:
+            reads = iter(self.reads)
             for number, each in enumerate(self.rounds):
                 self._exchange(number, each, reading, reads)
             for _ in self.last:

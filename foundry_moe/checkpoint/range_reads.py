@@ -7,7 +7,6 @@ N dimensions.
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,6 +67,9 @@ class Range:
     start: int
     size_bytes: int
     blocks: list[tuple[Block, int]]
+
+
+Read = tuple[Range, memoryview | None]  # a range, and the memory that it is read to
 
 
 def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE_BYTES) -> list[Range]:
@@ -132,13 +134,11 @@ class Fetcher:
                 return out
         raise DamagedError(f"{name}: {wrong}, do not have the recorded hash in {HASH_TRIES} reads")
 
-    def stream(
-        self, ranges: Iterable[Range], memories: Iterable[memoryview | None] = itertools.repeat(None)
-    ) -> Reading:
-        """Reads of the ranges in order, started ahead. Each is read to its memory, or to new memory for None."""
+    def stream(self, reads: Iterable[Read]) -> Reading:
+        """Reads ranges in order, ahead of the caller: each to its memory, or to new memory for None."""
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
             waiting: collections.deque[Future[memoryview]] = collections.deque()
-            for part, memory in zip(ranges, memories, strict=False):
+            for part, memory in reads:
                 out = np.empty(part.size_bytes, dtype=np.uint8).data if memory is None else memory
                 waiting.append(pool.submit(self.fetch, part, out))
                 if len(waiting) > READS_IN_FLIGHT:
@@ -155,11 +155,11 @@ def verify(store: Store, found: Found) -> list[str]:
         for item, entry in enumerate(manifest.tensors.values())
         for index in range(len(entry.object_B))
     ]
-    reads = Fetcher(store, found.commit.attempt, manifest).stream(coalesce(manifest, blocks))
+    reads = ((part, None) for part in coalesce(manifest, blocks))
     problems = []
-    for read in reads:
+    for reading in Fetcher(store, found.commit.attempt, manifest).stream(reads):
         try:
-            read.result()
+            reading.result()
         except CheckpointError as error:
             problems.append(str(error))
     return problems

@@ -76,7 +76,7 @@ class RemoteStore(Store):
         except NotAnObjectError:
             return None
         except (ValueError, OverflowError) as error:
-            raise self._strange(action, f"{name} has no valid date") from error
+            raise self._strange(action, "an object has no valid date") from error
         return Entry(key=key, size_bytes=size_bytes, modified_s=modified_s)
 
     def _strange(self, action: str, reason: str) -> StoreError:

@@ -162,7 +162,7 @@ class Snapshotter:
         flat = flatten(state_dict, self.world_size)
         digest = flat.digest()
         if digest != self._plans[0]:
-            blocks_of = plan_writes(flat.planned, rank=self.rank or None)
+            blocks_of = plan_writes(flat.planned, rank=self.rank or None)  # rank 0 plans for all
             self._plans = digest, {rank: place(blocks) for rank, blocks in blocks_of.items()}
         plans = self._plans[1]
         plan = plans.get(self.rank, place([]))

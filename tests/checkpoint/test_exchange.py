@@ -105,10 +105,10 @@ def test_in_each_round_a_rank_expects_what_the_others_send_it(seed: int) -> None
         }
         targets = Targets(manifest, rank, wanted, places)
         sides[rank] = _Exchange(targets, Fetcher(store, "", manifest), {rank}, None, Traffic())
-    read = [block for side in sides.values() for part in side.parts for block, _ in part.blocks]
+    read = [block for side in sides.values() for part, _ in side.reads for block, _ in part.blocks]
     assert len(set(read)) == len(read), "each block is read by one rank"
     for here, side in sides.items():
-        got = {block for part in side.parts for block, _ in part.blocks}
+        got = {block for part, _ in side.reads for block, _ in part.blocks}
         for number, each in enumerate(side.rounds):
             for there, other in sides.items():
                 theirs = other.rounds[number].sent if number < len(other.rounds) else []
