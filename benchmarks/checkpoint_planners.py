@@ -45,7 +45,7 @@ from foundry_moe.checkpoint import dcp_reader, dcp_writer
 from foundry_moe.checkpoint.layout import cut, plan_writes
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.range_reads import plan_reads
-from foundry_moe.checkpoint.snapshot import Flat, flatten, place
+from foundry_moe.checkpoint.training_state import Flat, flatten, place
 
 Row = tuple[str, float, float]  # what, MB through rank 0, seconds of rank 0
 
@@ -79,19 +79,15 @@ def save_plans(flat: Flat, paths: dict[str, Any], world: int) -> list[SavePlan]:
 
 def written(plan: SavePlan, rng: np.random.Generator) -> list[WriteResult]:
     """What `Writer.write_data` reports of a plan, with hashes as incompressible as real ones."""
-    results, end = [], 0
+    rows: list[dcp_writer.Row] = []
     for item in plan.items:
         assert item.tensor_data is not None
         chunk, itemsize = item.tensor_data.chunk, item.tensor_data.properties.dtype.itemsize
         boxes = cut((tuple(chunk.offsets), tuple(chunk.sizes)), itemsize)
         hashes = rng.integers(0, 2**63, len(boxes)).tolist()
-        rows = [
-            (item.index.fqn, box, end + 64 * number, digest)
-            for number, (box, digest) in enumerate(zip(boxes, hashes, strict=True))
-        ]
-        stored = dcp_writer._Stored(rows=rows, object_bytes=1)
-        results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=stored))
-    return results
+        rows += [(item.index.fqn, box, 64 * number, hashes[number]) for number, box in enumerate(boxes)]
+    stored = dcp_writer._Written(object_bytes=1, rows=rows, leaves={})
+    return [WriteResult(index=MetadataIndex("all"), size_in_bytes=0, storage_data=stored)]
 
 
 def planners(flat: Flat, paths: dict[str, Any], world: int) -> tuple[list[Row], Manifest]:
@@ -103,10 +99,7 @@ def planners(flat: Flat, paths: dict[str, Any], world: int) -> tuple[list[Row], 
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
     (plans, metadata), seconds = timed(lambda: planner.create_global_plan(plans))
-    assigned = [
-        dataclasses.replace(plan, storage_data=dcp_writer._Assignment(rank=rank, attempt="a" * 40))
-        for rank, plan in enumerate(plans)
-    ]
+    assigned = [dataclasses.replace(plan, storage_data=(rank, "a" * 40)) for rank, plan in enumerate(plans)]
     size, pickling = timed(lambda: sum(len(pickle.dumps(plan)) for plan in assigned))
     rows.append(("save: global plan, scatter", size / 1e6, seconds + pickling))
     rng = np.random.default_rng(0)
@@ -152,10 +145,10 @@ def engine(flat: Flat, world: int, manifest: Manifest) -> list[Row]:
     digest, seconds = timed(flat.digest)
     size, unpickling = through_rank_0([digest] * world)
     rows: list[Row] = [("save: digests, attempt", 2 * size, seconds + unpickling)]
-    plans, seconds = timed(lambda: {rank: (b, *place(b)) for rank, b in plan_writes(flat.planned).items()})
+    plans, seconds = timed(lambda: {rank: place(blocks) for rank, blocks in plan_writes(flat.planned).items()})
     rows.append(("save: plan of all ranks (first save)", 0.0, seconds))
     rng = np.random.default_rng(0)
-    reports = [(0, rng.bytes(8 * len(blocks)), True) for blocks, *_ in plans.values()]
+    reports = [(rng.bytes(8 * len(plan.blocks)), True) for plan in plans.values()]
     size, unpickling = through_rank_0(reports)
     rows.append(("save: gather hashes", size, unpickling))
     found = pickle.dumps(manifest)

@@ -23,13 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from foundry_moe.checkpoint.engine import rows_of
 from foundry_moe.checkpoint.layout import Block, Layout, plan_writes
 from foundry_moe.checkpoint.ledger import new_attempt
 from foundry_moe.checkpoint.manifest import Manifest, build_manifest
 from foundry_moe.checkpoint.range_reads import coalesce, plan_reads
-from foundry_moe.checkpoint.snapshot import flatten, place
 from foundry_moe.checkpoint.store import PART_BYTES
+from foundry_moe.checkpoint.training_state import flatten, place
 
 
 class Layer(nn.Module):
@@ -118,26 +117,27 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     size = sum(loads.values())
     assert size == sum(tensor.numel() * tensor.element_size() for tensor in flat.tensors.values())
 
-    placed = {rank: (blocks, *place(blocks)) for rank, blocks in plans.items()}
+    placed = {rank: place(blocks) for rank, blocks in plans.items()}
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in flat.tensors.items()}
-    hashes = np.random.default_rng(0)
-    reports = {
-        rank: (size_bytes, hashes.bytes(8 * len(blocks)))  # as incompressible as real hashes
-        for rank, (blocks, _, size_bytes) in placed.items()
-    }
+    random = np.random.default_rng(0)  # as incompressible as real hashes
     began = time.perf_counter()
     info = {"step": 0, "attempt": new_attempt(0), "world_size": len(placed)}
-    manifest = build_manifest(described, rows_of(list(flat.tensors), placed, reports), flat.values, info)
+    names = list(flat.tensors)
+    rows = {
+        rank: (plan.size_bytes, plan.rows(names, random.integers(2**63, size=len(plan.blocks), dtype=np.uint64)))
+        for rank, plan in placed.items()
+    }
+    manifest = build_manifest(described, rows, flat.values, info)
     raw = manifest.to_bytes()
     manifest_seconds = time.perf_counter() - began
     began = time.perf_counter()
     back = Manifest.from_bytes(raw)
     reads = plan_reads(back, flat.layouts, 0)
     read_seconds = time.perf_counter() - began
-    mine = [need.block for need in reads.values() if need.reader == 0]
+    mine = [block for dealt in reads.values() for block in dealt[0]]
     fetched = sum(block.size_bytes for block in mine)
-    needed = sum(need.block.size_bytes for need in reads.values())
-    puts = sum(max(1, -(-size_bytes // PART_BYTES)) for _, _, size_bytes in placed.values()) + 2
+    needed = sum(block.size_bytes for dealt in reads.values() for blocks in dealt.values() for block in blocks)
+    puts = sum(max(1, -(-size_bytes // PART_BYTES)) for size_bytes in (plan.size_bytes for plan in placed.values())) + 2
     return {
         "ranks": world,
         "parameters": sum(tensor.numel() for tensor in state["model"].values()),

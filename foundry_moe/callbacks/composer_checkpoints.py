@@ -12,7 +12,6 @@ from composer.core import State
 from composer.trainer import trainer
 from composer.utils import dist, format_name_with_dist
 
-from foundry_moe.checkpoint.store import is_remote
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig
 
 log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def check_folders(folders: Sequence[str], config: CheckpointConfig) -> None:
     """
     ours = config.folder.removeprefix("file://").rstrip("/")
     for folder in folders:
-        if is_remote(ours) or is_remote(folder):
+        if "://" in ours or "://" in folder:
             same = folder == ours
         else:
             same = os.path.realpath(folder) == os.path.realpath(os.path.expanduser(ours))

@@ -20,10 +20,10 @@ from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
 from foundry_moe.callbacks.run_watch import RunStatus, RunWatch
 from foundry_moe.callbacks.timing import ResumeTimes
 from foundry_moe.checkpoint import open_store
-from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError, StoreError
+from foundry_moe.checkpoint.errors import DamagedError, StoreError
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.launch.ending import leave
-from foundry_moe.launch.user_errors import raise_on_all_ranks
+from foundry_moe.launch.user_errors import NonfiniteError, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,14 @@ from typing import Any
 
 from foundry_moe.checkpoint.store import Store, StoreOptions, folder_problem
 
-_PUBLIC = {
-    "Writer": "foundry_moe.checkpoint.dcp_writer",
-    "Reader": "foundry_moe.checkpoint.dcp_reader",
-}
+_PUBLIC = {"Writer": "dcp_writer", "Reader": "dcp_reader"}
 
 __all__ = ["StoreOptions", "open_store", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+        return getattr(import_module(f"foundry_moe.checkpoint.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

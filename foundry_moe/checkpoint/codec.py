@@ -23,7 +23,6 @@ from torch import Tensor
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.manifest import tensors_in
 from foundry_moe.checkpoint.strict import (
-    DIMS,
     INFLATED_BYTES,
     ITEM_BYTES,
     MOST,
@@ -33,6 +32,7 @@ from foundry_moe.checkpoint.strict import (
     integer,
     most_inflated,
     sequence,
+    shape,
     shown,
     text,
 )
@@ -56,12 +56,6 @@ def tensor_from_bytes(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) ->
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-def _pack(raw: bytes) -> dict[str, Any]:
-    if len(raw) > PACK_BYTES and len(raw) <= most_inflated(len(packed := zlib.compress(raw))):
-        return {"$z": base64.b85encode(packed).decode()}
-    return {"$b": base64.b85encode(raw).decode()}
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,9 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
         packed_bytes += len(raw)
         if packed_bytes > INFLATED_BYTES:
             raise ValueError(f"{path or 'the value'}: arrays and byte strings beside the tensors exceed 1 GiB")
-        return _pack(raw)
+        if len(raw) > PACK_BYTES and len(raw) <= most_inflated(len(packed := zlib.compress(raw))):
+            return {"$z": base64.b85encode(packed).decode()}
+        return {"$b": base64.b85encode(raw).decode()}
 
     def go(item: Any, path: str, depth: int) -> Any:
         if item is None or isinstance(item, bool | str) or type(item) is int:
@@ -204,7 +200,7 @@ class _Decoder:
             case "$set":
                 return set(self.go(sequence(body, "a set")))
             case "$size":
-                return torch.Size(_shape(body))
+                return torch.Size(shape(body, "a size"))
             case "$dict":
                 pairs = (sequence(pair, "a key with its value", 2) for pair in sequence(body, "a dictionary's list"))
                 return {self.go(key): self.go(value) for key, value in pairs}
@@ -231,8 +227,8 @@ class _Decoder:
 
     def _sized(self, body: Any, itemsize_of: Callable[[Any], int], where: str) -> tuple[str, tuple[int, ...], bytes]:
         """A dtype's name, a shape, and their bytes."""
-        name, shape, raw = sequence(body, where, 3)
-        itemsize, sizes, data = itemsize_of(name), _shape(shape), self._bytes(raw)
+        name, listed, raw = sequence(body, where, 3)
+        itemsize, sizes, data = itemsize_of(name), shape(listed, f"the shape of {where}"), self._bytes(raw)
         if not itemsize or len(data) != math.prod(sizes) * itemsize:
             raise DamagedError(f"{where} {list(sizes)} of {name} has {len(data)} bytes")
         return name, sizes, data
@@ -240,13 +236,6 @@ class _Decoder:
 
 def _dtype(name: Any) -> torch.dtype:
     return DTYPES[name] if text(name, "a dtype") in DTYPES else fail("a dtype", name, "known")
-
-
-def _shape(shape: Any) -> tuple[int, ...]:
-    sizes = tuple(integer(size, "a dimension") for size in sequence(shape, "a shape"))
-    if len(sizes) > DIMS or math.prod(max(size, 1) for size in sizes) > MOST:
-        fail("a shape", shape, f"one of at most {DIMS} dimensions and {MOST} elements")
-    return sizes
 
 
 def inline_tensors(values: Any) -> dict[str, Tensor]:

@@ -8,31 +8,14 @@ from a store are never unpickled. This module does not depend on checkpoints.
 from __future__ import annotations
 
 import pickle
+from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-class FirstError:
-    """Records the first error of a rank that must still take part in collectives."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def guard(self, step: Callable[P, T], *arguments: P.args, **keys: P.kwargs) -> T | None:
-        """Runs a local step and records its error. Returns None if it or an earlier step failed."""
-        if self.error is None:
-            try:
-                return step(*arguments, **keys)
-            except Exception as error:
-                self.error = error
-        return None
 
 
 def portable(error: Exception) -> Exception:
@@ -46,11 +29,6 @@ def portable(error: Exception) -> Exception:
     said = RuntimeError(f"{type(error).__name__}: {error}")
     said.__cause__ = error
     return said
-
-
-@dataclass(frozen=True)
-class _Failed:
-    error: Exception
 
 
 class RanksError(Exception):
@@ -74,17 +52,25 @@ class Ranks:
 
     def decide(self, here: Callable[[], T], first: Callable[[list[T]], R]) -> R:
         """Runs `here` on every rank and `first` on rank 0 with all results; returns its result on all. Collective."""
-        mine = _tried(here)
-        results: list[Any] = [mine]
+        mine = self._tried(here)
+        results: list[Any] = [mine] * self.size
         if self.group is not None:
-            results = [None] * self.size
             dist.gather_object(mine, results if self.rank == 0 else None, dst=0, group=self.group)
-        box: list[Any] = [_answer(results, first) if self.rank == 0 else None]
+        box: list[Any] = [None]
+        if self.rank == 0:
+            failed = [result.reasons for result in results if isinstance(result, RanksError)]
+            box = [RanksError(dict(ChainMap(*failed))) if failed else self._tried(lambda: first(results))]
         if self.group is not None:
             dist.broadcast_object_list(box, src=0, group=self.group)
         if isinstance(box[0], RanksError):
             raise box[0]
         return box[0]
+
+    def every(self, step: Callable[[], R]) -> R:
+        """Runs a step on every rank and returns its result on this one. Collective."""
+        made: list[R] = []
+        self.decide(lambda: made.append(step()), lambda _: None)
+        return made[0]
 
     def first(self, step: Callable[[], R]) -> R:
         """Runs a step on rank 0 alone; its result is returned, or its error raised, on all ranks. Collective."""
@@ -93,23 +79,11 @@ class Ranks:
         except RanksError as failed:
             raise failed.reasons[0] from None
 
-
-def _answer(results: list[Any], first: Callable[[list[T]], R]) -> R | RanksError:
-    """The result of `first` on rank 0, or the errors by rank."""
-    failed: dict[int, Exception] = {}
-    for rank, result in enumerate(results):
-        if isinstance(result, _Failed):
-            failed |= result.error.reasons if isinstance(result.error, RanksError) else {rank: result.error}
-    if not failed:
-        made = _tried(lambda: first(results))
-        if not isinstance(made, _Failed):
-            return made
-        failed = {0: made.error}
-    return RanksError(failed)
-
-
-def _tried(step: Callable[[], T]) -> T | _Failed:
-    try:
-        return step()
-    except Exception as error:
-        return _Failed(portable(error))
+    def _tried(self, step: Callable[[], T]) -> T | RanksError:
+        """The result of a local step, or its error."""
+        try:
+            return step()
+        except RanksError as error:
+            return error
+        except Exception as error:
+            return RanksError({self.rank: portable(error)})

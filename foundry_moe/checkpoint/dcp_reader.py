@@ -130,27 +130,32 @@ class Reader(StorageReader):
         """
         count, where = plan.storage_data
         ranks = Ranks(self._group_of(count))
-        items: Items = []  # resolved in a step whose error all ranks raise
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        items: Items | None = None
         while True:
             try:
-                self._load(where, plan, planner, items, ranks)
+                if items is None:
+                    items = ranks.every(lambda: [(item, planner.resolve_tensor(item)) for item in tensors])
+                self._load(where, items, ranks)
                 break
             except RanksError as failed:
                 reason = worst(failed.reasons.values())
-                if not isinstance(reason, DamagedError) or (ranks.size == 1 and count > 1):
-                    if isinstance(reason, DamagedError):
-                        self.ledger.damaged.add(where)
+                if isinstance(reason, DamagedError):
+                    self.ledger.damaged.add(where)
+                if not isinstance(reason, DamagedError) or ranks.size == 1 < count:
                     raise reason from failed  # other ranks load separately and may have found it good
                 log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, reason)
-                self.ledger.damaged.add(where)
                 where = ranks.first(lambda: self._choose().commit.where)  # the newest remaining one
         assert self._found is not None
         for item, tensor in items:
             planner.commit_tensor(item, tensor)
         contents = Contents(self._found.manifest)
         for item in plan.items:
-            if not _is_tensor(item):
-                planner.load_bytes(item, contents.pickled(item.storage_index.fqn))
+            if item.type != LoadItemType.TENSOR:
+                value = io.BytesIO()  # planners unpickle it, which is safe because it is pickled here
+                torch.save(contents.value(item.storage_index.fqn), value)
+                value.seek(0)
+                planner.load_bytes(item, value)
         self.step, self._asked = self._found.commit.step, None
         future: Future[None] = Future()
         future.set_result(None)
@@ -159,12 +164,12 @@ class Reader(StorageReader):
     def _choose(self) -> Found:
         asked = self._asked
         keys = [key for key in self.ledger.newest_first() if asked is None or key.step == asked]
+        if not keys:
+            of_step = "" if asked is None else f" of step {asked}"
+            raise NotFoundError(f"{self.ledger.store.url} holds no checkpoint{of_step}")
         found, rejected = self.ledger.first_good(keys, finite=asked is None)
         for sentence in rejected:
             log.warning("Passed over a checkpoint: %s", sentence)
-        if found is None:
-            of_step = "" if asked is None else f" of step {asked}"
-            raise NotFoundError(f"{self.ledger.store.url} holds no checkpoint{of_step}")
         return found
 
     def _group_of(self, ranks: int) -> dist.ProcessGroup | None:
@@ -178,13 +183,11 @@ class Reader(StorageReader):
             return None
         return self._group
 
-    def _load(self, where: CommitKey, asked: LoadPlan, planner: LoadPlanner, items: Items, ranks: Ranks) -> None:
+    def _load(self, where: CommitKey, items: Items, ranks: Ranks) -> None:
         """Fills all tensors from one commit. Collective."""
         places: dict[str, list[Place]] = {}
 
         def look() -> Needs:
-            if not items:
-                items.extend((item, planner.resolve_tensor(item)) for item in asked.items if _is_tensor(item))
             if self._found is None or self._found.commit.where != where:  # after a fallback, or a new commit since
                 self._found = self.ledger.open(where)
             places.update(_placed(self._found, items))
@@ -193,9 +196,8 @@ class Reader(StorageReader):
         needs = ranks.decide(look, _chunks)
         assert self._found is not None
         found = self._found
-        self.traffic = read_blocks(
-            self.ledger.store, found, ranks, lambda: Targets(found.manifest, ranks.rank, needs, places)
-        )
+        targets = ranks.every(lambda: Targets(found.manifest, ranks.rank, needs, places))
+        self.traffic = read_blocks(self.ledger.store, found, ranks, targets)
 
 
 def _chunks(needs: list[Needs]) -> dict[str, Chunks]:
@@ -223,7 +225,9 @@ def _placed(found: Found, items: Items) -> dict[str, list[Place]]:
     leaves = Contents(manifest).leaves
     places: dict[str, list[Place]] = {}
     for item, target in items:
-        tensor, name, box = target.detach(), item.storage_index.fqn, _box_of(item)
+        tensor, name, sizes = target.detach(), item.storage_index.fqn, tuple(item.lengths)
+        first = item.storage_index.offset or (0,) * len(sizes)
+        box = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True)), sizes
         small = leaves.get(name)
         if not isinstance(small, Tensor):
             raise MismatchError(f"the checkpoint of step {step} has no tensor {name}")
@@ -239,17 +243,6 @@ def _placed(found: Found, items: Items) -> dict[str, list[Place]]:
     return places
 
 
-def _is_tensor(item: ReadItem) -> bool:
-    return item.type == LoadItemType.TENSOR
-
-
-def _box_of(item: ReadItem) -> Box:
-    """The box of an item in the global tensor."""
-    sizes = tuple(item.lengths)
-    first = item.storage_index.offset or (0,) * len(sizes)
-    return tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True)), sizes
-
-
 class Contents:
     """The leaves of a commit with the names of PyTorch's planners.
 
@@ -260,19 +253,18 @@ class Contents:
     def __init__(self, manifest: Manifest) -> None:
         """Raises DamagedError if two leaves have the same name."""
         names: dict[int, str] = {}
-        stubs: list[Tensor] = []
 
         def stub(name: str) -> Tensor:
             entry = manifest.tensors[name]
-            stubs.append(torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta"))
-            names[id(stubs[-1])] = name
-            return stubs[-1]
+            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+            names[id(tensor)] = name
+            return tensor
 
         try:
             flat, paths = flatten_state_dict(decode(manifest.values, tensor=stub))
         except ValueError as error:
             raise DamagedError(f"the checkpoint's values have two leaves of one name: {shown(str(error))}") from error
-        own = {path: names.get(id(leaf), path) for path, leaf in flat.items()}
+        own = {path: names[id(leaf)] if _is_stub(leaf) else path for path, leaf in flat.items()}
         self.leaves: dict[str, Any] = {own[path]: leaf for path, leaf in flat.items()}
         self.paths = {own[path]: paths[path] for path in flat}
         if len(self.leaves) != len(flat):
@@ -286,20 +278,15 @@ class Contents:
             raise CheckpointError(f"{name} holds tensors in a tuple or set, which PyTorch's planners do not support")
         return self.leaves[name]
 
-    def pickled(self, name: str) -> io.BytesIO:
-        """A value as planners expect it. They unpickle it, which is safe because it was pickled here."""
-        data = io.BytesIO()
-        torch.save(self.value(name), data)
-        data.seek(0)
-        return data
+
+def _is_stub(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _holds_stub(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_meta
     if isinstance(value, dict):
         return any(_holds_stub(item) for item in value.values())
-    return isinstance(value, list | tuple | set) and any(_holds_stub(item) for item in value)
+    return _is_stub(value) or (isinstance(value, list | tuple | set) and any(_holds_stub(item) for item in value))
 
 
 def metadata_of(manifest: Manifest) -> Metadata:
@@ -308,12 +295,9 @@ def metadata_of(manifest: Manifest) -> Metadata:
     contents = Contents(manifest)
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, leaf in contents.leaves.items():
-        if not isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor):
+            whole = ChunkStorageMetadata(torch.Size([0] * leaf.ndim), leaf.shape)
+            found[name] = TensorStorageMetadata(TensorProperties(dtype=leaf.dtype), leaf.shape, [whole])
+        else:
             found[name] = BytesStorageMetadata()
-            continue
-        found[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=leaf.dtype),
-            size=torch.Size(leaf.shape),
-            chunks=[ChunkStorageMetadata(torch.Size([0] * leaf.ndim), torch.Size(leaf.shape))],
-        )
     return Metadata(state_dict_metadata=found, planner_data=contents.paths)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -27,26 +27,19 @@ from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.manifest import Manifest, Row, build_manifest
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.records import Commit, CommitKey
-from foundry_moe.checkpoint.snapshot import INLINE_BYTES, Staged, StagingBuffer, place
 from foundry_moe.checkpoint.store import Store, StoreOptions
+from foundry_moe.checkpoint.training_state import INLINE_BYTES, Staging, place
 
 _PROCESS = secrets.token_hex(8)  # all writers of a process are the same owner of a folder
 
 
 @dataclass(frozen=True)
-class _Assignment:
-    """A rank's assignment in a save: its number, and the attempt."""
+class _Written:
+    """What one rank has written: rows of the manifest for its object, and the values that the manifest holds."""
 
-    rank: int
-    attempt: str
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """The stored blocks of one tensor of a rank's plan, and the size of their object."""
-
-    rows: list[Row]
     object_bytes: int
+    rows: list[Row]
+    leaves: dict[str, Encoded]
 
 
 class Writer(StorageWriter):
@@ -89,16 +82,16 @@ class Writer(StorageWriter):
         self.commit: Commit | None = None  # rank 0: this writer's newest
         self._process_id = f"{_PROCESS}-{os.getpid()}"
         self._asked: int | None = None  # step of the next save
-        self._buffer = StagingBuffer()
+        self._staging = Staging()
         self._store: Store = open_store(self.folder, options)
         self._committer: Committer | None = None  # on rank 0
 
     def __getstate__(self) -> dict[str, Any]:
         """For `async_save` in a process, which opens the store itself and is the same owner."""
-        return {**self.__dict__, "_buffer": None, "_store": None, "_committer": None}
+        return {**self.__dict__, "_staging": None, "_store": None, "_committer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _buffer=StagingBuffer(), _store=open_store(state["folder"], state["options"]))
+        self.__dict__.update(state, _staging=Staging(), _store=open_store(state["folder"], state["options"]))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -129,42 +122,33 @@ class Writer(StorageWriter):
         where = _next(self._committer.ledger, self._asked)
         info = {"world_size": len(plans), "torch": torch.__version__, **self.info}
         attempt = self._committer.begin(where, info=info)
-        return [
-            dataclasses.replace(plan, storage_data=_Assignment(rank=rank, attempt=attempt))
-            for rank, plan in enumerate(plans)
-        ]
+        return [dataclasses.replace(plan, storage_data=(rank, attempt)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assignment = plan.storage_data
-        assert isinstance(assignment, _Assignment)
-        results: list[WriteResult] = []
+        rank, attempt = plan.storage_data
+        leaves: dict[str, Encoded] = {}
         whole: list[tuple[WriteItem, TensorWriteData]] = []  # items stored in blocks
         blocks: list[Block] = []
         for item in plan.items:
             node = _inline(item, planner)
-            if node is not None or item.tensor_data is None:
-                results.append(WriteResult(index=item.index, size_in_bytes=0, storage_data=node))
-            else:
+            if node is not None:
+                leaves[item.index.fqn] = node
+            elif item.tensor_data is not None:
                 blocks += _blocks(item, len(whole))
                 whole.append((item, item.tensor_data))
-        starts, size_bytes = place(blocks)
-        staged = Staged(blocks=blocks, starts=starts, raw=self._buffer.reserve(size_bytes, pinned=False))
+        self._staging.begin(place(blocks), pinned=False)
         tensor = torch.empty(0)
         for number, block in enumerate(blocks):
             item, data = whole[block.item]
             if block.index == 0:  # freed after its last block, because a planner may create it in this call
                 tensor = _tensor_of(item, data, planner)
-            staged.block(number, tensor.dtype).copy_(narrow_to(tensor, data.chunk.offsets, block.box))
-        rows: list[list[Row]] = [[] for _ in whole]
-        for block, start, digest in zip(blocks, starts, staged.hashes().tolist(), strict=True):
-            rows[block.item].append((whole[block.item][0].index.fqn, block.box, start, digest))
-        staged.write(self._store, assignment.attempt, assignment.rank)
-        for (item, data), mine in zip(whole, rows, strict=True):
-            size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-            stored = _Stored(rows=mine, object_bytes=size_bytes)
-            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=stored))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+            self._staging.block(number, tensor.dtype).copy_(narrow_to(tensor, data.chunk.offsets, block.box))
+        placed = self._staging.plan
+        rows = placed.rows([item.index.fqn for item, _ in whole], self._staging.hashes())
+        self._staging.write(self._store, attempt, rank)
+        written = _Written(placed.size_bytes, rows, leaves)
+        future: Future[list[WriteResult]] = Future()  # one result for all items: only `finish` reads results
+        future.set_result([WriteResult(MetadataIndex(attempt), placed.size_bytes, written)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -252,12 +236,9 @@ def _tensor_of(item: WriteItem, data: TensorWriteData, planner: SavePlanner) -> 
 
 def _manifest(metadata: Metadata, results: list[list[WriteResult]], info: Mapping[str, Any]) -> Manifest:
     """The manifest of a save, from DCP's metadata and the results of all ranks."""
-    leaves: dict[str, Encoded] = {}
-    rows: dict[int, tuple[int, list[Row]]] = {}
-    for rank, mine in enumerate(results):
-        stored = [result.storage_data for result in mine if isinstance(result.storage_data, _Stored)]
-        rows[rank] = (stored[0].object_bytes if stored else 0), [row for part in stored for row in part.rows]
-        leaves |= {result.index.fqn: result.storage_data for result in mine if isinstance(result.storage_data, Encoded)}
+    written: list[_Written] = [result.storage_data for (result,) in results]
+    rows = {rank: (mine.object_bytes, mine.rows) for rank, mine in enumerate(written)}
+    leaves = {name: leaf for mine in written for name, leaf in mine.leaves.items()}
     tensors = {
         name: (entry.properties.dtype, tuple(entry.size))
         for name, entry in metadata.state_dict_metadata.items()

@@ -26,14 +26,12 @@ from foundry_moe.checkpoint.errors import (
     worst,
 )
 from foundry_moe.checkpoint.exchange import Traffic, read_blocks
-from foundry_moe.checkpoint.layout import Block, plan_writes
-from foundry_moe.checkpoint.ledger import Choice, Found, Ledger
-from foundry_moe.checkpoint.manifest import Row, build_manifest
+from foundry_moe.checkpoint.ledger import Found, Ledger
+from foundry_moe.checkpoint.manifest import build_manifest
 from foundry_moe.checkpoint.owners import Heartbeat, Identity
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.snapshot import Snapshot, Snapshotter, is_finite, place
-from foundry_moe.checkpoint.state_targets import StateTargets
 from foundry_moe.checkpoint.store import Store
+from foundry_moe.checkpoint.training_state import Snapshot, Snapshotter, is_finite, targets_in
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +97,6 @@ class CheckpointEngine:
         self._forked_from: int | None = None
         self._last_step: int | None = None  # newest commit of this run, for milestones
         self._snapshotter = Snapshotter(self.rank, self.world_size)
-        self._plans: tuple[str, dict[int, tuple[list[Block], list[int], int]]] = ("", {})  # of all ranks, by digest
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None
         self._committer = Committer(self.ledger, keep=self.policy.keep, stale_s=self.policy.stale_s)  # rank 0's
@@ -137,9 +134,7 @@ class CheckpointEngine:
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the staging memory and makes the plans, so that the first save is as fast as later ones."""
-        snapshot = self._snapshotter.take(state_dict)
-        if self.rank == 0:
-            self._plan_all(snapshot)  # in the save's thread, planning would hold the GIL while a step launches kernels
+        self._snapshotter.take(state_dict)
 
     @property
     def busy(self) -> bool:
@@ -165,7 +160,10 @@ class CheckpointEngine:
         self.poll()
         began = time.perf_counter()
         snapshot = self._snapshotter.take(state_dict)
-        where, recorded = CommitKey(generation=self.generation, step=step), {**(summary or {}), **self._milestone(step)}
+        where, recorded = CommitKey(generation=self.generation, step=step), dict(summary or {})
+        every = self.policy.keep_every
+        if every is not None and step // every > (self._last_step or 0) // every:
+            recorded["milestone"] = True
         blocked = time.perf_counter() - began
         self._thread = threading.Thread(
             target=self._run, args=(snapshot, where, recorded, began, blocked), name="checkpoint-save", daemon=True
@@ -175,13 +173,6 @@ class CheckpointEngine:
             self._thread.join()
             blocked = time.perf_counter() - began
         return blocked
-
-    def _milestone(self, step: int) -> dict[str, bool]:
-        every = self.policy.keep_every
-        if every is None:
-            return {}
-        before = -1 if self._last_step is None else self._last_step // every
-        return {"milestone": True} if step // every > max(before, 0) else {}
 
     def _run(
         self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any], began: float, blocked: float
@@ -205,15 +196,6 @@ class CheckpointEngine:
             seconds_total=time.perf_counter() - began,
         )
 
-    def _plan_all(self, snapshot: Snapshot) -> dict[int, tuple[list[Block], list[int], int]]:
-        """The blocks that each rank writes, for rank 0; cached while the layout does not change."""
-        if self._plans[0] != snapshot.digest:
-            dtypes = [dtype for dtype, _ in snapshot.tensors.values()]
-            planned = [(layout, dtype.itemsize) for layout, dtype in zip(snapshot.layouts, dtypes, strict=True)]
-            plans = {rank: (blocks, *place(blocks)) for rank, blocks in plan_writes(planned).items()}
-            self._plans = snapshot.digest, plans
-        return self._plans[1]
-
     def _write(self, snapshot: Snapshot, where: CommitKey, summary: Mapping[str, Any]) -> None:
         """One attempt: rank 0 gathers layout digests, broadcasts the attempt's name, and gathers block hashes."""
 
@@ -228,16 +210,19 @@ class CheckpointEngine:
 
         attempt = self._ranks.decide(lambda: snapshot.digest, begin)
 
-        def write() -> tuple[int, bytes, bool]:
+        def write() -> tuple[bytes, bool]:
             hashes = snapshot.staged.hashes()
             snapshot.staged.write(self.ledger.store, attempt, self.rank)
-            return snapshot.staged.raw.numel(), hashes.tobytes(), is_finite(snapshot)
+            return hashes.tobytes(), is_finite(snapshot)
 
-        def commit(reports: list[tuple[int, bytes, bool]]) -> None:
-            wrote = {rank: (size, hashes) for rank, (size, hashes, _) in enumerate(reports)}
-            rows = rows_of(list(snapshot.tensors), self._plan_all(snapshot), wrote)
+        def commit(reports: list[tuple[bytes, bool]]) -> None:
+            names = list(snapshot.tensors)
+            rows = {
+                rank: (plan.size_bytes, plan.rows(names, np.frombuffer(reports[rank][0], dtype=np.uint64)))
+                for rank, plan in snapshot.plans.items()
+            }
             manifest = build_manifest(snapshot.tensors, rows, snapshot.values, self._committer.info)
-            self._committer.commit(manifest, finite=all(finite for *_, finite in reports))
+            self._committer.commit(manifest, finite=all(finite for _, finite in reports))
 
         self._ranks.decide(write, commit)
 
@@ -264,14 +249,9 @@ class CheckpointEngine:
                 f"{self.failures_in_a_row} saves in a row failed, so training stops; the newest checkpoint in "
                 f"{self.ledger.store.url} is {kept}. The last failure, at step {report.step}: {report.error}"
             )
-        log.warning(
-            "The save of step %d failed (%d of %d in a row end the run); newest checkpoint: %s. %s",
-            report.step,
-            self.failures_in_a_row,
-            self.policy.max_failures,
-            kept,
-            report.error,
-        )
+        count = f"{self.failures_in_a_row} of {self.policy.max_failures}"
+        message = "The save of step %d failed (%s in a row end the run); newest checkpoint: %s. %s"
+        log.warning(message, report.step, count, kept, report.error)
         return report
 
     def wait(self) -> SaveReport | None:
@@ -309,72 +289,42 @@ class CheckpointEngine:
             Exception: any other failure of a rank, raised on all ranks. It says nothing about the checkpoint.
         """
         while True:
-            choice = self._choose(resume)
+            choice = self._ranks.first(lambda: self.ledger.choose(resume))
+            for sentence in choice.rejected:
+                log.warning("Passed over a checkpoint: %s", sentence)
             self.generation, self._forked_from = choice.generation, choice.forked_from
-            if choice.found is None:
+            found = choice.found
+            if found is None:
                 if self._other_model is not None:
                     raise self._other_model
                 return None
             if callable(state_dict):
-                state_dict = state_dict(choice.found.manifest.info)
+                state_dict = state_dict(found.manifest.info)
             try:
-                loaded = self._load_from(choice.found, state_dict, choice.rejected)
+                loaded = self._load_from(found, state_dict, choice.rejected)
                 check(loaded)
-                if self._other_model is not None:
-                    raise self._other_model
-                return loaded
             except DamagedError as error:
-                where = choice.found.commit.where
-                self.ledger.damaged.add(where)
-                log.warning("Checkpoint of step %d is damaged, trying the one before: %s", where.step, error)
-
-    def _choose(self, resume: str | int) -> Choice:
-        """`Ledger.choose` on rank 0, broadcast to all."""
-        choice = self._ranks.first(lambda: self.ledger.choose(resume))
-        for sentence in choice.rejected:
-            log.warning("Passed over a checkpoint: %s", sentence)
-        return choice
+                self.ledger.damaged.add(found.commit.where)
+                log.warning("Checkpoint of step %d is damaged, trying the one before: %s", found.commit.step, error)
+                continue
+            if self._other_model is not None:
+                raise self._other_model
+            return loaded
 
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
-        made: list[StateTargets] = []
-
-        def plan() -> StateTargets:
-            made.append(StateTargets(found.manifest, state_dict, rank=self.rank, world_size=self.world_size))
-            return made[0]
-
         try:
-            traffic = read_blocks(self.ledger.store, found, self._ranks, plan)
+            targets, state = self._ranks.every(
+                lambda: targets_in(state_dict, found.manifest, rank=self.rank, world_size=self.world_size)
+            )
+            traffic = read_blocks(self.ledger.store, found, self._ranks, targets)
         except RanksError as failed:
             raise worst(failed.reasons.values()) from failed
         self._last_step = found.commit.step
         return Loaded(
             step=found.commit.step,
-            state=made[0].result,
+            state=state,
             info=found.manifest.info,
             summary=found.commit.summary,
             traffic=traffic,
             rejected=rejected,
         )
-
-
-def rows_of(
-    names: list[str],
-    plans: Mapping[int, tuple[list[Block], list[int], int]],
-    reports: Mapping[int, tuple[int, bytes]],
-) -> dict[int, tuple[int, list[Row]]]:
-    """The rows of each rank, from the plan of all ranks and their reports: (bytes written, hashes in plan order).
-
-    Raises:
-        CheckpointError: a report does not agree with the plan.
-    """
-    rows = {}
-    for rank, (blocks, starts, size_bytes) in plans.items():
-        wrote, raw = reports[rank]
-        hashes = np.frombuffer(raw, dtype=np.uint64).tolist()
-        if wrote != size_bytes or len(hashes) != len(blocks):
-            raise CheckpointError(
-                f"rank {rank} wrote {wrote} bytes in {len(hashes)} blocks, the plan says {size_bytes} in {len(blocks)}"
-            )
-        mine = zip(blocks, starts, hashes, strict=True)
-        rows[rank] = size_bytes, [(names[block.item], block.box, start, digest) for block, start, digest in mine]
-    return rows

@@ -75,12 +75,7 @@ class ResumeError(CheckpointError, ValueError):
 class OwnedError(CheckpointError, ValueError):
     """The folder belongs to another run. `model_differs`: only the tensors of the models differ."""
 
-    def __init__(self, sentence: str, model_differs: bool = False) -> None:
-        super().__init__(sentence, model_differs)
-        self.model_differs = model_differs
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    model_differs = False
 
 
 class TakenOverError(CheckpointError, ValueError):
@@ -91,17 +86,12 @@ class TooManyFailuresError(CheckpointError):
     """Too many saves in a row failed: training stops."""
 
 
-class NonfiniteError(RuntimeError):
-    """A run's loss, gradients or weights are not finite, and would not be again from its newest checkpoint."""
-
-
 def worst(reasons: Iterable[Exception]) -> Exception:
     """The failure of several ranks that decides: another model, then the store, then any other error. Damage, after
     which the previous checkpoint is tried, decides only if there is nothing else."""
 
-    def order(reason: Exception) -> int:
-        first = (MismatchError, StoreError)
-        at = next((place for place, kind in enumerate(first) if isinstance(reason, kind)), len(first))
-        return at + isinstance(reason, DamagedError)
+    def order(reason: Exception) -> tuple[bool, bool, bool]:
+        mismatch, store, damage = (isinstance(reason, kind) for kind in (MismatchError, StoreError, DamagedError))
+        return not mismatch, not store, damage
 
     return min(reasons, key=order)

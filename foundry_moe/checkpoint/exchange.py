@@ -3,36 +3,36 @@
 One of the ranks that need a block fetches it and sends it to the others. `Targets` describes what a rank needs and the
 memory it fills; this module depends neither on state dicts nor on planners.
 
-Ranks exchange whole blocks over a CPU group, in rounds of one range each. Every rank first announces which blocks it
-will send in which round. After that each round is point-to-point between ranks that share blocks, so that the replica
-groups of a large job do not wait for each other. With a local path, ranks of the same host are not sent anything: they
-read the file themselves at the end, from the page cache. A rank that has failed continues to send (receivers discard
-the data), so that no rank waits forever; its error is raised after the last round.
+Ranks exchange whole blocks over a CPU group. Ranks that need the same blocks form a set, and each of them plans what
+every rank of the set reads. In round n each rank sends the n-th range that it reads for each of its sets to the others
+of the set: point-to-point, so that the replica groups of a large job do not wait for each other. With a local path,
+ranks of the same host are not sent anything: they read the file themselves at the end, from the page cache. A rank that
+has failed continues to send (receivers discard the data), so that no rank waits forever; its error is raised after the
+last round.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.collective_errors import FirstError, Ranks, RanksError
-from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.layout import Block, Box, Chunks, intersect, narrow_to
+from foundry_moe.checkpoint.collective_errors import Ranks, RanksError, T
+from foundry_moe.checkpoint.layout import Block, Box, Chunks, intersect, narrow_to, replicated
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.manifest import Manifest
-from foundry_moe.checkpoint.range_reads import Fetcher, Range, Reading, coalesce, plan_reads
+from foundry_moe.checkpoint.range_reads import Fetcher, Range, Read, Reading, coalesce, plan_reads
 from foundry_moe.checkpoint.store import Store
 
 Place = tuple[Box, Tensor]  # a box of a global tensor, and the memory it fills
-Announced = dict[tuple[int, int], list[list[int]]]  # by round and source: (item, index, start, size of the range)
 
 
 @dataclass(kw_only=True)
@@ -85,26 +85,18 @@ class Targets:
             narrow_to(tensor, box[0], common).copy_(narrow_to(elements, block.box[0], common))
 
 
-def read_blocks(store: Store, found: Found, ranks: Ranks, plan: Callable[[], Targets]) -> Traffic:
+def read_blocks(store: Store, found: Found, ranks: Ranks, targets: Targets) -> Traffic:
     """Reads every block to its memory on all ranks. Collective.
-
-    Args:
-        plan: returns this rank's targets.
 
     Raises:
         RanksError: on all ranks, what failed on which rank.
     """
     traffic, began = Traffic(), time.perf_counter()
-    made: list[Targets] = []
-
-    def look() -> str | None:
-        made.append(plan())
-        return store.host
-
-    hosts = ranks.decide(look, lambda hosts: hosts)
+    hosts = ranks.decide(lambda: store.host, lambda hosts: hosts)
     here = {rank for rank, host in enumerate(hosts) if host is not None and host == hosts[ranks.rank]} | {ranks.rank}
     fetcher = Fetcher(store, found.commit.attempt, found.manifest)
-    ranks.decide(_Exchange(made[0], fetcher, here, ranks.group, traffic).run, lambda _: None)
+    exchange = ranks.every(lambda: _Exchange(targets, fetcher, here, ranks.group, traffic))
+    ranks.every(exchange.run)
     traffic.seconds = time.perf_counter() - began
     return traffic
 
@@ -116,144 +108,110 @@ def read_whole(store: Store, found: Found, names: Iterable[str]) -> dict[str, Te
         CheckpointError: the data is damaged.
     """
     entries = {name: found.manifest.tensors[name] for name in names}
-    boxes = {name: ((0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
     tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries.items()}
-    needs = {name: Chunks([(box, (0,))]) for name, box in boxes.items()}
-    places = {name: [(box, tensors[name])] for name, box in boxes.items()}
+    needs = {name: replicated(entry.shape, 1) for name, entry in entries.items()}
+    places = {name: [(box, tensors[name]) for box in needs[name].boxes_of(0)] for name in entries}
     try:
-        read_blocks(store, found, Ranks(None), lambda: Targets(found.manifest, 0, needs, places))
+        read_blocks(store, found, Ranks(None), Targets(found.manifest, 0, needs, places))
     except RanksError as failed:
         raise failed.reasons[0] from None
     return tensors
 
 
-class _Exchange:
-    """One rank's side. Local steps run under `failure`; collective steps always run.
+@dataclass
+class _Round:
+    """One round: ranges that this rank reads, with the ranks that are sent them, and ranges that arrive from others."""
 
-    here: this rank and the other ranks of its host that share its page cache.
-    """
+    sent: list[tuple[Range, list[int]]] = field(default_factory=list)
+    arriving: list[tuple[Range, int]] = field(default_factory=list)
+
+
+class _Exchange:
+    """One rank's side. In the rounds, local steps run in `_guard`, and messages are always exchanged."""
 
     def __init__(
         self, targets: Targets, fetcher: Fetcher, here: set[int], group: dist.ProcessGroup | None, traffic: Traffic
     ) -> None:
-        self.targets, self.fetcher, self.here, self.group, self.traffic = targets, fetcher, here, group, traffic
-        self.failure = FirstError()
-        self.parts: list[Range] = []  # its own, one each round; then those of its host's other ranks
-        self.memories: list[memoryview | None] = []  # of `parts`; None: not read to the final memory
-        self.receivers: list[list[int]] = []  # of this rank's own ranges
-        self.incoming: dict[int, list[tuple[int, Range]]] = {}  # by round, with the source rank
+        """Plans what this rank reads, sends and receives, before any block is read.
+
+        Args:
+            here: this rank and the other ranks of its host that share its page cache.
+        """
+        self.targets, self.fetcher, self.group = targets, fetcher, group
+        self.failure: Exception | None = None  # the first
+        rounds: defaultdict[int, _Round] = defaultdict(_Round)
+        others: list[Block] = []  # that other ranks of this host read first
+        manifest, most = targets.manifest, fetcher.store.range_bytes
+        for ranks, dealt in sorted(targets.needed.items()):
+            away = [rank for rank in ranks if rank not in here]
+            for reader, blocks in dealt.items():
+                if reader in here and reader != targets.rank:
+                    others += blocks
+                    continue
+                for number, part in enumerate(coalesce(manifest, blocks, most)):
+                    if reader == targets.rank:
+                        rounds[number].sent.append((part, away))
+                    else:
+                        rounds[number].arriving.append((part, reader))
+        self.rounds = [rounds[number] for number in range(len(rounds))]
+        sent = [part_to for each in self.rounds for part_to in each.sent]
+        self.last = coalesce(manifest, others, most)
+        parts = [*(part for part, _ in sent), *self.last]  # all that this rank reads, in order
+        self.reads: list[Read] = [(part, targets.memory(part)) for part in parts]
+        traffic.bytes_fetched = sum(part.size_bytes for part, _ in sent)
+        traffic.bytes_sent = sum(part.size_bytes * len(to) for part, to in sent)
+        traffic.bytes_sent += sum(part.size_bytes for part in self.last)
 
     def run(self) -> None:
         """Fetches, places and sends this rank's ranges, and receives those of others. Collective, also after a failure.
 
         Raises:
-            Exception: the failure of this rank, after all ranks have finished the rounds and all reads have ended.
+            Exception: the failure of this rank, after all rounds and reads have ended.
         """
-        self.failure.guard(self._plan)
-        if self.group is not None:
-            self.failure.guard(self._expect, _announce(self.parts, self.receivers, self.group))
-        if self._all_are_prepared():
-            with contextlib.closing(self.fetcher.stream(self.parts, self._memory)) as reading:
-                for number in range(max([len(self.receivers), *(number + 1 for number in self.incoming)])):
-                    self._round(number, reading)
-                for number in range(len(self.receivers), len(self.parts)):
-                    self._read(number, reading)
-        if self.failure.error is not None:
-            raise self.failure.error
+        with contextlib.closing(self.fetcher.stream(self.reads)) as reading:
+            reads = iter(self.reads)
+            for number, each in enumerate(self.rounds):
+                self._exchange(number, each, reading, reads)
+            for _ in self.last:
+                self._read(reading, *next(reads))
+        if self.failure is not None:
+            raise self.failure
 
-    def _plan(self) -> None:
-        """Plans what this rank reads and sends, before any block is read."""
-        mine: dict[tuple[int, ...], list[Block]] = {}  # by receivers: they need every block of a range
-        others = []
-        for need in self.targets.needed.values():
-            if need.reader == self.targets.rank:
-                mine.setdefault(need.ranks, []).append(need.block)
-            elif need.reader in self.here:
-                others.append(need.block)
-        manifest, most = self.targets.manifest, self.fetcher.store.range_bytes
-        own = [(part, ranks) for ranks, blocks in mine.items() for part in coalesce(manifest, blocks, most)]
-        own.sort(key=lambda item: (item[0].object_index, item[0].start))
-        parts = [*(part for part, _ in own), *coalesce(manifest, others, most)]
-        self.memories = [self.targets.memory(part) for part in parts]
-        self.parts, self.receivers = parts, [[to for to in ranks if to not in self.here] for _, ranks in own]
-        self.traffic.bytes_fetched = sum(part.size_bytes for part, _ in own)
-        self.traffic.bytes_sent = sum(part.size_bytes for part in parts[len(own) :])
-        self.traffic.bytes_sent += sum(
-            part.size_bytes * len(to) for part, to in zip(parts, self.receivers, strict=False)
-        )
-
-    def _expect(self, announced: Announced) -> None:
-        for (number, source), rows in announced.items():
-            blocks = [(self.targets.needed[item, index].block, start) for item, index, start, _ in rows]
-            part = Range(object_index=-1, start=0, size_bytes=rows[0][-1], blocks=blocks)
-            self.incoming.setdefault(number, []).append((source, part))
-
-    def _all_are_prepared(self) -> bool:
-        """Collective. A rank whose plan failed cannot take part in the rounds."""
-        failed = torch.tensor(int(self.failure.error is not None))
-        if self.group is not None:
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
-        return not failed.item()
-
-    def _memory(self, number: int, size_bytes: int) -> memoryview:
-        memory = self.memories[number]
-        return np.empty(size_bytes, dtype=np.uint8).data if memory is None else memory
-
-    def _round(self, number: int, reading: Reading) -> None:
+    def _exchange(self, number: int, each: _Round, reading: Reading, reads: Iterator[Read]) -> None:
         arriving = []
-        for source, part in self.incoming.get(number, ()):
+        for part, source in each.arriving:
             buffer = torch.empty(part.size_bytes, dtype=torch.uint8)
-            arriving.append((part, dist.irecv(buffer, source, group=self.group, tag=number), buffer))
+            arriving.append((part, buffer, dist.irecv(buffer, source, group=self.group, tag=number)))
         sent = []
-        if number < len(self.receivers):
-            data = self._read(number, reading)  # must outlive the sends
-            sent = [dist.isend(data, to, group=self.group, tag=number) for to in self.receivers[number]]
-        for part, work, buffer in arriving:
+        for _, to in each.sent:
+            data = self._read(reading, *next(reads))
+            sent += [(dist.isend(data, rank, group=self.group, tag=number), data) for rank in to]
+        for part, buffer, work in arriving:
             assert work is not None
             work.wait()
-            self.failure.guard(self._keep, part, buffer)
-        for work in sent:
+            self._guard(self._keep, part, buffer)
+        for work, _ in sent:  # the data must outlive its messages
             assert work is not None
             work.wait()
 
-    def _read(self, number: int, reading: Reading) -> Tensor:
+    def _read(self, reading: Reading, part: Range, memory: memoryview | None) -> Tensor:
         """The bytes of a range, already copied to this rank's memory; arbitrary bytes after a failure."""
-        part = self.parts[number]
-        data = self.failure.guard(_next, reading)
+        data = self._guard(lambda: torch.frombuffer(next(reading).result(), dtype=torch.uint8))
         if data is None:
             return torch.empty(part.size_bytes, dtype=torch.uint8)
-        if self.memories[number] is None:
-            self.failure.guard(self._keep, part, data)
+        if memory is None:
+            self._guard(self._keep, part, data)
         return data
 
     def _keep(self, part: Range, data: Tensor) -> None:
         for block, start in part.blocks:
             self.targets.place(block, data[start : start + block.size_bytes])
 
-
-def _next(reading: Reading) -> Tensor:
-    """The bytes of the next range."""
-    fetched = next(reading)
-    if isinstance(fetched, CheckpointError):
-        raise fetched
-    return torch.frombuffer(fetched, dtype=torch.uint8)
-
-
-def _announce(parts: Sequence[Range], receivers: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Announced:
-    """Announces to every rank what it will receive in which round. Collective."""
-    rows: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
-    for number, (part, ranks) in enumerate(zip(parts, receivers, strict=False)):
-        for block, start in part.blocks:
-            for to in ranks:
-                rows[to] += (number, block.item, block.index, start, part.size_bytes)
-    counts_out = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    counts_in = torch.empty_like(counts_out)
-    dist.all_to_all_single(counts_in, counts_out, group=group)
-    flat_out = torch.tensor([value for row in rows for value in row], dtype=torch.int64)
-    flat_in = torch.empty(int(counts_in.sum()), dtype=torch.int64)
-    dist.all_to_all_single(flat_in, flat_out, counts_in.tolist(), counts_out.tolist(), group=group)
-    announced: Announced = {}
-    for source, part_in in enumerate(flat_in.split(counts_in.tolist())):
-        for number, *row in part_in.reshape(-1, 5).tolist():
-            announced.setdefault((number, source), []).append(row)
-    return announced
+    def _guard(self, step: Callable[..., T], *arguments: Any) -> T | None:
+        """Runs a local step, unless an earlier one has failed, and records its error. Returns None for a failure."""
+        if self.failure is None:
+            try:
+                return step(*arguments)
+            except Exception as error:
+                self.failure = error
+        return None

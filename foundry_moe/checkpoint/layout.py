@@ -13,9 +13,10 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import xxhash
 
 if TYPE_CHECKING:  # commands that read a checkpoint without its tensors start without torch
     from torch import Tensor
@@ -43,17 +44,11 @@ def narrow_to(tensor: Tensor, origin: Sequence[int], box: Box) -> Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """The ranks of a mesh, in its shape. `ranks` is row-major."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=256)
-def _intern(shape: tuple[int, ...], ranks: bytes) -> Grid:
-    return Grid(shape, tuple(np.frombuffer(ranks, dtype=np.int64).tolist()))
 
 
 class Chunks:
@@ -85,10 +80,15 @@ class Chunks:
 
 class Layout(Chunks):
     """Placement of one tensor: its global shape, the mesh, and for each mesh dimension the tensor dimension that it
-    shards, or None where it replicates. Equal layouts are one object (see `layout_of`)."""
+    shards, or None where it replicates."""
 
     def __init__(self, shape: tuple[int, ...], grid: Grid, sharded: tuple[int | None, ...]) -> None:
         self.shape, self.grid, self.sharded = shape, grid, sharded
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """Equal for equal layouts in all processes."""
+        return xxhash.xxh3_128_digest(repr((self.shape, self.grid, self.sharded)))
 
     @functools.cached_property
     def chunks(self) -> list[tuple[Box, tuple[int, ...]]]:  # type: ignore[override]
@@ -113,15 +113,13 @@ class Layout(Chunks):
         return found
 
 
+make_layout = functools.lru_cache(maxsize=65536)(Layout)  # equal layouts are one object
+
+
 @functools.lru_cache(maxsize=65536)
-def make_layout(shape: tuple[int, ...], grid: Grid, sharded: tuple[int | None, ...]) -> Layout:
-    """The Layout of these values, cached."""
-    return Layout(shape, grid, sharded)
-
-
-def replicated(shape: Sequence[int], world_size: int) -> Layout:
+def replicated(shape: tuple[int, ...], world_size: int) -> Layout:
     """A tensor that every rank holds in full."""
-    return make_layout(tuple(shape), _intern((world_size,), np.arange(world_size).tobytes()), (None,))
+    return make_layout(shape, Grid((world_size,), tuple(range(world_size))), (None,))
 
 
 def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
@@ -133,7 +131,7 @@ def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(tensor, DTensor):
-        return replicated(tensor.shape, world_size)
+        return replicated(tuple(tensor.shape), world_size)
     sharded: list[int | None] = []
     for placement in tensor.placements:
         if type(placement) is Shard:
@@ -147,8 +145,7 @@ def layout_of(tensor: Tensor, world_size: int, name: str = "tensor") -> Layout:
 
 @functools.lru_cache(maxsize=16)  # PyTorch recomputes the ranks at each access: a quarter of the time of a plan
 def _grid_of(mesh: DeviceMesh) -> Grid:
-    ranks = mesh.mesh
-    return _intern(tuple(ranks.shape), ranks.long().contiguous().numpy().tobytes())
+    return Grid(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -1,7 +1,7 @@
 """The commits of a folder: list, read, check, record, choose. One process at a time writes.
 
 A checkpoint exists only while its record does. Writes are ordered accordingly: data, manifest, record when a checkpoint
-is created; record, then data when it is deleted (`retention`).
+is created; record, then data when it is deleted (`committer.Retention`).
 """
 
 from __future__ import annotations
@@ -49,16 +49,6 @@ def is_finite(commit: Commit) -> bool:
     return commit.summary.get("finite") is not False
 
 
-def _next_generation(keys: Iterable[CommitKey], newest: CommitKey, found: CommitKey) -> int:
-    """The generation of a run that resumes from `found`: a new one if history forks, and one without any later object,
-    so that none of the run's names is taken."""
-    taken = {key.generation for key in keys if key > found}
-    generation = newest.generation + (newest != found)
-    while generation in taken:
-        generation += 1
-    return CommitKey(generation=generation, step=found.step).generation  # raises if there is no further number
-
-
 def listed_steps(keys: Iterable[CommitKey]) -> str:
     """The distinct steps of some commits as text; empty for none."""
     return ", ".join(str(step) for step in sorted({key.step for key in keys}))
@@ -96,10 +86,9 @@ class Ledger:
         """Reads a commit record. Raises DamagedError if it is missing or damaged."""
         try:
             return Commit.from_bytes(self.store.get(key.key, RECORD_BYTES), key.key)
-        except NotAnObjectError as error:
-            raise DamagedError(f"{key.key}: {error}") from error
         except NotFoundError as error:
-            raise DamagedError(f"{key.key}: the commit record is gone") from error
+            reason = error if isinstance(error, NotAnObjectError) else "the commit record is gone"
+            raise DamagedError(f"{key.key}: {reason}") from error
 
     def open(self, key: CommitKey) -> Found:
         """Reads a commit and its manifest, and checks the sizes of its objects. Does not read data blocks.
@@ -109,32 +98,25 @@ class Ledger:
         """
         if key in self.damaged:
             raise DamagedError(f"{key.key}: its data is damaged")
-        try:
-            return self._open(key, self.read(key))
-        except NotAnObjectError as error:
-            raise DamagedError(f"{key.key}: {error}") from error
-
-    def _open(self, key: CommitKey, commit: Commit) -> Found:
+        commit = self.read(key)
         name = f"{commit.attempt}/MANIFEST"
-        raw = b""
-        for _ in range(3):  # a byte may have been corrupted in transit
-            try:
+        try:
+            for _ in range(3):  # a byte may have been corrupted in transit
                 raw = self.store.get(name, commit.manifest_bytes)
-            except NotFoundError as error:
-                if isinstance(error, NotAnObjectError):
-                    raise
-                raise DamagedError(f"{key.key}: {name} is missing") from error
-            if len(raw) == commit.manifest_bytes and file_hash(raw) == commit.manifest_hash:
-                break
-        else:
-            raise DamagedError(
-                f"{key.key}: {name} has {len(raw)} bytes and hash {file_hash(raw)}, "
-                f"not {commit.manifest_bytes} and {commit.manifest_hash}"
-            )
-        manifest = Manifest.from_bytes(raw)
-        if manifest.info.get("attempt") != commit.attempt:
-            raise DamagedError(f"{key.key}: {name} belongs to attempt {manifest.info.get('attempt')}")
-        problems = self.size_problems(commit.attempt, manifest.objects)
+                if len(raw) == commit.manifest_bytes and file_hash(raw) == commit.manifest_hash:
+                    break
+            else:
+                raise DamagedError(
+                    f"{key.key}: {name} has {len(raw)} bytes and hash {file_hash(raw)}, "
+                    f"not {commit.manifest_bytes} and {commit.manifest_hash}"
+                )
+            manifest = Manifest.from_bytes(raw)
+            if manifest.info.get("attempt") != commit.attempt:
+                raise DamagedError(f"{key.key}: {name} belongs to attempt {manifest.info.get('attempt')}")
+            problems = self.size_problems(commit.attempt, manifest.objects)
+        except NotFoundError as error:
+            reason = error if isinstance(error, NotAnObjectError) else f"{name} is missing"
+            raise DamagedError(f"{key.key}: {reason}") from error
         if problems:
             raise DamagedError(f"{key.key}: {'; '.join(problems)}")
         return Found(commit=commit, manifest=manifest)
@@ -178,14 +160,12 @@ class Ledger:
         """
         keys = self.newest_first()
         newest = self.newest(keys)
-        if resume == "never":
-            if keys:
-                raise ResumeError(
-                    f"{self.store.url} holds {len(keys)} checkpoints up to step {keys[0].step}, and resume is never: "
-                    "give the new run an empty folder, or set resume: auto"
-                )
-            return Choice(found=None, generation=0, forked_from=None)
         forked_from, candidates = None, keys
+        if resume == "never" and keys:
+            raise ResumeError(
+                f"{self.store.url} holds {len(keys)} checkpoints up to step {keys[0].step}, and resume is never: "
+                "give the new run an empty folder, or set resume: auto"
+            )
         if isinstance(resume, int):
             forked_from = resume
             candidates = [key for key in keys if key.step == resume]
@@ -194,6 +174,8 @@ class Ledger:
             if not candidates:
                 have = f"it holds: {listed_steps(keys) or 'none'}"
                 raise ResumeError(f"{self.store.url} holds no checkpoint of step {resume}; {have}")
+        if not candidates:
+            return Choice(found=None, generation=0, forked_from=None)
         try:  # for a step that the user names, weights need not be finite
             found, rejected = self.first_good(candidates, finite=resume == "auto")
         except DamagedError as error:
@@ -202,24 +184,27 @@ class Ledger:
             if not others:
                 raise
             raise DamagedError(f"{error}. It holds other steps: {others}") from error
-        if found is None:
-            return Choice(found=None, generation=0, forked_from=None)
         assert newest is not None  # since the record of `found` can be read
+        # a new generation if history forks, and one without any later commit, so that none of the run's names is taken
+        taken = {key.generation for key in keys if key > found.commit.where}
+        generation = newest.where.generation + (newest.where != found.commit.where)
+        while generation in taken:
+            generation += 1
         return Choice(
             found=found,
-            generation=_next_generation(keys, newest.where, found.commit.where),
+            generation=CommitKey(generation=generation, step=found.commit.step).generation,  # raises if it is too large
             forked_from=found.commit.forked_from if forked_from is None else forked_from,
             rejected=rejected,
         )
 
-    def first_good(self, candidates: Iterable[CommitKey], *, finite: bool = False) -> tuple[Found | None, list[str]]:
-        """The first usable commit, None if there are no commits; and why those before it cannot be used.
+    def first_good(self, candidates: Iterable[CommitKey], *, finite: bool = False) -> tuple[Found, list[str]]:
+        """The first usable one of some commits, and one sentence for each before it that cannot be used.
 
         Args:
             finite: pass over commits whose weights are not finite.
 
         Raises:
-            DamagedError: there are commits, and none can be used.
+            DamagedError: none can be used.
         """
         rejected: list[str] = []
         for key in candidates:
@@ -228,13 +213,10 @@ class Ledger:
             except DamagedError as error:
                 rejected.append(str(error))
                 continue
-            if finite and not is_finite(found.commit):
-                rejected.append(f"{key.key}: its weights are not finite")
-                continue
-            return found, rejected
-        if rejected:
-            raise DamagedError(
-                f"no checkpoint in {self.store.url} can be used: {'; '.join(rejected)}. Nothing was deleted; "
-                "repair or delete these objects, or give the run another folder"
-            )
-        return None, rejected
+            if not finite or is_finite(found.commit):
+                return found, rejected
+            rejected.append(f"{key.key}: its weights are not finite")
+        raise DamagedError(
+            f"no checkpoint in {self.store.url} can be used: {'; '.join(rejected)}. Nothing was deleted; "
+            "repair or delete these objects, or give the run another folder"
+        )

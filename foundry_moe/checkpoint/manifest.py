@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import xxhash
 
 from foundry_moe.checkpoint import strict
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
+from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.records import FORMAT, MANIFEST_BYTES, Buffer, check_attempt, check_info
 from foundry_moe.checkpoint.strict import shown
 
@@ -32,7 +33,6 @@ _KEYS = 2**62
 OBJECT = re.compile(r"data/[0-9]{6,9}\.bin")
 _HASHES = re.compile(r"[0-9a-f]*")
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 Row = tuple[str, Box, int, int]  # a block: tensor, box, start in the rank's object, hash
 
 BlockHash = xxhash.xxh3_64  # for a block that is read in pieces
@@ -61,13 +61,9 @@ class TensorEntry:
     hash_B: np.ndarray  # uint64
 
     @property
-    def itemsize(self) -> int:
-        return strict.ITEM_BYTES[self.dtype]
-
-    @property
     def bytes_B(self) -> np.ndarray:
         """Each block's size in bytes."""
-        return np.prod(self.sizes_BN, axis=1, dtype=np.int64) * self.itemsize
+        return np.prod(self.sizes_BN, axis=1, dtype=np.int64) * strict.ITEM_BYTES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
@@ -217,38 +213,22 @@ def _objects(listed: Any, world_size: int) -> list[tuple[str, int]]:
 def _entry(name: str, columns: Any) -> TensorEntry:
     """The entry of one tensor. `_check_blocks` checks its blocks."""
     where = f"tensor {shown(name)}"
-    dtype, shape, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
+    dtype, listed, offsets, sizes, objects, starts, hashes = strict.sequence(columns, where, 7)
     if type(dtype) is not str or dtype not in strict.ITEM_BYTES:
         strict.fail(f"the dtype of {where}", dtype, "a known dtype")
-    dims = [strict.integer(size, f"a dimension of {where}") for size in strict.sequence(shape, f"the shape of {where}")]
-    if len(dims) > strict.DIMS or math.prod(max(size, 1) for size in dims) * strict.ITEM_BYTES[dtype] > strict.MOST:
-        strict.fail(f"the shape of {where}", shape, f"one of at most {strict.DIMS} dimensions and {strict.MOST} bytes")
+    shape = strict.shape(listed, f"the shape of {where}", strict.ITEM_BYTES[dtype])
     count = len(strict.sequence(objects, f"the objects of {where}"))
     if type(hashes) is not str or len(hashes) != 16 * count or not _HASHES.fullmatch(hashes):
         raise DamagedError(f"{where} has {count} blocks, and not one hash of 16 digits for each")
     return TensorEntry(
         dtype=dtype,
-        shape=tuple(dims),
-        offsets_BN=strict.integers(offsets, f"offsets of {where}", count * len(dims)).reshape(count, len(dims)),
-        sizes_BN=strict.integers(sizes, f"sizes of {where}", count * len(dims)).reshape(count, len(dims)),
+        shape=shape,
+        offsets_BN=strict.integers(offsets, f"offsets of {where}", count * len(shape)).reshape(count, len(shape)),
+        sizes_BN=strict.integers(sizes, f"sizes of {where}", count * len(shape)).reshape(count, len(shape)),
         object_B=strict.integers(objects, f"objects of {where}", count),
         start_B=strict.integers(starts, f"starts of {where}", count),
         hash_B=np.frombuffer(bytes.fromhex(hashes), dtype=">u8").astype(np.uint64),
     )
-
-
-def _check_blocks(objects: list[tuple[str, int]], tensors: Mapping[str, TensorEntry]) -> None:
-    entries = list(tensors.values())
-    for name, entry in tensors.items():
-        check_tiling(name, entry.shape, entry.offsets_BN, entry.sizes_BN)
-    if entries:
-        check_places(
-            [size for _, size in objects],
-            np.concatenate([entry.object_B for entry in entries]),
-            np.concatenate([entry.start_B for entry in entries]),
-            np.concatenate([entry.bytes_B for entry in entries]),
-            ALIGN_BYTES,
-        )
 
 
 def _check_values(values: Any, tensors: Mapping[str, TensorEntry]) -> None:
@@ -317,25 +297,29 @@ def check_tiling(name: str, shape: tuple[int, ...], offsets_BN: np.ndarray, size
         raise DamagedError(f"the blocks of {shown(name)} {list(shape)} leave elements out or hold some twice")
 
 
-def check_places(
-    sizes: Sequence[int], object_B: np.ndarray, start_B: np.ndarray, bytes_B: np.ndarray, align: int
-) -> None:
-    """Raises DamagedError unless all blocks are aligned, within their objects, and do not overlap.
+def _check_blocks(objects: list[tuple[str, int]], tensors: Mapping[str, TensorEntry]) -> None:
+    """Raises DamagedError unless the blocks of each tensor cover it exactly once, and all blocks are aligned, within
+    their objects, and do not overlap.
 
     So the tensors together are not larger than the objects, whose sizes the store confirms.
     """
-    if not len(object_B):
+    for name, entry in tensors.items():
+        check_tiling(name, entry.shape, entry.offsets_BN, entry.sizes_BN)
+    entries = [entry for entry in tensors.values() if len(entry.object_B)]
+    if not entries:
         return
-    if object_B.min() < 0 or object_B.max() >= len(sizes):
-        raise DamagedError(f"a block lies in object {int(object_B.max())} of {len(sizes)}")
-    size_O = np.array(sizes, dtype=np.int64)
-    end_B = start_B + bytes_B
-    wrong_B = (end_B > size_O[object_B]) | (start_B % align != 0)
+    object_B = np.concatenate([entry.object_B for entry in entries])
+    start_B = np.concatenate([entry.start_B for entry in entries])
+    end_B = start_B + np.concatenate([entry.bytes_B for entry in entries])
+    if object_B.max() >= len(objects):
+        raise DamagedError(f"a block lies in object {int(object_B.max())} of {len(objects)}")
+    size_B = np.array([size for _, size in objects], dtype=np.int64)[object_B]
+    wrong_B = (end_B > size_B) | (start_B % ALIGN_BYTES != 0)
     if wrong_B.any():
         block = int(wrong_B.argmax())
         raise DamagedError(
             f"a block lies at bytes {int(start_B[block])} to {int(end_B[block])} of an object of "
-            f"{int(size_O[object_B[block]])} bytes: it must begin at a multiple of {align} and end within"
+            f"{int(size_B[block])} bytes: it must begin at a multiple of {ALIGN_BYTES} and end within"
         )
     order = np.lexsort((start_B, object_B))
     object_B, start_B, end_B = object_B[order], start_B[order], end_B[order]

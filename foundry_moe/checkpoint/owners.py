@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,14 +41,9 @@ BEAT_S = 60.0  # between two heartbeats
 LIVE_S = 4 * BEAT_S  # an owner whose heartbeat is older counts as dead
 LEASE_BYTES = 2**16  # limit of a lease's size
 NAME_CHARS = 1000  # longer run names are cut
+OTHER_MODEL = "this run's model has other tensors"
 LAST_NUMBER = 10**9 - 1  # a lease's name has at most nine digits
 _KEY = re.compile(r"owners/([0-9]{6,9})\.json")
-
-
-def number_of(key: str) -> int | None:
-    """The number in the name of a lease; None for any other name."""
-    match = _KEY.fullmatch(key)
-    return int(match[1]) if match and key == f"owners/{int(match[1]):06d}.json" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +78,6 @@ class Lease:
     @property
     def beat_key(self) -> str:
         return f"owners/{self.number:06d}.beat"
-
-    @property
-    def identity(self) -> Identity:
-        return Identity(run_name=self.run_name, model=self.model)
 
     def __str__(self) -> str:
         name = f"run {self.run_name!r}" if self.run_name else "a run without a name"
@@ -124,16 +115,20 @@ class Owners:
         self.store = store
         self._warned: set[str] = set()
 
-    def newest(self, entries: Iterable[Entry] | None = None, above: int = -1) -> Lease | None:
-        """The readable lease with the highest number above `above`; None if there is none.
+    def newest(self, entries: Iterable[Entry] | None = None) -> Lease | None:
+        """The readable lease with the highest number; None if there is none.
 
         Args:
             entries: the listing of `owners/`; None lists it.
         """
-        listed = self.store.scan("owners/") if entries is None else entries
-        numbers = {number: entry.key for entry in listed if (number := number_of(entry.key)) is not None}
-        leases = (self._read(numbers[number]) for number in sorted(numbers, reverse=True) if number > above)
-        return next((lease for lease in leases if lease is not None), None)
+        return next(self._leases(self.store.scan("owners/") if entries is None else entries), None)
+
+    def _leases(self, entries: Iterable[Entry]) -> Iterator[Lease]:
+        """The readable leases, newest first."""
+        matches = [match for entry in entries if (match := _KEY.fullmatch(entry.key))]
+        keys = {int(match[1]): match[0] for match in matches if match[0] == f"owners/{int(match[1]):06d}.json"}
+        leases = (self._read(keys[number]) for number in sorted(keys, reverse=True))
+        return (lease for lease in leases if lease is not None)
 
     def _read(self, key: str) -> Lease | None:
         try:
@@ -168,19 +163,20 @@ class Owners:
             OwnedError: the folder belongs to another run.
             TakenOverError: this process owned it, and another one owns it by now.
         """
-        if process_id and (mine := self._lease_of(process_id)) is not None:
-            self.check(mine)
-            return mine
+        for mine in self._leases(self.store.scan("owners/")) if process_id else ():
+            if mine.nonce == process_id:
+                self.check(mine)
+                return mine
         taken, name = 0, "".join(filter(str.isprintable, identity.run_name))[:NAME_CHARS]
         identity = Identity(run_name=name, model=identity.model)
         while True:
             entries = list(self.store.scan("owners/"))
             before = self.newest(entries)
             owner = None if before is None or before.released else before
-            if owner is not None and (problem := _difference(owner.identity, identity)):
+            if owner is not None and (problem := _difference(owner, identity)):
                 silent_s = self._silent_s(owner, entries)
                 if silent_s <= LIVE_S or has_commits():
-                    raise self._refuse(owner, identity, silent_s, problem)
+                    raise self._refuse(owner, silent_s, problem)
                 owner = None
             taken = self._above(max(taken, before.number if before else 0))  # unreadable leases keep their numbers
             mine = Lease(
@@ -193,12 +189,8 @@ class Owners:
                 pid=os.getpid(),
             )
             self.beat(mine)  # before the lease: one without a heartbeat counts as dead
-            won = self.store.put_new(mine.key, mine.to_bytes())
-            if not won:
-                found = self._read(mine.key)
-                won = found is not None and found.nonce == mine.nonce  # our write succeeded and its response was lost
-            if won:
-                return mine
+            if self.store.put_new(mine.key, mine.to_bytes()) or self._read(mine.key) == mine:
+                return mine  # if it is there, our write succeeded and its response was lost
 
     def _above(self, number: int) -> int:
         """The next number. Raises OwnedError if names have no digits for it."""
@@ -209,27 +201,23 @@ class Owners:
             )
         return number + 1
 
-    def _lease_of(self, process_id: str) -> Lease | None:
-        keys = (entry.key for entry in self.store.scan("owners/") if number_of(entry.key) is not None)
-        leases = (self._read(key) for key in keys)
-        return next((lease for lease in leases if lease is not None and lease.nonce == process_id), None)
-
-    def _refuse(self, owner: Lease, identity: Identity, silent_s: float, problem: str) -> OwnedError:
+    def _refuse(self, owner: Lease, silent_s: float, problem: str) -> OwnedError:
         seen = f"whose heartbeat is {silent_s:.0f} s old" if silent_s <= LIVE_S else "not running now"
-        return OwnedError(
+        error = OwnedError(
             f"{self.store.url} belongs to {owner}, {seen}, and {problem}: give this run a folder of its own. To "
             f"continue from that run's checkpoints, stop that run and free the folder with `foundry-moe checkpoints "
-            f"release {self.store.url}`",
-            model_differs=not _names_differ(owner.identity, identity),
+            f"release {self.store.url}`"
         )
+        error.model_differs = problem == OTHER_MODEL
+        return error
 
     def check(self, mine: Lease) -> None:
         """Raises TakenOverError if the folder is another process's by now."""
         entries = list(self.store.scan("owners/"))
         gone = all(entry.key != mine.key for entry in entries)
-        newer = self.newest(entries, -1 if gone else mine.number)
-        if newer is not None:
-            who = "the folder was released" if newer.released else f"another process has taken over: {newer}"
+        newest = self.newest(entries)
+        if newest is not None and (gone or newest.number > mine.number):
+            who = "the folder was released" if newest.released else f"another process has taken over: {newest}"
             raise TakenOverError(f"{who}; this process stops without changing {self.store.url}")
         if gone:  # all leases were deleted: this process still owns the folder
             self.store.put_new(mine.key, mine.to_bytes())
@@ -237,11 +225,6 @@ class Owners:
     def beat(self, mine: Lease) -> None:
         """Writes the heartbeat."""
         self.store.put(mine.beat_key, mine.nonce.encode())
-
-    def leave(self, mine: Lease) -> None:
-        """Deletes the heartbeat of an owner that ends, so that it counts as dead at once."""
-        with contextlib.suppress(StoreError):
-            self.store.delete([mine.beat_key])
 
     def release(self) -> Lease | None:
         """Frees the folder for any run; returns the last lease, None if the folder was free."""
@@ -254,16 +237,12 @@ class Owners:
                 return before
 
 
-def _names_differ(owner: Identity, identity: Identity) -> bool:
-    return bool(owner.run_name and identity.run_name) and owner.run_name != identity.run_name
-
-
-def _difference(owner: Identity, identity: Identity) -> str | None:
+def _difference(owner: Lease, identity: Identity) -> str | None:
     """Why these are different runs; None if they may be the same."""
-    if _names_differ(owner, identity):
+    if owner.run_name and identity.run_name and owner.run_name != identity.run_name:
         return f"this is run {identity.run_name!r}"
     if owner.model and identity.model and owner.model != identity.model:
-        return "this run's model has other tensors"
+        return OTHER_MODEL
     return None
 
 
@@ -290,7 +269,8 @@ class Heartbeat:
                 log.debug("No heartbeat at %s: %s", time.strftime("%X"), error)
 
     def stop(self) -> None:
-        """Ends the thread and deletes the heartbeat."""
+        """Ends the thread and deletes the heartbeat, so that the owner counts as dead at once."""
         self._end.set()
         if self.lost is None:
-            self.owners.leave(self.mine)
+            with contextlib.suppress(StoreError):
+                self.owners.store.delete([self.mine.beat_key])

@@ -7,8 +7,7 @@ N dimensions.
 from __future__ import annotations
 
 import collections
-import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ GAP_BYTES = 4096  # closer blocks are read as one range: the bytes between them 
 READS_IN_FLIGHT = 4  # 1 and 2 on files, with two ranks on a core: no difference
 HASH_TRIES = 3
 
-Reading = Generator[memoryview | CheckpointError, None, None]
+Reading = Generator[Future[memoryview], None, None]
 
 
 def block_of(entry: TensorEntry, item: int, index: int) -> Block:
@@ -34,17 +33,11 @@ def block_of(entry: TensorEntry, item: int, index: int) -> Block:
     return Block(item, index, box, int(entry.bytes_B[index]))
 
 
-@dataclass(frozen=True)
-class Need:
-    """A block of which a rank needs a part, the rank that fetches it, and all ranks that need a part."""
-
-    block: Block
-    reader: int
-    ranks: tuple[int, ...]
-
-
-def plan_reads(manifest: Manifest, targets: Mapping[str, Chunks], rank: int) -> dict[tuple[int, int], Need]:
-    """What one rank needs, by (item, index) of the blocks. All ranks compute the same reader of a block."""
+def plan_reads(
+    manifest: Manifest, targets: Mapping[str, Chunks], rank: int
+) -> dict[tuple[int, ...], dict[int, list[Block]]]:
+    """The blocks of which one rank needs a part: by the set of all ranks that need a part, and by the rank of the set
+    that reads them. All ranks of a set compute the same."""
     groups: dict[tuple[int, ...], list[Block]] = {}
     unions: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
     for item, (name, entry) in enumerate(manifest.tensors.items()):
@@ -63,15 +56,10 @@ def plan_reads(manifest: Manifest, targets: Mapping[str, Chunks], rank: int) -> 
             if key not in unions:
                 unions[key] = tuple(sorted({r for chunk in chunks for r in layout.chunks[chunk][1]}))
             groups.setdefault(unions[key], []).append(block_of(entry, item, index))
-    return {
-        (block.item, block.index): Need(block, reader, ranks)
-        for ranks, blocks in groups.items()
-        for reader, dealt in deal(blocks, ranks).items()
-        for block in dealt
-    }
+    return {ranks: deal(blocks, ranks) for ranks, blocks in groups.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Range:
     """The bytes of one request, and their blocks with their starts."""
 
@@ -79,6 +67,9 @@ class Range:
     start: int
     size_bytes: int
     blocks: list[tuple[Block, int]]
+
+
+Read = tuple[Range, memoryview | None]  # a range, and the memory that it is read to
 
 
 def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE_BYTES) -> list[Range]:
@@ -90,8 +81,7 @@ def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE
     )
     ranges: list[Range] = []
     for where, start, _, _, block in placed:
-        last = ranges[-1] if ranges else None
-        end = start + block.size_bytes
+        last, end = ranges[-1] if ranges else None, start + block.size_bytes
         if (
             last is not None
             and last.object_index == where
@@ -99,7 +89,7 @@ def coalesce(manifest: Manifest, blocks: Sequence[Block], max_bytes: int = RANGE
             and end - last.start <= max_bytes
         ):
             last.blocks.append((block, start - last.start))
-            ranges[-1] = Range(object_index=where, start=last.start, size_bytes=end - last.start, blocks=last.blocks)
+            last.size_bytes = end - last.start
         else:
             ranges.append(Range(object_index=where, start=start, size_bytes=block.size_bytes, blocks=[(block, 0)]))
     return ranges
@@ -119,60 +109,42 @@ class Fetcher:
             DamagedError: an object is missing or short, or a block's hash is still wrong when read again.
             StoreError: the store does not answer.
         """
+        name, size_bytes = self.manifest.objects[part.object_index]
+        name = f"{self.attempt}/{name}"
         for _ in range(HASH_TRIES):
             hasher = BlockHash()  # of a single block, while it is read
-            self._read(part, out, hasher.update if len(part.blocks) == 1 else lambda piece: None)
+            see: Callable[[memoryview], object] = hasher.update if len(part.blocks) == 1 else lambda piece: None
+            try:
+                self.store.read_into(name, part.start, out, see)
+            except NotFoundError as error:
+                raise DamagedError(f"{name} is missing") from error
+            except StoreError as error:
+                found_bytes = self.store.size_bytes(name)
+                if found_bytes == size_bytes:
+                    raise
+                raise DamagedError(f"{name} has {found_bytes} bytes, not {size_bytes}") from error
             for block, start in part.blocks:
                 piece = out[start : start + block.size_bytes]
                 found = hasher.intdigest() if len(part.blocks) == 1 else block_hash(piece)
-                name, entry = self._entries[block.item]
+                tensor, entry = self._entries[block.item]
                 if found != int(entry.hash_B[block.index]):
-                    wrong = f"{block.size_bytes} bytes from {part.start + start} on, a block of {name}"
+                    wrong = f"{block.size_bytes} bytes from {part.start + start} on, a block of {tensor}"
                     break
             else:
                 return out
-        raise DamagedError(f"{self._name(part)}: {wrong}, do not have the recorded hash in {HASH_TRIES} reads")
+        raise DamagedError(f"{name}: {wrong}, do not have the recorded hash in {HASH_TRIES} reads")
 
-    def _name(self, part: Range) -> str:
-        return f"{self.attempt}/{self.manifest.objects[part.object_index][0]}"
-
-    def _read(self, part: Range, out: memoryview, see: Callable[[memoryview], None]) -> None:
-        name = self._name(part)
-        try:
-            self.store.read_into(name, part.start, out, see)
-        except NotFoundError as error:
-            raise DamagedError(f"{name} is missing") from error
-        except StoreError as error:
-            found, expected = self.store.size_bytes(name), self.manifest.objects[part.object_index][1]
-            if found != expected:
-                raise DamagedError(f"{name} has {found} bytes, not {expected}") from error
-            raise
-
-    def stream(self, ranges: Sequence[Range], memory: Callable[[int, int], memoryview] | None = None) -> Reading:
-        """The bytes of the ranges in order, read ahead; for a range that could not be read, its error.
-
-        Args:
-            memory: called with the number and size of a range, returns the memory to read to. By default new memory.
-        """
-        make = memory or (lambda number, size_bytes: np.empty(size_bytes, dtype=np.uint8).data)
+    def stream(self, reads: Iterable[Read]) -> Reading:
+        """Reads ranges in order, ahead of the caller: each to its memory, or to new memory for None."""
         with ThreadPoolExecutor(READS_IN_FLIGHT, "checkpoint-read") as pool:
             waiting: collections.deque[Future[memoryview]] = collections.deque()
-            todo = iter(enumerate(ranges))
-
-            def read_ahead(count: int) -> None:
-                for number, part in itertools.islice(todo, count):
-                    waiting.append(pool.submit(self.fetch, part, make(number, part.size_bytes)))
-
-            read_ahead(READS_IN_FLIGHT)
+            for part, memory in reads:
+                out = np.empty(part.size_bytes, dtype=np.uint8).data if memory is None else memory
+                waiting.append(pool.submit(self.fetch, part, out))
+                if len(waiting) > READS_IN_FLIGHT:
+                    yield waiting.popleft()
             while waiting:
-                future = waiting.popleft()
-                try:
-                    result: memoryview | CheckpointError = future.result()
-                except CheckpointError as error:
-                    result = error
-                read_ahead(1)
-                del future
-                yield result
+                yield waiting.popleft()
 
 
 def verify(store: Store, found: Found) -> list[str]:
@@ -183,5 +155,11 @@ def verify(store: Store, found: Found) -> list[str]:
         for item, entry in enumerate(manifest.tensors.values())
         for index in range(len(entry.object_B))
     ]
-    results = Fetcher(store, found.commit.attempt, manifest).stream(coalesce(manifest, blocks))
-    return [str(result) for result in results if isinstance(result, CheckpointError)]
+    reads = ((part, None) for part in coalesce(manifest, blocks))
+    problems = []
+    for reading in Fetcher(store, found.commit.attempt, manifest).stream(reads):
+        try:
+            reading.result()
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems

@@ -62,21 +62,24 @@ def check_info(info: Any, where: str, keys: tuple[str, ...] = ()) -> None:
     Raises:
         DamagedError: a key of `keys` is missing, or a known key has another type or is not printable.
     """
-    strict.plain(info, where)
     strict.mapping(info, where, keys)
-    for key in ("step", "bytes", "objects", "tensors"):
-        if key in info:
-            strict.integer(info[key], f"{where}: {key}")
-    if "world_size" in info:
-        strict.integer(info["world_size"], f"{where}: world_size", least=1, most=RANKS)
-    for key in ("torch", "saved", "source"):
-        if key in info:
-            strict.text(info[key], f"{where}: {key}")
-    for key in ("model", "training"):
-        strict.mapping(info.get(key, {}), f"{where}: {key}")
-    for key in ("milestone", "weights_only"):
-        if type(info.get(key, False)) is not bool:
-            strict.fail(f"{where}: {key}", info[key], "true or false")
+    strict.check_depth(info, where, most=16)
+    try:
+        json.dumps(info, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise DamagedError(f"{where} holds invalid text: {strict.shown(str(error))}") from error
+    for key in info:
+        name = f"{where}: {key}"
+        if key in ("step", "bytes", "objects", "tensors"):
+            strict.integer(info[key], name)
+        elif key == "world_size":
+            strict.integer(info[key], name, least=1, most=RANKS)
+        elif key in ("torch", "saved", "source"):
+            strict.text(info[key], name)
+        elif key in ("model", "training"):
+            strict.mapping(info[key], name)
+        elif key in ("milestone", "weights_only") and type(info[key]) is not bool:
+            strict.fail(name, info[key], "true or false")
     for name, size in strict.mapping(info.get("mesh", {}), f"{where}: mesh").items():
         strict.text(name, f"{where}: a mesh's dimension", most=64)
         strict.integer(size, f"{where}: mesh.{name}", least=1, most=RANKS)

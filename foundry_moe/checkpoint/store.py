@@ -98,10 +98,6 @@ class Store(abc.ABC):
     def now_s(self) -> float:
         """The store's clock in seconds since 1970, comparable with `Entry.modified_s`."""
 
-    @abc.abstractmethod
-    def exists(self) -> bool:
-        """Whether the folder exists; in a bucket, which has no folders, whether it holds an object."""
-
     def check(self) -> None:
         """Raises StoreError if the folder cannot be listed or written to.
 
@@ -109,22 +105,17 @@ class Store(abc.ABC):
         """
         for _ in self.scan("commits/"):
             break
-        if not any(self._second_writer_loses() for _ in range(PROBE_TRIES)):
-            raise DeniedError(
-                f"{self.url} ignores the condition of a write (If-None-Match: * on S3) and overwrites, so that "
-                "two runs could commit the same step: use a store that supports conditional writes"
-            )
-
-    def _second_writer_loses(self) -> bool:
-        """Writes the same object twice under the condition that it does not exist: the second must fail."""
-        self.put_new(PROBE, b"")
-        second_won = self.put_new(PROBE, b"")
-        with contextlib.suppress(StoreError):
-            self.delete([PROBE])
-        return not second_won
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
+        for _ in range(PROBE_TRIES):
+            self.put_new(PROBE, b"")
+            second_won = self.put_new(PROBE, b"")
+            with contextlib.suppress(StoreError):
+                self.delete([PROBE])
+            if not second_won:
+                return
+        raise DeniedError(
+            f"{self.url} ignores the condition of a write (If-None-Match: * on S3) and overwrites, so that "
+            "two runs could commit the same step: use a store that supports conditional writes"
+        )
 
 
 def checked_key(key: str) -> str:
@@ -155,25 +146,17 @@ def folder_problem(folder: str) -> str | None:
     if not separator and (other := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", folder)):
         return _unknown_scheme(other[1], folder[other.end() :])
     path = Path(rest if separator else folder).expanduser().absolute()
-    for place in (path, *path.parents):
-        if not os.path.lexists(place):
-            continue
-        try:
-            mode = place.stat().st_mode
-        except FileNotFoundError:
-            return f"{place} is a link to nothing; name another path"
-        except OSError:
-            return None  # no permission: the store reports it
-        if not stat.S_ISDIR(mode):
-            kind = "a file" if stat.S_ISREG(mode) else "a device or pipe"
-            return f"{place} is {kind}, not a folder; name another path"
+    place = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    try:
+        mode = place.stat().st_mode
+    except FileNotFoundError:
+        return f"{place} is a link to nothing; name another path"
+    except OSError:
+        return None  # no permission: the store reports it
+    if stat.S_ISDIR(mode):
         return None
-    return None
-
-
-def is_remote(folder: str) -> bool:
-    """Whether a folder is an address (`s3://...`), not a path."""
-    return "://" in folder
+    kind = "a file" if stat.S_ISREG(mode) else "a device or pipe"
+    return f"{place} is {kind}, not a folder; name another path"
 
 
 def _unknown_scheme(scheme: str, rest: str) -> str:

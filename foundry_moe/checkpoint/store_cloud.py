@@ -7,6 +7,7 @@ failed requests; this module limits time and size.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from obstore.store import AzureStore, GCSStore
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import PART_BYTES, Entry
-from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, limit_of, with_retries, without_userinfo
+from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, limit_of, without_userinfo
 
 PIECE_BYTES = 2**18  # minimum chunk of obstore's streams
 REQUEST_BYTES = PART_BYTES  # size for which the time limit of a request is computed
@@ -92,7 +93,7 @@ class CloudStore(RemoteStore):
                 if self.size_bytes(key) != len(data):  # equal: it was completed and the response was lost
                     raise
 
-        with_retries(attempt, attempts=self.options.attempts)
+        self._retry(attempt)
 
     def open(self, key: str, span: tuple[int, int] | None) -> Opened:
         action = f"read {key}"
@@ -127,12 +128,12 @@ class CloudStore(RemoteStore):
                 except ERRORS as error:
                     raise self._translate(error, action) from error
 
-        found = with_retries(attempt, attempts=self.options.attempts)
+        found = self._retry(attempt)
         if not found and self.size_bytes(f"{CLOCK}-{secrets.token_hex(8)}") is not None:
             # obstore reads an HTML page as an empty listing
             raise self._strange(action, "it claims to have an object of any name")
         below = [item for item in found if item["path"].startswith(whole)]
-        entries = (self._entry(item["path"], item["size"], item["last_modified"].timestamp()) for item in below)
+        entries = (self._entry(item["path"], item["size"], item["last_modified"], action) for item in below)
         return iter(sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.key))
 
     async def _list(self, client: Any, prefix: str, action: str) -> list[Any]:
@@ -158,10 +159,8 @@ class CloudStore(RemoteStore):
                 self._call("delete old objects", obstore.delete, batch)
             except NotFoundError:  # one is missing, and then others may not have been deleted
                 for name in batch:
-                    try:
+                    with contextlib.suppress(NotFoundError):
                         self._call("delete old objects", obstore.delete, name)
-                    except NotFoundError:
-                        continue
 
     def _translate(self, error: Exception, action: str) -> StoreError:
         where = f"could not {action} in {self.url}"

@@ -42,9 +42,6 @@ class FileStore(Store):
         with contextlib.suppress(OSError):
             self.host = Path("/proc/sys/kernel/random/boot_id").read_text()
 
-    def exists(self) -> bool:
-        return self.root.is_dir()
-
     def check(self) -> None:
         problem = folder_problem(self.url)
         if problem:
@@ -99,20 +96,15 @@ class FileStore(Store):
 
     def _begin(self, folders: list[str], part: str) -> tuple[int, int]:
         """Opens a folder, created if needed, and a new file in it. Another process may remove the folder in between."""
-        for tries in range(RACES):
-            try:
+        for _ in range(RACES):
+            with contextlib.suppress(FileNotFoundError):
                 folder = self._folder(folders, make=True)
-            except FileNotFoundError:
-                if tries == RACES - 1:
+                try:
+                    return folder, os.open(part, NEW, 0o666, dir_fd=folder)
+                except BaseException:
+                    os.close(folder)
                     raise
-                continue
-            try:
-                return folder, os.open(part, NEW, 0o666, dir_fd=folder)
-            except OSError as error:
-                os.close(folder)
-                if not isinstance(error, FileNotFoundError) or tries == RACES - 1:
-                    raise
-        raise AssertionError("RACES must be at least 1")
+        raise FileNotFoundError
 
     def _folder(self, parts: Iterable[str], *, make: bool = False) -> int:
         """Opens a folder below the root without following links. The caller must close it."""
@@ -122,15 +114,11 @@ class FileStore(Store):
         for part in parts:
             above = handle
             try:
-                try:
-                    handle = os.open(part, FOLDER, dir_fd=above)
-                except FileNotFoundError:
-                    if not make:
-                        raise
+                if make:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=above)
                         os.fsync(above)
-                    handle = os.open(part, FOLDER, dir_fd=above)
+                handle = os.open(part, FOLDER, dir_fd=above)
             finally:
                 os.close(above)
         return handle
@@ -145,51 +133,46 @@ class FileStore(Store):
             os.close(folder)
 
     @contextlib.contextmanager
-    def _file(self, key: str) -> Iterator[int]:
-        """Opens an object for reading."""
+    def _file(self, key: str, action: str = "read") -> Iterator[int]:
+        """Opens an object for reading, and translates errors of the action."""
         above, _, name = checked_key(key).rpartition("/")
-        with self._opened(above) as folder:
-            handle = os.open(name, READ, dir_fd=folder)
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise NotAnObjectError(f"{self.url}/{key} is not a regular file: delete it")
-            yield handle
-        finally:
-            os.close(handle)
+            with self._opened(above) as folder:
+                handle = os.open(name, READ, dir_fd=folder)
+            try:
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    raise NotAnObjectError(f"{self.url}/{key} is not a regular file: delete it")
+                yield handle
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise self._translate(error, f"{action} {key}", key) from error
 
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
-        try:
-            with self._file(key) as handle, open(handle, "rb", closefd=False) as file:
-                data = file.read(most_bytes + 1)
-        except OSError as error:
-            raise self._translate(error, f"read {key}", key) from error
+        with self._file(key) as handle, open(handle, "rb", closefd=False) as file:
+            data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
             raise NotAnObjectError(f"{self.url}/{key} has more than the limit of {most_bytes} bytes")
         return data
 
     def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
-        try:
-            with self._file(key) as handle:
-                done = 0
-                while done < len(out):
-                    count = os.preadv(handle, [out[done : done + SEEN_BYTES]], start + done)
-                    if not count:
-                        raise StoreError(
-                            f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}"
-                        )
-                    see(out[done : done + count])
-                    done += count
-        except OSError as error:
-            raise self._translate(error, f"read {key}", key) from error
+        with self._file(key) as handle:
+            done = 0
+            while done < len(out):
+                count = os.preadv(handle, [out[done : done + SEEN_BYTES]], start + done)
+                if not count:
+                    raise StoreError(f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}")
+                see(out[done : done + count])
+                done += count
 
     def size_bytes(self, key: str) -> int | None:
         try:
-            with self._file(key) as handle:
+            with self._file(key, "look at") as handle:
                 return os.fstat(handle).st_size
-        except FileNotFoundError:
+        except NotFoundError as error:
+            if isinstance(error, NotAnObjectError):
+                raise
             return None
-        except OSError as error:
-            raise self._translate(error, f"look at {key}", key) from error
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
         """Includes temporary files of killed processes, so that they are deleted with their attempt."""
@@ -279,10 +262,14 @@ class FileStore(Store):
 
     def _translate(self, error: OSError, action: str, key: str) -> StoreError:
         where = f"could not {action} in {self.url}"
-        if error.errno in (errno.ELOOP, errno.ENOTDIR) and (link := self._link_in(key)):
-            return NotAnObjectError(
-                f"{where}: {link} is a symbolic link, which is not followed inside a folder of checkpoints; delete it"
-            )
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            paths = [self.root / key, *(self.root / key).parents]
+            links = [path for path in paths if self.root in path.parents and path.is_symlink()]
+            if links:
+                return NotAnObjectError(
+                    f"{where}: {links[-1]} is a symbolic link, which is not followed inside a folder of checkpoints; "
+                    "delete it"
+                )
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return NotFoundError(f"{where}: no such file or folder")
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
@@ -290,15 +277,6 @@ class FileStore(Store):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return StoreError(f"{where}: the disk is full ({error.strerror}); free some space or lower `keep`")
         return StoreError(f"{where}: {error.strerror or error}")
-
-    def _link_in(self, key: str) -> str | None:
-        """The first symbolic link in the path of a key."""
-        path = self.root
-        for part in key.split("/"):
-            path = path / part
-            if path.is_symlink():
-                return str(path)
-        return None
 
 
 def _replace(part: str, name: str, folder: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import datetime
 import random
 import secrets
 import threading
@@ -20,9 +21,15 @@ T = TypeVar("T")
 SLOWEST_BYTES_PER_S = 2**16  # a slower transfer counts as stalled
 NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 _MAKING = threading.Lock()  # boto3 clients must be created by one thread at a time
-NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
-FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "AccountIsFull", "507"}
+_NO_BUCKET = (NotFoundError, "bucket {bucket!r} does not exist; create it or correct `folder`")
+_SKEWED = (DeniedError, "this machine's clock is far off; set it right, for example by NTP")
+_FULL = (StoreError, "the store is full ({code}); free some space or lower `keep`")
+Codes = dict[str, tuple[type[StoreError], str]]  # for codes of a cloud's answer, an error with its message
+CODES: Codes = {  # of all clouds
+    **dict.fromkeys(("NoSuchBucket", "ContainerNotFound"), _NO_BUCKET),
+    **dict.fromkeys(("RequestTimeTooSkewed", "RequestExpired"), _SKEWED),
+    **dict.fromkeys(("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "AccountIsFull", "507"), _FULL),
+}
 CLOCK = "owners/clock"  # an empty object; its modification time is the store's clock
 
 
@@ -37,6 +44,8 @@ class Opened:
 
 class RemoteStore(Store):
     """Objects below `SCHEME://bucket/prefix`. The size that a response announces is checked against its bytes."""
+
+    codes = CODES
 
     def __init__(self, folder: str, options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
@@ -60,12 +69,14 @@ class RemoteStore(Store):
     def _key(self, key: str) -> str:
         return self.prefix + checked_key(key)
 
-    def _entry(self, name: str, size_bytes: int, modified_s: float) -> Entry | None:
+    def _entry(self, name: str, size_bytes: int, modified: datetime.datetime, action: str) -> Entry | None:
         """An entry of a listing; None for a folder object such as `steps/`, or a path out of the folder."""
         try:
-            key = checked_key(name.removeprefix(self.prefix))
+            key, modified_s = checked_key(name.removeprefix(self.prefix)), modified.timestamp()
         except NotAnObjectError:
             return None
+        except (ValueError, OverflowError) as error:
+            raise self._strange(action, "an object has no valid date") from error
         return Entry(key=key, size_bytes=size_bytes, modified_s=modified_s)
 
     def _strange(self, action: str, reason: str) -> StoreError:
@@ -73,6 +84,20 @@ class RemoteStore(Store):
             f"could not {action} in {self.url}: the endpoint did not answer as {NAMES[self.scheme]} ({reason}); check "
             "`endpoint_url`, and the proxies in between"
         )
+
+    def _retry(self, action: Callable[[], T], first_wait_s: float = 0.2) -> T:
+        """Runs `action` until it succeeds, at most `options.attempts` times, with exponential backoff and jitter.
+
+        A `lasting` StoreError is raised at once.
+        """
+        for attempt in range(1, self.options.attempts):
+            try:
+                return action()
+            except StoreError as error:
+                if error.lasting:
+                    raise
+                time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
+        return action()
 
     @abc.abstractmethod
     def _create(self, key: str, data: bytes) -> None:
@@ -83,15 +108,11 @@ class RemoteStore(Store):
         """Opens an object, or a span (start, count) of it, for reading."""
 
     def _known(self, code: str, action: str) -> StoreError | None:
-        """The error for a code that all clouds share; None for another code."""
-        where = f"could not {action} in {self.url}"
-        if code in NO_BUCKET:
-            return NotFoundError(f"{where}: bucket {self.bucket!r} does not exist; create it or correct `folder`")
-        if code in SKEWED:
-            return DeniedError(f"{where}: this machine's clock is far off; set it right, for example by NTP")
-        if code in FULL:
-            return StoreError(f"{where}: the store is full ({code}); free some space or lower `keep`")
-        return None
+        """The error for a code of `codes`; None for another code."""
+        if code not in self.codes:
+            return None
+        kind, message = self.codes[code]
+        return kind(f"could not {action} in {self.url}: {message.format(bucket=self.bucket, code=code)}")
 
     def now_s(self) -> float:
         key = f"{CLOCK}-{secrets.token_hex(8)}"
@@ -108,62 +129,53 @@ class RemoteStore(Store):
 
     def put_new(self, key: str, data: bytes) -> bool:
         try:  # S3 says 409 while another conditional write is under way
-            with_retries(lambda: self._create(key, data), attempts=self.options.attempts)
+            self._retry(lambda: self._create(key, data))
         except ExistsError:
             return False
         return True
 
-    def exists(self) -> bool:
-        return next(self.scan(), None) is not None
-
     def get(self, key: str, most_bytes: int = SMALL_BYTES) -> bytes:
-        def attempt() -> bytes:
-            with contextlib.closing(self.open(key, None)) as opened:
-                if opened.size_bytes > most_bytes:
-                    raise NotAnObjectError(
-                        f"{self.url}/{key} has {opened.size_bytes} bytes, more than the limit of {most_bytes}"
-                    )
-                return b"".join(self._receive(key, opened))
-
-        return with_retries(attempt, attempts=self.options.attempts)
+        return self._retry(lambda: b"".join(self._receive(key, None, most_bytes)))
 
     def read_into(self, key: str, start: int, out: memoryview, see: See = lambda piece: None) -> None:
         if not len(out):
             return
 
         def attempt() -> None:
-            with contextlib.closing(self.open(key, (start, len(out)))) as opened:
-                if opened.size_bytes > len(out):
-                    raise StoreError(f"{self.url}/{key}: {opened.size_bytes} bytes came where {len(out)} were asked")
-                done = 0
-                for piece in self._receive(key, opened):
-                    out[done : done + len(piece)] = piece
-                    done += len(piece)
+            done = 0
+            for piece in self._receive(key, (start, len(out)), len(out)):
+                out[done : done + len(piece)] = piece
+                done += len(piece)
             if done < len(out):
                 raise StoreError(f"{self.url}/{key} ends {len(out) - done} bytes before byte {start + len(out)}")
 
-        with_retries(attempt, attempts=self.options.attempts)
+        self._retry(attempt)
         see(out)
 
-    def _receive(self, key: str, opened: Opened) -> Iterator[bytes]:
-        """Yields the announced number of bytes.
+    def _receive(self, key: str, span: tuple[int, int] | None, most_bytes: int) -> Iterator[bytes]:
+        """Yields an object, or a span of it, of at most `most_bytes`.
 
         Raises:
-            StoreError: another number of bytes arrives, or they arrive too slowly (see `limit_of`).
+            StoreError: another number of bytes arrives than announced, or they arrive too slowly (see `limit_of`).
         """
-        limit_s = limit_of(self.options.timeout_s, opened.size_bytes)
-        done, began_s = 0, time.monotonic()
-        for piece in opened.pieces:
-            done += len(piece)
-            if done > opened.size_bytes:
-                raise StoreError(f"{self.url}/{key}: more than {opened.size_bytes} bytes came")
-            yield piece
-            if done < opened.size_bytes and time.monotonic() - began_s > limit_s:
-                raise StoreError(
-                    f"could not read {key} in {self.url}: {done} of {opened.size_bytes} bytes came in {limit_s:.0f} s"
-                )
-        if done < opened.size_bytes:
-            raise StoreError(f"{self.url}/{key}: {done} of {opened.size_bytes} bytes came")
+        with contextlib.closing(self.open(key, span)) as opened:
+            size_bytes, done = opened.size_bytes, 0
+            if size_bytes > most_bytes and span is None:
+                raise NotAnObjectError(f"{self.url}/{key} has {size_bytes} bytes, more than the limit of {most_bytes}")
+            if size_bytes > most_bytes:
+                raise StoreError(f"{self.url}/{key}: {size_bytes} bytes came where {most_bytes} were asked")
+            limit_s, began_s = limit_of(self.options.timeout_s, size_bytes), time.monotonic()
+            for piece in opened.pieces:
+                done += len(piece)
+                if done > size_bytes:
+                    raise StoreError(f"{self.url}/{key}: more than {size_bytes} bytes came")
+                yield piece
+                if done < size_bytes and time.monotonic() - began_s > limit_s:
+                    raise StoreError(
+                        f"could not read {key} in {self.url}: {done} of {size_bytes} bytes came in {limit_s:.0f} s"
+                    )
+            if done < size_bytes:
+                raise StoreError(f"{self.url}/{key}: {done} of {size_bytes} bytes came")
 
 
 def limit_of(timeout_s: float, size_bytes: int) -> float:
@@ -187,18 +199,3 @@ def without_userinfo(address: str | None) -> str | None:
             "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for S3)"
         )
     return scheme + separator + host.rpartition("@")[2] + slash + path
-
-
-def with_retries(action: Callable[[], T], *, attempts: int, first_wait_s: float = 0.2) -> T:
-    """Runs `action` until it succeeds, at most `attempts` times, with exponential backoff and jitter.
-
-    A `lasting` StoreError is raised at once.
-    """
-    for attempt in range(1, attempts + 1):
-        try:
-            return action()
-        except StoreError as error:
-            if error.lasting or attempt == attempts:
-                raise
-            time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
-    raise AssertionError("attempts must be at least 1")

@@ -10,8 +10,7 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from email.utils import parsedate_to_datetime
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,14 +23,21 @@ from urllib3.exceptions import HTTPError
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
 from foundry_moe.checkpoint.store import Entry
-from foundry_moe.checkpoint.store_remote import Opened, RemoteStore, limit_of, without_userinfo
+from foundry_moe.checkpoint.store_remote import CODES, Codes, Opened, RemoteStore, limit_of, without_userinfo
 
 PIECE_BYTES = 2**18  # largest read from a connection
 MAX_PARTS = 10_000  # S3's own limit
 DELETE_BATCH = 1_000  # S3's own limit
-MISSING = {"NoSuchKey", "404", "NotFound", "NoSuchUpload"}
-DENIED = {"AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem"}
-WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+MISSING = ("NoSuchKey", "404", "NotFound", "NoSuchUpload")
+DENIED = ("AccessDenied", "403", "Forbidden", "AllAccessDisabled", "AccountProblem")
+WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+_DENIED = (DeniedError, "no permission; allow s3:ListBucket, GetObject, PutObject and DeleteObject")
+S3_CODES: Codes = {
+    **dict.fromkeys(("PreconditionFailed", "412"), (ExistsError, "the object exists")),
+    **dict.fromkeys(MISSING, (NotFoundError, "no such object")),
+    **dict.fromkeys(DENIED, _DENIED),
+    **dict.fromkeys(WRONG_KEYS, (DeniedError, "the store refuses these credentials ({code}); renew them")),
+}
 ALWAYS: dict[str, dict[str, type]] = {  # fields of every S3 response,
     "list_objects_v2": {"Name": str},
     "put_object": {"ETag": str},
@@ -67,25 +73,20 @@ class _Limited:
         return getattr(self._session, name)
 
     def send(self, request: Any) -> Any:
-        limit_s = 2 * limit_of(
-            self._timeout_s, _length(request)
-        )  # so that botocore's own timeouts, which say more, come first
-        box: list[Any] = []
+        sent_bytes = int(request.headers.get("Content-Length") or 0)
+        limit_s = 2 * limit_of(self._timeout_s, sent_bytes)  # botocore's own timeouts, which say more, come first
+        answer: Future[Any] = Future()
 
         def work() -> None:
             try:
-                box.append(self._receive(request))
+                answer.set_result(self._receive(request))
             except BaseException as error:
-                box.append(error)
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=work, name="checkpoint-request", daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        if not box:
+        threading.Thread(target=work, name="checkpoint-request", daemon=True).start()
+        if not wait([answer], limit_s).done:
             raise bce.ReadTimeoutError(endpoint_url=urlsplit(request.url).hostname)
-        if isinstance(box[0], BaseException):
-            raise box[0]
-        return box[0]
+        return answer.result()
 
     def _receive(self, request: Any) -> Any:
         """Sends a request and reads its response up to a limit; botocore has none. Objects are streamed."""
@@ -105,13 +106,10 @@ class _Limited:
         return response
 
 
-def _length(request: Any) -> int:
-    value = request.headers.get("Content-Length") or 0
-    return int(value)
-
-
 class S3Store(RemoteStore):
     """Objects below `s3://bucket/prefix`."""
+
+    codes = CODES | S3_CODES
 
     def _make_client(self) -> Any:
         options = self.options
@@ -155,23 +153,6 @@ class S3Store(RemoteStore):
                 raise self._strange(action, f"{name} is missing or invalid")
         return answer
 
-    def _list(self, action: str, prefix: str) -> Iterator[Any]:
-        """The entries of all pages of a listing."""
-        arguments = {"Prefix": self.prefix + prefix}
-        for _ in range(MAX_PAGES):
-            page = self._call(action, "list_objects_v2", **arguments)
-            items = page.get("Contents", [])
-            if not isinstance(items, list):
-                raise self._strange(action, "Contents is not a list")
-            yield from (self._with_fields(item, LISTED, action) for item in items)
-            if not page.get("IsTruncated"):
-                return
-            token = self._with_fields(page, {"NextContinuationToken": str}, action)["NextContinuationToken"]
-            if token == arguments.get("ContinuationToken"):
-                raise self._strange(action, "a page of the listing is followed by itself")
-            arguments["ContinuationToken"] = token
-        raise self._strange(action, f"its listing has more than {MAX_PAGES} pages")
-
     def _create(self, key: str, data: bytes) -> None:
         self._call(f"write {key}", "put_object", Key=self._key(key), Body=data, IfNoneMatch="*")
 
@@ -185,14 +166,8 @@ class S3Store(RemoteStore):
 
         def send(number: int) -> dict[str, Any]:
             piece = data[(number - 1) * part_bytes : number * part_bytes]
-            answer = self._call(
-                f"write part {number} of {key}",
-                "upload_part",
-                Key=name,
-                UploadId=upload,
-                PartNumber=number,
-                Body=_body(piece),
-            )
+            part = {"UploadId": upload, "PartNumber": number, "Body": _body(piece)}
+            answer = self._call(f"write part {number} of {key}", "upload_part", Key=name, **part)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
@@ -202,24 +177,16 @@ class S3Store(RemoteStore):
                 for future in waiting:
                     future.cancel()
             parts = [future.result() for future in futures if not future.cancelled()]
-            self._complete(key, upload, parts, len(data))
+            whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
+            try:
+                self._call(f"complete {key}", "complete_multipart_upload", Key=name, **whole)
+            except NotFoundError:
+                if self.size_bytes(key) != len(data):  # equal: it was completed and the response was lost
+                    raise
         except BaseException:
             with contextlib.suppress(StoreError):
                 self._call("abort", "abort_multipart_upload", Key=name, UploadId=upload)
             raise
-
-    def _complete(self, key: str, upload: str, parts: list[dict[str, Any]], size_bytes: int) -> None:
-        try:
-            self._call(
-                f"complete {key}",
-                "complete_multipart_upload",
-                Key=self._key(key),
-                UploadId=upload,
-                MultipartUpload={"Parts": parts},
-            )
-        except NotFoundError:
-            if self.size_bytes(key) != size_bytes:  # equal: it was completed and the response was lost
-                raise
 
     def open(self, key: str, span: tuple[int, int] | None) -> Opened:
         wanted = {} if span is None else {"Range": f"bytes={span[0]}-{sum(span) - 1}"}
@@ -245,11 +212,24 @@ class S3Store(RemoteStore):
             return None
 
     def scan(self, prefix: str = "") -> Iterator[Entry]:
-        action = f"list {prefix}".rstrip()
-        for item in self._list(action, prefix):
-            entry = self._entry(item["Key"], item["Size"], self._seconds(item["LastModified"], action))
-            if entry is not None:
-                yield entry
+        action, arguments = f"list {prefix}".rstrip(), {"Prefix": self.prefix + prefix}
+        for _ in range(MAX_PAGES):
+            page = self._call(action, "list_objects_v2", **arguments)
+            items = page.get("Contents", [])
+            if not isinstance(items, list):
+                raise self._strange(action, "Contents is not a list")
+            for item in items:
+                self._with_fields(item, LISTED, action)
+                entry = self._entry(item["Key"], item["Size"], item["LastModified"], action)
+                if entry is not None:
+                    yield entry
+            if not page.get("IsTruncated"):
+                return
+            token = self._with_fields(page, {"NextContinuationToken": str}, action)["NextContinuationToken"]
+            if token == arguments.get("ContinuationToken"):
+                raise self._strange(action, "a page of the listing is followed by itself")
+            arguments["ContinuationToken"] = token
+        raise self._strange(action, f"its listing has more than {MAX_PAGES} pages")
 
     def delete(self, keys: Iterable[str]) -> None:
         todo = [{"Key": self._key(key)} for key in keys]
@@ -262,17 +242,6 @@ class S3Store(RemoteStore):
                         f"could not delete {failed.get('Key')} in {self.url}: {failed.get('Message')}; "
                         "allow s3:DeleteObject or remove old checkpoints another way"
                     )
-
-    def now_s(self) -> float:
-        page = self._call("list", "list_objects_v2", Prefix=self.prefix, MaxKeys=1)
-        return self._seconds(page["ResponseMetadata"]["HTTPHeaders"].get("date"), "read the clock")
-
-    def _seconds(self, moment: Any, action: str) -> float:
-        """Seconds since 1970 of a time in a response or its header."""
-        try:
-            return (parsedate_to_datetime(moment) if isinstance(moment, str) else moment).timestamp()
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise self._strange(action, "it gives no date") from error
 
     def _translate(self, error: Exception, action: str) -> StoreError:
         where = f"could not {action} in {self.url}"
@@ -293,15 +262,4 @@ class S3Store(RemoteStore):
             return StoreError(f"{where}: {error}")
         details = error.response.get("Error", {})
         code, message = str(details.get("Code", "")), details.get("Message", "")
-        known = self._known(code, action)
-        if known is not None:
-            return known
-        if code in ("PreconditionFailed", "412"):
-            return ExistsError(f"{where}: the object exists")
-        if code in MISSING:
-            return NotFoundError(f"{where}: no such object")
-        if code in DENIED:
-            return DeniedError(f"{where}: no permission; allow s3:ListBucket, GetObject, PutObject and DeleteObject")
-        if code in WRONG_KEYS:
-            return DeniedError(f"{where}: the store refuses these credentials ({code}); renew them")
-        return StoreError(f"{where}: {code} {message}".rstrip())
+        return self._known(code, action) or StoreError(f"{where}: {code} {message}".rstrip())

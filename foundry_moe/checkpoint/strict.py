@@ -7,10 +7,11 @@ cannot exhaust it. This module does not depend on manifests or records.
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -74,26 +75,20 @@ def parse_json(raw: bytes, where: str) -> Any:
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > JSON_NODES:
         raise DamagedError(f"{where} has more than {JSON_NODES} values")
     try:
-        body = json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise DamagedError(f"{where} cannot be read: {reason}") from error
-    return body
 
 
 def check_depth(value: Any, where: str, most: int = JSON_DEPTH) -> None:
     """Raises DamagedError if lists and dictionaries are nested deeper than `most`."""
     level = [value]
     for _ in range(most):
-        inner: list[Any] = []
-        for item in level:
-            if type(item) is dict:
-                inner.extend(v for v in item.values() if type(v) in (dict, list))
-            elif type(item) is list:
-                inner.extend(v for v in item if type(v) in (dict, list))
-        if not inner:
+        inner = (item.values() if type(item) is dict else item for item in level if type(item) in (dict, list))
+        level = [item for items in inner for item in items if type(item) in (dict, list)]
+        if not level:
             return
-        level = inner
     raise DamagedError(f"{where} is nested deeper than {most}")
 
 
@@ -130,6 +125,14 @@ def sequence(value: Any, where: str, count: int | None = None) -> list[Any]:
     return value
 
 
+def shape(value: Any, where: str, itemsize: int = 1) -> tuple[int, ...]:
+    """A tensor's shape, of at most `DIMS` dimensions and `MOST` bytes."""
+    sizes = tuple(integer(size, f"a dimension of {where}") for size in sequence(value, where))
+    if len(sizes) > DIMS or math.prod(max(size, 1) for size in sizes) * itemsize > MOST:
+        fail(where, value, f"one of at most {DIMS} dimensions and {MOST} bytes")
+    return sizes
+
+
 def integers(value: Any, where: str, count: int, *, most: int = MOST) -> np.ndarray:
     """A list of `count` integers from 0 to `most`, as int64."""
     numbers = sequence(value, where, count)
@@ -154,13 +157,3 @@ def clean(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(key): clean(item) for key, item in value.items()}
     return [clean(item) for item in value] if isinstance(value, list) else value
-
-
-def plain(value: Mapping[str, Any], where: str) -> None:
-    """Checks a run's description: a shallow JSON object whose texts are valid UTF-8."""
-    mapping(value, where)
-    check_depth(value, where, most=16)
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise DamagedError(f"{where} holds invalid text: {shown(str(error))}") from error

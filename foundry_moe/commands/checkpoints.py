@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive_int
 from foundry_moe.commands.chosen_checkpoint import describe_mesh, open_folder, with_checkpoint
 from foundry_moe.config import can_cut_rows
@@ -236,7 +236,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         gone = retention.retain(arguments.keep, dry_run=arguments.dry_run)
         for key in gone:
             print(f"{verb} the checkpoint of step {key.step}")
-    stale = retention.stale_attempts(older.amount) if arguments.dry_run else retention.collect(older.amount)
+    stale = retention.collect(older.amount, dry_run=arguments.dry_run)
     for attempt, size in stale.items():
         print(f"{verb} the unfinished attempt {attempt}, {_size(size)}")
     if not gone and not stale:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -30,12 +31,12 @@ def open_folder(folder: str, arguments: argparse.Namespace, *, new: bool = False
     """
     options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
     store = open_store(folder, options)
-    if not new and not store.exists():
+    if not new and not os.path.isdir(store.url) and next(store.scan(), None) is None:
         raise NotFoundError(f"there is nothing at {store.url}: name the folder of a run that has saved")
     ledger = Ledger(store)
     if not new and not ledger.newest_first():
         below = open_store(f"{folder.rstrip('/')}/{BELOW}", options)
-        if below.exists() and Ledger(below).newest_first():
+        if Ledger(below).newest_first():
             print(f"{store.url} holds no checkpoint: using {below.url}", file=sys.stderr)
             return below, Ledger(below)
     return store, ledger

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from foundry_moe.checkpoint.errors import CheckpointError, NonfiniteError, TakenOverError
+from foundry_moe.checkpoint.errors import CheckpointError, TakenOverError
 from foundry_moe.launch.ending import code_here, is_first_rank
 from foundry_moe.schema import sentences_of
 
@@ -26,6 +26,10 @@ _OURS = tuple(
     for folder in (Path(__file__).parents[1], Path(_KERNELS.origin).parent if _KERNELS and _KERNELS.origin else None)
     if folder
 )
+
+
+class NonfiniteError(RuntimeError):
+    """A run's loss, gradients or weights are not finite, and would not be again from its newest checkpoint."""
 
 
 def is_users(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from foundry_moe.checkpoint.layout import Box, layout_of
-from foundry_moe.checkpoint.snapshot import local_part
+from foundry_moe.checkpoint.training_state import local_part
 
 _MIX = (-0x61C8864680B583EB, -0x4B47D0C5A8A9B4E5)  # odd, of 64 bits
 _CHUNK = 2**22  # elements at a time

@@ -14,8 +14,7 @@ from composer import Callback, State, Trainer
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
-from foundry_moe.checkpoint.errors import NonfiniteError
-from foundry_moe.launch.user_errors import NONFINITE
+from foundry_moe.launch.user_errors import NONFINITE, NonfiniteError
 from tests.helpers.line import Line
 
 

@@ -43,10 +43,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from foundry_moe.checkpoint import Reader, Writer, open_store
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
-from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from tests.helpers import faults
 from tests.helpers.clouds import Azurite
@@ -326,7 +326,7 @@ def storm(store: Store, kills: int, seed: int, *, check_every: int = 25) -> Coun
     def collect() -> int:
         retention = Retention(Ledger(store))
         retention.collect(0.0, own=True)
-        return len(retention.stale_attempts(0.0, own=True))
+        return len(retention.collect(0.0, own=True, dry_run=True))
 
     assert apart(collect) == 0
     assert apart(lambda: check_all(store)) == commits

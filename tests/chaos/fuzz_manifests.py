@@ -115,9 +115,6 @@ class MemoryStore(Store):
     def now_s(self) -> float:
         return time.time()
 
-    def exists(self) -> bool:
-        return bool(self.objects)
-
 
 def make_state(step: int, fill: float | None = None) -> dict[str, Any]:
     """Tensors in one block and in several, small ones and an empty one, and values of every kind."""

@@ -8,7 +8,7 @@ import pytest
 
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.owners import Owners
+from foundry_moe.checkpoint.owners import Identity, Owners
 from foundry_moe.launch.user_errors import TAKEN_OVER
 from tests.helpers import entrypoint
 from tests.helpers.entrypoint import START_S, STOP_S, kill_group, wait_for
@@ -34,7 +34,7 @@ def test_the_older_process_leaves_the_folder_to_the_newer_one(tiny_text, tmp_pat
             owners = Owners(store)
             before = owners.newest()
             assert before is not None and older.poll() is None, (tmp_path / "printed").read_text()[-5000:]
-            newer = owners.acquire(before.identity, has_commits=lambda: True)
+            newer = owners.acquire(Identity(run_name=before.run_name, model=before.model), has_commits=lambda: True)
             began = len(read_log(log))
             wait_for(lambda: older.poll() is not None, STOP_S)
         finally:

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from foundry_moe.checkpoint import open_store, store_cloud
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine
 from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, NotFoundError, StoreError, TakenOverError
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.owners import Identity, Owners
-from foundry_moe.checkpoint.retention import Retention
+from foundry_moe.checkpoint.owners import Heartbeat, Identity, Owners
 from foundry_moe.checkpoint.store import Store, StoreOptions
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from tests.helpers.checkpoints import blank, check, damage, save, steps_in
@@ -44,7 +44,7 @@ def test_a_run_saves_resumes_and_removes_old_checkpoints(cloud) -> None:
     retention = Retention(Ledger(cloud))
     cloud.put("steps/000000000009/20200101T000000-deadbeef/data/000000.bin", b"left by a dead process")
     assert len(retention.collect(-1.0, own=True)) == 1
-    assert Ledger(cloud).newest_first() and retention.stale_attempts(-1.0, own=True) == {}
+    assert Ledger(cloud).newest_first() and retention.collect(-1.0, own=True, dry_run=True) == {}
 
 
 def test_a_restart_takes_the_folder_over(cloud) -> None:
@@ -55,7 +55,7 @@ def test_a_restart_takes_the_folder_over(cloud) -> None:
     with pytest.raises(TakenOverError):
         owners.check(first)
     assert owners.living_since_s() is not None
-    owners.leave(second)
+    Heartbeat(owners, second).stop()
     assert owners.living_since_s() is None
 
 
@@ -195,7 +195,6 @@ def test_what_is_no_cloud_is_no_empty_folder(google, azurite, body) -> None:
         for folder in (store, azure):
             for call in (
                 type(store).check,
-                type(store).exists,
                 *(CALLS[name] for name in ("get", "range", "size", "list", "put")),
             ):
                 with pytest.raises(StoreError):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from foundry_moe.checkpoint import ledger as commits_module
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import (
     CheckpointError,
@@ -26,8 +27,7 @@ from foundry_moe.checkpoint.errors import (
 )
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.checkpoint.retention import Retention
-from foundry_moe.checkpoint.snapshot import Snapshotter
+from foundry_moe.checkpoint.training_state import Snapshotter
 from tests.helpers.checkpoints import blank, check, damage, make_state, save, steps_in
 
 
@@ -120,7 +120,7 @@ def test_an_attempt_that_was_not_committed_does_not_exist(store) -> None:
     store.delete([CommitKey(generation=0, step=2).key])
     check(CheckpointEngine(store).load(blank()), 1)
     retention = Retention(Ledger(store))
-    assert list(retention.stale_attempts(3600)) == [] and len(retention.stale_attempts(-1)) == 1
+    assert retention.collect(3600) == {} and len(retention.collect(-1, dry_run=True)) == 1
     assert len(retention.collect(-1)) == 1
     assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000001"}
 

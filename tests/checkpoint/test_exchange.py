@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+import random
+from types import SimpleNamespace
 
-from foundry_moe.checkpoint.collective_errors import FirstError, portable
+import numpy as np
+import pytest
+import torch
+
+from foundry_moe.checkpoint.collective_errors import portable
+from foundry_moe.checkpoint.exchange import Targets, Traffic, _Exchange
+from foundry_moe.checkpoint.layout import Grid, Layout, plan_writes
+from foundry_moe.checkpoint.manifest import build_manifest
+from foundry_moe.checkpoint.range_reads import Fetcher
+from foundry_moe.checkpoint.training_state import place
 from foundry_moe.launch.processes import run_processes
 from tests.checkpoint import exchange_worker as worker
 from tests.checkpoint.exchange_worker import Case
@@ -64,6 +75,54 @@ def _expected(case: Case) -> tuple[str, str, int | None]:
     return type(error).__name__, str(error), None
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_in_each_round_a_rank_expects_what_the_others_send_it(seed: int) -> None:
+    """On random meshes, so that a rank belongs to several sets of ranks, which share different blocks."""
+    rng = random.Random(seed)
+    shapes = {"a": (96, 40), "b": (6, 24, 16), "c": (48,), "d": (24, 36)}
+
+    def layouts(world: int) -> dict[str, Layout]:
+        mesh = rng.choice([(world,), (2, world // 2), (world // 2, 2)])
+        grid = Grid(mesh, tuple(range(world)))
+        return {
+            name: Layout(shape, grid, tuple(rng.sample([None, *range(len(shape)), None], len(mesh))))
+            for name, shape in shapes.items()
+        }
+
+    saved, wanted = layouts(rng.choice([4, 6])), layouts(rng.choice([4, 6, 8]))
+    plans = plan_writes([(layout, 4) for layout in saved.values()], max_bytes=1024)
+    objects = {rank: place(blocks) for rank, blocks in plans.items()}
+    written = {
+        rank: (plan.size_bytes, plan.rows(list(shapes), np.zeros(len(plan.blocks), dtype=np.uint64)))
+        for rank, plan in objects.items()
+    }
+    manifest = build_manifest({name: (torch.float32, shape) for name, shape in shapes.items()}, written, {}, {})
+    store = SimpleNamespace(range_bytes=2048)
+    sides = {}
+    for rank in range(math.prod(wanted["a"].grid.shape)):
+        places = {
+            name: [(box, torch.empty(box[1])) for box in layout.boxes_of(rank)] for name, layout in wanted.items()
+        }
+        targets = Targets(manifest, rank, wanted, places)
+        sides[rank] = _Exchange(targets, Fetcher(store, "", manifest), {rank}, None, Traffic())
+    read = [block for side in sides.values() for part, _ in side.reads for block, _ in part.blocks]
+    assert len(set(read)) == len(read), "each block is read by one rank"
+    for here, side in sides.items():
+        got = {block for part, _ in side.reads for block, _ in part.blocks}
+        for number, each in enumerate(side.rounds):
+            for there, other in sides.items():
+                theirs = other.rounds[number].sent if number < len(other.rounds) else []
+                assert [part for part, source in each.arriving if source == there] == [
+                    part for part, to in theirs if here in to and here != there
+                ]
+            got |= {block for part, _ in each.arriving for block, _ in part.blocks}
+        for there, other in sides.items():
+            assert here == there or all(
+                here not in to for late in other.rounds[len(side.rounds) :] for _, to in late.sent
+            )
+        assert got >= {block for dealt in side.targets.needed.values() for mine in dealt.values() for block in mine}
+
+
 def test_an_error_that_pickle_cannot_bring_is_said_in_another() -> None:
     error = worker.TwoPartError("one", "two")
     said = portable(error)
@@ -73,17 +132,19 @@ def test_an_error_that_pickle_cannot_bring_is_said_in_another() -> None:
 
 
 def test_the_first_error_is_kept_and_nothing_runs_after_it() -> None:
-    failure, ran = FirstError(), []
+    side, ran = _Exchange.__new__(_Exchange), []
+    side.failure = None
 
     def fail(name: str) -> None:
         ran.append(name)
         raise ValueError(name)
 
-    assert failure.guard(len, "four") == 4
-    assert failure.guard(fail, "first") is None and failure.guard(fail, "second") is None
-    assert ran == ["first"] and str(failure.error) == "first"
+    assert side._guard(len, "four") == 4
+    assert side._guard(fail, "first") is None and side._guard(fail, "second") is None
+    assert ran == ["first"] and str(side.failure) == "first"
+    side.failure = None
     with pytest.raises(KeyboardInterrupt):
-        FirstError().guard(_interrupt)
+        side._guard(_interrupt)
 
 
 def _interrupt() -> None:

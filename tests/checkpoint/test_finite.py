@@ -9,7 +9,7 @@ import torch
 
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
-from foundry_moe.checkpoint.snapshot import Snapshotter, is_finite
+from foundry_moe.checkpoint.training_state import Snapshotter, is_finite
 
 NAN, INF = float("nan"), float("inf")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -196,7 +197,9 @@ def test_who_lost_its_own_lease_sees_the_newer(store) -> None:
 
 
 def test_these_errors_reach_other_ranks_whole() -> None:
-    arrived = portable(OwnedError("mine", True))
+    error = OwnedError("mine")
+    error.model_differs = True
+    arrived = pickle.loads(pickle.dumps(portable(error)))
     assert isinstance(arrived, OwnedError) and arrived.model_differs and str(arrived) == "mine"
 
 

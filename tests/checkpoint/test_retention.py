@@ -9,12 +9,12 @@ import time
 import pytest
 
 from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.engine import CheckpointEngine, Policy
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.records import Commit, CommitKey, file_hash
-from foundry_moe.checkpoint.retention import Retention
 from tests.helpers import faults
 from tests.helpers.checkpoints import blank, check, damage, make_state, save, steps_in
 

@@ -15,6 +15,7 @@ from threading import Thread
 import pytest
 
 from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.errors import (
     DeniedError,
     NotAnObjectError,
@@ -22,7 +23,6 @@ from foundry_moe.checkpoint.errors import (
     StoreError,
 )
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.checkpoint.retention import Retention
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from tests.helpers.s3_servers import served
@@ -166,7 +166,7 @@ def test_what_is_not_s3_is_no_empty_folder(moto, body) -> None:
     with served(type("Handler", (Page,), {"body": body}), attempts=1) as store:
         for action in (
             store.check,
-            store.exists,
+            lambda: list(store.scan()),
             lambda: list(store.scan("commits/")),
             lambda: store.put("x", b"1"),
             lambda: store.put_new("x", b"1"),

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from foundry_moe.checkpoint import exchange, open_store
+from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.codec import tensor_bytes
 from foundry_moe.checkpoint.engine import CheckpointEngine
 
@@ -120,15 +120,14 @@ def folder_of(mesh: tuple[int, int, int]) -> str:
 def load_each(root: str, folders: list[str], meshes: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
     """Loads every folder on every mesh into a model with other values; returns digests and bytes.
 
-    Tensors this small pass through memory that ranks share; every other load takes them for large ones, which are read
-    straight to their places, in wide ranges.
+    In every other load ranks send each other what one of them reads, in narrow ranges, as on several hosts.
     """
     results = []
     for turn, mesh in enumerate(meshes):
         for number, folder in enumerate(folders, turn):
-            exchange.DIRECT_BYTES = (2**18, 2**10)[number % 2]
             engine = make_engine(f"{root}/{folder}")
-            engine.ledger.store.range_bytes = (2**24, 2**14)[number % 2]
+            if number % 2:
+                engine.ledger.store.host, engine.ledger.store.range_bytes = None, 2**14
             model, optimizer = build(mesh, seed=99)
             state = state_of(model, optimizer)
             loaded = engine.load(state)

@@ -7,9 +7,9 @@ import sys
 import pytest
 from foundry_moe_kernels import autotune
 
-from foundry_moe.checkpoint.errors import DamagedError, NonfiniteError, ResumeError, StoreError, TakenOverError
+from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError, TakenOverError
 from foundry_moe.config import MoEConfig
-from foundry_moe.launch.user_errors import NONFINITE, PASSING_ERROR, TAKEN_OVER, USER_ERROR, run_cleanly
+from foundry_moe.launch.user_errors import NONFINITE, PASSING_ERROR, TAKEN_OVER, USER_ERROR, NonfiniteError, run_cleanly
 from tests.helpers.demo import DEMO
 
 pytestmark = pytest.mark.quick
