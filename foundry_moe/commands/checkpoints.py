@@ -279,15 +279,15 @@ def run_release(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    from foundry_moe.commands.exported_files import export, export_state, weight_map
+    from foundry_moe.commands.exported_files import INDEX, export, export_state
 
     store, ledger = open_folder(arguments.folder, arguments)
     out, section = arguments.out, arguments.section
 
     def write(found: Found) -> str:
         if arguments.format == "safetensors":
-            index = export(store, found, out, section=section or "model", file_bytes=int(arguments.file_gb * 10**9))
-            count, where = len(weight_map(index)), f"{len(set(weight_map(index).values()))} files, {index}"
+            names = export(store, found, out, section=section or "model", file_bytes=int(arguments.file_gb * 10**9))
+            count, where = len(names), f"{len(set(names.values()))} files, {out / INDEX}"
         else:
             count, where = export_state(store, found, out, arguments.format, section), str(out)
         return f"step {found.commit.step}: {count} tensors in {where}"
