@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foundry_moe.config import ACTIVATIONS, AUTO, MeshConfig, MoEConfig
+from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.launch.run_config import read_moe
-from foundry_moe.schema import from_mapping, section
+from foundry_moe.schema import section
 
 MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 HUGGING_FACE = "hf_causal_lm"
@@ -108,11 +108,6 @@ class ModelShape:
         return 1.0 - self.disabled_dense / self.dense
 
     @property
-    def moe_block(self) -> float:
-        """Parameters of a block with experts, outside its experts."""
-        return self.around_ffn + self.beside_experts
-
-    @property
     def dense(self) -> int:
         """Parameters outside experts."""
         ffns = self.moe_layers * self.beside_experts + (self.layers - self.moe_layers) * self.dense_ffn
@@ -137,27 +132,15 @@ class ModelShape:
         return 6.0 * (self.active - self.looked_up) + 12.0 * self.layers * self.sequence * self.query_width
 
 
-def planned_moe(run: Mapping[str, Any]) -> tuple[MoEConfig, MeshConfig]:
-    """The experts and the mesh of a run.
-
-    Raises:
-        ValueError: the run has no experts, or an invalid key.
-    """
-    config = read_moe(run)
-    if config is None:
-        raise ValueError("the run has no experts: add algorithms.dmoe or model.moe")
-    keys = config.mesh if config.mesh is not None else section(run, "algorithms").get("dmoe_mesh")
-    return config, from_mapping(MeshConfig, keys, "mesh")
-
-
 def read_shape(run: Mapping[str, Any]) -> ModelShape:
     """The shape of a run's model with its experts.
 
     Raises:
         ValueError: no experts, a kind of model that is not supported, or an invalid value.
     """
-    moe, _ = planned_moe(run)
-    model = section(run, "model")
+    moe, model = read_moe(run), section(run, "model")
+    if moe is None:
+        raise ValueError("the run has no experts: add algorithms.dmoe or model.moe")
     if model.get("name") == HUGGING_FACE:
         return _count_hugging_face(run, moe)
     if model.get("name") not in MODELS:
@@ -275,9 +258,6 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     def count(module: torch.nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
 
-    def is_disabled(name: str, parameter: torch.nn.Parameter) -> bool:
-        return not parameter.requires_grad or any(re.search(pattern, f"model.{name}") for pattern in patterns)
-
     def mean(counts: list[int]) -> float:
         return sum(counts) / len(counts) if counts else 0.0
 
@@ -287,9 +267,9 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         built = AutoModelForCausalLM.from_config(config)
     found = list(find_blocks(built, None))
     blocks = {block.name: count(block.module) for block in found}
-    before = count(built)
+    before, dense = count(built), [block.dense for block in found if block.dense is not None]
     copied = moe.init == "upcycle" or (moe.init == AUTO and bool(model.get("pretrained", True)))
-    if copied and moe.bias == AUTO and any(block.dense is not None and block.dense.biases for block in found):
+    if copied and moe.bias == AUTO and any(ffn.biases for ffn in dense):
         moe = replace(moe, bias=True)  # experts that are copies of an FFN have its biases
     # counting replaces no weights, so nothing needs to be kept
     apply_dmoe(built, replace(moe, init="random", mesh=None), loaded=False)
@@ -306,7 +286,8 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     for name, parameter in built.named_parameters():
         of_experts = ".experts." in name
         base = of_experts and first.config.lora_config is not None and not re.search(ADAPTER, name)
-        if is_disabled(name, parameter) and not base:
+        frozen = not parameter.requires_grad or any(re.search(pattern, f"model.{name}") for pattern in patterns)
+        if frozen and not base:
             disabled[of_experts] += parameter.numel()
     inside = sum(count(built.get_submodule(name)) for name in blocks)
     around = sum(count(built.get_submodule(name.rpartition(".")[0])) for name in blocks) - inside

@@ -183,7 +183,8 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     if step.checkpointed:
         saved = shape.layers * tokens * shape.d_model * width + layer
     else:
-        saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * _saved_by_dense_block(shape, step)
+        dense = _attention_numbers(shape) + 2 * shape.d_model + 2 * (shape.ffn_matrices - 1) * shape.ffn_hidden
+        saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * tokens * width * dense
     # Two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and one
     # layer's activations. Gradients of earlier microbatches are held at both.
     if shape.fused_loss:
@@ -196,8 +197,9 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     unsharded = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
     kept = unsharded if step.reductions < step.microbatches else trained
     at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
-    unit = shape.experts_a_layer / mesh.expert + shape.moe_block
-    trained_unit = shape.trained_experts_a_layer / mesh.expert + shape.moe_block * shape.trained_share
+    around = shape.around_ffn + shape.beside_experts
+    unit = shape.experts_a_layer / mesh.expert + around
+    trained_unit = shape.trained_experts_a_layer / mesh.expert + around * shape.trained_share
     if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
         gathered: float = width * shape.total if step.stored == 4 else 0.0
         at_end = 4 * trained + layer + width * (unit + trained_unit) - gathered
@@ -217,11 +219,6 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
 def _attention_numbers(shape: ModelShape) -> float:
     """For each token: input, norm, queries, keys and values before and after positions, and the output."""
     return 2 * shape.d_model + 2 * shape.query_width + 4 * shape.key_width
-
-
-def _saved_by_dense_block(shape: ModelShape, step: Step) -> float:
-    ffn = 2 * shape.d_model + 2 * (shape.ffn_matrices - 1) * shape.ffn_hidden
-    return step.tokens * step.width * (_attention_numbers(shape) + ffn)
 
 
 def _saved_by_moe_block(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
