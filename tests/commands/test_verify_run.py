@@ -177,6 +177,6 @@ def test_what_is_missing_or_no_number_differs() -> None:
         assert Row(quantity="x", difference=difference(measured, expected)).verdict == "differs"
     assert difference(some * (1 + 1e-6), some) < 1e-5
     assert Row(quantity="x", why="no formula").verdict == "not compared"
-    assert step_zero_row({"converted": (some, some * 2)}, "").verdict == "differs"
+    assert step_zero_row({"converted": (some, some * 2)}, converted=True).verdict == "differs"
     assert why_not("base", {}, capacity=None, widths=8) == "gate base has no independent formula"
     assert not why_not("switch", {"jitter": 0.01}, capacity="dynamic", widths=8)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.verify.shrink import LOADER
+from foundry_moe.commands.verify.shrink import LOADER, SAVE_AFTER
 
 # modules that the fork server imports once for all children
 PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
@@ -38,6 +38,7 @@ class Trial:
     """One training.
 
     run: of LLM Foundry, without data, callbacks and `_KEYS`.
+    processes: one or more, which train together.
     batch: sequences of all ranks in a step.
     microbatch: sequences of a rank.
     with_formula: compare the layers' first step with `formula`; on one process.
@@ -51,12 +52,11 @@ class Trial:
     run: Mapping[str, Any]
     batch: int
     microbatch: int
-    length: int
     vocabulary: int
     steps: int
-    save_after: int
+    processes: int
+    double: bool
     with_formula: bool = False
-    double: bool = False
     folder: str = ""
     resume: int = 0
     source: str = ""
@@ -85,20 +85,16 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     if LOADER not in registry.dataloaders.get_all():
         registry.dataloaders.register(LOADER, func=build_loader)
         registry.callbacks.register(RECORDER, func=Recorder)
-    config = OmegaConf.create(_with_data(trial))
-    trainer = train(config)
+    trainer = train(OmegaConf.create(_with_data(trial)))
     seen = Recorder.last.seen
     trainer.close()
     return seen
 
 
 def _with_data(trial: Trial) -> dict[str, Any]:
-    ranks = int(os.environ["WORLD_SIZE"])
     callbacks: dict[str, Any] = {
         RECORDER: {
-            "microbatches": trial.batch // ranks // trial.microbatch,
-            "steps": trial.steps,
-            "save_after": trial.save_after,
+            "microbatches": trial.batch // trial.processes // trial.microbatch,
             "with_formula": trial.with_formula,
             "source": trial.source,
         }
@@ -106,17 +102,17 @@ def _with_data(trial: Trial) -> dict[str, Any]:
     if trial.folder:
         callbacks["elastic_checkpoint"] = {
             "folder": trial.folder,
-            "interval": f"{trial.save_after}ba",
+            "interval": f"{SAVE_AFTER}ba",
             "keep": 4,
             "resume": trial.resume or "never",
         }
-    loader = {"name": LOADER, "length": trial.length, "vocabulary": trial.vocabulary, "steps": trial.steps}
+    loader = {"name": LOADER, "vocabulary": trial.vocabulary, "steps": trial.steps, "microbatch": trial.microbatch}
     return {
         **trial.run,
         **_KEYS,
         "global_train_batch_size": trial.batch,
         "device_train_microbatch_size": trial.microbatch,
         "max_duration": f"{trial.steps}ba",
-        "train_loader": {**loader, "microbatch": trial.microbatch},
+        "train_loader": {**loader, "length": trial.run["max_seq_len"]},
         "callbacks": callbacks,
     }
