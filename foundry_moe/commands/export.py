@@ -42,35 +42,27 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
     """
     dtype = dtype_named(arguments.dtype)
     step, out = arguments.step, arguments.out
-    if arguments.adapter:
-        return _export_adapter(arguments, store, ledger, dtype)
-    if arguments.check:
+    if arguments.check and not arguments.adapter:
         step, dtype = _exported_as(out, step, dtype)
+
+    def write_adapters(found: Found) -> str:
+        architecture = _architecture(found, store)
+        sources = _sources(found, architecture)
+        with _beside(out.resolve()) as partial:
+            return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
 
     def write(found: Found) -> ExportCertificate:
         architecture = _architecture(found, store)
         exported = plan_export(store, found, architecture, dtype, merged=arguments.merge, base=arguments.base)
         if arguments.check:
-            certificate = certify(exported, out, with_logits=arguments.certify)
-            certificate.write(out)
-            return certificate
+            return certify(exported, out, with_logits=arguments.certify)
         tokenizer = read_tokenizer(arguments.tokenizer, architecture.tokenizer)
         return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
 
+    if arguments.adapter:
+        print(f"{out}: {with_checkpoint(ledger, step, write_adapters)}")
+        return 0
     return _print_result(with_checkpoint(ledger, step, write), out)
-
-
-def _export_adapter(arguments: argparse.Namespace, store: Store, ledger: Ledger, dtype: str | None) -> int:
-    """`--adapter`: the adapters alone."""
-
-    def write(found: Found) -> str:
-        architecture = _architecture(found, store)
-        sources = _sources(found, architecture)
-        with _beside(arguments.out.resolve()) as partial:
-            return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
-
-    print(f"{arguments.out}: {with_checkpoint(ledger, arguments.step, write)}")
-    return 0
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
@@ -161,7 +153,6 @@ def plan_export(
             raise
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise ValueError(f"the checkpoint's configuration is not a valid one: {reason}") from error
-    targets = native.targets(shapes)
     kinds = {source.dtype for source in sources.values()}
     native.config.torch_dtype = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
     return Exported(
@@ -170,7 +161,7 @@ def plan_export(
         architecture=architecture,
         native=native,
         sources=sources,
-        targets=targets,
+        targets=native.targets(shapes),
         dtype=dtype,
     )
 
@@ -189,7 +180,11 @@ def export_to(
     """
     config = exported.native.config
     if tokenizer is not None:
-        _check_vocabulary(tokenizer, int(config.vocab_size))
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"--tokenizer: it has {len(tokenizer)} tokens, and the model {config.vocab_size}: give the tokenizer "
+                "of this model"
+            )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name, None) is None or exported.architecture.model_type == "mpt":
                 setattr(config, name, getattr(tokenizer, name))
@@ -208,7 +203,6 @@ def export_to(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         certificate = certify(exported, partial, with_logits=with_logits)
-        certificate.write(partial)
         if not certificate.good:
             raise CheckpointError(
                 f"{out} is not written: the exported tensors or logits differ from the checkpoint: "
@@ -254,13 +248,6 @@ def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"--tokenizer: it has {len(tokenizer)} tokens, and the model {vocab_size}: give the tokenizer of this model"
-        )
 
 
 def _architecture(found: Found, store: Store) -> Architecture:
