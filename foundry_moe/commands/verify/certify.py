@@ -24,7 +24,7 @@ import torch
 from foundry_moe.commands.plan.shape import HUGGING_FACE
 from foundry_moe.commands.verify.cases import check_mesh, default_meshes, small_runs
 from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, formula_rows, resume_rows, step_zero_row
-from foundry_moe.commands.verify.shrink import BATCHES, SAVE_AFTER, SmallRun, moe_keys, set_mesh, shrink
+from foundry_moe.commands.verify.shrink import SAVE_AFTER, SmallRun, moe_keys, set_mesh, shrink
 from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
@@ -105,12 +105,12 @@ def certify_run(
     if config is None:
         raise ValueError("the run has no experts to verify: neither algorithms.dmoe nor model.moe is there")
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        source, notes = "", ()  # type: tuple[str, tuple[str, ...]]
+        scale, source, notes = 1.0, "", ()  # type: tuple[float, str, tuple[str, ...]]
         if section(run, "model").get("name") == HUGGING_FACE:
             from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
 
-            run, source, notes = write_small_model(run, config, Path(folder))
-        small = shrink(run, config, mesh=mesh, device=device, precision=precision)
+            run, scale, source, notes = write_small_model(run, config, Path(folder))
+        small = shrink(run, config, mesh=mesh, device=device, precision=precision, scale=scale)
         small = replace(small, name=name, source=source, notes=(*notes, *small.notes))
         return certify([small], device=device, timeout_s=timeout_s, train=train)[0]
 
@@ -168,7 +168,7 @@ def _trials_of(run: SmallRun, saved: str) -> dict[str, Trial]:
     resume = partial(_trial_alone, run) if other is None else partial(_trial, run, other)
     trials = {
         "mesh": _trial(run, run.mesh, f"mesh {run.mesh}", folder=saved),
-        "alone": _trial_alone(run, "alone", with_formula=True, source=run.source),
+        "alone": _trial_alone(run, "alone", with_formula=True),
         "resumed": resume(f"resumed {run.mesh}", folder=saved, resume=SAVE_AFTER),
     }
     if run.alone > 1:
@@ -183,11 +183,8 @@ def _trial(run: SmallRun, mesh: Mesh | None, name: str, **more: Any) -> Trial:
     keys = copy.deepcopy(dict(run.run))
     if mesh is not None:
         set_mesh(keys, mesh)
-    values: dict[str, Any] = {"processes": run.processes, "microbatch": run.microbatch, "steps": BATCHES, **more}
-    double = run.precision == "fp64"
-    return Trial(
-        name=f"{run.name}, {name}", run=keys, batch=run.batch, vocabulary=run.vocabulary, double=double, **values
-    )
+    values: dict[str, Any] = {"processes": run.processes, "microbatch": run.microbatch, **more}
+    return Trial(name=f"{run.name}, {name}", small=run, run=keys, **values)
 
 
 def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:

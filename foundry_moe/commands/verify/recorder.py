@@ -93,14 +93,12 @@ class Recorder(Callback):
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By kind and name."""
-    prefixes = {plain_name(name): layer for name, layer in named_moe_layers(model).items()}
+    layers = [f"{plain_name(name)}." for name in named_moe_layers(model)]
     found = {}
     for name, parameter in model.named_parameters():
-        name, kind = plain_name(name), "dense"
-        for prefix in prefixes:
-            if name.startswith(f"{prefix}."):
-                kind = KINDS.get(name.removeprefix(f"{prefix}.").partition(".")[0], "dense")
-        found[f"{kind}/{name}"] = parameter
+        name = plain_name(name)
+        part = next((name.removeprefix(layer).partition(".")[0] for layer in layers if name.startswith(layer)), "")
+        found[f"{KINDS.get(part, 'dense')}/{name}"] = parameter
     return found
 
 

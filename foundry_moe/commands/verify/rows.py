@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
 # Sums in another order, over three steps of AdamW: fp64 measures 3e-15, fp32 some 1e-6.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
 # A loss that is dropped or counted twice is off by 1. Rounding is larger here, because the scale comes from the
@@ -41,8 +40,8 @@ class Row:
     @property
     def verdict(self) -> str:
         if self.difference is None:
-            return NOT_COMPARED
-        return SAME if self.difference <= self.tolerance else DIFFERS
+            return "not compared"
+        return "same" if self.difference <= self.tolerance else "differs"
 
 
 def compare_trials(

@@ -92,7 +92,13 @@ class _Work:
 
 
 def shrink(
-    run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, device: str, precision: str = "fp32"
+    run: Mapping[str, Any],
+    config: MoEConfig,
+    *,
+    mesh: Mesh | None,
+    device: str,
+    precision: str = "fp32",
+    scale: float = 1.0,
 ) -> SmallRun:
     """The run at a small size; `check_whole_run` has passed it.
 
@@ -101,6 +107,7 @@ def shrink(
         mesh: to train on; None = the run's, each axis above 1 as small as can be above 1.
         device: cpu | cuda.
         precision: fp64 | fp32; 16-bit rounding would move tokens to other experts.
+        scale: of the widths of a model that is small already.
 
     Raises:
         ValueError: a mesh that does not fit the experts, or a model whose sizes are not known.
@@ -110,7 +117,7 @@ def shrink(
     chosen = _choose_mesh(work, keys, config, mesh)
     microbatch, microbatches = _shrink_batches(work, run, keys)
     length = min(int(run["max_seq_len"]), POSITIONS)
-    vocabulary, scale = VOCABULARY, 1.0
+    vocabulary = VOCABULARY
     if section(run, "model").get("name") in MPTS:
         scale, vocabulary = _shrink_mpt(work, length, config)
     _shrink_experts(work, config, scale, chosen)
@@ -289,15 +296,15 @@ def shrink_layers(run: dict[str, Any], config: MoEConfig, layers: int) -> int:
 
 def _shrink_experts(work: _Work, config: MoEConfig, scale: float, mesh: Mesh | None) -> None:
     keys = moe_keys(work.run)
-    widths = config.expert_hidden_size
-    if isinstance(widths, tuple):
+    widths, shared = keys.get("expert_hidden_size", AUTO), keys.get("shared_expert_hidden_size")
+    if isinstance(widths, tuple | list):
         common = math.gcd(*widths)
         unit = max(1, min(common, 64 * common // max(widths)))
         keys["expert_hidden_size"] = [width // common * unit for width in widths]
     elif isinstance(widths, int):
         keys["expert_hidden_size"] = even_width(widths * scale) if scale < 1 else widths
-    if config.shared_expert_hidden_size and scale < 1:
-        keys["shared_expert_hidden_size"] = even_width(config.shared_expert_hidden_size * scale)
+    if shared and scale < 1:
+        keys["shared_expert_hidden_size"] = even_width(shared * scale)
     if scale < 1:
         work.notes.append(
             f"{config.num_experts} experts, top {config.top_k}, of width {_short(widths)} -> as many of width "

@@ -15,7 +15,7 @@ import torch
 from foundry_moe.commands.plan.shape import read_config
 from foundry_moe.commands.verify import shrink
 from foundry_moe.commands.verify.shrink import HEAD, LAYERS, VOCABULARY, even_width, moe_keys
-from foundry_moe.config import AUTO, MoEConfig
+from foundry_moe.config import MoEConfig
 from foundry_moe.models.families import FAMILIES
 from foundry_moe.schema import section
 
@@ -27,11 +27,12 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hid
 
 def write_small_model(
     run: Mapping[str, Any], experts: MoEConfig, folder: Path
-) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+) -> tuple[dict[str, Any], float, str, tuple[str, ...]]:
     """Writes the model to `folder` and names it in the run.
 
     Returns:
-        The run; the folder where the run loads weights whose meaning it keeps, else empty; and what was changed.
+        The run; the scale of widths; the folder where the run loads weights whose meaning it keeps, else empty; and
+        what was changed.
 
     Raises:
         ValueError: the configuration cannot be read, or has no sizes that are known.
@@ -41,6 +42,7 @@ def write_small_model(
 
     small: dict[str, Any] = copy.deepcopy(dict(run))
     model, config = small["model"], read_config(section(run, "model"))
+    width = getattr(config, "hidden_size", 1)
     notes = _shrink(small, config, experts)
     torch.manual_seed(0)
     logging.set_verbosity_error()
@@ -50,7 +52,7 @@ def write_small_model(
     for key in ("config_overrides", "use_auth_token", "trust_remote_code", "load_in_8bit"):
         model.pop(key, None)
     keeps = model.get("pretrained", True) and (config.model_type in FAMILIES or experts.init != "random")
-    return small, str(folder) if keeps else "", notes
+    return small, config.hidden_size / width, str(folder) if keeps else "", notes
 
 
 def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> tuple[str, ...]:
@@ -119,7 +121,6 @@ def _few_layers(run: dict[str, Any], config: Any, experts: MoEConfig, layers: in
 def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: float) -> None:
     if scale == 1:
         return
-    keys = moe_keys(run)
     before = getattr(config, "intermediate_size", None)
     for key in _WIDTHS:
         if isinstance(getattr(config, key, None), int):
@@ -129,14 +130,8 @@ def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: flo
         ffn.ffn_hidden_size = even_width(ffn.ffn_hidden_size * scale)
     if config.model_type in FAMILIES:
         for key in ("expert_hidden_size", "shared_expert_hidden_size"):
-            keys.pop(key, None)  # the family's own
+            moe_keys(run).pop(key, None)  # the family's own
         return
     width = experts.expert_hidden_size
-    if isinstance(width, int):
-        keys["expert_hidden_size"] = even_width(width * scale)
-        if before and before % width == 0:  # shards of the dense block stay shards of it
-            config.intermediate_size = keys["expert_hidden_size"] * (before // width)
-    elif width != AUTO:
-        keys["expert_hidden_size"] = [even_width(one * scale) for one in width]
-    if experts.shared_expert_hidden_size:
-        keys["shared_expert_hidden_size"] = even_width(experts.shared_expert_hidden_size * scale)
+    if isinstance(width, int) and before and before % width == 0:  # shards of the dense block stay shards of it
+        config.intermediate_size = even_width(width * scale) * (before // width)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.verify.shrink import LOADER, SAVE_AFTER
+from foundry_moe.commands.verify.shrink import BATCHES, LOADER, SAVE_AFTER, SmallRun
 
 # modules that the fork server imports once for all children
 PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
@@ -37,29 +37,23 @@ _KEYS: Mapping[str, Any] = {
 class Trial:
     """One training.
 
-    run: of LLM Foundry, without data, callbacks and `_KEYS`.
+    run: the keys of `small` with this trial's mesh, without data, callbacks and `_KEYS`.
     processes: one or more, which train together.
-    batch: sequences of all ranks in a step.
     microbatch: sequences of a rank.
     with_formula: compare the layers' first step with `formula`; on one process.
-    double: weights are drawn, and all is computed, in fp64.
     folder: of checkpoints; empty = none.
     resume: the step to go on from; 0 = a new run.
-    source: folder of the model that this one was converted from; empty = none.
     """
 
     name: str
+    small: SmallRun
     run: Mapping[str, Any]
-    batch: int
-    microbatch: int
-    vocabulary: int
-    steps: int
     processes: int
-    double: bool
+    microbatch: int
+    steps: int = BATCHES
     with_formula: bool = False
     folder: str = ""
     resume: int = 0
-    source: str = ""
 
 
 def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
@@ -74,7 +68,7 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     warnings.showwarning = lambda *_, **__: None
     logging.disable(logging.WARNING)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_default_dtype(torch.float64 if trial.double else torch.float32)
+    torch.set_default_dtype(torch.float64 if trial.small.precision == "fp64" else torch.float32)
     torch.set_num_threads(1)  # products are tiny: more threads cost more than they save
     from llmfoundry import registry
     from llmfoundry.command_utils import train
@@ -94,9 +88,9 @@ def train_trial(trial: Trial) -> dict[str, Any]:
 def _with_data(trial: Trial) -> dict[str, Any]:
     callbacks: dict[str, Any] = {
         RECORDER: {
-            "microbatches": trial.batch // trial.processes // trial.microbatch,
+            "microbatches": trial.small.batch // trial.processes // trial.microbatch,
             "with_formula": trial.with_formula,
-            "source": trial.source,
+            "source": trial.small.source if trial.with_formula else "",
         }
     }
     if trial.folder:
@@ -106,13 +100,13 @@ def _with_data(trial: Trial) -> dict[str, Any]:
             "keep": 4,
             "resume": trial.resume or "never",
         }
-    loader = {"name": LOADER, "vocabulary": trial.vocabulary, "steps": trial.steps, "microbatch": trial.microbatch}
+    loader = {"name": LOADER, "length": trial.run["max_seq_len"], "vocabulary": trial.small.vocabulary}
     return {
         **trial.run,
         **_KEYS,
-        "global_train_batch_size": trial.batch,
+        "global_train_batch_size": trial.small.batch,
         "device_train_microbatch_size": trial.microbatch,
         "max_duration": f"{trial.steps}ba",
-        "train_loader": {**loader, "length": trial.run["max_seq_len"]},
+        "train_loader": {**loader, "steps": trial.steps, "microbatch": trial.microbatch},
         "callbacks": callbacks,
     }
