@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES
+from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import Source, read_whole
@@ -72,20 +72,13 @@ def frozen_sources(
             f"the checkpoint leaves out the frozen weights, and {where} cannot be read ({reason}): {hint}"
         ) from error
     apply_dmoe(model, replace(architecture.experts, layers=architecture.layers, lora=None, backend="auto"), loaded=True)
-    tensors = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name in dict(model.named_parameters()) and name not in sources
-    }
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in sources}
     found = {tensor.dtype for tensor in tensors.values()}
     for dtype in (None, *sorted({torch.float32, torch.bfloat16, torch.float16} - found, key=str)):
         cast = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
         named = {f"{architecture.prefix}{name}": tensor for name, tensor in cast.items()}
         if digest(named) == recorded.get("digest"):
-            return {
-                name: Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
-                for name, tensor in cast.items()
-            }
+            return {name: Source.of(tensor) for name, tensor in cast.items()}
     raise ValueError(
         f"{where} does not hold the {recorded.get('tensors')} frozen tensors that the checkpoint leaves out (digest "
         f"{recorded.get('digest')}): {hint}"

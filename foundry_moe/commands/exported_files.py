@@ -30,7 +30,6 @@ from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.models.native.targets import Target, assemble, copied
 
-FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
 
@@ -47,6 +46,11 @@ class Source:
     inline: Tensor | None = None
     added: Callable[[], Tensor] | None = None
 
+    @staticmethod
+    def of(tensor: Tensor) -> Source:
+        """A tensor in memory."""
+        return Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
+
 
 def sources_of(found: Found, section: str) -> dict[str, Source]:
     """The tensors of a section, `model` as a rule, by name without the section's, in the manifest's order.
@@ -55,16 +59,10 @@ def sources_of(found: Found, section: str) -> dict[str, Source]:
         CheckpointError: there is no such section.
     """
     prefix = section + "."
-    sources = {
-        name.removeprefix(prefix): Source(dtype=entry.dtype, shape=entry.shape, stored=name)
-        for name, entry in found.manifest.tensors.items()
-        if name.startswith(prefix)
-    }
-    sources |= {
-        name.removeprefix(prefix): Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
-        for name, tensor in inline_tensors(found.manifest.values).items()
-        if name.startswith(prefix)
-    }
+    manifest = found.manifest
+    every = {name: Source(dtype=e.dtype, shape=e.shape, stored=name) for name, e in manifest.tensors.items()}
+    every |= {name: Source.of(tensor) for name, tensor in inline_tensors(manifest.values).items()}
+    sources = {name.removeprefix(prefix): source for name, source in every.items() if name.startswith(prefix)}
     if not sources:
         sections = sorted({name.split(".")[0] for name in found.manifest.tensors})
         raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
@@ -86,9 +84,7 @@ def read_whole(store: Store, found: Found, sources: Mapping[str, Source], names:
     return tensors
 
 
-def export(
-    store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int = FILE_BYTES
-) -> dict[str, str]:
+def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int) -> dict[str, str]:
     """Writes a section of a commit below `out`, as it is; returns the file of each tensor, as the index has it.
 
     Args:
@@ -113,7 +109,7 @@ def write_targets(
     out: Path,
     *,
     dtype: str | None = None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int,
 ) -> dict[str, str]:
     """Writes tensors that are cut and put together from a commit's below `out`, and then their index.
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
-from foundry_moe.launch.run_config import read_moe
+from foundry_moe.launch.foundry_keys import MPTS
+from foundry_moe.launch.run_config import MODEL, read_moe
 from foundry_moe.schema import section
 
-MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 HUGGING_FACE = "hf_causal_lm"
 ADAPTER = r"_[AB]_E[DF]L$"
 
@@ -143,10 +143,10 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
         raise ValueError("the run has no experts: add algorithms.dmoe or model.moe")
     if model.get("name") == HUGGING_FACE:
         return _count_hugging_face(run, moe)
-    if model.get("name") not in MODELS:
+    if model.get("name") not in MPTS:
         raise ValueError(
-            f"model.name ({model.get('name')}): plan supports {', '.join(MODELS)} and {HUGGING_FACE}; to plan this "
-            f"model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to {MODELS[0]}, with the same "
+            f"model.name ({model.get('name')}): plan supports {', '.join(MPTS)} and {HUGGING_FACE}; to plan this "
+            f"model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to {MPTS[0]}, with the same "
             "algorithms.dmoe"
         )
     return _read_mpt(run, moe)
@@ -224,7 +224,7 @@ def _has_fused_loss(model: Mapping[str, Any]) -> bool:
         model.get("use_train_metrics", True) or model.get("logit_scale") or model.get("final_logit_softcapping")
     )
     fused = model.get("loss_fn", "auto") in ("auto", "fused_linear_crossentropy")
-    return model.get("name") == "dmoe_causal_lm" and fused and not reads_logits
+    return model.get("name") == MODEL and fused and not reads_logits
 
 
 def read_config(model: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,27 +177,24 @@ class Capture:
         self._layers = named_moe_layers(model)
         self._passes: dict[str, list[_Pass]] = {name: [] for name in self._layers}
         self._hooks = [
-            layer.register_forward_hook(self._note(name), with_kwargs=True)  # type: ignore[arg-type]
+            layer.register_forward_hook(partial(self._note, name), with_kwargs=True)  # type: ignore[arg-type]
             for name, layer in self._layers.items()
         ]
 
-    def _note(self, name: str) -> Any:
-        def note(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            y = output[0] if isinstance(output, tuple) else output
-            if not y.requires_grad:
-                return  # counting ahead
-            x = args[0] if args else next(iter(kwargs.values()))
-            x_TD, y_TD = (_whole(tensor.reshape(-1, layer.d_model)) for tensor in (x, y))
-            sequences = x.shape[0] if x.dim() == 3 else 1
-            found = _Pass(x_TD=x_TD, gate_TD=_jittered(layer, x_TD, x.device), y_TD=y_TD, sequences=sequences)
-            self._passes[name].append(found)
+    def _note(self, name: str, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        y = output[0] if isinstance(output, tuple) else output
+        if not y.requires_grad:
+            return  # counting ahead
+        x = args[0] if args else next(iter(kwargs.values()))
+        x_TD, y_TD = (_whole(tensor.reshape(-1, layer.d_model)) for tensor in (x, y))
+        sequences = x.shape[0] if x.dim() == 3 else 1
+        found = _Pass(x_TD=x_TD, gate_TD=_jittered(layer, x_TD, x.device), y_TD=y_TD, sequences=sequences)
+        self._passes[name].append(found)
 
-            def keep(gradient: Tensor) -> None:
-                found.dy_TD = _whole(gradient.reshape(-1, layer.d_model))
+        def keep(gradient: Tensor) -> None:
+            found.dy_TD = _whole(gradient.reshape(-1, layer.d_model))
 
-            y.register_hook(keep)
-
-        return note
+        y.register_hook(keep)
 
     def finish(self) -> dict[str, Any]:
         """By layer: the reason why it was not compared, or differences and the formula's gradients.
