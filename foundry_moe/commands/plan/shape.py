@@ -16,7 +16,7 @@ from typing import Any
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_config import MODEL, read_moe
-from foundry_moe.schema import section
+from foundry_moe.schema import fits, section
 
 HUGGING_FACE = "hf_causal_lm"
 ADAPTER = r"_[AB]_E[DF]L$"
@@ -152,25 +152,22 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     return _read_mpt(run, moe)
 
 
-def _required(model: Mapping[str, Any], key: str) -> int:
-    value = model.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"model.{key} ({value!r}) must be a whole number of 1 or more")
-    return value
-
-
 def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     """MPT's formulas, in the names and defaults of LLM Foundry's keys."""
     model = section(run, "model")
-    d_model, layers, n_heads = (_required(model, key) for key in ("d_model", "n_layers", "n_heads"))
-    vocab_size = _required(model, "vocab_size")
+    sizes: list[Any] = []
+    for key in ("d_model", "n_layers", "n_heads", "vocab_size"):
+        sizes.append(model.get(key))
+        if not fits(sizes[-1], int) or sizes[-1] < 1:
+            raise ValueError(f"model.{key} ({sizes[-1]!r}) must be a whole number of 1 or more")
+    d_model, layers, n_heads, vocab_size = sizes
     moe.check_layers_of(layers)
     attention, ffn = section(run, "model", "attn_config"), section(run, "model", "ffn_config")
     kv_heads = {"multihead_attention": n_heads, "multiquery_attention": 1}.get(
         attention.get("attn_type", "multihead_attention"), attention.get("kv_n_heads") or n_heads
     )
     ratio = model.get("expansion_ratio", 4)
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
+    if not fits(ratio, float) or ratio <= 0:
         raise ValueError(f"model.expansion_ratio ({ratio!r}) must be a number above 0")
     hidden = int(ffn.get("ffn_hidden_size") or d_model * ratio)
     gated_ffn = ffn.get("ffn_type", "mptmlp") == "mptglu"

@@ -151,9 +151,7 @@ def _token_messages(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Messa
     sent_to = ranks_per_token(shape.moe.num_experts, shape.moe.top_k, mesh.expert) * (1 - 1 / mesh.expert)
     # a hierarchical all-to-all has two stages, one between nodes
     stages = 2 if mesh.all_to_all == HIERARCHICAL else 1
-    elsewhere = 0.0
-    if mesh.expert_nodes > 1:
-        elsewhere = (mesh.expert - mesh.expert_ranks_per_node) / (mesh.expert - 1)
+    elsewhere = (mesh.expert - mesh.expert_ranks_per_node) / (mesh.expert - 1) if mesh.expert_nodes > 1 else 0.0
     return [
         Message(
             name=name,
@@ -226,9 +224,8 @@ def _saved_by_moe_block(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     d, k, width = shape.d_model, shape.moe.top_k, step.width
     f = max(shape.expert_widths)  # block-sparse: of different widths, all rows have room for the widest
     hidden = shape.expert_matrices - 1
-    received = 0.0  # rows for each token: one copy, however many of its experts are there
-    if mesh.expert > 1:
-        received = ranks_per_token(shape.moe.num_experts, k, mesh.expert)
+    # rows for each token: one copy, however many of its experts are there
+    received = ranks_per_token(shape.moe.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
     if shape.adapter and shape.moe.memory == "recompute":
         rows = k * 2 * d
     elif shape.adapter or shape.moe.backend in ("grouped", "reference"):
