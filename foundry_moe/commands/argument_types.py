@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def positive(text: str) -> float:
-    """A finite number above 0, as an argument's type."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
+def _number(kind: type, is_valid: Callable[[Any], bool], words: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not is_valid(value):
+            raise argparse.ArgumentTypeError(f"{text} must be {words}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it if the text is no number
+    return read
 
 
-def positive_int(text: str) -> int:
-    """A whole number of 1 or more, as an argument's type."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
-
-
-def file_size_gb(text: str) -> float:
-    """The size of one output file in GB, as an argument's type: from a kilobyte to a petabyte."""
-    value = float(text)
-    if not 1e-6 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} must be a size in GB between 0.000001 and 1000000")
-    return value
+positive = _number(float, lambda value: 0 < value < float("inf"), "a finite number above 0")
+positive_int = _number(int, lambda value: value >= 1, "1 or more")
+file_size_gb = _number(float, lambda value: 1e-6 <= value <= 1e6, "a size in GB between 0.000001 and 1000000")
 
 
 def dtype_named(name: str | None) -> str | None:
@@ -42,6 +36,18 @@ def dtype_named(name: str | None) -> str | None:
     if dtype not in (None, *_SHORT_DTYPES.values(), "float64"):
         raise ValueError(f"--dtype ({name}) must be bf16, fp16 or fp32")
     return dtype
+
+
+def add_command(commands: Any, name: str, help: str, description: str = "", *, example: str) -> argparse.ArgumentParser:
+    """Adds a command to those of `foundry-moe` or of `foundry-moe checkpoints`.
+
+    Args:
+        description: default: `help` as a sentence.
+        example: the arguments of an example.
+    """
+    parser = commands.add_parser(name, help=help, description=description or f"{help[0].upper()}{help[1:]}.")
+    parser.epilog = f"example: {parser.prog} {example}"
+    return parser
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:

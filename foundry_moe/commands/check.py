@@ -7,7 +7,21 @@ import resource
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.schema import caught, raise_mistakes, sentences_of
+from foundry_moe.config import MeshConfig
+from foundry_moe.launch.run_config import (
+    check_files,
+    check_whole_run,
+    device_notes,
+    load_run,
+    mesh_of,
+    missing_files,
+    plain,
+    read_moe,
+)
+from foundry_moe.launch.run_values import check_fit
+from foundry_moe.launch.spares import ranks_in_use
+from foundry_moe.parallel.mesh import check_expert_widths, plan_mesh
+from foundry_moe.schema import caught, raise_mistakes, section, sentences_of
 
 GLOO_GROUPS = 2  # those of a run with `elastic_checkpoint` on a GPU: of the threads that save, and of the main threads
 
@@ -18,8 +32,6 @@ def check_command(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: the run is invalid; a sentence for each mistake.
     """
-    from foundry_moe.launch.run_config import check_files, check_whole_run, device_notes, load_run, missing_files, plain
-
     run = plain(load_run(arguments.yaml, arguments.overrides))
     mistakes = caught(check_whole_run, run)
     mesh = ""
@@ -42,18 +54,10 @@ def check_command(arguments: argparse.Namespace) -> int:
 
 def _mesh_of(run: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Any:
     """The mesh of so many GPUs. Raises ValueError if the run's mesh, batch or experts do not fit them."""
-    from foundry_moe.config import MeshConfig
-    from foundry_moe.launch.run_config import read_moe
-    from foundry_moe.launch.run_values import check_fit
-    from foundry_moe.launch.spares import ranks_in_use
-    from foundry_moe.parallel.mesh import check_expert_widths, plan_mesh
-
     config = read_moe(run)
-    machine: dict[str, Any] = {
-        "ranks_per_node": min(gpus_per_node, gpus),
-        "num_experts": config.num_experts if config is not None else None,
-    }
-    keys = (config.mesh_config if config is not None else None) or MeshConfig()
+    num_experts = None if config is None else config.num_experts
+    machine: dict[str, Any] = {"ranks_per_node": min(gpus_per_node, gpus), "num_experts": num_experts}
+    keys = mesh_of(run) or MeshConfig()
     used = ranks_in_use(keys, world_size=gpus, batch_size=run.get("global_train_batch_size"), **machine)
     check_fit(run, used=used, config=config)
     plan = plan_mesh(keys, world_size=used, **machine)
@@ -75,9 +79,6 @@ def descriptor_notes(gpus: int) -> list[str]:
 
 def describe(run: Mapping[str, Any]) -> str:
     """The run in one line: model, experts, batch, length and precision."""
-    from foundry_moe.launch.run_config import read_moe
-    from foundry_moe.schema import section
-
     model = section(run, "model")
     words = [str(model["name"])]
     if "n_layers" in model and "d_model" in model:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from foundry_moe.checkpoint import range_reads
 from foundry_moe.checkpoint.committer import Retention
 from foundry_moe.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from foundry_moe.checkpoint.ledger import Found, Ledger, listed_steps
 from foundry_moe.checkpoint.manifest import Manifest
 from foundry_moe.checkpoint.owners import Owners
 from foundry_moe.checkpoint.records import CommitKey
-from foundry_moe.commands.argument_types import add_store_arguments, file_size_gb, local_path, positive_int
+from foundry_moe.commands.argument_types import add_command, add_store_arguments, file_size_gb, local_path, positive_int
 from foundry_moe.commands.chosen_checkpoint import describe_mesh, open_folder, with_checkpoint
 from foundry_moe.config import can_cut_rows
 from foundry_moe.launch.checkpoint_settings import parse_interval
 from foundry_moe.parallel.mesh import divisors
-
-FAILED = 1
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,39 +28,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("checkpoints", help="list, check, clean, export and import checkpoints")
     commands = parser.add_subparsers(dest="checkpoints_command", required=True)
 
-    def command(name: str, help_text: str, example: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
-            name,
-            help=help_text,
-            description=help_text[0].upper() + help_text[1:] + ".",
-            epilog=f"example: foundry-moe checkpoints {name} {example}",
-        )
+    def command(
+        name: str, help_text: str, example: str, run: Callable[[argparse.Namespace], int]
+    ) -> argparse.ArgumentParser:
+        sub = add_command(commands, name, help_text, example=example)
+        sub.set_defaults(run=run)
         sub.add_argument("folder", help="s3://, gs:// or az://, or a path; for a run's folder its checkpoints/ is used")
         add_store_arguments(sub)
         return sub
 
-    ls = command("ls", "one line for each checkpoint, newest first", "runs/demo")
-    ls.set_defaults(run=run_ls)
-    show = command(
-        "show", "what a checkpoint holds, who wrote it, and which meshes can read it", "s3://bucket/run --gpus 64"
-    )
+    command("ls", "one line for each checkpoint, newest first", "runs/demo", run_ls)
+    what = "what a checkpoint holds, who wrote it, and which meshes can read it"
+    show = command("show", what, "s3://bucket/run --gpus 64", run_show)
     show.add_argument("--step", type=int, help="default: the newest")
     show.add_argument(
         "--gpus", type=positive_int, action="append", help="list the meshes of this many GPUs; may be repeated"
     )
     show.add_argument("--tensors", action="store_true", help="list every tensor")
-    show.set_defaults(run=run_show)
-    verify = command("verify", "read everything and compare hashes", "s3://bucket/run --step 4000")
+    verify = command("verify", "read everything and compare hashes", "s3://bucket/run --step 4000", run_verify)
     verify.add_argument("--step", type=int, help="default: all")
-    verify.set_defaults(run=run_verify)
-    gc = command(
-        "gc", "remove objects of no checkpoint, and old checkpoints with --keep", "s3://bucket/run --keep 3 --dry-run"
-    )
-    gc.add_argument(
-        "--older-than",
-        default="6h",
-        help="remove unfinished checkpoints that are at least this old (default: 6h)",
-    )
+    what = "remove objects of no checkpoint, and old checkpoints with --keep"
+    gc = command("gc", what, "s3://bucket/run --keep 3 --dry-run", run_gc)
+    what = "remove unfinished checkpoints that are at least this old (default: 6h)"
+    gc.add_argument("--older-than", default="6h", help=what)
     gc.add_argument(
         "--keep",
         type=positive_int,
@@ -68,12 +58,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "verified first (default: remove no checkpoint)",
     )
     gc.add_argument("--dry-run", action="store_true", help="remove nothing; print what would be removed")
-    gc.set_defaults(run=run_gc)
-    release = command("release", "allow another run to continue in this folder", "s3://bucket/run")
-    release.set_defaults(run=run_release)
-    export = command(
-        "export", "a checkpoint in formats that others read", "s3://bucket/run weights --format safetensors"
-    )
+    command("release", "allow another run to continue in this folder", "s3://bucket/run", run_release)
+    what = "a checkpoint in formats that others read"
+    export = command("export", what, "s3://bucket/run weights --format safetensors", run_export)
     export.add_argument("out", type=local_path, help="a new folder, or a new file for torch")
     export.add_argument(
         "--format",
@@ -85,12 +72,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("--step", type=int, help="default: the newest that is good")
     export.add_argument("--section", help="model, optim, ... (default: model for safetensors, all for dcp and torch)")
     export.add_argument("--file-gb", type=file_size_gb, default=5.0, help="size of one file in GB (default: 5)")
-    export.set_defaults(run=run_export)
-    importing = command(
-        "import",
-        "make a folder's first checkpoint from weights of another format",
-        "s3://bucket/new-run weights.safetensors",
-    )
+    what = "make a folder's first checkpoint from weights of another format"
+    importing = command("import", what, "s3://bucket/new-run weights.safetensors", run_import)
     importing.add_argument(
         "source",
         help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files; a folder "
@@ -100,7 +83,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     importing.add_argument(
         "--trust-pickle", action="store_true", help="unpickle without restrictions: a malicious file can run code"
     )
-    importing.set_defaults(run=run_import)
 
 
 def _pick(ledger: Ledger, step: int | None) -> CommitKey:
@@ -144,7 +126,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
             f"{key.step:>10}  {_size(summary.get('bytes', 0)):>9}  {summary.get('objects', 0):>7}  "
             f"{summary.get('saved', '?'):20}  {mesh}{kept}{fork}"
         )
-    return FAILED if damaged else 0
+    return 1 if damaged else 0
 
 
 def expert_shapes(manifest: Manifest) -> dict[tuple[int, int], str]:
@@ -179,13 +161,12 @@ def run_show(arguments: argparse.Namespace) -> int:
     print(f"written by {info.get('world_size')} processes: {mesh}, torch {info.get('torch', '?')}")
     index = _size(found.commit.manifest_bytes)
     print(f"{_size(manifest.size_bytes)} in {len(manifest.objects)} objects; manifest {index}")
-    sections: dict[str, list[int]] = {}
+    sections = defaultdict(list)
     for name, entry in manifest.tensors.items():
-        sums = sections.setdefault(name.split(".")[0], [0, 0, 0])
-        for place, amount in enumerate((1, len(entry.object_B), entry.size_bytes)):
-            sums[place] += amount
-    for section, (count, blocks, size) in sections.items():
-        print(f"  {section:10} {count:>6} tensors  {blocks:>7} blocks  {_size(size)}")
+        sections[name.split(".")[0]].append(entry)
+    for section, tensors in sections.items():
+        blocks, size = sum(len(entry.object_B) for entry in tensors), sum(entry.size_bytes for entry in tensors)
+        print(f"  {section:10} {len(tensors):>6} tensors  {blocks:>7} blocks  {_size(size)}")
     for (experts, width), name in expert_shapes(manifest).items():
         print(f"  experts of {name}: mesh.expert must divide {experts}, and beside it mesh.shard must divide {width}")
     for gpus in arguments.gpus or [int(info.get("world_size", 1))]:
@@ -198,18 +179,14 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    from foundry_moe.checkpoint.range_reads import verify
-
     store, ledger = open_folder(arguments.folder, arguments)
     keys = [_pick(ledger, arguments.step)] if arguments.step is not None else ledger.newest_first()
     bad = 0
     for key in keys:
         began = time.perf_counter()
         try:
-            found: Found | None = ledger.open(key)
-            assert found is not None
-            problems = verify(store, found)
-            size = found.manifest.size_bytes
+            found = ledger.open(key)
+            problems, size = range_reads.verify(store, found), found.manifest.size_bytes
         except DamagedError as error:
             problems, size = [str(error)], 0
         seconds = time.perf_counter() - began
@@ -220,7 +197,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             print(f"  {problem}")
     if not keys:
         print(f"{store.url} holds no checkpoint")
-    return FAILED if bad else 0
+    return 1 if bad else 0
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
@@ -251,14 +228,12 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 def _distrust_damaged(ledger: Ledger) -> None:
     """Reads the newest checkpoints until one is good, before others are removed: sizes do not show damaged data."""
-    from foundry_moe.checkpoint.range_reads import verify
-
     for key in ledger.newest_first():
         try:
             found = ledger.open(key)
         except DamagedError:
             continue  # retention checks it itself
-        problems = verify(ledger.store, found)
+        problems = range_reads.verify(ledger.store, found)
         if not problems:
             return
         ledger.damaged.add(key)
@@ -279,15 +254,15 @@ def run_release(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    from foundry_moe.commands.exported_files import export, export_state, weight_map
+    from foundry_moe.commands.exported_files import INDEX, export, export_state
 
     store, ledger = open_folder(arguments.folder, arguments)
     out, section = arguments.out, arguments.section
 
     def write(found: Found) -> str:
         if arguments.format == "safetensors":
-            index = export(store, found, out, section=section or "model", file_bytes=int(arguments.file_gb * 10**9))
-            count, where = len(weight_map(index)), f"{len(set(weight_map(index).values()))} files, {index}"
+            names = export(store, found, out, section=section or "model", file_bytes=int(arguments.file_gb * 10**9))
+            count, where = len(names), f"{len(set(names.values()))} files, {out / INDEX}"
         else:
             count, where = export_state(store, found, out, arguments.format, section), str(out)
         return f"step {found.commit.step}: {count} tensors in {where}"
@@ -304,12 +279,13 @@ def run_import(arguments: argparse.Namespace) -> int:
     from foundry_moe.models.pretrained import renaming_of
 
     store, _ = open_folder(arguments.folder, arguments, new=True)
+    source, prefix = arguments.source, arguments.prefix
     try:
-        rename = None if arguments.prefix else renaming_of(Path(arguments.source))
+        rename = None if prefix else renaming_of(Path(source))
+        count, size = import_weights(source, store, prefix=prefix, trust_pickle=arguments.trust_pickle, rename=rename)
     except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    count, size = import_weights(
-        arguments.source, store, prefix=arguments.prefix, trust_pickle=arguments.trust_pickle, rename=rename
-    )
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{source}: {error}") from error
     print(f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; runs here start from it")
     return 0

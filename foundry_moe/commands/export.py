@@ -42,35 +42,25 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
     """
     dtype = dtype_named(arguments.dtype)
     step, out = arguments.step, arguments.out
-    if arguments.adapter:
-        return _export_adapter(arguments, store, ledger, dtype)
-    if arguments.check:
+    if arguments.check and not arguments.adapter:
         step, dtype = _exported_as(out, step, dtype)
 
-    def write(found: Found) -> ExportCertificate:
-        architecture = _architecture(found, store)
-        exported = plan_export(store, found, architecture, dtype, merged=arguments.merge, base=arguments.base)
-        if arguments.check:
-            certificate = certify(exported, out, with_logits=arguments.certify)
-            certificate.write(out)
-            return certificate
-        tokenizer = read_tokenizer(arguments.tokenizer, architecture.tokenizer)
-        return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
-
-    return _print_result(with_checkpoint(ledger, step, write), out)
-
-
-def _export_adapter(arguments: argparse.Namespace, store: Store, ledger: Ledger, dtype: str | None) -> int:
-    """`--adapter`: the adapters alone."""
-
-    def write(found: Found) -> str:
-        architecture = _architecture(found, store)
-        sources = _sources(found, architecture)
-        with _beside(arguments.out.resolve()) as partial:
+    def write_adapters(found: Found) -> str:
+        architecture, sources = _read(store, found)
+        with _beside(out.resolve()) as partial:
             return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
 
-    print(f"{arguments.out}: {with_checkpoint(ledger, arguments.step, write)}")
-    return 0
+    def write(found: Found) -> ExportCertificate:
+        exported = plan_export(store, found, dtype, merged=arguments.merge, base=arguments.base)
+        if arguments.check:
+            return certify(exported, out, with_logits=arguments.certify)
+        tokenizer = read_tokenizer(arguments.tokenizer, exported.architecture.tokenizer)
+        return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
+
+    if arguments.adapter:
+        print(f"{out}: {with_checkpoint(ledger, step, write_adapters)}")
+        return 0
+    return _print_result(with_checkpoint(ledger, step, write), out)
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
@@ -86,24 +76,22 @@ def convert_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sources(found: Found, architecture: Architecture) -> dict[str, Source]:
-    """The checkpoint's tensors, by name without the architecture's prefix.
+def _read(store: Store, found: Found) -> tuple[Architecture, dict[str, Source]]:
+    """The checkpoint's architecture, and its tensors by name without the architecture's prefix.
 
     Raises:
-        ValueError: adapters of `model.peft_config`, whose scale a checkpoint does not have.
+        ValueError: no valid architecture, or adapters of `model.peft_config`, whose scale a checkpoint does not have.
     """
-    sources = sources_of(found, "model")
+    where = f"the checkpoint of step {found.commit.step} in {store.url}"
+    architecture = Architecture.from_info(found.manifest.info, where)
+    prefix, sources = architecture.prefix, sources_of(found, "model")
     dense = next((name for name in sources if ".lora_A." in name), None)
     if dense is not None:
         raise ValueError(
             f"{dense}: adapters of model.peft_config are not exported; train without peft_config, or save the model "
             "from Python with peft's save_pretrained"
         )
-    return {
-        name.removeprefix(architecture.prefix): source
-        for name, source in sources.items()
-        if name.startswith(architecture.prefix)
-    }
+    return architecture, {n.removeprefix(prefix): source for n, source in sources.items() if n.startswith(prefix)}
 
 
 def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
@@ -125,15 +113,7 @@ def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | 
     return recorded[0], was
 
 
-def plan_export(
-    store: Store,
-    found: Found,
-    architecture: Architecture,
-    dtype: str | None,
-    *,
-    merged: bool = False,
-    base: str | None = None,
-) -> Exported:
+def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, base: str | None) -> Exported:
     """Plans an export.
 
     Args:
@@ -144,7 +124,7 @@ def plan_export(
     Raises:
         ValueError: no family computes the same, or there are no adapters to merge.
     """
-    sources = _sources(found, architecture)
+    architecture, sources = _read(store, found)
     if found.manifest.info.get(FROZEN) is not None:
         sources |= frozen_sources(found.manifest.info[FROZEN], architecture, sources, base)
     elif base is not None:
@@ -159,9 +139,10 @@ def plan_export(
     except Exception as error:  # the configuration may hold anything, and transformers' classes read it
         if is_users(error):
             raise
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise ValueError(f"the checkpoint's configuration is not a valid one: {reason}") from error
-    targets = native.targets(shapes)
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the checkpoint's configuration is not a valid one: {type(error).__name__}: {reason}"
+        ) from error
     kinds = {source.dtype for source in sources.values()}
     native.config.torch_dtype = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
     return Exported(
@@ -170,7 +151,7 @@ def plan_export(
         architecture=architecture,
         native=native,
         sources=sources,
-        targets=targets,
+        targets=native.targets(shapes),
         dtype=dtype,
     )
 
@@ -189,7 +170,11 @@ def export_to(
     """
     config = exported.native.config
     if tokenizer is not None:
-        _check_vocabulary(tokenizer, int(config.vocab_size))
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"--tokenizer: it has {len(tokenizer)} tokens, and the model {config.vocab_size}: give the tokenizer "
+                "of this model"
+            )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name, None) is None or exported.architecture.model_type == "mpt":
                 setattr(config, name, getattr(tokenizer, name))
@@ -208,7 +193,6 @@ def export_to(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         certificate = certify(exported, partial, with_logits=with_logits)
-        certificate.write(partial)
         if not certificate.good:
             raise CheckpointError(
                 f"{out} is not written: the exported tensors or logits differ from the checkpoint: "
@@ -245,26 +229,11 @@ def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase 
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError and others, by what is wrong
-        where = "the run's tokenizer" if asked is None else "--tokenizer"
+        where, reason = "the run's tokenizer" if asked is None else "--tokenizer", str(error).partition("\n")[0]
         raise ValueError(
-            f"{where} ({name}) cannot be read ({_first_line(error)}); a checkpoint records its name only: give its "
+            f"{where} ({name}) cannot be read ({reason}); a checkpoint records its name only: give its "
             f"folder with --tokenizer FOLDER, or export without one with --tokenizer {NO_TOKENIZER}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"--tokenizer: it has {len(tokenizer)} tokens, and the model {vocab_size}: give the tokenizer of this model"
-        )
-
-
-def _architecture(found: Found, store: Store) -> Architecture:
-    return Architecture.from_info(found.manifest.info, f"the checkpoint of step {found.commit.step} in {store.url}")
 
 
 def _print_result(certificate: ExportCertificate, out: Path) -> int:

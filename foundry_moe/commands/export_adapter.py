@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES
-from foundry_moe.checkpoint.layout import Box
+from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.commands.exported_files import Source, read_whole
@@ -36,6 +36,8 @@ _FACTOR = re.compile(r"(.*?\.(\d+)\..*\.experts\.)(w1|v1|w2)_([AB])_E([DF])L")
 _FUSED = "base_model.model.model.layers.{layer}.mlp.experts."  # transformers 5's name in all families with such experts
 FUSED_TARGETS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 GPT_OSS = "gpt_oss"
+# from all factors and the layers to the tensors of a folder, by name
+Pairs = Callable[[Factors, list[int]], Iterator[tuple[str, Tensor]]]
 
 
 def _scale_of(architecture: Architecture) -> float:
@@ -70,20 +72,13 @@ def frozen_sources(
             f"the checkpoint leaves out the frozen weights, and {where} cannot be read ({reason}): {hint}"
         ) from error
     apply_dmoe(model, replace(architecture.experts, layers=architecture.layers, lora=None, backend="auto"), loaded=True)
-    tensors = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name in dict(model.named_parameters()) and name not in sources
-    }
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in sources}
     found = {tensor.dtype for tensor in tensors.values()}
     for dtype in (None, *sorted({torch.float32, torch.bfloat16, torch.float16} - found, key=str)):
         cast = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
         named = {f"{architecture.prefix}{name}": tensor for name, tensor in cast.items()}
         if digest(named) == recorded.get("digest"):
-            return {
-                name: Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
-                for name, tensor in cast.items()
-            }
+            return {name: Source.of(tensor) for name, tensor in cast.items()}
     raise ValueError(
         f"{where} does not hold the {recorded.get('tensors')} frozen tensors that the checkpoint leaves out (digest "
         f"{recorded.get('digest')}): {hint}"
@@ -110,12 +105,9 @@ def merge(store: Store, found: Found, architecture: Architecture, sources: Mappi
     return kept
 
 
-def _product(a_EKL: Tensor, b_ENL: Tensor, scale: float, box: Box) -> Tensor:
-    """A box of scale * B A. Whole matrices are computed and then cut: a product's rounding depends on its shape."""
-    (first, row, column), (experts, rows, columns) = box
-    chosen = range(first, first + experts)
-    products = (scale * (b_ENL[e].double() @ a_EKL[e].double().T) for e in chosen)
-    return torch.stack([one[row : row + rows, column : column + columns] for one in products])
+def _product(a_EKL: Tensor, b_ENL: Tensor, scale: float) -> Tensor:
+    """scale * B A, [E, N, K] in fp64."""
+    return scale * (b_ENL.double() @ a_EKL.double().mT)
 
 
 def write_adapter(
@@ -154,13 +146,7 @@ def write_adapter(
         for matrix, (outputs, inputs) in shapes.items():
             for factor, rows in (("A", inputs), ("B", outputs)):
                 factors.setdefault((layer, matrix, factor), torch.zeros(native.blocks.num_experts, rows, rank))
-    if form == "peft":
-        written = dict(_fused(factors, native.blocks.layers))
-        rank, targets = _rank_of_fused(written, native.blocks.num_experts), FUSED_TARGETS
-    else:
-        written = dict(_per_expert(factors, native.blocks.layers, native.family, parts))
-        targets = {"target_modules": sorted({part.theirs.split(".")[-2] for part in parts})}
-    _write(written, out, rank, scale, targets=targets, dtype=dtype)
+    _write(factors, out, scale, dtype, pairs=None if form == "peft" else partial(_per_expert, native.family, parts))
     layers = len(native.blocks.layers)
     return f"step {found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}"
 
@@ -186,33 +172,38 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
         ) from error
     interleaved = kind == GPT_OSS
     tensors, settings = read_folder(folder)
-    rank = new_rank = int(settings["r"])
+    rank = int(settings["r"])
     factors = factors_of(tensors, rank, int(experts), folder, interleaved=interleaved)
-    layers = tuple(sorted({layer for layer, _, _ in factors}))
+    layers = sorted({layer for layer, _, _ in factors})
     lacking = [
         (layer, matrix) for layer in layers for matrix in ("w1", "v1", "w2") if (layer, matrix, "B") not in factors
     ]
     if lacking:
         raise ValueError(f"{folder} has no adapter of {lacking[0][1]} in layer {lacking[0][0]}")
-    if form == "peft":
-        written = dict(_fused(factors, layers, interleaved=interleaved))
-        new_rank, targets = _rank_of_fused(written, int(experts)), FUSED_TARGETS
-    elif interleaved:
-        written, targets = dict(_stacked(factors, layers)), {"target_modules": ["down_proj", "gate_up_proj"]}
-    else:
+    pairs: Pairs | None = None
+    if form != "peft" and interleaved:
+        pairs = _stacked
+    elif form != "peft":
         family = family_of(kind)
-        blocks = family.read(AutoConfig.for_model(**config))
-        parts = [part for part in family.parts(blocks) if part.expert is not None]
-        written = dict(_per_expert(factors, layers, family, parts))
-        targets = {"target_modules": sorted({part.theirs.split(".")[-2] for part in parts})}
+        parts = family.parts(family.read(AutoConfig.for_model(**config)))
+        pairs = partial(_per_expert, family, [part for part in parts if part.expert is not None])
     scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    _write(written, out, new_rank, scale, targets=targets, dtype=dtype)
+    _write(factors, out, scale, dtype, pairs=pairs, interleaved=interleaved)
     return f"adapters of {len(layers)} layers of {kind} in the format {form}"
 
 
 def _write(
-    written: dict[str, Tensor], out: Path, rank: int, scale: float, *, targets: dict[str, list[str]], dtype: str | None
+    factors: Factors, out: Path, scale: float, dtype: str | None, *, pairs: Pairs | None, interleaved: bool = False
 ) -> None:
+    """Writes the folder: the tensors of `pairs`, or peft's fused ones."""
+    layers = sorted({layer for layer, _, _ in factors})
+    experts, _, rank = next(iter(factors.values())).shape
+    written = dict(_fused(factors, layers, interleaved=interleaved) if pairs is None else pairs(factors, layers))
+    if pairs is None:
+        rank = next(tensor.shape[0] for name, tensor in written.items() if ".lora_A." in name) // experts
+        targets = FUSED_TARGETS
+    else:
+        targets = {"target_modules": sorted({name.split(".")[-3] for name in written})}
     kind = DTYPES[dtype] if dtype else torch.float32
     save_file(
         {name: tensor.to(kind, copy=True).contiguous() for name, tensor in written.items()},
@@ -228,7 +219,7 @@ def _write(
 
 
 def _per_expert(
-    factors: Factors, layers: tuple[int, ...], family: Family, parts: list[WeightPart]
+    family: Family, parts: list[WeightPart], factors: Factors, layers: list[int]
 ) -> Iterator[tuple[str, Tensor]]:
     """A pair for each matrix of each expert: A [L, K] and B [N, L]."""
     for layer in layers:
@@ -239,7 +230,7 @@ def _per_expert(
             yield f"{name}.lora_B.weight", factors[layer, matrix, "B"][part.expert]
 
 
-def _fused(factors: Factors, layers: tuple[int, ...], *, interleaved: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _fused(factors: Factors, layers: list[int], *, interleaved: bool = False) -> Iterator[tuple[str, Tensor]]:
     """A pair for `gate_up_proj` and one for `down_proj`: A [E M, K] and B [N, M E], whose columns are by rank first.
 
     M = L if gate and up have one A, as in a folder that peft wrote, else 2 L: one rank is for all.
@@ -250,8 +241,9 @@ def _fused(factors: Factors, layers: tuple[int, ...], *, interleaved: bool = Fal
         if shared:
             wide_a, halves = a1, (b1, b3)
         else:
-            wide_a, halves = torch.cat([a1, a3], dim=2), (_beside(b1, 0), _beside(b3, 1))
-            a2, b2 = _beside(a2, 0), _beside(b2, 0)
+            left, right = (0, b1.shape[2]), (b1.shape[2], 0)  # zeros after the columns of a factor, or before them
+            wide_a, halves = torch.cat([a1, a3], dim=2), (pad(b1, left), pad(b3, right))
+            a2, b2 = pad(a2, left), pad(b2, left)
         wide_b = torch.stack(halves, dim=2).flatten(1, 2) if interleaved else torch.cat(halves, dim=1)
         # the second target wraps the first, whose names so have `base_layer`
         for place, a_EKM, b_ENM in (("base_layer.", wide_a, wide_b), ("", a2, b2)):
@@ -260,11 +252,7 @@ def _fused(factors: Factors, layers: tuple[int, ...], *, interleaved: bool = Fal
             yield f"{name}lora_B.weight", b_ENM.permute(1, 2, 0).flatten(1)
 
 
-def _rank_of_fused(written: Mapping[str, Tensor], experts: int) -> int:
-    return next(tensor.shape[0] for name, tensor in written.items() if ".lora_A." in name) // experts
-
-
-def _stacked(factors: Factors, layers: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+def _stacked(factors: Factors, layers: list[int]) -> Iterator[tuple[str, Tensor]]:
     """SGLang's GPT-OSS: A [E, M, K] and B [E, N, M] by expert, gate above up, which share an A."""
     for layer in layers:
         a1, b1, a3, b3, a2, b2 = (factors[layer, matrix, factor] for matrix in ("w1", "v1", "w2") for factor in "AB")
@@ -274,10 +262,3 @@ def _stacked(factors: Factors, layers: tuple[int, ...]) -> Iterator[tuple[str, T
             name = f"{_FUSED.format(layer=layer)}{matrix}."
             yield f"{name}lora_A.weight", a_EKM.mT
             yield f"{name}lora_B.weight", b_ENM
-
-
-def _beside(factor: Tensor, side: int) -> Tensor:
-    """[..., 2 L]: the factor on the left (0) or right (1), zeros on the other side."""
-    halves = [torch.zeros_like(factor), torch.zeros_like(factor)]
-    halves[side] = factor
-    return torch.cat(halves, dim=-1)

@@ -57,9 +57,6 @@ class ExportCertificate:
     problems: list[str] = field(default_factory=list)
     tensors: dict[str, str] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
@@ -79,9 +76,9 @@ class Exported:
 
 
 def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> ExportCertificate:
-    """Compares a folder with the checkpoint.
+    """Compares a folder with the checkpoint, and writes the certificate to the folder.
 
-    Writes our model's logits to the folder, so that those of other programs can be compared with them.
+    Writes our model's logits, too, so that those of other programs can be compared with them.
 
     Args:
         with_logits: None = where the model in fp32 fits into this machine's free memory.
@@ -102,21 +99,29 @@ def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None
         experts={"layers": len(blocks.layers), "each": blocks.num_experts},
     )
     certificate.problems += _compare_tensors(exported, folder, certificate.tensors)
-    _compare_logits(exported, folder, certificate, with_logits)
+    needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
+    if with_logits is False:
+        certificate.logits = {"compared": False, "why": "not asked for"}
+    elif with_logits is None and needed > psutil.virtual_memory().available:
+        why = f"the model needs {needed / 1e9:.1f} GB in fp32, more than is free"
+        certificate.logits = {"compared": False, "why": why}
+    else:
+        certificate.logits = _compare_logits(exported, folder, certificate.problems)
     certificate.good = not certificate.problems
+    (folder / FILE).write_text(json.dumps(asdict(certificate), indent=1) + "\n")
     return certificate
 
 
 def _compare_tensors(exported: Exported, folder: Path, hashes: dict[str, str]) -> list[str]:
-    problems: list[str] = []
     try:
         weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
     except (OSError, ValueError, KeyError) as error:
         return [f"{folder / INDEX} cannot be read: {error}"]
-    wanted = {target.name: target for target in exported.targets}
-    problems += [f"{name} is not in the folder" for name in wanted if name not in weight_map]
-    strange = [name for name in weight_map if name not in wanted]
-    problems += [f"{name} is in the folder, and the model has no such tensor" for name in strange]
+    wanted = {target.name for target in exported.targets}
+    problems = [f"{name} is not in the folder" for name in sorted(wanted - weight_map.keys())]
+    problems += [
+        f"{name} is in the folder, and the model has no such tensor" for name in sorted(weight_map.keys() - wanted)
+    ]
     for target, tensor in _from_checkpoint(exported):
         if target.name not in weight_map:
             continue
@@ -157,15 +162,7 @@ def _hash(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _compare_logits(exported: Exported, folder: Path, certificate: ExportCertificate, with_logits: bool | None) -> None:
-    needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
-    if with_logits is None and needed > psutil.virtual_memory().available:
-        why = f"the model needs {needed / 1e9:.1f} GB in fp32, more than is free"
-        certificate.logits = {"compared": False, "why": why}
-        return
-    if with_logits is False:
-        certificate.logits = {"compared": False, "why": "not asked for"}
-        return
+def _compare_logits(exported: Exported, folder: Path, problems: list[str]) -> dict[str, Any]:
     vocabulary = int(exported.native.config.vocab_size)
     ids = torch.randint(vocabulary, TOKENS, generator=torch.Generator().manual_seed(0))
     try:
@@ -180,18 +177,21 @@ def _compare_logits(exported: Exported, folder: Path, certificate: ExportCertifi
             folder, torch_dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # transformers raises many kinds
-        certificate.logits = {"compared": False, "why": f"transformers does not load the folder: {error}"}
-        certificate.problems.append(certificate.logits["why"])
-        return
+        problems.append(f"transformers does not load the folder: {error}")
+        return {"compared": False, "why": problems[-1]}
     wrong = {key: sorted(names)[:3] for key, names in report.items() if names}
     if wrong:
-        certificate.problems.append(f"transformers loads the folder with {wrong}")
+        problems.append(f"transformers loads the folder with {wrong}")
     raised = _raise_biases(theirs_model)
     theirs = logits_of(theirs_model.eval(), ids)
     scale = float(ours.std())
     difference = float((ours - theirs).abs().max()) / scale if ours.shape == theirs.shape else float("inf")
+    if not difference <= TOLERANCE:
+        problems.append(
+            f"logits differ by {difference:.1e} of their standard deviation, and rounding by {TOLERANCE:g} at most"
+        )
     np.savez(folder / LOGITS, tokens=ids.numpy(), logits=ours.numpy())
-    certificate.logits = {
+    return {
         "compared": True,
         "tokens": ids.tolist(),
         "standard_deviation": scale,
@@ -201,10 +201,6 @@ def _compare_logits(exported: Exported, folder: Path, certificate: ExportCertifi
         "transformers": transformers.__version__,
         "biases_raised": raised,
     }
-    if not difference <= TOLERANCE:
-        certificate.problems.append(
-            f"logits differ by {difference:.1e} of their standard deviation, and rounding by {TOLERANCE:g} at most"
-        )
 
 
 @torch.no_grad()
@@ -217,7 +213,7 @@ def _raise_biases(model: torch.nn.Module) -> bool:
     negative = [
         biases
         for name, biases in model.state_dict().items()
-        if name.endswith("gate.e_score_correction_bias") and bool((biases < 0).any())
+        if name.endswith("gate.e_score_correction_bias") and (biases < 0).any()
     ]
     for biases in negative:
         biases.sub_(biases.min())
@@ -227,10 +223,10 @@ def _raise_biases(model: torch.nn.Module) -> bool:
 def _ours(exported: Exported) -> torch.nn.Module:
     """Our model in fp32, with weights rounded as the folder's are."""
     tensors = read_whole(exported.store, exported.found, exported.sources, exported.sources)
-    kept = {part.source for target in exported.targets if target.keeps_dtype for part in target.parts}
+    targets = {part.source: target for target in exported.targets for part in target.parts}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            rounded = tensor if exported.dtype is None or name in kept else tensor.to(DTYPES[exported.dtype])
+            rounded = _cast(tensor, targets[name], exported.dtype) if name in targets else tensor
             tensors[name] = rounded.float()
     return build(exported.architecture, tensors)
 
@@ -247,7 +243,6 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
     from llmfoundry.models.mpt import MPTForCausalLM
     from llmfoundry.models.utils import init_empty_weights
 
-    from foundry_moe.layers.lookup import moe_layers
     from foundry_moe.models.conversion import apply_dmoe
     from foundry_moe.models.mpt import DMoEMPTConfig
 
@@ -270,7 +265,6 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
             f"the checkpoint's tensors are not those of its architecture: it lacks {lacking[:3]}, and "
             f"{unexpected[:3]} have no place"
         )
-    assert len(moe_layers(model)) == len(architecture.layers)
     return model.eval()
 
 

@@ -26,31 +26,30 @@ from foundry_moe.checkpoint import exchange
 from foundry_moe.checkpoint.codec import DTYPE_NAMES, DTYPES, inline_tensors
 from foundry_moe.checkpoint.dcp_reader import Contents
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.layout import Box
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.models.native.targets import Target, assemble, copied
 
-FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One tensor of a commit: stored in blocks as the manifest's `item`, or `inline` in the manifest.
+    """One tensor of a commit: stored in blocks under the manifest's name, or `inline`, in memory.
 
-    added: gives the fp64 numbers that are added to a box of it, such as a LoRA adapter's; None = nothing.
+    added: gives an fp64 tensor that is added to it, such as the product of a LoRA adapter; None = nothing.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    item: int | None = None
+    stored: str = ""
     inline: Tensor | None = None
-    added: Callable[[Box], Tensor] | None = None
+    added: Callable[[], Tensor] | None = None
 
-    def sum(self, box: Box, stored: Tensor) -> Tensor:
-        """The numbers of a box as they are exported, in the stored dtype."""
-        return stored if self.added is None else (stored.double() + self.added(box)).to(stored.dtype)
+    @staticmethod
+    def of(tensor: Tensor) -> Source:
+        """A tensor in memory."""
+        return Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
 
 
 def sources_of(found: Found, section: str) -> dict[str, Source]:
@@ -60,16 +59,10 @@ def sources_of(found: Found, section: str) -> dict[str, Source]:
         CheckpointError: there is no such section.
     """
     prefix = section + "."
-    sources = {
-        name.removeprefix(prefix): Source(dtype=entry.dtype, shape=entry.shape, item=item)
-        for item, (name, entry) in enumerate(found.manifest.tensors.items())
-        if name.startswith(prefix)
-    }
-    sources |= {
-        name.removeprefix(prefix): Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
-        for name, tensor in inline_tensors(found.manifest.values).items()
-        if name.startswith(prefix)
-    }
+    manifest = found.manifest
+    every = {name: Source(dtype=e.dtype, shape=e.shape, stored=name) for name, e in manifest.tensors.items()}
+    every |= {name: Source.of(tensor) for name, tensor in inline_tensors(manifest.values).items()}
+    sources = {name.removeprefix(prefix): source for name, source in every.items() if name.startswith(prefix)}
     if not sources:
         sections = sorted({name.split(".")[0] for name in found.manifest.tensors})
         raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
@@ -83,19 +76,16 @@ def read_whole(store: Store, found: Found, sources: Mapping[str, Source], names:
         CheckpointError: data is damaged.
     """
     chosen = {name: sources[name] for name in names}
-    stored = list(found.manifest.tensors)
-    names_of = {stored[source.item]: name for name, source in chosen.items() if source.item is not None}
-    read = exchange.read_whole(store, found, names_of)
-    inline = {name: source.inline for name, source in chosen.items() if source.inline is not None}
-    found_tensors = inline | {names_of[name]: tensor for name, tensor in read.items()}
-    return {
-        name: chosen[name].sum(((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
-        for name, tensor in found_tensors.items()
-    }
+    read = exchange.read_whole(store, found, [source.stored for source in chosen.values() if source.stored])
+    tensors = {}
+    for name, source in chosen.items():
+        tensor = read[source.stored] if source.inline is None else source.inline
+        tensors[name] = tensor if source.added is None else (tensor.double() + source.added()).to(tensor.dtype)
+    return tensors
 
 
-def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int = FILE_BYTES) -> Path:
-    """Writes a section of a commit below `out`, as it is; returns the index's path.
+def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int) -> dict[str, str]:
+    """Writes a section of a commit below `out`, as it is; returns the file of each tensor, as the index has it.
 
     Args:
         file_bytes: a file ends before it would grow beyond this; one tensor may.
@@ -105,9 +95,8 @@ def export(store: Store, found: Found, out: Path, *, section: str = "model", fil
             stays.
     """
     sources = sources_of(found, section)
-    index = out / INDEX
-    if index.exists():
-        raise CheckpointError(f"{index} exists: export to an empty folder")
+    if (out / INDEX).exists():
+        raise CheckpointError(f"{out / INDEX} exists: export to an empty folder")
     targets = [copied(name, name, source.shape) for name, source in sources.items()]
     return write_targets(store, found, sources, targets, out, file_bytes=file_bytes)
 
@@ -120,8 +109,8 @@ def write_targets(
     out: Path,
     *,
     dtype: str | None = None,
-    file_bytes: int = FILE_BYTES,
-) -> Path:
+    file_bytes: int,
+) -> dict[str, str]:
     """Writes tensors that are cut and put together from a commit's below `out`, and then their index.
 
     Args:
@@ -154,10 +143,9 @@ def write_targets(
                 raise CheckpointError(f"{out / name} cannot be written: {error}") from error
             names |= {target.name: name for target in group}
         undo.pop_all()
-    index = out / INDEX
-    total = sum(sizes.values())
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=1, sort_keys=True))
-    return index
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": names}
+    (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+    return names
 
 
 def _dtype_of(target: Target, sources: Mapping[str, Source], dtype: str | None) -> torch.dtype:
@@ -203,8 +191,3 @@ def export_state(store: Store, found: Found, out: Path, kind: str, section: str 
         torch.save(state, partial)
         partial.rename(out)
     return sum(isinstance(contents.leaves[name], Tensor) for name in paths)
-
-
-def weight_map(index: Path) -> Mapping[str, str]:
-    """For each tensor of an export the file that holds it."""
-    return json.loads(index.read_text())["weight_map"]

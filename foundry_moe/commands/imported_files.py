@@ -16,7 +16,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ def import_weights(
         rename: gives all tensors the names and layouts of a run; it may raise ValueError.
 
     Raises:
+        ValueError: an index of safetensors that is invalid, or a symbolic link out of the folder.
         CheckpointError: no such source, a format that is not known, a pickle of more than tensors and plain values, or
             a folder that holds commits already.
     """
@@ -89,10 +90,7 @@ def import_weights(
         raise CheckpointError(f"{store.url} holds checkpoints already: import into an empty folder")
     weights = {prefix + name: tensor for name, tensor in read_weights(Path(source), trust_pickle).items()}
     if rename is not None:
-        try:
-            weights = rename(weights)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
+        weights = rename(weights)
     if not weights:
         raise CheckpointError(f"{source} holds no tensors")
     for name, tensor in weights.items():
@@ -100,15 +98,9 @@ def import_weights(
             raise CheckpointError(f"{source}: {shown(name)} cannot be a tensor's name")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{source}: {shown(name)} is a {tensor.layout} of {tensor.dtype}, which is no weight")
-    engine = CheckpointEngine(
-        store,
-        policy=Policy(asynchronous=False, max_failures=2),
-        info={"weights_only": True, "source": source if source.isprintable() else ascii(source)},
-    )
-    try:
-        engine.save({"model": weights}, 0)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: {error}") from error
+    info = {"weights_only": True, "source": source if source.isprintable() else ascii(source)}
+    engine = CheckpointEngine(store, policy=Policy(asynchronous=False, max_failures=2), info=info)
+    engine.save({"model": weights}, 0)
     report = engine.wait()
     assert report is not None
     if report.error is not None:
@@ -125,10 +117,7 @@ def read_weights(source: Path, trust_pickle: bool = False) -> dict[str, Tensor]:
     if not source.exists():
         raise CheckpointError(f"{source}: there is no such file or folder")
     if source.is_dir():
-        try:
-            files = safetensors_in(source)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
+        files = safetensors_in(source)
         if files:
             return _read_all(files)
         if not (source / ".metadata").is_file():
@@ -227,10 +216,8 @@ def _read_distributed(folder: Path, trust_pickle: bool) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(wanted, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:
-        reasons = (
-            [reason for reason, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        )
-        said = "; ".join(" ".join(str(reason).split())[:400] for reason in reasons)
+        failures = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
+        said = "; ".join(" ".join(str(reason).split())[:400] for reason, _ in failures.values())
         raise CheckpointError(f"{folder} cannot be read: {said}" + ("" if trust_pickle else f"; {TRUST}")) from error
     return {name.removeprefix(prefix): tensor for name, tensor in wanted.items()}
 
@@ -309,22 +296,15 @@ class _IndexUnpickler(pickle._Unpickler):
         self._of_checked_keys([self.stack[-2]])
         self.load_setitem()
 
-    def _setitems(self: Any) -> None:  # typeshed does not list the methods of this class
+    def _setitems(self: Any) -> None:
         self._of_checked_keys(self.stack[::2])
         self.load_setitems()
 
-    def _dict(self: Any) -> None:  # typeshed does not list the methods of this class
-        self._of_checked_keys(self.stack[::2])
-        self.load_dict()
+    def _refuse(self: Any) -> None:
+        raise CheckpointError("it holds a set, or a dictionary in a form that DCP does not write")
 
-    def _refuse(self) -> None:
-        raise CheckpointError("it holds a set")
-
-    _CHECKED: ClassVar[dict[int, Any]] = {
-        **{pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems, pickle.DICT[0]: _dict},
-        **{pickle.ADDITEMS[0]: _refuse, pickle.FROZENSET[0]: _refuse},
-    }
-    dispatch = {**pickle._Unpickler.dispatch, **_CHECKED}
+    dispatch = pickle._Unpickler.dispatch | {pickle.SETITEM[0]: _setitem, pickle.SETITEMS[0]: _setitems}
+    dispatch |= dict.fromkeys((pickle.DICT[0], pickle.ADDITEMS[0], pickle.FROZENSET[0]), _refuse)
 
 
 def _of_plain(known: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry_moe.commands.argument_types import (
+    add_command,
     add_store_arguments,
     dtype_named,
     file_size_gb,
@@ -21,6 +22,8 @@ from foundry_moe.commands.argument_types import (
     positive_int,
 )
 from foundry_moe.commands.plan.constants import CHIPS
+from foundry_moe.config import BACKENDS
+from foundry_moe.parallel.mesh import parse_mesh
 
 
 def add_overrides(parser: argparse.ArgumentParser, help: str | None = None) -> None:
@@ -33,15 +36,16 @@ def command_of(module: str, name: str) -> Callable[[argparse.Namespace], int]:
     return lambda arguments: getattr(import_module(f"foundry_moe.{module}"), name)(arguments)
 
 
-def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_check_parser(subparsers: Any) -> None:
     """`foundry-moe check`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "check",
         help="validate a run's YAML",
         description="Reads a run's YAML as the training command does and prints a line for each mistake (exit code "
         "2), or a description of the run (exit code 0), with notes on missing data. Starts no training. --gpus, or a "
         "launcher's WORLD_SIZE, also checks that the mesh and the batch fit.",
-        epilog="example: foundry-moe check run.yaml --gpus 64 max_duration=100ba",
+        example="run.yaml --gpus 64 max_duration=100ba",
     )
     parser.add_argument("yaml", help="the run, as given to train.py")
     add_overrides(parser)
@@ -49,37 +53,34 @@ def add_check_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--data", action="store_true", help="treat missing data as an error")
     parser.add_argument("--gpus-per-node", type=positive_int, default=8, help="GPUs of one node (default: 8)")
     parser.set_defaults(run=command_of("commands.check", "check_command"))
-    return parser
 
 
-def add_train_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_train_parser(subparsers: Any) -> None:
     """`foundry-moe train`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "train",
         help="train a run on this machine",
         description="Checks the run, then starts one process a GPU with Composer's launcher, and waits for the last "
         "save when it is stopped (SIGTERM, Ctrl-C). The same command resumes the run.",
-        epilog="example: foundry-moe train run.yaml -n 8 max_duration=100ba",
+        example="run.yaml -n 8 max_duration=100ba",
     )
     parser.add_argument("yaml", help="the run")
     add_overrides(parser, "keys of the run, as in max_duration=100ba")
     parser.add_argument("-n", "--nproc", type=positive_int, help="processes (default: the GPUs of this machine, or 1)")
     parser.set_defaults(run=command_of("train", "train_command"))
-    return parser
 
 
-def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_verify_parser(subparsers: Any) -> None:
     """`foundry-moe verify`."""
-    from foundry_moe.config import BACKENDS
-    from foundry_moe.parallel.mesh import parse_mesh
-
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "verify",
         help="certify that training on meshes equals training on one process",
         description="Trains a shrunk copy of the run, or five small models without a run, on a mesh and on one process "
         "with LLM Foundry's trainer, and prints the largest relative differences of losses, gradients, weights, "
         "checkpoints, and layers from their formulas. Exit code 1 if any difference exceeds its tolerance.",
-        epilog="example: foundry-moe verify run.yaml --mesh 1,2,2 2,1,2",
+        example="run.yaml --mesh 1,2,2 2,1,2",
     )
     parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py")
     add_overrides(parser)
@@ -100,18 +101,18 @@ def add_verify_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=BACKENDS, help="of the experts, without a run (default: auto)")
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
     parser.set_defaults(run=command_of("commands.verify.certify", "verify_command"))
-    return parser
 
 
-def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_plan_parser(subparsers: Any) -> None:
     """`foundry-moe plan`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "plan",
         help="estimate mesh, memory, messages and step time of a run",
         description="Reads a run's YAML and prints the mesh, the parameters, the memory of each GPU, and the messages "
         "and time of a step. Starts no training. Warns if the run does not fit or is slow. Exit code 1 if the run does "
         "not fit.",
-        epilog="example: foundry-moe plan run.yaml --gpus 64 --chip h100 --search",
+        example="run.yaml --gpus 64 --chip h100 --search",
     )
     parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py; not with --calibrate")
     add_overrides(parser)
@@ -143,33 +144,33 @@ def add_plan_parser(subparsers: Any) -> argparse.ArgumentParser:
         return command_of("commands.plan.command", "plan_command")(arguments)
 
     parser.set_defaults(run=run)
-    return parser
 
 
-def add_loads_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_loads_parser(subparsers: Any) -> None:
     """`foundry-moe loads`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "loads",
         help="draw the experts' loads of a run as an HTML page",
         description="Reads the JSON lines of callbacks.expert_load.file, also during the run, and writes one HTML file "
         "that opens in any browser without a server or a network.",
-        epilog="example: foundry-moe loads runs/demo/expert_load.jsonl --html loads.html",
+        example="runs/demo/expert_load.jsonl --html loads.html",
     )
     parser.add_argument("file", type=Path, help="the path in callbacks.expert_load.file")
     parser.add_argument("--html", type=Path, metavar="OUT", help="the page (default: beside the file)")
     parser.set_defaults(run=command_of("loads.page", "loads_command"))
-    return parser
 
 
-def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_export_parser(subparsers: Any) -> None:
     """`foundry-moe export`."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "export",
         help="a trained model as a Hugging Face folder, for transformers, vLLM and SGLang",
         description="Writes a checkpoint's model in the names, layouts and configuration of its Hugging Face family, a "
         "block in memory at a time, and compares it with the checkpoint: each tensor's hash, and the logits of plain "
         "transformers. OUT is created once all of this is done, or not at all.",
-        epilog="example: foundry-moe export s3://bucket/run exported --dtype bf16",
+        example="s3://bucket/run exported --dtype bf16",
     )
     parser.add_argument(
         "run_folder",
@@ -220,4 +221,3 @@ def add_export_parser(subparsers: Any) -> argparse.ArgumentParser:
         return export_command(arguments, *folder)
 
     parser.set_defaults(run=run)
-    return parser

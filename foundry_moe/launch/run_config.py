@@ -281,6 +281,13 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
     return None
 
 
+def mesh_of(run: Mapping[str, Any]) -> MeshConfig | None:
+    """The mesh of a run: `mesh` of its experts, or `algorithms.dmoe_mesh`; None where it has neither."""
+    config = read_moe(run)
+    keys = section(run, "algorithms").get("dmoe_mesh") if config is None or config.mesh is None else config.mesh
+    return None if keys is None else from_mapping(MeshConfig, keys, "mesh")
+
+
 def _check_name(where: str, names: Iterable[Any], registry: str) -> None:
     """Raises ValueError for a name that is similar to one of this package's and is not registered."""
     for name in names:

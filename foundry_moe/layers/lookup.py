@@ -7,6 +7,7 @@ Shapes: E experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,13 @@ from torch import Tensor, nn
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
+
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|^module\.")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without the parts that wrappers of recomputation, compilation and DDP add."""
+    return _WRAPPERS.sub("", name)
 
 
 def named_moe_layers(model: nn.Module) -> dict[str, MoELayer]:

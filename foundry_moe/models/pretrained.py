@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from foundry_moe.checkpoint.strict import shown
 from foundry_moe.config import MOST_EXPERTS
-from foundry_moe.layers.lookup import named_moe_layers
+from foundry_moe.layers.lookup import named_moe_layers, plain_name
 from foundry_moe.models.blocks import WeightPart, whole
 from foundry_moe.models.configurations import HEADS, WIDTH, check_configuration, first_of
 from foundry_moe.models.families import FAMILIES
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _ROOT = "model."  # where LLM Foundry's wrapper holds the Hugging Face model
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
 # buffers that old versions of transformers saved
 _IGNORED = (r"rotary_emb\.inv_freq$", r"masked_bias$", r"attn\.bias$", r"attention\.bias$")
 
@@ -158,14 +157,14 @@ def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, li
     saved = model.state_dict().keys()
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, layer in layers.items():
-        block = _WRAPPERS.sub("", name).removeprefix(prefix)
+        block = plain_name(name).removeprefix(prefix)
         for ours, parts in by_tensor(layer.sources).items():
             full = [replace(part, theirs=f"{block}.{part.theirs}") for part in parts]
             yield f"{name}.{ours}", (tensors[f"{name}.{ours}"], full)
     inside = tuple(f"{name}." for name in layers)
-    plain = {_WRAPPERS.sub("", name) for name in saved}
+    plain = {plain_name(name) for name in saved}
     for name, tensor in tensors.items():
-        clean = _WRAPPERS.sub("", name)
+        clean = plain_name(name)
         if clean not in plain or (inside and name.startswith(inside)) or not clean.startswith(prefix):
             continue
         yield name, (tensor, [whole(name, clean.removeprefix(prefix), *tensor.shape)])
@@ -173,10 +172,8 @@ def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, li
 
 def _refuse_extra(model: nn.Module, folder: SafetensorsFolder, wanted: set[str], root: str) -> None:
     module = model.get_submodule(root)
-    tied = {_WRAPPERS.sub("", name) for name, _ in module.named_parameters(remove_duplicate=False)}
-    drawn = [
-        re.escape(_WRAPPERS.sub("", name)) for name, layer in named_moe_layers(module).items() if not layer.sources
-    ]
+    tied = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    drawn = [re.escape(plain_name(name)) for name, layer in named_moe_layers(module).items() if not layer.sources]
     ignored = [*_IGNORED, *(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
     ignored += [f"^{name}\\." for name in drawn]  # dense blocks whose experts are random
     for name in sorted(set(folder.files) - wanted - tied):

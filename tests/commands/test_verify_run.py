@@ -16,7 +16,9 @@ from foundry_moe.cli import main
 from foundry_moe.commands.verify.formula import why_not
 from foundry_moe.commands.verify.rows import Row, difference, step_zero_row
 from foundry_moe.commands.verify.shrink import shrink
+from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain, read_moe
+from tests.commands.trial_faults import converted_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,6 +152,19 @@ def test_each_shipped_run_shrinks_and_keeps_what_it_means(name: str, monkeypatch
 
 
 @pytest.mark.quick
+def test_experts_of_a_hugging_face_model_stay_shards_of_its_dense_block(tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "top_k": 4, "expert_hidden_size": 512, "shared_expert_hidden_size": 256}
+    run = converted_run(tmp_path / "llama")
+    run["algorithms"]["dmoe"] |= experts
+    config = read_moe(run)
+    assert config is not None
+    run, scale, _, _ = write_small_model(run, config, tmp_path / "small")
+    small = read_moe(shrink(run, config, mesh=None, device="cpu", scale=scale).run)
+    assert small is not None and (small.expert_hidden_size, small.shared_expert_hidden_size) == (128, 64)
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["intermediate_size"] == 256
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -177,6 +192,6 @@ def test_what_is_missing_or_no_number_differs() -> None:
         assert Row(quantity="x", difference=difference(measured, expected)).verdict == "differs"
     assert difference(some * (1 + 1e-6), some) < 1e-5
     assert Row(quantity="x", why="no formula").verdict == "not compared"
-    assert step_zero_row({"converted": (some, some * 2)}, "").verdict == "differs"
+    assert step_zero_row({"converted": (some, some * 2)}, converted=True).verdict == "differs"
     assert why_not("base", {}, capacity=None, widths=8) == "gate base has no independent formula"
     assert not why_not("switch", {"jitter": 0.01}, capacity="dynamic", widths=8)

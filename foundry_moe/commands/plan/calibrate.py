@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from foundry_moe.commands.plan.constants import (
     CHIPS,
     FORMAT,
+    LINKS,
     Constants,
     Link,
     default_path,
@@ -76,8 +77,6 @@ def calibrate(device: torch.device, gpus: int, sizes: Sizes = Sizes()) -> Consta
     values: dict[str, Any] = measure_rates(device, sizes)
     if on_gpu:
         torch.cuda.empty_cache()  # the ranks below use this GPU too
-    shipped = shipped_constants("h200")
-    assumed = ["network"]
     if gpus > 1:
         values |= run_processes(
             measure_messages,
@@ -87,14 +86,14 @@ def calibrate(device: torch.device, gpus: int, sizes: Sizes = Sizes()) -> Consta
             timeout_s=LINKS_TIMEOUT_S,
             preload=("foundry_moe.commands.plan.calibrate",),
         )
-    else:
-        assumed += ["all_to_all", "all_gather", "reduce_scatter", "contention"]
+    shipped = shipped_constants("h200")
+    assumed = tuple(name for name in (*LINKS, "contention") if name not in values)
     return Constants(
         format=FORMAT,
         device=torch.cuda.get_device_name() if on_gpu else "CPU",
         gpus=gpus,
         source=f"foundry-moe plan --calibrate, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
-        assumed=tuple(assumed),
+        assumed=assumed,
         **{name: getattr(shipped, name) for name in assumed},
         **values,
     )
@@ -152,21 +151,14 @@ def measure_rates(device: torch.device, sizes: Sizes) -> dict[str, Any]:
         F.scaled_dot_product_attention(q, key, v, is_causal=True).backward(dy)
 
     one = torch.zeros(1, device=device)
-
-    def launch() -> None:
-        for _ in range(sizes.launches):
-            one.add_(1.0)
-
-    launches = []
-    for _ in range(5):
-        _clock(device)  # an empty queue
-        launches.append(timeit.timeit(launch, number=1) / sizes.launches)
+    # before each repetition the queue is emptied
+    launches = timeit.repeat(lambda: one.add_(1.0), lambda: _clock(device), repeat=5, number=sizes.launches)
     return {
         "dense_flops_per_s": dense,
         "expert_flops_per_s": experts,
         "attention_flops_per_s": 6.0 * sequences * s * s * heads * width / seconds(train_attention),
         "memory_bytes_per_s": 2 * sizes.copied_bytes / seconds(lambda: target.copy_(source)),
-        "launch_s": min(launches),
+        "launch_s": min(launches) / sizes.launches,
     }
 
 

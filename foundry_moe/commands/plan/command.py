@@ -16,9 +16,7 @@ from foundry_moe.commands.plan.shape import ModelShape
 from foundry_moe.commands.plan.step import GIB, message_s
 from foundry_moe.launch.run_config import check_run, load_run, plain
 from foundry_moe.ops.backends import describe_backend
-from foundry_moe.parallel.mesh import Mesh
-
-WIDTHS = ("replicate", "shard", "expert")
+from foundry_moe.parallel.mesh import DIMENSIONS, Mesh
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
@@ -65,7 +63,7 @@ def plan_object(plan: RunPlan) -> dict[str, Any]:
     """Every number of a plan."""
     shape, constants = plan.shape, plan.machine.constants
     return {
-        "mesh": {width: getattr(plan.mesh, width) for width in WIDTHS},
+        "mesh": {width: getattr(plan.mesh, width) for width in DIMENSIONS},
         "all_to_all": plan.mesh.all_to_all,
         "gpus": plan.mesh.world_size,
         "nodes": plan.mesh.nodes,
@@ -102,7 +100,7 @@ def search_rows(plans: list[RunPlan], invalid: Mapping[Mesh, str]) -> list[dict[
     """The result of `search_meshes`: `plan_object` of each mesh with the reason. Invalid ones have no numbers."""
     rows = [{**plan_object(plan), "why": why_not(plan, plans[0])} for plan in plans]
     return rows + [
-        {"mesh": dict(zip(WIDTHS, mesh, strict=True)), "fits": False, "why": f"invalid: {why}"}
+        {"mesh": dict(zip(DIMENSIONS, mesh, strict=True)), "fits": False, "why": f"invalid: {why}"}
         for mesh, why in invalid.items()
     ]
 

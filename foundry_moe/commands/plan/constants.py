@@ -1,12 +1,11 @@
 """The speed of a machine: the constants of the planner's estimates, and their file.
 
-`foundry-moe plan --calibrate` measures them. Those of H100s and H200s are shipped. This module imports no torch,
-because the command line's parser reads `CHIPS`.
+`foundry-moe plan --calibrate` measures them. Those of H100s and H200s are shipped. This module imports neither
+torch nor numpy, because the command line's parser reads `CHIPS`.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -117,11 +116,9 @@ def rate_at(rates: Mapping[str, float], width: float) -> float:
     if width <= known[0][0]:
         # half the width halves the work for the same number of partly filled tiles
         return known[0][1] * (width / known[0][0]) ** 0.25
-    for (low, slow), (high, fast) in itertools.pairwise(known):
-        if width <= high:
-            share = math.log(width / low) / math.log(high / low)
-            return slow + share * (fast - slow)
-    return known[-1][1]
+    from numpy import interp  # not at the top: see above
+
+    return float(interp(math.log(width), [math.log(low) for low, _ in known], [rate for _, rate in known]))
 
 
 def read_constants(path: Path) -> Constants:

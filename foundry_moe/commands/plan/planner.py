@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foundry_moe.commands.plan.constants import Constants, shipped_constants
-from foundry_moe.commands.plan.shape import ModelShape, planned_moe, read_shape
+from foundry_moe.commands.plan.shape import ModelShape, read_shape
 from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
 from foundry_moe.config import MeshConfig, can_cut_rows, check_batch_size
+from foundry_moe.launch.run_config import mesh_of
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
 from foundry_moe.schema import section
@@ -128,18 +129,20 @@ def plan_run(
     Raises:
         ValueError: the run has no experts, its model is not supported, or its mesh or batch is invalid.
     """
-    moe, own_mesh = planned_moe(run)
-    config = mesh or own_mesh
     shape = shape or read_shape(run)
+    config = mesh or mesh_of(run) or MeshConfig()
     batch = run.get("global_train_batch_size")
-    nodes = {"ranks_per_node": machine.gpus_per_node, "num_experts": moe.num_experts}
+    nodes = {"ranks_per_node": machine.gpus_per_node, "num_experts": shape.moe.num_experts}
     gpus = ranks_in_use(config, world_size=machine.gpus, batch_size=batch, **nodes)
     plan = plan_mesh(config, world_size=gpus, **nodes)
+    rows = {"d_model": shape.d_model}
     if len(shape.expert_widths) > 1:
         check_expert_widths(shape.expert_widths, plan.expert)
     else:
-        _check_rows(plan, shape.expert_widths[0], "expert_hidden_size")
-    _check_rows(plan, shape.d_model, "d_model")
+        rows["expert_hidden_size"] = shape.expert_widths[0]
+    for key, size in rows.items():
+        if not can_cut_rows(size, shard=plan.shard, expert=plan.expert):
+            raise ValueError(f"mesh.shard ({plan.shard}) must divide {key} ({size}), the rows of experts' matrices")
     sequences = check_batch_size(batch, gpus) // gpus
     microbatch = run.get("device_train_microbatch_size")
     if not isinstance(microbatch, int) or microbatch < 1:
@@ -174,11 +177,6 @@ def plan_run(
     )
 
 
-def _check_rows(mesh: MeshPlan, rows: int, key: str) -> None:
-    if not can_cut_rows(rows, shard=mesh.shard, expert=mesh.expert):
-        raise ValueError(f"mesh.shard ({mesh.shard}) must divide {key} ({rows}), the rows of experts' matrices")
-
-
 def search_meshes(
     run: Mapping[str, Any], machine: Machine, shape: ModelShape | None = None
 ) -> tuple[list[RunPlan], dict[Mesh, str]]:
@@ -191,10 +189,10 @@ def search_meshes(
     Raises:
         ValueError: the run has no experts, its model is not supported, or a key is invalid.
     """
-    moe, given = planned_moe(run)
     shape = shape or read_shape(run)
+    given = mesh_of(run) or MeshConfig()
     plans, invalid = [], {}
-    for expert in divisors(moe.num_experts):
+    for expert in divisors(shape.moe.num_experts):
         for shard in divisors(machine.gpus // expert) if machine.gpus % expert == 0 else ():
             replicate = machine.gpus // (expert * shard)
             mesh = replace(given, replicate=replicate, shard=shard, expert=expert, spares=False)

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foundry_moe.config import ACTIVATIONS, AUTO, MeshConfig, MoEConfig
-from foundry_moe.launch.run_config import read_moe
-from foundry_moe.schema import from_mapping, section
+from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
+from foundry_moe.launch.foundry_keys import MPTS
+from foundry_moe.launch.run_config import MODEL, read_moe
+from foundry_moe.schema import fits, section
 
-MODELS = ("mpt_causal_lm", "dmoe_causal_lm")
 HUGGING_FACE = "hf_causal_lm"
 ADAPTER = r"_[AB]_E[DF]L$"
 
@@ -108,11 +108,6 @@ class ModelShape:
         return 1.0 - self.disabled_dense / self.dense
 
     @property
-    def moe_block(self) -> float:
-        """Parameters of a block with experts, outside its experts."""
-        return self.around_ffn + self.beside_experts
-
-    @property
     def dense(self) -> int:
         """Parameters outside experts."""
         ffns = self.moe_layers * self.beside_experts + (self.layers - self.moe_layers) * self.dense_ffn
@@ -137,57 +132,42 @@ class ModelShape:
         return 6.0 * (self.active - self.looked_up) + 12.0 * self.layers * self.sequence * self.query_width
 
 
-def planned_moe(run: Mapping[str, Any]) -> tuple[MoEConfig, MeshConfig]:
-    """The experts and the mesh of a run.
-
-    Raises:
-        ValueError: the run has no experts, or an invalid key.
-    """
-    config = read_moe(run)
-    if config is None:
-        raise ValueError("the run has no experts: add algorithms.dmoe or model.moe")
-    keys = config.mesh if config.mesh is not None else section(run, "algorithms").get("dmoe_mesh")
-    return config, from_mapping(MeshConfig, keys, "mesh")
-
-
 def read_shape(run: Mapping[str, Any]) -> ModelShape:
     """The shape of a run's model with its experts.
 
     Raises:
         ValueError: no experts, a kind of model that is not supported, or an invalid value.
     """
-    moe, _ = planned_moe(run)
-    model = section(run, "model")
+    moe, model = read_moe(run), section(run, "model")
+    if moe is None:
+        raise ValueError("the run has no experts: add algorithms.dmoe or model.moe")
     if model.get("name") == HUGGING_FACE:
         return _count_hugging_face(run, moe)
-    if model.get("name") not in MODELS:
+    if model.get("name") not in MPTS:
         raise ValueError(
-            f"model.name ({model.get('name')}): plan supports {', '.join(MODELS)} and {HUGGING_FACE}; to plan this "
-            f"model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to {MODELS[0]}, with the same "
+            f"model.name ({model.get('name')}): plan supports {', '.join(MPTS)} and {HUGGING_FACE}; to plan this "
+            f"model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to {MPTS[0]}, with the same "
             "algorithms.dmoe"
         )
     return _read_mpt(run, moe)
 
 
-def _required(model: Mapping[str, Any], key: str) -> int:
-    value = model.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"model.{key} ({value!r}) must be a whole number of 1 or more")
-    return value
-
-
 def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     """MPT's formulas, in the names and defaults of LLM Foundry's keys."""
     model = section(run, "model")
-    d_model, layers, n_heads = (_required(model, key) for key in ("d_model", "n_layers", "n_heads"))
-    vocab_size = _required(model, "vocab_size")
+    sizes: list[Any] = []
+    for key in ("d_model", "n_layers", "n_heads", "vocab_size"):
+        sizes.append(model.get(key))
+        if not fits(sizes[-1], int) or sizes[-1] < 1:
+            raise ValueError(f"model.{key} ({sizes[-1]!r}) must be a whole number of 1 or more")
+    d_model, layers, n_heads, vocab_size = sizes
     moe.check_layers_of(layers)
     attention, ffn = section(run, "model", "attn_config"), section(run, "model", "ffn_config")
     kv_heads = {"multihead_attention": n_heads, "multiquery_attention": 1}.get(
         attention.get("attn_type", "multihead_attention"), attention.get("kv_n_heads") or n_heads
     )
     ratio = model.get("expansion_ratio", 4)
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or ratio <= 0:
+    if not fits(ratio, float) or ratio <= 0:
         raise ValueError(f"model.expansion_ratio ({ratio!r}) must be a number above 0")
     hidden = int(ffn.get("ffn_hidden_size") or d_model * ratio)
     gated_ffn = ffn.get("ffn_type", "mptmlp") == "mptglu"
@@ -241,7 +221,7 @@ def _has_fused_loss(model: Mapping[str, Any]) -> bool:
         model.get("use_train_metrics", True) or model.get("logit_scale") or model.get("final_logit_softcapping")
     )
     fused = model.get("loss_fn", "auto") in ("auto", "fused_linear_crossentropy")
-    return model.get("name") == "dmoe_causal_lm" and fused and not reads_logits
+    return model.get("name") == MODEL and fused and not reads_logits
 
 
 def read_config(model: Mapping[str, Any]) -> Any:
@@ -275,9 +255,6 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     def count(module: torch.nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
 
-    def is_disabled(name: str, parameter: torch.nn.Parameter) -> bool:
-        return not parameter.requires_grad or any(re.search(pattern, f"model.{name}") for pattern in patterns)
-
     def mean(counts: list[int]) -> float:
         return sum(counts) / len(counts) if counts else 0.0
 
@@ -287,9 +264,9 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
         built = AutoModelForCausalLM.from_config(config)
     found = list(find_blocks(built, None))
     blocks = {block.name: count(block.module) for block in found}
-    before = count(built)
+    before, dense = count(built), [block.dense for block in found if block.dense is not None]
     copied = moe.init == "upcycle" or (moe.init == AUTO and bool(model.get("pretrained", True)))
-    if copied and moe.bias == AUTO and any(block.dense is not None and block.dense.biases for block in found):
+    if copied and moe.bias == AUTO and any(ffn.biases for ffn in dense):
         moe = replace(moe, bias=True)  # experts that are copies of an FFN have its biases
     # counting replaces no weights, so nothing needs to be kept
     apply_dmoe(built, replace(moe, init="random", mesh=None), loaded=False)
@@ -306,7 +283,8 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     for name, parameter in built.named_parameters():
         of_experts = ".experts." in name
         base = of_experts and first.config.lora_config is not None and not re.search(ADAPTER, name)
-        if is_disabled(name, parameter) and not base:
+        frozen = not parameter.requires_grad or any(re.search(pattern, f"model.{name}") for pattern in patterns)
+        if frozen and not base:
             disabled[of_experts] += parameter.numel()
     inside = sum(count(built.get_submodule(name)) for name in blocks)
     around = sum(count(built.get_submodule(name.rpartition(".")[0])) for name in blocks) - inside

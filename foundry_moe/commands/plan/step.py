@@ -151,9 +151,7 @@ def _token_messages(shape: ModelShape, mesh: MeshPlan, step: Step) -> list[Messa
     sent_to = ranks_per_token(shape.moe.num_experts, shape.moe.top_k, mesh.expert) * (1 - 1 / mesh.expert)
     # a hierarchical all-to-all has two stages, one between nodes
     stages = 2 if mesh.all_to_all == HIERARCHICAL else 1
-    elsewhere = 0.0
-    if mesh.expert_nodes > 1:
-        elsewhere = (mesh.expert - mesh.expert_ranks_per_node) / (mesh.expert - 1)
+    elsewhere = (mesh.expert - mesh.expert_ranks_per_node) / (mesh.expert - 1) if mesh.expert_nodes > 1 else 0.0
     return [
         Message(
             name=name,
@@ -183,7 +181,8 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     if step.checkpointed:
         saved = shape.layers * tokens * shape.d_model * width + layer
     else:
-        saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * _saved_by_dense_block(shape, step)
+        dense = _attention_numbers(shape) + 2 * shape.d_model + 2 * (shape.ffn_matrices - 1) * shape.ffn_hidden
+        saved = shape.moe_layers * layer + (shape.layers - shape.moe_layers) * tokens * width * dense
     # Two moments compete: the loss, with all activations; and the end of the backward pass, with all gradients and one
     # layer's activations. Gradients of earlier microbatches are held at both.
     if shape.fused_loss:
@@ -196,8 +195,9 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
     unsharded = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
     kept = unsharded if step.reductions < step.microbatches else trained
     at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
-    unit = shape.experts_a_layer / mesh.expert + shape.moe_block
-    trained_unit = shape.trained_experts_a_layer / mesh.expert + shape.moe_block * shape.trained_share
+    around = shape.around_ffn + shape.beside_experts
+    unit = shape.experts_a_layer / mesh.expert + around
+    trained_unit = shape.trained_experts_a_layer / mesh.expert + around * shape.trained_share
     if mesh.world_size == 1:  # autocast's copies of weights are freed layer by layer in the backward pass
         gathered: float = width * shape.total if step.stored == 4 else 0.0
         at_end = 4 * trained + layer + width * (unit + trained_unit) - gathered
@@ -219,19 +219,13 @@ def _attention_numbers(shape: ModelShape) -> float:
     return 2 * shape.d_model + 2 * shape.query_width + 4 * shape.key_width
 
 
-def _saved_by_dense_block(shape: ModelShape, step: Step) -> float:
-    ffn = 2 * shape.d_model + 2 * (shape.ffn_matrices - 1) * shape.ffn_hidden
-    return step.tokens * step.width * (_attention_numbers(shape) + ffn)
-
-
 def _saved_by_moe_block(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     """Bytes that the backward pass of a block with experts needs."""
     d, k, width = shape.d_model, shape.moe.top_k, step.width
     f = max(shape.expert_widths)  # block-sparse: of different widths, all rows have room for the widest
     hidden = shape.expert_matrices - 1
-    received = 0.0  # rows for each token: one copy, however many of its experts are there
-    if mesh.expert > 1:
-        received = ranks_per_token(shape.moe.num_experts, k, mesh.expert)
+    # rows for each token: one copy, however many of its experts are there
+    received = ranks_per_token(shape.moe.num_experts, k, mesh.expert) if mesh.expert > 1 else 0.0
     if shape.adapter and shape.moe.memory == "recompute":
         rows = k * 2 * d
     elif shape.adapter or shape.moe.backend in ("grouped", "reference"):

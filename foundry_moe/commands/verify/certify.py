@@ -13,23 +13,24 @@ import math
 import os
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from foundry_moe.commands.plan.shape import HUGGING_FACE
 from foundry_moe.commands.verify.cases import check_mesh, default_meshes, small_runs
 from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, formula_rows, resume_rows, step_zero_row
-from foundry_moe.commands.verify.shrink import BATCHES, SmallRun, moe_keys, set_mesh, shrink
+from foundry_moe.commands.verify.shrink import SAVE_AFTER, SmallRun, moe_keys, set_mesh, shrink
 from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.launch.run_config import check_whole_run, load_run, plain
 from foundry_moe.parallel.mesh import Mesh, can_replicate
+from foundry_moe.schema import section
 
-SAVE_AFTER = BATCHES - 1
 Train = Callable[[Sequence[Trial]], dict[str, dict[str, Any]]]
 
 
@@ -104,12 +105,12 @@ def certify_run(
     if config is None:
         raise ValueError("the run has no experts to verify: neither algorithms.dmoe nor model.moe is there")
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        source, notes = "", ()  # type: tuple[str, tuple[str, ...]]
-        if (run.get("model") or {}).get("name") == "hf_causal_lm":
+        scale, source, notes = 1.0, "", ()  # type: tuple[float, str, tuple[str, ...]]
+        if section(run, "model").get("name") == HUGGING_FACE:
             from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
 
-            run, source, notes = write_small_model(run, config, Path(folder))
-        small = shrink(run, config, mesh=mesh, device=device, precision=precision)
+            run, scale, source, notes = write_small_model(run, config, Path(folder))
+        small = shrink(run, config, mesh=mesh, device=device, precision=precision, scale=scale)
         small = replace(small, name=name, source=source, notes=(*notes, *small.notes))
         return certify([small], device=device, timeout_s=timeout_s, train=train)[0]
 
@@ -124,15 +125,14 @@ def certify(
     """
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         trials = [_trials_of(run, f"{folder}/{index}") for index, run in enumerate(runs)]
-        by_size: dict[int, dict[str, Trial]] = defaultdict(dict)
-        for roles in trials:
-            for processes, trial in roles.values():
-                by_size[processes][trial.name] = trial
+        named = {trial.name: trial for roles in trials for trial in roles.values()}
         seen: dict[str, dict[str, Any]] = {}
-        for processes in sorted(by_size, reverse=True):  # one process resumes what several have saved
-            seen |= _launch(train, list(by_size[processes].values()), processes, device, timeout_s)
+        # one process resumes what several have saved
+        for processes in sorted({trial.processes for trial in named.values()}, reverse=True):
+            chosen = [trial for trial in named.values() if trial.processes == processes]
+            seen |= _launch(train, chosen, processes, device, timeout_s)
     return [
-        _certificate(run, device, {role: seen[trial.name] for role, (_, trial) in roles.items()})
+        _certificate(run, device, {role: seen[trial.name] for role, trial in roles.items()})
         for run, roles in zip(runs, trials, strict=True)
     ]
 
@@ -158,27 +158,23 @@ def _launch(
         ) from error
 
 
-def _trials_of(run: SmallRun, saved: str) -> dict[str, tuple[int, Trial]]:
-    """The trainings that a certificate compares, by their role, with their number of processes.
+def _trials_of(run: SmallRun, saved: str) -> dict[str, Trial]:
+    """The trainings that a certificate compares, by their role.
 
     mesh: on the mesh. alone: on one process. more: one process with twice the microbatches. resumed: another mesh, or
     one process, from the checkpoint of `mesh`. beside: another mesh.
     """
     other = _other_mesh(run)
+    resume = partial(_trial_alone, run) if other is None else partial(_trial, run, other)
     trials = {
-        "mesh": (run.processes, _trial(run, run.mesh, f"mesh {run.mesh}", folder=saved)),
-        "alone": (1, _trial_alone(run, "alone", with_formula=True, source=run.source)),
+        "mesh": _trial(run, run.mesh, f"mesh {run.mesh}", folder=saved),
+        "alone": _trial_alone(run, "alone", with_formula=True),
+        "resumed": resume(f"resumed {run.mesh}", folder=saved, resume=SAVE_AFTER),
     }
-    resumed = {"folder": saved, "resume": SAVE_AFTER}
-    if other is not None:
-        trials["resumed"] = (run.processes, _trial(run, other, f"resumed {run.mesh}", **resumed))
-    else:
-        trials["resumed"] = (1, _trial_alone(run, f"resumed {run.mesh}", **resumed))
     if run.alone > 1:
-        more = _trial_alone(run, "more", with_formula=True, steps=1, microbatch=run.alone // 2)
-        trials["more"] = (1, more)
+        trials["more"] = _trial_alone(run, "more", with_formula=True, steps=1, microbatch=run.alone // 2)
     if _shuffles(run) and other is not None:
-        trials["beside"] = (run.processes, _trial(run, other, f"beside {run.mesh}"))
+        trials["beside"] = _trial(run, other, f"beside {run.mesh}")
     return trials
 
 
@@ -187,33 +183,25 @@ def _trial(run: SmallRun, mesh: Mesh | None, name: str, **more: Any) -> Trial:
     keys = copy.deepcopy(dict(run.run))
     if mesh is not None:
         set_mesh(keys, mesh)
-    values = {
-        "batch": run.batch,
-        "microbatch": run.microbatch,
-        "length": int(keys["max_seq_len"]),
-        "vocabulary": run.vocabulary,
-        "steps": BATCHES,
-        "save_after": SAVE_AFTER,
-        "double": run.precision == "fp64",
-    }
-    return Trial(name=f"{run.name}, {name}", run=keys, **{**values, **more})
+    values: dict[str, Any] = {"processes": run.processes, "microbatch": run.microbatch, **more}
+    return Trial(name=f"{run.name}, {name}", small=run, run=keys, **values)
 
 
 def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
     """One training on one process, with nothing compiled. Meshes of as many sequences share it."""
     keys = copy.deepcopy(dict(run.run))
-    for mesh in (moe_keys(keys).get("mesh"), (keys.get("algorithms") or {}).get("dmoe_mesh")):
+    for mesh in (moe_keys(keys).get("mesh"), section(keys, "algorithms").get("dmoe_mesh")):
         if mesh is not None:
             mesh["compile"] = "none"
     keys.pop("compile_config", None)
     name = f"{name}, {run.batch} sequences"
-    return _trial(replace(run, run=keys), (1, 1, 1), name, **{"microbatch": run.alone, **more})
+    return _trial(replace(run, run=keys), (1, 1, 1), name, **{"processes": 1, "microbatch": run.alone, **more})
 
 
 def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any]]) -> Certificate:
     other, notes, tolerance = _other_mesh(run), run.notes, TOLERANCE[run.precision]
     expected = seen.get("beside", seen["alone"])
-    clips = "gradient_clipping" in (run.run.get("algorithms") or {})
+    clips = "gradient_clipping" in section(run.run, "algorithms")
     compared = compare_trials(seen["mesh"], expected, steps=SAVE_AFTER, clips=clips, tolerance=tolerance)
     if _shuffles(run):
         why = "gate base shuffles tokens over ranks, where they compete"
@@ -224,10 +212,8 @@ def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any
     rows = [
         *compared,
         *formula_rows(seen, tolerance),
-        *resume_rows(
-            seen["mesh"], seen["resumed"], SAVE_AFTER, "one process" if other is None else str(other), tolerance
-        ),
-        step_zero_row(seen["alone"], _why_no_source(run)),
+        *resume_rows(seen["mesh"], seen["resumed"], SAVE_AFTER, str(other or "one process"), tolerance),
+        step_zero_row(seen["alone"], converted="pretrained_model_name_or_path" in run.run["model"]),
     ]
     where = str(run.mesh) if run.mesh else "2 processes of data parallelism"
     return Certificate(run=run.name, mesh=where, device=device, notes=notes, rows=tuple(rows))
@@ -251,12 +237,6 @@ def _other_mesh(run: SmallRun) -> Mesh | None:
     return None
 
 
-def _why_no_source(run: SmallRun) -> str:
-    if run.run["model"]["name"] != "hf_causal_lm":
-        return "the model is not converted from another"
-    return "" if run.source else "nothing is loaded"
-
-
 def verify_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe verify`: prints the certificates; 0 if nothing differs.
 
@@ -270,7 +250,20 @@ def verify_command(arguments: argparse.Namespace) -> int:
         if devices is not None and math.prod(mesh) > devices:
             named = ",".join(map(str, mesh))
             raise ValueError(f"--mesh {named} needs {math.prod(mesh)} GPUs and {devices} are here: use --device cpu")
-    certificates = _certify_yaml(arguments) if arguments.yaml is not None else _certify_cases(arguments, devices)
+    options = {"device": arguments.device, "timeout_s": arguments.timeout_s}
+    if arguments.yaml is None:
+        meshes = arguments.mesh or default_meshes(devices)
+        for mesh in meshes:
+            check_mesh(mesh)
+        precision = arguments.precision or ("fp64" if devices is None else "fp32")
+        runs = list(small_runs(meshes, precision=precision, backend=arguments.backend or "auto"))
+        certificates = certify(runs, **options)
+    else:
+        if arguments.backend is not None:
+            raise ValueError("--backend is for verify without a run: a run takes algorithms.dmoe.backend=NAME")
+        run = plain(load_run(arguments.yaml, arguments.overrides))
+        options |= {"name": arguments.yaml, "precision": arguments.precision or "fp32"}
+        certificates = [certify_run(run, mesh=mesh, **options) for mesh in arguments.mesh or [None]]
     for certificate in certificates:
         if arguments.json:
             print(certificate.as_json())
@@ -287,21 +280,3 @@ def verify_command(arguments: argparse.Namespace) -> int:
             f"({time.monotonic() - started:.0f} s)"
         )
     return 0 if passed else 1
-
-
-def _certify_yaml(arguments: argparse.Namespace) -> list[Certificate]:
-    if arguments.backend is not None:
-        raise ValueError("--backend is for verify without a run: a run takes algorithms.dmoe.backend=NAME")
-    run = plain(load_run(arguments.yaml, arguments.overrides))
-    keys = {"device": arguments.device, "timeout_s": arguments.timeout_s}
-    keys |= {} if arguments.precision is None else {"precision": arguments.precision}
-    return [certify_run(run, name=arguments.yaml, mesh=mesh, **keys) for mesh in arguments.mesh or [None]]
-
-
-def _certify_cases(arguments: argparse.Namespace, devices: int | None) -> list[Certificate]:
-    meshes = arguments.mesh or default_meshes(devices)
-    for mesh in meshes:
-        check_mesh(mesh)
-    precision = arguments.precision or ("fp64" if devices is None else "fp32")
-    runs = list(small_runs(meshes, precision=precision, backend=arguments.backend or "auto"))
-    return certify(runs, device=arguments.device, timeout_s=arguments.timeout_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundry_moe.commands.verify.rows import difference
-from foundry_moe.config import ACTIVATIONS
+from foundry_moe.config import ACTIVATIONS, MoEConfig
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops import noise
@@ -37,23 +38,17 @@ _GATES = ("topk", "switch")  # tests/layers/gates compares the others with their
 class Formula:
     """One layer.
 
+    keys: of its gate, with defaults.
     weights: fp64, by the layer's own names: `gate.weight_ED`, `experts.w1_EFD`, `shared_expert.w1.weight`, ...
-    bias_E: of the choice, not of the weight.
     losses: weights of auxiliary losses.
-    by_sequence: the balance loss is of each sequence by itself.
-    lora_scale: of adapters' products B A.
+    bias_E: of the choice, not of the weight.
     """
 
-    gate: str
+    config: MoEConfig
     keys: Mapping[str, Any]
-    num_experts: int
-    top_k: int
-    pointwise: str
     weights: Mapping[str, Tensor]
     losses: Mapping[str, float]
-    bias_E: Tensor | None = None
-    by_sequence: bool = False
-    lora_scale: float = 0.0
+    bias_E: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +94,11 @@ def route(formula: Formula, x_TD: Tensor) -> Routed:
     if 0 < limit < groups:
         by_group_TGM = ranked_TE.view(len(x_TD), groups, -1)
         worth_TG = by_group_TGM.sort(-1, descending=True).values[..., :2].sum(-1)
-        inside_TE = _best(worth_TG, limit).repeat_interleave(formula.num_experts // groups, dim=1)
+        inside_TE = _best(worth_TG, limit).repeat_interleave(formula.config.num_experts // groups, dim=1)
         ranked_TE = ranked_TE.masked_fill(inside_TE == 0, -torch.inf)
-    chosen_TE = _best(ranked_TE, formula.top_k)
+    chosen_TE = _best(ranked_TE, formula.config.top_k)
     weights_TE = scores_TE * chosen_TE
-    if formula.gate == "topk" and keys.get("normalize", True):
+    if formula.config.gate["name"] == "topk" and keys.get("normalize", True):
         weights_TE = weights_TE / weights_TE.sum(-1, keepdim=True)
     weights_TE = weights_TE * float(keys.get("scale", 1.0))
     return Routed(logits_TE=logits_TE, probs_TE=probs_TE, chosen_TE=chosen_TE, weights_TE=weights_TE)
@@ -111,7 +106,8 @@ def route(formula: Formula, x_TD: Tensor) -> Routed:
 
 def experts_output(formula: Formula, x_TD: Tensor, weights_TE: Tensor) -> Tensor:
     """sum over e of weight[t, e] * FFN_e(x[t]), and the shared expert's output."""
-    pointwise, weights = _POINTWISE[formula.pointwise], formula.weights
+    pointwise, weights = _POINTWISE[ACTIVATIONS[formula.config.activation].pointwise], formula.weights
+    lora = formula.config.lora_config
 
     def bias(name: str) -> Tensor | float:
         return weights[name][:, None] if name in weights else 0.0
@@ -119,7 +115,7 @@ def experts_output(formula: Formula, x_TD: Tensor, weights_TE: Tensor) -> Tensor
     def matrices(name: str, inputs: str, outputs: str) -> Tensor:
         base = weights[f"experts.{name}_E{outputs}{inputs}"]
         a, b = (weights.get(f"experts.{name}_{factor}L") for factor in (f"A_E{inputs}", f"B_E{outputs}"))
-        return base if a is None or b is None else base + formula.lora_scale * b @ a.mT
+        return base if lora is None or a is None or b is None else base + lora.scale * b @ a.mT
 
     h_ETF = pointwise(torch.einsum("td,efd->etf", x_TD, matrices("w1", "D", "F")) + bias("experts.w1_bias_EF"))
     if "experts.v1_EFD" in weights:
@@ -149,9 +145,9 @@ def auxiliary_losses(
     losses = {}
 
     def balance(probs_TE: Tensor, counts_E: Tensor) -> Tensor:
-        return formula.num_experts * (counts_E / counts_E.sum() * probs_TE.mean(0)).sum()
+        return formula.config.num_experts * (counts_E / counts_E.sum() * probs_TE.mean(0)).sum()
 
-    if formula.by_sequence:
+    if formula.config.balance_over == "sequence":
         by_sequence = zip(routed.probs_TE.chunk(sequences), routed.chosen_TE.chunk(sequences), strict=True)
         losses["balance"] = torch.stack([balance(p, c.sum(0)) for p, c in by_sequence]).mean()
     else:
@@ -165,11 +161,11 @@ def auxiliary_losses(
 
 @dataclass(kw_only=True)
 class _Pass:
-    """A microbatch through one layer; `dy_TD` is filled in its backward pass."""
+    """A microbatch through one layer: tokens, the gate's input, output, and its gradient from the backward pass."""
 
     x_TD: Tensor
+    gate_TD: Tensor
     y_TD: Tensor
-    factors_TD: Tensor | None
     sequences: int
     dy_TD: Tensor | None = None
 
@@ -181,30 +177,24 @@ class Capture:
         self._layers = named_moe_layers(model)
         self._passes: dict[str, list[_Pass]] = {name: [] for name in self._layers}
         self._hooks = [
-            layer.register_forward_hook(self._note(name), with_kwargs=True)  # type: ignore[arg-type]
+            layer.register_forward_hook(partial(self._note, name), with_kwargs=True)  # type: ignore[arg-type]
             for name, layer in self._layers.items()
         ]
 
-    def _note(self, name: str) -> Any:
-        def note(layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            y = output[0] if isinstance(output, tuple) else output
-            if not y.requires_grad:
-                return  # counting ahead
-            x = args[0] if args else next(iter(kwargs.values()))
-            found = _Pass(
-                x_TD=_whole(x.reshape(-1, layer.d_model)),
-                y_TD=_whole(y.reshape(-1, layer.d_model)),
-                factors_TD=_factors(layer, x.reshape(-1, layer.d_model)),
-                sequences=x.shape[0] if x.dim() == 3 else 1,
-            )
-            self._passes[name].append(found)
+    def _note(self, name: str, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        y = output[0] if isinstance(output, tuple) else output
+        if not y.requires_grad:
+            return  # counting ahead
+        x = args[0] if args else next(iter(kwargs.values()))
+        x_TD, y_TD = (_whole(tensor.reshape(-1, layer.d_model)) for tensor in (x, y))
+        sequences = x.shape[0] if x.dim() == 3 else 1
+        found = _Pass(x_TD=x_TD, gate_TD=_jittered(layer, x_TD, x.device), y_TD=y_TD, sequences=sequences)
+        self._passes[name].append(found)
 
-            def keep(gradient: Tensor) -> None:
-                found.dy_TD = _whole(gradient.reshape(-1, layer.d_model))
+        def keep(gradient: Tensor) -> None:
+            found.dy_TD = _whole(gradient.reshape(-1, layer.d_model))
 
-            y.register_hook(keep)
-
-        return note
+        y.register_hook(keep)
 
     def finish(self) -> dict[str, Any]:
         """By layer: the reason why it was not compared, or differences and the formula's gradients.
@@ -221,24 +211,22 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.detach().double().cpu()
 
 
-def _factors(layer: MoELayer, x_TD: Tensor) -> Tensor | None:
-    """The random factors of the gate's input in this batch. The numbers are the run's own: they have no formula."""
+def _jittered(layer: MoELayer, x_TD: Tensor, device: torch.device) -> Tensor:
+    """The gate's input in this batch: tokens times the run's own random factors, which have no formula."""
     gate: Any = layer.gate
-    if not hasattr(gate, "jitter"):
-        return None
+    ones_TD = torch.ones_like(x_TD, dtype=torch.float32, device=device)
     context = layer.context.for_tokens(x_TD.shape[0], layer=layer.layer_index, seed=layer.config.seed)
-    jitter = gate.jitter_of(gate.jitter, context, x_TD, 0)
+    jitter = gate.jitter_of(gate.jitter, context, ones_TD, 0) if hasattr(gate, "jitter") else None
     if jitter is None:
-        return None
-    return _whole(noise.jitter(torch.ones_like(x_TD, dtype=torch.float32), jitter.keys_T, jitter.amount, jitter.stream))
+        return x_TD
+    return x_TD * _whole(noise.jitter(ones_TD, jitter.keys_T, jitter.amount, jitter.stream))
 
 
 def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
     gate: Any = layer.gate
     keys = asdict(gate.config) if hasattr(gate.config, "__dataclass_fields__") else {}
     config = layer.config
-    name = config.gate["name"]
-    why = why_not(name, keys, capacity=config.capacity, widths=config.expert_hidden_size)
+    why = why_not(config.gate["name"], keys, capacity=config.capacity, widths=config.expert_hidden_size)
     if not why and config.lora_config is not None and config.lora_config.dropout:
         why = "lora.dropout draws random numbers"
     if not why and any(seen.dy_TD is None for seen in passes):
@@ -247,20 +235,10 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
         return {"why": why or "the layer was not run"}
     weights = {key: _whole(tensor).requires_grad_(tensor.requires_grad) for key, tensor in layer.named_parameters()}
     bias = getattr(gate, "bias_E", None)
-    formula = Formula(
-        gate=name,
-        keys=keys,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        pointwise=ACTIVATIONS[config.activation].pointwise,
-        weights=weights,
-        losses=layer.loss_weights,
-        bias_E=None if bias is None else _whole(bias),
-        by_sequence=config.balance_over == "sequence",
-        lora_scale=0.0 if config.lora_config is None else config.lora_config.scale,
-    )
+    bias_E = None if bias is None else _whole(bias)
+    formula = Formula(config=config, keys=keys, weights=weights, losses=layer.loss_weights, bias_E=bias_E)
     tokens = sum(len(seen.x_TD) for seen in passes)
-    routed = [route(formula, _jittered(seen)) for seen in passes]
+    routed = [route(formula, seen.gate_TD) for seen in passes]
     counts_E = torch.stack([one.chosen_TE.sum(0) for one in routed]).sum(0) if config.balance_over == "batch" else None
     output = 0.0
     main = torch.zeros((), dtype=torch.float64)
@@ -287,7 +265,3 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
         "main": {key: g for key, g in zip(trained, gradients, strict=True) if g is not None},
         "losses": {loss: gradient for loss, gradient in by_loss.items() if gradient is not None},
     }
-
-
-def _jittered(seen: _Pass) -> Tensor:
-    return seen.x_TD if seen.factors_TD is None else seen.x_TD * seen.factors_TD

@@ -5,7 +5,7 @@ Shapes: T tokens, D model width, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import llmfoundry.command_utils  # noqa: F401  (once in the fork server, not in each child)
@@ -16,13 +16,13 @@ from composer.utils import dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foundry_moe.commands.verify.formula import Capture
-from foundry_moe.layers.lookup import named_moe_layers
+from foundry_moe.commands.verify.shrink import SAVE_AFTER
+from foundry_moe.layers.lookup import named_moe_layers, plain_name
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 KINDS = {"gate": "gate", "experts": "experts", "shared_expert": "shared"}
 # Composer's Hugging Face wrapper looks through all of them for each model: they are imported once, in the fork server
 CAUSAL_MODELS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING.values())
@@ -34,27 +34,19 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
 class Recorder(Callback):
     """Fills `seen`.
 
     `loss/step`, `norm/step` (before clipping), `clipped/step`, `grad/step/kind/name`, `begin/kind/name`,
-    `weight/kind/name` and `buffer/name` (after `save_after` steps), `saved/name` and `resumed/name` (all tensors),
+    `weight/kind/name` and `buffer/name` (after `SAVE_AFTER` steps), `saved/name` and `resumed/name` (all tensors),
     `agree/name` (how far apart ranks' buffers are), `formula` (see `Capture`), `converted` (two logits). Kinds are
     gate, experts, shared and dense. The last run's recorder is `Recorder.last`.
     """
 
     last: ClassVar[Recorder]
 
-    def __init__(self, microbatches: int, steps: int, save_after: int, with_formula: bool, source: str) -> None:
-        self.microbatches, self.steps, self.save_after, self.source = microbatches, steps, save_after, source
-        self.with_formula = with_formula
+    def __init__(self, microbatches: int, with_formula: bool, source: str) -> None:
+        self.microbatches, self.with_formula, self.source = microbatches, with_formula, source
         self.seen: dict[str, Any] = {}
         self._backward_passes = 0
         self._capture: Capture | None = None
@@ -71,34 +63,26 @@ class Recorder(Callback):
         if self.with_formula:
             self._capture = Capture(state.model)
 
-    def before_train_batch(self, state: State, logger: Logger) -> None:
-        self._backward_passes = 0
-
     def after_backward(self, state: State, logger: Logger) -> None:
         self._backward_passes += 1
-        if self._backward_passes != self.microbatches:
+        if self._backward_passes % self.microbatches:
             return
         step = state.timestamp.batch.value
-        gradients = {
-            name: whole(parameter.grad)
-            for name, parameter in _parameters(state.model).items()
-            if parameter.grad is not None
-        }
+        gradients = _gradients(state.model)
         self.seen.update({f"grad/{step}/{name}": gradient for name, gradient in gradients.items()})
-        self.seen[f"norm/{step}"] = _norm(gradients.values())
+        self.seen[f"norm/{step}"] = _norm(gradients)
         if self._capture is not None:
             self.seen["formula"] = self._capture.finish()
             self._capture = None
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        gradients = [whole(p.grad) for p in _parameters(state.model).values() if p.grad is not None]
-        self.seen[f"clipped/{state.timestamp.batch.value}"] = _norm(gradients)
+        self.seen[f"clipped/{state.timestamp.batch.value}"] = _norm(_gradients(state.model))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         done = state.timestamp.batch.value
         loss = state.total_loss_dict["loss/train/total"]
         self.seen[f"loss/{done - 1}"] = torch.as_tensor(loss).detach().double().cpu()
-        if done == self.save_after:
+        if done == SAVE_AFTER:
             self.seen.update({f"weight/{name}": whole(tensor) for name, tensor in _parameters(state.model).items()})
             self.seen.update({f"saved/{name}": tensor for name, tensor in whole_state(state).items()})
             for name, buffer in _buffers(state.model).items():
@@ -109,14 +93,12 @@ class Recorder(Callback):
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By kind and name."""
-    prefixes = {plain_name(name): layer for name, layer in named_moe_layers(model).items()}
+    layers = [f"{plain_name(name)}." for name in named_moe_layers(model)]
     found = {}
     for name, parameter in model.named_parameters():
-        name, kind = plain_name(name), "dense"
-        for prefix in prefixes:
-            if name.startswith(f"{prefix}."):
-                kind = KINDS.get(name.removeprefix(f"{prefix}.").partition(".")[0], "dense")
-        found[f"{kind}/{name}"] = parameter
+        name = plain_name(name)
+        part = next((name.removeprefix(layer).partition(".")[0] for layer in layers if name.startswith(layer)), "")
+        found[f"{KINDS.get(part, 'dense')}/{name}"] = parameter
     return found
 
 
@@ -133,19 +115,22 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 def whole_state(state: State) -> dict[str, Tensor]:
     """Every tensor of model and optimizer, whole, by name: equal on any mesh. Collective."""
     optimizer: Any = get_optimizer_state_dict(state.model, state.optimizers)["state"]
-    sections = {"model": get_model_state_dict(state.model)} | {
-        f"optimizer/{name}": optimizer[name] for name in optimizer
+    sections = {"model": get_model_state_dict(state.model)}
+    sections |= {f"optimizer/{name}": moments for name, moments in optimizer.items()}
+    return {
+        f"{section}|{name}": whole(tensor)
+        for section, tensors in sections.items()
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
     }
-    found = {}
-    for section, tensors in sections.items():
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor):
-                found[f"{section}|{name}"] = whole(tensor)
-    return found
 
 
-def _norm(gradients: Any) -> Tensor:
-    return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in _parameters(model).items() if p.grad is not None}
+
+
+def _norm(gradients: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
 
 
 @torch.no_grad()
@@ -164,31 +149,17 @@ def _logits_of_both(model: nn.Module, source: str) -> tuple[Tensor, Tensor]:
     return ours, theirs(input_ids=ids).logits.float().cpu()
 
 
-class Sequences(Dataset):
-    """`samples` sequences of tokens, uniform below `vocabulary` and never 0, which some models take for padding."""
-
-    def __init__(self, *, samples: int, length: int, vocabulary: int) -> None:
-        self.samples, self.length, self.vocabulary = samples, length, vocabulary
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(1, self.vocabulary, (self.length,), generator=torch.Generator().manual_seed(index))
-
-
 class Slots(DistributedSampler):
     """A rank's sequences: of each microbatch of the job, which is consecutive sequences, its own consecutive part."""
 
-    def __init__(self, data: Sequences, *, batch: int, microbatch: int) -> None:
-        self.rank, self.ranks = dist.get_global_rank(), dist.get_world_size()
-        super().__init__(data, num_replicas=self.ranks, rank=self.rank, shuffle=False)
-        self.batch, self.microbatch, self.length = batch, microbatch, len(data)
+    def __init__(self, data: Any, microbatch: int) -> None:
+        super().__init__(data, num_replicas=dist.get_world_size(), rank=dist.get_global_rank(), shuffle=False)
+        self.microbatch = microbatch
 
     def __iter__(self) -> Iterator[int]:
-        everyone = self.ranks * self.microbatch
-        for first in range(0, self.length, everyone):
-            yield from range(first + self.rank * self.microbatch, first + (self.rank + 1) * self.microbatch)
+        size = self.microbatch
+        for first in range(self.rank * size, len(self.dataset), self.num_replicas * size):  # type: ignore[arg-type]
+            yield from range(first, first + size)
 
 
 def _collate(samples: list[Tensor]) -> dict[str, Tensor]:
@@ -196,16 +167,15 @@ def _collate(samples: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "labels": input_ids.clone(), "attention_mask": torch.ones_like(input_ids)}
 
 
-def _count_tokens(batch: dict[str, Any]) -> int:
-    return batch["input_ids"].numel()
-
-
 def build_loader(
     device_batch_size: int, length: int, vocabulary: int, steps: int, microbatch: int, tokenizer: Any = None
 ) -> DataSpec:
-    """LLM Foundry's constructor of the loader."""
-    batch = device_batch_size * dist.get_world_size()
-    data = Sequences(samples=steps * batch, length=length, vocabulary=vocabulary)
-    sampler = Slots(data, batch=batch, microbatch=microbatch)
-    loader = DataLoader(data, batch_size=device_batch_size, sampler=sampler, collate_fn=_collate, drop_last=True)
-    return DataSpec(loader, get_num_tokens_in_batch=_count_tokens)
+    """LLM Foundry's constructor of the loader: tokens uniform below `vocabulary`, without 0, some models' padding."""
+    data: Any = [
+        torch.randint(1, vocabulary, (length,), generator=torch.Generator().manual_seed(index))
+        for index in range(steps * device_batch_size * dist.get_world_size())
+    ]
+    sampler = Slots(data, microbatch)
+    return DataSpec(
+        DataLoader(data, batch_size=device_batch_size, sampler=sampler, collate_fn=_collate, drop_last=True)
+    )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SAME, DIFFERS, NOT_COMPARED = "same", "differs", "not compared"
 # Sums in another order, over three steps of AdamW: fp64 measures 3e-15, fp32 some 1e-6.
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4}
 # A loss that is dropped or counted twice is off by 1. Rounding is larger here, because the scale comes from the
@@ -41,8 +40,8 @@ class Row:
     @property
     def verdict(self) -> str:
         if self.difference is None:
-            return NOT_COMPARED
-        return SAME if self.difference <= self.tolerance else DIFFERS
+            return "not compared"
+        return "same" if self.difference <= self.tolerance else "differs"
 
 
 def compare_trials(
@@ -72,10 +71,7 @@ def compare_trials(
     add("dense gradients", "grad/0/dense/")
     add(f"all gradients of the next {steps - 1} steps", *all_steps("grad")[1:])
     add("gradients' norm", *all_steps("norm"))
-    if clips:
-        add("clipped norm", *all_steps("clipped"))
-    else:
-        rows.append(Row(quantity="clipped norm", why="the run does not clip"))
+    add("clipped norm", *(all_steps("clipped") if clips else ()), why="the run does not clip")
     add(f"weights after {steps} steps", "weight/")
     add(f"optimizer's state after {steps} steps", "saved/optimizer/")
     if any(name.startswith("buffer/") for name in alone):
@@ -93,39 +89,35 @@ def formula_rows(seen: Mapping[str, Mapping[str, Any]], tolerance: float) -> lis
     names = ("layer's output, by its formula", "gate's gradient, by its formula", "experts' gradients, by formula")
     if why:
         return [Row(quantity=name, why=why) for name in (*names, "auxiliary losses' scale")]
+    gradients: dict[bool, list[float]] = {True: [], False: []}  # of gates, of the rest
+    for name, layer in layers.items():
+        for parameter, main in layer["main"].items():
+            expected = main + sum(layer["losses"].values()) if parameter == "gate.weight_ED" else main
+            gradients[parameter.startswith("gate.")].append(difference(_of_layer(alone, name, parameter), expected))
     output = max(layer["output"] for layer in layers.values())
-    found = [output, *_formula_gradients(layers, alone)]
+    found = [output, max(gradients[True], default=None), max(gradients[False], default=None)]
     rows = [
         Row(quantity=name, difference=value, tolerance=tolerance, why="" if value is not None else "it is not trained")
         for name, value in zip(names, found, strict=True)
     ]
     if not any(layer["losses"] for layer in layers.values()):
         return [*rows, Row(quantity="auxiliary losses' scale", why="no loss reaches a gate that is trained")]
-    scales = {"one process": _scales(layers, alone)}
-    if "more" in seen:
-        scales["twice the microbatches"] = _scales(seen["more"]["formula"], seen["more"])
-    scales["the mesh"] = _scales(layers, seen["mesh"])
-    for where, by_loss in scales.items():
-        for loss, off in by_loss.items():
-            rows.append(
-                Row(quantity=f"auxiliary loss {loss}: scale on {where}", difference=off, tolerance=SCALE_TOLERANCE)
-            )
-    return rows
+    more = seen.get("more", {"formula": {}})
+    scales = {
+        "one process": _scales(layers, alone),
+        "twice the microbatches": _scales(more["formula"], more),
+        "the mesh": _scales(layers, seen["mesh"]),
+    }
+    return rows + [
+        Row(quantity=f"auxiliary loss {loss}: scale on {where}", difference=off, tolerance=SCALE_TOLERANCE)
+        for where, by_loss in scales.items()
+        for loss, off in by_loss.items()
+    ]
 
 
 def _of_layer(seen: Mapping[str, Any], layer: str, parameter: str) -> Tensor | None:
     ends = f"{layer.removeprefix('module.')}.{parameter}"
     return next((v for k, v in seen.items() if k.startswith("grad/0/") and k.split("/", 3)[3] == ends), None)
-
-
-def _formula_gradients(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Largest differences of the gate's gradients, and of the experts'; None where there are none."""
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for name, layer in layers.items():
-        for parameter, main in layer["main"].items():
-            expected = main + sum(layer["losses"].values()) if parameter == "gate.weight_ED" else main
-            found[parameter.startswith("gate.")].append(difference(_of_layer(seen, name, parameter), expected))
-    return max(found[True], default=None), max(found[False], default=None)
 
 
 def _scales(layers: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, float]:
@@ -171,10 +163,12 @@ def resume_rows(
     ]
 
 
-def step_zero_row(alone: Mapping[str, Any], why_not: str) -> Row:
+def step_zero_row(alone: Mapping[str, Any], *, converted: bool) -> Row:
     """A converted model's logits against those of the model that it came from."""
     quantity = "step 0 of the converted model against its source"
     if "converted" not in alone:
-        return Row(quantity=quantity, why=why_not)
+        return Row(
+            quantity=quantity, why="nothing is loaded" if converted else "the model is not converted from another"
+        )
     ours, theirs = alone["converted"]
     return Row(quantity=quantity, difference=difference(ours, theirs))

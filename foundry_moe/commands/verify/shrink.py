@@ -14,9 +14,9 @@ from typing import Any
 
 from foundry_moe.config import AUTO, MeshConfig, MoEConfig, can_cut_rows
 from foundry_moe.launch.foundry_keys import MPTS
-from foundry_moe.launch.run_config import MODEL
-from foundry_moe.parallel.mesh import Mesh, can_replicate, divisors
-from foundry_moe.schema import from_mapping, section
+from foundry_moe.launch.run_config import MODEL, mesh_of
+from foundry_moe.parallel.mesh import DIMENSIONS, Mesh, can_replicate, divisors
+from foundry_moe.schema import section
 
 HEAD, LAYERS, POSITIONS, VOCABULARY, SEQUENCES = 16, 2, 32, 256, 2
 WIDTH_STEP = 16  # which all kernels take
@@ -25,6 +25,7 @@ LEARNING_RATE = 0.01
 EPSILON = 1e-4
 THRESHOLD = {"norm": 0.1, "value": 1e-3}  # of clipping; low enough that gradients are clipped
 BATCHES = 4  # three to compare, and the one after a resumption
+SAVE_AFTER = BATCHES - 1
 LOADER = "synthetic_tokens"
 # keys that are not part of the training step, or that need files, hubs or servers
 _LEFT_OUT = (
@@ -91,7 +92,13 @@ class _Work:
 
 
 def shrink(
-    run: Mapping[str, Any], config: MoEConfig, *, mesh: Mesh | None, device: str, precision: str = "fp32"
+    run: Mapping[str, Any],
+    config: MoEConfig,
+    *,
+    mesh: Mesh | None,
+    device: str,
+    precision: str = "fp32",
+    scale: float = 1.0,
 ) -> SmallRun:
     """The run at a small size; `check_whole_run` has passed it.
 
@@ -100,16 +107,17 @@ def shrink(
         mesh: to train on; None = the run's, each axis above 1 as small as can be above 1.
         device: cpu | cuda.
         precision: fp64 | fp32; 16-bit rounding would move tokens to other experts.
+        scale: of the widths of a model that is small already.
 
     Raises:
         ValueError: a mesh that does not fit the experts, or a model whose sizes are not known.
     """
     work = _Work(run=copy.deepcopy({key: value for key, value in run.items() if key not in _LEFT_OUT}))
-    keys = mesh_keys(work.run)
+    keys = mesh_of(run)
     chosen = _choose_mesh(work, keys, config, mesh)
     microbatch, microbatches = _shrink_batches(work, run, keys)
     length = min(int(run["max_seq_len"]), POSITIONS)
-    vocabulary, scale = VOCABULARY, 1.0
+    vocabulary = VOCABULARY
     if section(run, "model").get("name") in MPTS:
         scale, vocabulary = _shrink_mpt(work, length, config)
     _shrink_experts(work, config, scale, chosen)
@@ -134,15 +142,9 @@ def shrink(
 def moe_keys(run: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping that holds the run's experts, wherever it stands."""
     algorithms, model = section(run, "algorithms"), section(run, "model")
-    found = algorithms.get("dmoe") if "dmoe" in algorithms else model.get("moe") or model.get("ffn_config")
+    found = algorithms.get("dmoe") if "dmoe" in algorithms else model.get("moe")
     assert isinstance(found, dict)
     return found
-
-
-def mesh_keys(run: Mapping[str, Any]) -> MeshConfig | None:
-    """The run's mesh, None where it has none."""
-    given = moe_keys(run).get("mesh") or section(run, "algorithms").get("dmoe_mesh")
-    return None if given is None else from_mapping(MeshConfig, given, "mesh")
 
 
 def set_precision(run: dict[str, Any], precision: str) -> None:
@@ -156,7 +158,7 @@ def set_precision(run: dict[str, Any], precision: str) -> None:
         fsdp.pop("mixed_precision", None)
         if precision == "fp64":
             fsdp["mixed_precision"] = "FULL"
-    if isinstance(attention, dict) and attention.get("attn_impl") == "flash":
+    if attention and attention.get("attn_impl") == "flash":
         attention["attn_impl"] = "sdpa" if run["model"].get("name") == MODEL else "torch"
     if run["model"].get("use_flash_attention_2"):
         run["model"]["use_flash_attention_2"] = False
@@ -164,7 +166,7 @@ def set_precision(run: dict[str, Any], precision: str) -> None:
 
 def set_mesh(run: dict[str, Any], mesh: Mesh) -> None:
     """Sets the sizes of the run's mesh; the other keys are unchanged."""
-    sizes = dict(zip(("replicate", "shard", "expert"), mesh, strict=True))
+    sizes = dict(zip(DIMENSIONS, mesh, strict=True))
     algorithms, keys = run.get("algorithms") or {}, moe_keys(run)
     if keys.get("mesh") is not None:
         keys["mesh"] = {**keys["mesh"], **sizes}
@@ -237,38 +239,34 @@ def even_width(width: float) -> int:
     return max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
 
 
-def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:
-    """As many heads of queries to one of keys as there were."""
+def shrink_heads(width: int, heads: int, kv_heads: int) -> tuple[int, int, int]:
+    """The width, and heads of queries and of keys: as many to one as there were; a model that is as small stays."""
     ratio = max(1, heads // kv_heads)
-    return (4, 4) if ratio == 1 else (ratio, 1) if ratio > 2 else (4, 2)
+    small, small_kv = (4, 4) if ratio == 1 else (ratio, 1) if ratio > 2 else (4, 2)
+    return (small * HEAD, small, small_kv) if small * HEAD < width else (width, heads, kv_heads)
 
 
 def _shrink_mpt(work: _Work, length: int, config: MoEConfig) -> tuple[float, int]:
     """Scale of widths, and the vocabulary."""
     model = work.run["model"]
-    attention = model.get("attn_config")
+    attention = model["attn_config"] = dict(model.get("attn_config") or {})
     width, heads, layers = model.get("d_model", 2048), model.get("n_heads", 16), model.get("n_layers", 24)
-    kv_heads = heads
-    if isinstance(attention, dict):
-        kv_heads = {"multiquery_attention": 1, "grouped_query_attention": attention.get("kv_n_heads", heads)}.get(
-            attention.get("attn_type", ""), heads
-        )
-        attention.pop("head_dim", None)
-    small_heads, small_kv = shrink_heads(heads, kv_heads)
-    small = min(width, small_heads * HEAD)
-    if small == width:
-        small_heads, small_kv = heads, kv_heads
-    elif isinstance(attention, dict) and "kv_n_heads" in attention:
+    kv_heads = {"multiquery_attention": 1, "grouped_query_attention": attention.get("kv_n_heads", heads)}.get(
+        attention.get("attn_type", ""), heads
+    )
+    attention.pop("head_dim", None)
+    small, small_heads, small_kv = shrink_heads(width, heads, kv_heads)
+    if "kv_n_heads" in attention and small < width:
         attention["kv_n_heads"] = small_kv
     if small < width:  # heads stay as much wider than D over their number
         head = model.get("head_dim") or width // heads
         small_head = head * HEAD * heads // width
         if model.get("head_dim"):
             model["head_dim"] = small_head
-        if isinstance(attention, dict) and attention.get("softmax_scale"):  # one over the root of a head's width
+        if attention.get("softmax_scale"):  # one over the root of a head's width
             scale = attention["softmax_scale"] * (head / small_head) ** 0.5
             work.set(attention, "softmax_scale", scale, "narrower heads")
-    small_layers = layers if (model.get("block_overrides")) else shrink_layers(work.run, config, layers)
+    small_layers = layers if model.get("block_overrides") else shrink_layers(work.run, config, layers)
     vocabulary = min(int(model.get("vocab_size", 50368)), VOCABULARY)
     work.notes.append(
         f"{layers} layers of width {width}, {heads} heads -> {small_layers} of width {small}, {small_heads} heads; "
@@ -280,7 +278,7 @@ def _shrink_mpt(work: _Work, length: int, config: MoEConfig) -> tuple[float, int
         ffn["ffn_hidden_size"] = even_width(ffn["ffn_hidden_size"] * small / width)
     for where in (model, attention):
         for key in _DROPOUT:
-            if isinstance(where, dict) and where.get(key):
+            if where.get(key):
                 work.set(where, key, 0.0, "one process draws other numbers than several")
     return small / width, vocabulary
 
@@ -298,15 +296,15 @@ def shrink_layers(run: dict[str, Any], config: MoEConfig, layers: int) -> int:
 
 def _shrink_experts(work: _Work, config: MoEConfig, scale: float, mesh: Mesh | None) -> None:
     keys = moe_keys(work.run)
-    widths = config.expert_hidden_size
-    if isinstance(widths, tuple):
+    widths, shared = keys.get("expert_hidden_size", AUTO), keys.get("shared_expert_hidden_size")
+    if isinstance(widths, tuple | list):
         common = math.gcd(*widths)
         unit = max(1, min(common, 64 * common // max(widths)))
         keys["expert_hidden_size"] = [width // common * unit for width in widths]
     elif isinstance(widths, int):
         keys["expert_hidden_size"] = even_width(widths * scale) if scale < 1 else widths
-    if config.shared_expert_hidden_size and scale < 1:
-        keys["shared_expert_hidden_size"] = even_width(config.shared_expert_hidden_size * scale)
+    if shared and scale < 1:
+        keys["shared_expert_hidden_size"] = even_width(shared * scale)
     if scale < 1:
         work.notes.append(
             f"{config.num_experts} experts, top {config.top_k}, of width {_short(widths)} -> as many of width "
@@ -345,14 +343,10 @@ def _fit_device(work: _Work, device: str, precision: str) -> None:
         work.notes.append(f"precision: {own} -> {precision}")
     if device == "cuda":
         return
-    for where in (model, model.get("attn_config")):
-        if not isinstance(where, dict):
-            continue
+    for where in (model, model.get("attn_config") or {}):
         for key in ("loss_fn", "norm_type"):
             if where.get(key) in _GPU_ONLY:
                 work.set(where, key, _GPU_ONLY[where[key]], "on a CPU")
     if model.get("name") == "mpt_causal_lm":
         model.setdefault("loss_fn", "torch_crossentropy")
-        if not isinstance(model.get("attn_config"), dict):
-            model["attn_config"] = {}
         model["attn_config"].setdefault("attn_impl", "torch")

@@ -13,16 +13,9 @@ from typing import Any
 import torch
 
 from foundry_moe.commands.plan.shape import read_config
-from foundry_moe.commands.verify.shrink import (
-    HEAD,
-    LAYERS,
-    VOCABULARY,
-    even_width,
-    moe_keys,
-    shrink_heads,
-    shrink_layers,
-)
-from foundry_moe.config import AUTO, MoEConfig
+from foundry_moe.commands.verify import shrink
+from foundry_moe.commands.verify.shrink import HEAD, LAYERS, VOCABULARY, even_width, moe_keys
+from foundry_moe.config import MoEConfig
 from foundry_moe.models.families import FAMILIES
 from foundry_moe.schema import section
 
@@ -30,41 +23,36 @@ _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermed
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
-_NAME = "model.pretrained_model_name_or_path"
 
 
 def write_small_model(
     run: Mapping[str, Any], experts: MoEConfig, folder: Path
-) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+) -> tuple[dict[str, Any], float, str, tuple[str, ...]]:
     """Writes the model to `folder` and names it in the run.
 
     Returns:
-        The run; the folder where the run loads weights whose meaning it keeps, else empty; and what was changed.
+        The run; the scale of widths; the folder where the run loads weights whose meaning it keeps, else empty; and
+        what was changed.
 
     Raises:
         ValueError: the configuration cannot be read, or has no sizes that are known.
     """
-    small: dict[str, Any] = copy.deepcopy(dict(run))
-    config = read_config(section(run, "model"))
-    notes = _shrink(small, config, experts)
-    model = small["model"]
-    pretrained = bool(model.get("pretrained", True))
-    torch.manual_seed(0)
-    _write(config, folder)
-    model["pretrained_model_name_or_path"] = str(folder)
-    for key in ("config_overrides", "use_auth_token", "trust_remote_code", "load_in_8bit"):
-        model.pop(key, None)
-    keeps = config.model_type in FAMILIES or experts.init != "random"
-    return small, str(folder) if pretrained and keeps else "", notes
-
-
-def _write(config: Any, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    small: dict[str, Any] = copy.deepcopy(dict(run))
+    model, config = small["model"], read_config(section(run, "model"))
+    width = getattr(config, "hidden_size", 1)
+    notes = _shrink(small, config, experts)
+    torch.manual_seed(0)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model["pretrained_model_name_or_path"] = str(folder)
+    for key in ("config_overrides", "use_auth_token", "trust_remote_code", "load_in_8bit"):
+        model.pop(key, None)
+    keeps = model.get("pretrained", True) and (config.model_type in FAMILIES or experts.init != "random")
+    return small, config.hidden_size / width, str(folder) if keeps else "", notes
 
 
 def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> tuple[str, ...]:
@@ -72,16 +60,12 @@ def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> tuple[str, 
     try:
         width, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
     except AttributeError as error:
-        raise ValueError(
-            f"{_NAME} ({source}): {config.model_type} has sizes that verify does not know: {error}"
-        ) from None
+        where = f"model.pretrained_model_name_or_path ({source})"
+        raise ValueError(f"{where}: {config.model_type} has sizes that verify does not know: {error}") from None
     attention: Any = getattr(config, "attn_config", None)
     kv_heads = getattr(attention, "kv_n_heads", None) or getattr(config, "num_key_value_heads", None) or heads
-    small_heads, small_kv = shrink_heads(heads, kv_heads)
-    small = small_heads * HEAD
-    if small >= width:
-        small, small_heads, small_kv = width, heads, kv_heads
-    else:
+    small, small_heads, small_kv = shrink.shrink_heads(width, heads, kv_heads)
+    if small < width:
         if getattr(config, "head_dim", None):
             config.head_dim = HEAD
         if hasattr(attention, "kv_n_heads"):
@@ -123,8 +107,7 @@ def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> tuple[str, 
 
 def _few_layers(run: dict[str, Any], config: Any, experts: MoEConfig, layers: int) -> int:
     """As many as keep a dense layer beside one with experts, where there are both."""
-    few = shrink_layers(run, experts, layers)
-    few = min(layers, max(few, getattr(config, "decoder_sparse_step", 1) or 1))
+    few = min(layers, max(shrink.shrink_layers(run, experts, layers), getattr(config, "decoder_sparse_step", 1) or 1))
     if getattr(config, "first_k_dense_replace", 0):
         config.first_k_dense_replace = 1
         few = min(layers, max(few, LAYERS))
@@ -138,7 +121,6 @@ def _few_layers(run: dict[str, Any], config: Any, experts: MoEConfig, layers: in
 def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: float) -> None:
     if scale == 1:
         return
-    keys = moe_keys(run)
     before = getattr(config, "intermediate_size", None)
     for key in _WIDTHS:
         if isinstance(getattr(config, key, None), int):
@@ -148,14 +130,8 @@ def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: flo
         ffn.ffn_hidden_size = even_width(ffn.ffn_hidden_size * scale)
     if config.model_type in FAMILIES:
         for key in ("expert_hidden_size", "shared_expert_hidden_size"):
-            keys.pop(key, None)  # the family's own
+            moe_keys(run).pop(key, None)  # the family's own
         return
     width = experts.expert_hidden_size
-    if isinstance(width, int):
-        keys["expert_hidden_size"] = even_width(width * scale)
-        if before and before % width == 0:  # shards of the dense block stay shards of it
-            config.intermediate_size = keys["expert_hidden_size"] * (before // width)
-    elif width != AUTO:
-        keys["expert_hidden_size"] = [even_width(one * scale) for one in width]
-    if experts.shared_expert_hidden_size:
-        keys["shared_expert_hidden_size"] = even_width(experts.shared_expert_hidden_size * scale)
+    if isinstance(width, int) and before and before % width == 0:  # shards of the dense block stay shards of it
+        config.intermediate_size = even_width(width * scale) * (before // width)

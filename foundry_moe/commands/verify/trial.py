@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foundry_moe.commands.verify.shrink import LOADER
+from foundry_moe.commands.verify.shrink import BATCHES, LOADER, SAVE_AFTER, SmallRun
 
 # modules that the fork server imports once for all children
 PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
@@ -37,29 +37,23 @@ _KEYS: Mapping[str, Any] = {
 class Trial:
     """One training.
 
-    run: of LLM Foundry, without data, callbacks and `_KEYS`.
-    batch: sequences of all ranks in a step.
+    run: the keys of `small` with this trial's mesh, without data, callbacks and `_KEYS`.
+    processes: one or more, which train together.
     microbatch: sequences of a rank.
     with_formula: compare the layers' first step with `formula`; on one process.
-    double: weights are drawn, and all is computed, in fp64.
     folder: of checkpoints; empty = none.
     resume: the step to go on from; 0 = a new run.
-    source: folder of the model that this one was converted from; empty = none.
     """
 
     name: str
+    small: SmallRun
     run: Mapping[str, Any]
-    batch: int
+    processes: int
     microbatch: int
-    length: int
-    vocabulary: int
-    steps: int
-    save_after: int
+    steps: int = BATCHES
     with_formula: bool = False
-    double: bool = False
     folder: str = ""
     resume: int = 0
-    source: str = ""
 
 
 def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
@@ -74,7 +68,7 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     warnings.showwarning = lambda *_, **__: None
     logging.disable(logging.WARNING)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_default_dtype(torch.float64 if trial.double else torch.float32)
+    torch.set_default_dtype(torch.float64 if trial.small.precision == "fp64" else torch.float32)
     torch.set_num_threads(1)  # products are tiny: more threads cost more than they save
     from llmfoundry import registry
     from llmfoundry.command_utils import train
@@ -85,38 +79,34 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     if LOADER not in registry.dataloaders.get_all():
         registry.dataloaders.register(LOADER, func=build_loader)
         registry.callbacks.register(RECORDER, func=Recorder)
-    config = OmegaConf.create(_with_data(trial))
-    trainer = train(config)
+    trainer = train(OmegaConf.create(_with_data(trial)))
     seen = Recorder.last.seen
     trainer.close()
     return seen
 
 
 def _with_data(trial: Trial) -> dict[str, Any]:
-    ranks = int(os.environ["WORLD_SIZE"])
     callbacks: dict[str, Any] = {
         RECORDER: {
-            "microbatches": trial.batch // ranks // trial.microbatch,
-            "steps": trial.steps,
-            "save_after": trial.save_after,
+            "microbatches": trial.small.batch // trial.processes // trial.microbatch,
             "with_formula": trial.with_formula,
-            "source": trial.source,
+            "source": trial.small.source if trial.with_formula else "",
         }
     }
     if trial.folder:
         callbacks["elastic_checkpoint"] = {
             "folder": trial.folder,
-            "interval": f"{trial.save_after}ba",
+            "interval": f"{SAVE_AFTER}ba",
             "keep": 4,
             "resume": trial.resume or "never",
         }
-    loader = {"name": LOADER, "length": trial.length, "vocabulary": trial.vocabulary, "steps": trial.steps}
+    loader = {"name": LOADER, "length": trial.run["max_seq_len"], "vocabulary": trial.small.vocabulary}
     return {
         **trial.run,
         **_KEYS,
-        "global_train_batch_size": trial.batch,
+        "global_train_batch_size": trial.small.batch,
         "device_train_microbatch_size": trial.microbatch,
         "max_duration": f"{trial.steps}ba",
-        "train_loader": {**loader, "microbatch": trial.microbatch},
+        "train_loader": {**loader, "steps": trial.steps, "microbatch": trial.microbatch},
         "callbacks": callbacks,
     }

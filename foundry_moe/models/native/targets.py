@@ -81,13 +81,6 @@ def rows_of(name: str, source: str, shape: Iterable[int], start: int, stop: int)
     )
 
 
-def expert_of(name: str, source: str, shape: Iterable[int], expert: int) -> Target:
-    """The matrix of one expert."""
-    _, rows, columns = shape
-    part = TargetPart(source=source, box=((expert, 0, 0), (1, rows, columns)), at=(0, 0), expert=True)
-    return Target(name=name, shape=(rows, columns), parts=(part,))
-
-
 def check_targets(targets: Iterable[Target], sources: Mapping[str, tuple[int, ...]]) -> None:
     """Checks that each element of each source goes to exactly one place, and that every target is filled.
 
