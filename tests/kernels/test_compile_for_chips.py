@@ -31,8 +31,10 @@ PRODUCTS = {"sparse_kernels.rows_kernel", "sparse_kernels.inner_kernel", "pointw
 def spilled(kernel: Compiled) -> int:
     if kernel.tf32 and kernel.name == "sparse_kernels.rows_kernel" and not kernel.activation:
         return 128  # on sm_120; on sm_80 with other Tritons than 3.6
-    if kernel.name == "gate_logits._input_gradient_kernel" and VERSION < (3, 4):
-        return 128  # 128 experts' fp32 weights on sm_90
+    if kernel.name == "gate_logits._logits_kernel" and VERSION < (3, 4):
+        return 176  # fp32 weights on sm_86 and sm_89: 168
+    if kernel.name == "gate_logits._input_gradient_kernel" and VERSION != (3, 6):
+        return 64  # fp32 weights on sm_90 and sm_120
     return SPILLED.get((kernel.name, kernel.activation), FEW)
 
 
