@@ -120,13 +120,11 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     placed = {rank: place(blocks) for rank, blocks in plans.items()}
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in flat.tensors.items()}
     random = np.random.default_rng(0)  # as incompressible as real hashes
+    hashes = {rank: random.integers(2**63, size=len(plan.blocks), dtype=np.uint64) for rank, plan in placed.items()}
     began = time.perf_counter()
     info = {"step": 0, "attempt": new_attempt(0), "world_size": len(placed)}
     names = list(flat.tensors)
-    rows = {
-        rank: (plan.size_bytes, plan.rows(names, random.integers(2**63, size=len(plan.blocks), dtype=np.uint64)))
-        for rank, plan in placed.items()
-    }
+    rows = {rank: (plan.size_bytes, plan.rows(names, hashes[rank])) for rank, plan in placed.items()}
     manifest = build_manifest(described, rows, flat.values, info)
     raw = manifest.to_bytes()
     manifest_seconds = time.perf_counter() - began
@@ -137,7 +135,7 @@ def simulate(mesh: tuple[int, int, int], **shape: int) -> dict[str, Any]:
     mine = [block for dealt in reads.values() for block in dealt[0]]
     fetched = sum(block.size_bytes for block in mine)
     needed = sum(block.size_bytes for dealt in reads.values() for blocks in dealt.values() for block in blocks)
-    puts = sum(max(1, -(-size_bytes // PART_BYTES)) for size_bytes in (plan.size_bytes for plan in placed.values())) + 2
+    puts = sum(max(1, -(-plan.size_bytes // PART_BYTES)) for plan in placed.values()) + 2
     return {
         "ranks": world,
         "parameters": sum(tensor.numel() for tensor in state["model"].values()),

@@ -129,7 +129,7 @@ def activate(
             _activate_kernel, (cdiv(rows, block), cdiv(width, wide)),
             z_PRF, h_RF, bias_EF, offsets_E, 1 if pairs else rows, width, experts, **_options(z_PRF, activation, pairs),
             BIASED=bias_EF is not None, EXPERTS=next_power_of_2(experts), ALIGN=divisor(width), ROWS=block, WIDTH=wide,
-            num_warps=max(1, min(4, block * wide // 512)),
+            num_warps=block * wide // 512,
         )  # fmt: skip
     return h_RF
 

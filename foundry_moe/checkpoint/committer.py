@@ -187,7 +187,7 @@ class Retention:
     def _delete(self, key: CommitKey, commit: Commit) -> None:
         self.store.delete([key.key])
         try:
-            if not self._is_named(commit.attempt):
+            if not self._is_named(commit.attempt, self.ledger.newest_first()):
                 self.delete_attempt(commit.attempt)
         except CheckpointError as error:
             if isinstance(error, StoreError) and not isinstance(error, NotAnObjectError):
@@ -199,10 +199,10 @@ class Retention:
             self._warned.add(key)
             log.warning("Retention passed over %s in %s: %s", key, self.store.url, reason)
 
-    def _is_named(self, attempt: str) -> bool:
-        """Whether a record names this attempt, or an unreadable record may name it."""
+    def _is_named(self, attempt: str, keys: list[CommitKey]) -> bool:
+        """Whether one of these records names this attempt, or an unreadable record may name it."""
         step = _step_of(attempt)
-        for key in self.ledger.newest_first():
+        for key in keys:
             try:
                 if key.step == step and self.ledger.read(key).attempt == attempt:
                     return True
@@ -240,9 +240,10 @@ class Retention:
             sums[0] = max(sums[0], entry.modified_s)
             sums[1] += entry.size_bytes
         stale: dict[str, int] = {}
+        keys = self.ledger.newest_first()  # after the attempts: one may be committed now
         for attempt, (modified_s, size) in attempts.items():
             is_old = modified_s <= limit_s and (since_s is None or modified_s < since_s)
-            if is_old and not self._is_named(attempt):
+            if is_old and not self._is_named(attempt, keys) and not self._is_named(attempt, self.ledger.newest_first()):
                 stale[attempt] = int(size) if dry_run else self.delete_attempt(attempt)
         return stale
 

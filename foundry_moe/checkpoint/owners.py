@@ -43,7 +43,7 @@ LEASE_BYTES = 2**16  # limit of a lease's size
 NAME_CHARS = 1000  # longer run names are cut
 OTHER_MODEL = "this run's model has other tensors"
 LAST_NUMBER = 10**9 - 1  # a lease's name has at most nine digits
-_KEY = re.compile(r"owners/([0-9]{6,9})\.json")
+_KEY = re.compile(r"owners/([0-9]{6}|[1-9][0-9]{6,8})\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,7 @@ class Owners:
 
     def _leases(self, entries: Iterable[Entry]) -> Iterator[Lease]:
         """The readable leases, newest first."""
-        matches = [match for entry in entries if (match := _KEY.fullmatch(entry.key))]
-        keys = {int(match[1]): match[0] for match in matches if match[0] == f"owners/{int(match[1]):06d}.json"}
+        keys = {int(match[1]): entry.key for entry in entries if (match := _KEY.fullmatch(entry.key))}
         leases = (self._read(keys[number]) for number in sorted(keys, reverse=True))
         return (lease for lease in leases if lease is not None)
 

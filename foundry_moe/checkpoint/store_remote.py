@@ -19,6 +19,7 @@ from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOp
 T = TypeVar("T")
 
 SLOWEST_BYTES_PER_S = 2**16  # a slower transfer counts as stalled
+FIRST_WAIT_S = 0.2  # before the second attempt at a request
 NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 _MAKING = threading.Lock()  # boto3 clients must be created by one thread at a time
 _NO_BUCKET = (NotFoundError, "bucket {bucket!r} does not exist; create it or correct `folder`")
@@ -85,7 +86,7 @@ class RemoteStore(Store):
             "`endpoint_url`, and the proxies in between"
         )
 
-    def _retry(self, action: Callable[[], T], first_wait_s: float = 0.2) -> T:
+    def _retry(self, action: Callable[[], T]) -> T:
         """Runs `action` until it succeeds, at most `options.attempts` times, with exponential backoff and jitter.
 
         A `lasting` StoreError is raised at once.
@@ -96,7 +97,7 @@ class RemoteStore(Store):
             except StoreError as error:
                 if error.lasting:
                     raise
-                time.sleep(first_wait_s * 2 ** (attempt - 1) * (0.5 + random.random()))
+                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         return action()
 
     @abc.abstractmethod

@@ -283,9 +283,9 @@ def run_import(arguments: argparse.Namespace) -> int:
     try:
         rename = None if prefix else renaming_of(Path(source))
         count, size = import_weights(source, store, prefix=prefix, trust_pickle=arguments.trust_pickle, rename=rename)
+    except CheckpointError:
+        raise
     except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{source}: {error}") from error
     print(f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; runs here start from it")
     return 0

@@ -42,13 +42,17 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
     """
     dtype = dtype_named(arguments.dtype)
     step, out = arguments.step, arguments.out
-    if arguments.check and not arguments.adapter:
-        step, dtype = _exported_as(out, step, dtype)
 
     def write_adapters(found: Found) -> str:
         architecture, sources = _read(store, found)
         with _beside(out.resolve()) as partial:
             return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
+
+    if arguments.adapter:
+        print(f"{out}: {with_checkpoint(ledger, step, write_adapters)}")
+        return 0
+    if arguments.check:
+        step, dtype = _exported_as(out, step, dtype)
 
     def write(found: Found) -> ExportCertificate:
         exported = plan_export(store, found, dtype, merged=arguments.merge, base=arguments.base)
@@ -57,9 +61,6 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
         tokenizer = read_tokenizer(arguments.tokenizer, exported.architecture.tokenizer)
         return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
 
-    if arguments.adapter:
-        print(f"{out}: {with_checkpoint(ledger, step, write_adapters)}")
-        return 0
     return _print_result(with_checkpoint(ledger, step, write), out)
 
 
