@@ -59,16 +59,23 @@ def load_multiple(pointer, ALIGN: tl.constexpr):
     return tl.multiple_of(number, ALIGN)
 
 
-def _kind(argument: Any) -> Any:
-    """The key of a compiled kernel: dtype, alignment, whether a number is 1 or divisible by 16, a descriptor's box."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    kind = type(argument)
-    if kind is int:
-        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-    if argument is None or kind is float:
-        return kind
-    return kind, argument.base.dtype, tuple(argument.block_shape), argument.padding
+def _key(kernel: Any, device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """The key of a compiled kernel: dtypes, alignment, whether a number is 1 or divisible by 16, a descriptor's box.
+
+    One flat tuple, which takes half the time of one with a tuple for each argument. The first entry of an argument
+    tells how many it has, so that different arguments have different keys.
+    """
+    entries = [id(kernel), device, len(constants), *constants, *constants.values()]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            entries += argument.dtype, argument.data_ptr() % 16 == 0
+        elif type(argument) is int:
+            entries += argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+        elif argument is None or type(argument) is float:
+            entries.append(type(argument))
+        else:
+            entries += type(argument), argument.base.dtype, tuple(argument.block_shape), argument.padding
+    return tuple(entries)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -83,7 +90,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         kernel[grid](*arguments, **constants)
         return
     device = torch.cuda.current_device()
-    key = (id(kernel), device, *constants.items(), *map(_kind, arguments))
+    key = _key(kernel, device, arguments, constants)
     found = _known.get(key)
     if found is None:
         compiled = kernel[grid](*arguments, **constants)
