@@ -1,12 +1,13 @@
 """How many experts, which gate, how large: the runs of docs/explanation/recipe.md, in one command.
 
     python -m benchmarks.papers.make_text text
-    python -m benchmarks.papers.recipe text [--plans changes long larger] [--out runs/recipe]
+    python -m benchmarks.papers.recipe text [--plans changes long larger dropping] [--out runs/recipe]
 
-`changes` are single changes at XS's size over 20 million tokens, `long` is the recipe beside dense XS over 400 million
-tokens, two seeds, and `larger` has dense models and experts of larger sizes. Runs are those of
-`benchmarks.papers.dropping`: the same command continues what was cut off. At the end the table of ratios is printed:
-how many times fewer tokens, and how many times less time, the recipe needs to each loss of a dense model.
+`changes` are single changes at XS's size over 20 million tokens, `long` is the recipe beside dense XS over 400
+million tokens, two seeds, and `larger` has dense models and experts of larger sizes. `dropping` has capacities beside
+dropless runs; the table printed after each group has the speed at equal loss. Runs are those of
+`benchmarks.papers.dropping`: the same command continues what was cut off. At the end of a plan the table of ratios is
+printed: how many times fewer tokens, and how many times less time, the recipe needs to each loss of a dense model.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ PLANS = {
     "changes": (Plan(size="XS", flags=_SHORT, runs=_CHANGES),),
     "long": (Plan(size="XS", flags=_LONG, runs=("dense", RECIPE, MORE, "dense/1", f"{RECIPE}/1", f"{MORE}/1")),),
     "larger": tuple(Plan(size=size, flags=_LONG, runs=("dense", RECIPE)) for size in ("Small", "Medium")),
+    "dropping": (
+        Plan(size="XS", flags=_LONG + " --reference dmoe", runs=("dmoe", "cap1", "cap2", "dynamic")),
+        Plan(size="XS", flags=f"{_LONG} --reference {RECIPE}", runs=(RECIPE, f"{RECIPE},capacity=1.0")),
+    ),
     "toy": (
         Plan(size="toy", flags="--every 4", runs=("dense", "fine,experts=8,shared_width=2.0,top_k=2", "cap1")),
     ),
@@ -96,13 +101,13 @@ def main(argv: list[str] | None = None) -> None:
     """Runs from the command line, or of these arguments; see the text at the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="a folder, written by benchmarks.papers.make_text")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=["changes", "long", "larger"])
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=["changes", "long", "larger", "dropping"])
     parser.add_argument("--out", type=Path, default=Path("runs/recipe"), help="a folder for curves, tables and plots")
     arguments = parser.parse_args(argv)
     for name in arguments.plans:
         out = arguments.out / name
         for plan in PLANS[name]:
-            flags = ["--size", plan.size, *plan.flags.split(), "--out", str(out), "--reference", "dense"]
+            flags = ["--size", plan.size, "--out", str(out), "--reference", "dense", *plan.flags.split()]
             dropping.main([arguments.text, *flags, "--runs", *plan.runs])
         rows = dropping.read_rows(out / "curves.csv")
         lines = [(*line[:2], *(f"{value:.3f}" for value in line[2:])) for line in ratios(rows)]
