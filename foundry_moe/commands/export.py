@@ -23,7 +23,7 @@ from foundry_moe.commands.chosen_checkpoint import with_checkpoint
 from foundry_moe.commands.export_adapter import convert_adapter, frozen_sources, merge, write_adapter
 from foundry_moe.commands.export_certificate import AS_TRAINED, ExportCertificate, Exported, certify
 from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
-from foundry_moe.commands.exported_files import INDEX, Source, sources_of, write_targets
+from foundry_moe.commands.exported_files import INDEX, Weights, write_targets
 from foundry_moe.launch.checkpoint_settings import FROZEN
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
@@ -44,9 +44,9 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
     step, out = arguments.step, arguments.out
 
     def write_adapters(found: Found) -> str:
-        architecture, sources = _read(store, found)
+        architecture, weights = _read(store, found)
         with _beside(out.resolve()) as partial:
-            return write_adapter(store, found, architecture, sources, partial, form=arguments.format, dtype=dtype)
+            return write_adapter(architecture, weights, partial, form=arguments.format, dtype=dtype)
 
     if arguments.adapter:
         print(f"{out}: {with_checkpoint(ledger, step, write_adapters)}")
@@ -77,7 +77,7 @@ def convert_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(store: Store, found: Found) -> tuple[Architecture, dict[str, Source]]:
+def _read(store: Store, found: Found) -> tuple[Architecture, Weights]:
     """The checkpoint's architecture, and its tensors by name without the architecture's prefix.
 
     Raises:
@@ -85,14 +85,15 @@ def _read(store: Store, found: Found) -> tuple[Architecture, dict[str, Source]]:
     """
     where = f"the checkpoint of step {found.commit.step} in {store.url}"
     architecture = Architecture.from_info(found.manifest.info, where)
-    prefix, sources = architecture.prefix, sources_of(found, "model")
-    dense = next((name for name in sources if ".lora_A." in name), None)
+    prefix, weights = architecture.prefix, Weights.of(store, found, "model")
+    dense = next((name for name in weights.sources if ".lora_A." in name), None)
     if dense is not None:
         raise ValueError(
             f"{dense}: adapters of model.peft_config are not exported; train without peft_config, or save the model "
             "from Python with peft's save_pretrained"
         )
-    return architecture, {n.removeprefix(prefix): source for n, source in sources.items() if n.startswith(prefix)}
+    named = {n.removeprefix(prefix): source for n, source in weights.sources.items() if n.startswith(prefix)}
+    return architecture, replace(weights, sources=named)
 
 
 def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
@@ -125,15 +126,16 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
     Raises:
         ValueError: no family computes the same, or there are no adapters to merge.
     """
-    architecture, sources = _read(store, found)
+    architecture, weights = _read(store, found)
     if found.manifest.info.get(FROZEN) is not None:
-        sources |= frozen_sources(found.manifest.info[FROZEN], architecture, sources, base)
+        frozen = frozen_sources(found.manifest.info[FROZEN], architecture, weights.sources, base)
+        weights = replace(weights, sources={**weights.sources, **frozen})
     elif base is not None:
         raise ValueError("--base is for checkpoints that leave out the frozen weights, and this one holds all: drop it")
     if merged:
-        sources = merge(store, found, architecture, sources)
+        weights = merge(architecture, weights)
         architecture = replace(architecture, experts=replace(architecture.experts, lora=None))
-    shapes = {name: source.shape for name, source in sources.items()}
+    shapes = {name: source.shape for name, source in weights.sources.items()}
     architecture.check_fits(shapes)
     try:
         native = native_of(architecture)
@@ -144,17 +146,10 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
         raise ValueError(
             f"the checkpoint's configuration is not a valid one: {type(error).__name__}: {reason}"
         ) from error
-    kinds = {source.dtype for source in sources.values()}
+    kinds = {source.dtype for source in weights.sources.values()}
     native.config.torch_dtype = dtype or (kinds.pop() if len(kinds) == 1 else "float32")
-    return Exported(
-        store=store,
-        found=found,
-        architecture=architecture,
-        native=native,
-        sources=sources,
-        targets=native.targets(shapes),
-        dtype=dtype,
-    )
+    targets = native.targets(shapes)
+    return Exported(weights=weights, architecture=architecture, native=native, targets=targets, dtype=dtype)
 
 
 def export_to(
@@ -180,15 +175,7 @@ def export_to(
             if getattr(config, name, None) is None or exported.architecture.model_type == "mpt":
                 setattr(config, name, getattr(tokenizer, name))
     with _beside(out.resolve()) as partial:
-        write_targets(
-            exported.store,
-            exported.found,
-            exported.sources,
-            exported.targets,
-            partial,
-            dtype=exported.dtype,
-            file_bytes=file_bytes,
-        )
+        write_targets(exported.weights, exported.targets, partial, dtype=exported.dtype, file_bytes=file_bytes)
         config.save_pretrained(partial)
         GenerationConfig.from_model_config(config).save_pretrained(partial)
         if tokenizer is not None:

@@ -21,9 +21,7 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.ledger import Found
-from foundry_moe.checkpoint.store import Store
-from foundry_moe.commands.exported_files import Source, read_whole
+from foundry_moe.commands.exported_files import Source, Weights
 from foundry_moe.models.adapters import Factors, factors_of, read_folder
 from foundry_moe.models.blocks import WeightPart
 from foundry_moe.models.conversion import apply_dmoe
@@ -85,16 +83,16 @@ def frozen_sources(
     )
 
 
-def merge(store: Store, found: Found, architecture: Architecture, sources: Mapping[str, Source]) -> dict[str, Source]:
-    """The sources without adapters, which are added to the weights when these are read.
+def merge(architecture: Architecture, weights: Weights) -> Weights:
+    """The weights without adapters, which are added to the others when these are read.
 
     Raises:
         ValueError: there are no adapters.
     """
     scale = _scale_of(architecture)
-    factors = {name: match for name in sources if (match := _FACTOR.fullmatch(name))}
-    tensors = read_whole(store, found, sources, factors)
-    kept = {name: source for name, source in sources.items() if name not in factors}
+    factors = {name: match for name in weights.sources if (match := _FACTOR.fullmatch(name))}
+    tensors = weights.read(factors)
+    kept = {name: source for name, source in weights.sources.items() if name not in factors}
     for name, match in factors.items():
         prefix, _, matrix, factor, inputs = match.groups()
         if factor == "A":
@@ -102,7 +100,7 @@ def merge(store: Store, found: Found, architecture: Architecture, sources: Mappi
             weight = f"{prefix}{matrix}_E{outputs}{inputs}"
             added = partial(_product, tensors[name], tensors[f"{prefix}{matrix}_B_E{outputs}L"], scale)
             kept[weight] = replace(kept[weight], added=added)
-    return kept
+    return replace(weights, sources=kept)
 
 
 def _product(a_EKL: Tensor, b_ENL: Tensor, scale: float) -> Tensor:
@@ -110,16 +108,7 @@ def _product(a_EKL: Tensor, b_ENL: Tensor, scale: float) -> Tensor:
     return scale * (b_ENL.double() @ a_EKL.double().mT)
 
 
-def write_adapter(
-    store: Store,
-    found: Found,
-    architecture: Architecture,
-    sources: Mapping[str, Source],
-    out: Path,
-    *,
-    form: str,
-    dtype: str | None,
-) -> str:
+def write_adapter(architecture: Architecture, weights: Weights, out: Path, *, form: str, dtype: str | None) -> str:
     """Writes `adapter_config.json` and `adapter_model.safetensors`.
 
     Args:
@@ -137,8 +126,8 @@ def write_adapter(
     parts = [part for part in native.family.parts(native.blocks) if part.expert is not None]
     if any(part.their_shape != part.shape or part.transposed for part in parts):
         raise ValueError(f"--adapter: {native.family.name} has no matrix of its own for each expert; use --merge")
-    names = {name: match for name in sources if (match := _FACTOR.fullmatch(name))}
-    tensors = read_whole(store, found, sources, names)
+    names = {name: match for name in weights.sources if (match := _FACTOR.fullmatch(name))}
+    tensors = weights.read(names)
     factors = {(int(match[2]), match[3], match[4]): tensors[name] for name, match in names.items()}
     rank = next(iter(tensors.values())).shape[2]
     shapes = {part.ours.removeprefix("experts.")[:2]: part.shape for part in parts}
@@ -148,7 +137,7 @@ def write_adapter(
                 factors.setdefault((layer, matrix, factor), torch.zeros(native.blocks.num_experts, rows, rank))
     _write(factors, out, scale, dtype, pairs=None if form == "peft" else partial(_per_expert, native.family, parts))
     layers = len(native.blocks.layers)
-    return f"step {found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}"
+    return f"step {weights.found.commit.step}, adapters of {layers} layers of {native.family.name} in the format {form}"
 
 
 def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype: str | None) -> str:

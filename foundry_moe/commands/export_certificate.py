@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.checkpoint.codec import DTYPES
-from foundry_moe.checkpoint.ledger import Found
-from foundry_moe.checkpoint.store import Store
-from foundry_moe.commands.exported_files import INDEX, Source, read_whole
+from foundry_moe.commands.exported_files import INDEX, Weights
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import Native
@@ -62,15 +60,13 @@ class ExportCertificate:
 class Exported:
     """A checkpoint and the plan of its export.
 
-    sources: the checkpoint's tensors, by name without the architecture's prefix.
+    weights: by name without the architecture's prefix.
     dtype: of floating-point tensors; None = as trained.
     """
 
-    store: Store
-    found: Found
+    weights: Weights
     architecture: Architecture
     native: Native
-    sources: Mapping[str, Source]
     targets: Sequence[Target]
     dtype: str | None
 
@@ -86,10 +82,10 @@ def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None
     Returns:
         The certificate, `good` or with its problems.
     """
-    blocks, commit = exported.native.blocks, exported.found.commit
+    blocks, commit = exported.native.blocks, exported.weights.found.commit
     certificate = ExportCertificate(
         checkpoint={
-            "folder": exported.store.url,
+            "folder": exported.weights.store.url,
             "step": commit.step,
             "attempt": commit.attempt,
             "manifest_xxh3": commit.manifest_hash,
@@ -148,7 +144,7 @@ def _from_checkpoint(exported: Exported) -> Iterator[tuple[Target, Tensor]]:
             block = next((name.partition(".experts.")[0] for name in needed if ".experts." in name), "")
             held = {name: tensor for name, tensor in held.items() if name.startswith(block + ".experts.")}
             more = [name for name in needed if name not in held]
-            held |= read_whole(exported.store, exported.found, exported.sources, more)
+            held |= exported.weights.read(more)
         yield target, _cast(assemble(target, held.__getitem__), target, exported.dtype)
 
 
@@ -222,7 +218,7 @@ def _raise_biases(model: torch.nn.Module) -> bool:
 
 def _ours(exported: Exported) -> torch.nn.Module:
     """Our model in fp32, with weights rounded as the folder's are."""
-    tensors = read_whole(exported.store, exported.found, exported.sources, exported.sources)
+    tensors = exported.weights.read(exported.weights.sources)
     targets = {part.source: target for target in exported.targets for part in target.parts}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():

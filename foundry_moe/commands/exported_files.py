@@ -52,36 +52,45 @@ class Source:
         return Source(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), inline=tensor)
 
 
-def sources_of(found: Found, section: str) -> dict[str, Source]:
-    """The tensors of a section, `model` as a rule, by name without the section's, in the manifest's order.
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Tensors of a commit, by name."""
 
-    Raises:
-        CheckpointError: there is no such section.
-    """
-    prefix = section + "."
-    manifest = found.manifest
-    every = {name: Source(dtype=e.dtype, shape=e.shape, stored=name) for name, e in manifest.tensors.items()}
-    every |= {name: Source.of(tensor) for name, tensor in inline_tensors(manifest.values).items()}
-    sources = {name.removeprefix(prefix): source for name, source in every.items() if name.startswith(prefix)}
-    if not sources:
-        sections = sorted({name.split(".")[0] for name in found.manifest.tensors})
-        raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
-    return sources
+    store: Store
+    found: Found
+    sources: Mapping[str, Source]
 
+    @staticmethod
+    def of(store: Store, found: Found, section: str) -> Weights:
+        """The tensors of a section, `model` as a rule, by name without the section's, in the manifest's order.
 
-def read_whole(store: Store, found: Found, sources: Mapping[str, Source], names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors of a commit whole in memory: for tools that compare, not for training.
+        Raises:
+            CheckpointError: there is no such section.
+        """
+        prefix = section + "."
+        manifest = found.manifest
+        every = {name: Source(dtype=e.dtype, shape=e.shape, stored=name) for name, e in manifest.tensors.items()}
+        every |= {name: Source.of(tensor) for name, tensor in inline_tensors(manifest.values).items()}
+        sources = {name.removeprefix(prefix): source for name, source in every.items() if name.startswith(prefix)}
+        if not sources:
+            sections = sorted({name.split(".")[0] for name in manifest.tensors})
+            raise CheckpointError(f"the checkpoint has no section {section!r}; it has: {', '.join(sections)}")
+        return Weights(store=store, found=found, sources=sources)
 
-    Raises:
-        CheckpointError: data is damaged.
-    """
-    chosen = {name: sources[name] for name in names}
-    read = exchange.read_whole(store, found, [source.stored for source in chosen.values() if source.stored])
-    tensors = {}
-    for name, source in chosen.items():
-        tensor = read[source.stored] if source.inline is None else source.inline
-        tensors[name] = tensor if source.added is None else (tensor.double() + source.added()).to(tensor.dtype)
-    return tensors
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors whole in memory.
+
+        Raises:
+            CheckpointError: data is damaged.
+        """
+        chosen = {name: self.sources[name] for name in names}
+        stored = [source.stored for source in chosen.values() if source.stored]
+        read = exchange.read_whole(self.store, self.found, stored)
+        tensors = {}
+        for name, source in chosen.items():
+            tensor = read[source.stored] if source.inline is None else source.inline
+            tensors[name] = tensor if source.added is None else (tensor.double() + source.added()).to(tensor.dtype)
+        return tensors
 
 
 def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int) -> dict[str, str]:
@@ -94,22 +103,15 @@ def export(store: Store, found: Found, out: Path, *, section: str = "model", fil
         CheckpointError: there is no such section, `out` holds an export already, or data is damaged: then no file
             stays.
     """
-    sources = sources_of(found, section)
+    weights = Weights.of(store, found, section)
     if (out / INDEX).exists():
         raise CheckpointError(f"{out / INDEX} exists: export to an empty folder")
-    targets = [copied(name, name, source.shape) for name, source in sources.items()]
-    return write_targets(store, found, sources, targets, out, file_bytes=file_bytes)
+    targets = [copied(name, name, source.shape) for name, source in weights.sources.items()]
+    return write_targets(weights, targets, out, file_bytes=file_bytes)
 
 
 def write_targets(
-    store: Store,
-    found: Found,
-    sources: Mapping[str, Source],
-    targets: Sequence[Target],
-    out: Path,
-    *,
-    dtype: str | None = None,
-    file_bytes: int,
+    weights: Weights, targets: Sequence[Target], out: Path, *, dtype: str | None = None, file_bytes: int
 ) -> dict[str, str]:
     """Writes tensors that are cut and put together from a commit's below `out`, and then their index.
 
@@ -119,7 +121,7 @@ def write_targets(
     Raises:
         CheckpointError: data is damaged, safetensors does not have a tensor's dtype, or a file cannot be written.
     """
-    dtypes = {target.name: _dtype_of(target, sources, dtype) for target in targets}
+    dtypes = {target.name: _dtype_of(target, weights.sources, dtype) for target in targets}
     sizes = {target.name: target.count * dtypes[target.name].itemsize for target in targets}
     out.mkdir(parents=True, exist_ok=True)
     groups: list[list[Target]] = [[]]
@@ -135,10 +137,10 @@ def write_targets(
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             undo.callback((out / name).unlink, missing_ok=True)
-            whole = read_whole(store, found, sources, {part.source for target in group for part in target.parts})
+            whole = weights.read({part.source for target in group for part in target.parts})
             tensors = {target.name: assemble(target, whole.__getitem__, dtypes[target.name]) for target in group}
             try:
-                save_file(tensors, out / name, {"format": "pt", "step": str(found.commit.step)})
+                save_file(tensors, out / name, {"format": "pt", "step": str(weights.found.commit.step)})
             except (SafetensorError, OSError, KeyError) as error:
                 raise CheckpointError(f"{out / name} cannot be written: {error}") from error
             names |= {target.name: name for target in group}

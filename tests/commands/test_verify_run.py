@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from foundry_moe import MoEConfig
 from foundry_moe.cli import main
 from foundry_moe.commands.verify.formula import why_not
 from foundry_moe.commands.verify.rows import Row, difference, step_zero_row
@@ -193,5 +194,7 @@ def test_what_is_missing_or_no_number_differs() -> None:
     assert difference(some * (1 + 1e-6), some) < 1e-5
     assert Row(quantity="x", why="no formula").verdict == "not compared"
     assert step_zero_row({"converted": (some, some * 2)}, converted=True).verdict == "differs"
-    assert why_not("base", {}, capacity=None, widths=8) == "gate base has no independent formula"
-    assert not why_not("switch", {"jitter": 0.01}, capacity="dynamic", widths=8)
+    base = MoEConfig(num_experts=4, top_k=1, gate={"name": "base"})
+    assert why_not(base, {}) == "gate base has no independent formula"
+    switch = MoEConfig(num_experts=4, top_k=1, gate={"name": "switch"}, capacity="dynamic")
+    assert not why_not(switch, {"jitter": 0.01})

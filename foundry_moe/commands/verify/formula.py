@@ -61,16 +61,18 @@ class Routed:
     weights_TE: Tensor
 
 
-def why_not(gate: str, keys: Mapping[str, Any], *, capacity: Any, widths: Any) -> str:
-    """Why a layer has no formula here; empty where it has one."""
-    if gate not in _GATES:
-        return f"gate {gate} has no independent formula"
+def why_not(config: MoEConfig, keys: Mapping[str, Any]) -> str:
+    """Why a layer has no formula here; empty where it has one. `keys`: of its gate, with defaults."""
+    if config.gate["name"] not in _GATES:
+        return f"gate {config.gate['name']} has no independent formula"
     if keys.get("noise"):
         return "gate.noise draws random numbers"
-    if isinstance(capacity, int | float):
-        return f"capacity ({capacity}) drops choices, which the formula does not"
-    if isinstance(widths, tuple | list):
+    if isinstance(config.capacity, int | float):
+        return f"capacity ({config.capacity}) drops choices, which the formula does not"
+    if isinstance(config.expert_hidden_size, tuple):
         return "experts of several widths have no formula"
+    if config.lora_config is not None and config.lora_config.dropout:
+        return "lora.dropout draws random numbers"
     return ""
 
 
@@ -226,9 +228,7 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
     gate: Any = layer.gate
     keys = asdict(gate.config) if hasattr(gate.config, "__dataclass_fields__") else {}
     config = layer.config
-    why = why_not(config.gate["name"], keys, capacity=config.capacity, widths=config.expert_hidden_size)
-    if not why and config.lora_config is not None and config.lora_config.dropout:
-        why = "lora.dropout draws random numbers"
+    why = why_not(config, keys)
     if not why and any(seen.dy_TD is None for seen in passes):
         why = "the layer's output has no gradient"
     if why or not passes:
