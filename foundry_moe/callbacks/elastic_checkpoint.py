@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from foundry_moe.callbacks.composer_checkpoints import LoadPathSkip, check_folders, composer_folders
 from foundry_moe.callbacks.elastic_state import reseed
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
-from foundry_moe.callbacks.run_watch import RunStatus, RunWatch
+from foundry_moe.callbacks.run_watch import RunWatch
 from foundry_moe.callbacks.timing import ResumeTimes
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
@@ -60,7 +60,6 @@ class ElasticCheckpoint(Callback):
         self.resumed_from: int | None = None
         self._checkpoints: RunCheckpoints | None = None  # from `after_load` on
         self._load_path = LoadPathSkip()
-        self._busy = False  # whether some rank was saving when this batch began
         self._fitting = False
         self._rewound: list[int] = []  # steps that the run went back to
         self._times: ResumeTimes | None = ResumeTimes()  # until the first batch
@@ -155,18 +154,17 @@ class ElasticCheckpoint(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """All ranks decide alike whether to train this batch."""
-        status = self._watch.before_batch(state, busy=self.checkpoints.busy)
-        self._busy = status.busy
-        if status.stop is not None:
-            self._stop(status, state, logger)
+        stop = self._watch.before_batch(state)
+        if stop is not None:
+            self._stop(stop, state, logger)
         limit = self.config.max_nonfinite
-        if limit is not None and status.bad_batches >= limit:
+        if limit is not None and self._watch.bad_batches >= limit:
             if self.config.on_nonfinite == "stop":
                 raise NonfiniteError(
-                    f"{self._watch.describe(status)}. The newest checkpoint with finite weights stays in "
+                    f"{self._watch.describe()}. The newest checkpoint with finite weights stays in "
                     f"{self.config.folder}; {ADVICE}, or set {WHERE}.on_nonfinite: rewind"
                 )
-            self._rewind(status, state, logger)
+            self._rewind(state, logger)
 
     def after_loss(self, state: State, logger: Logger) -> None:
         if self._watch.finite is not None:
@@ -182,9 +180,9 @@ class ElasticCheckpoint(Callback):
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
         if self._fitting:  # an evaluation outside `fit` has no training to lose
-            status = self._watch.between_batches()
-            if status.stop is not None:
-                self._stop(status, state, logger)
+            stop = self._watch.between_batches()
+            if stop is not None:
+                self._stop(stop, state, logger)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._log_times(logger)
@@ -194,15 +192,14 @@ class ElasticCheckpoint(Callback):
         self._save_if_due(state, logger, epoch_ended=True)
 
     def _save_if_due(self, state: State, logger: Logger, *, epoch_ended: bool) -> None:
-        bad = self._watch.count.count > 0
-        self.checkpoints.save_if_due(state, logger, epoch_ended=epoch_ended, busy=self._busy, bad=bad)
+        self.checkpoints.save_if_due(state, logger, epoch_ended=epoch_ended, bad=self._watch.bad_batches > 0)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Saves the end, if it is not saved yet, and waits for it."""
         self._fitting = False
-        status = self._watch.between_batches()
-        if status.bad_batches:
-            raise NonfiniteError(f"{self._watch.describe(status)}. The run's end is not saved; {ADVICE}")
+        self._watch.between_batches()
+        if self._watch.bad_batches:
+            raise NonfiniteError(f"{self._watch.describe()}. The run's end is not saved; {ADVICE}")
         self.checkpoints.wait(logger)
         step = state.timestamp.batch.value
         while step > 0 and self.checkpoints.saved_step != step:  # the engine raises after `max_failures`
@@ -217,11 +214,11 @@ class ElasticCheckpoint(Callback):
 
     # Stopping and rewinding
 
-    def _stop(self, status: RunStatus, state: State, logger: Logger) -> None:
+    def _stop(self, reason: str, state: State, logger: Logger) -> None:
         """Saves the last batch, as far as the grace period allows, and ends the process with exit code 75."""
         step = state.timestamp.batch.value
         self.checkpoints.wait(logger)
-        if status.bad_batches:
+        if self._watch.bad_batches:
             outcome = f"batch {step} is not saved, because it was not finite"
         elif step == 0:
             outcome = "no batch was trained yet"
@@ -232,19 +229,16 @@ class ElasticCheckpoint(Callback):
         if self._watch.signals.reason is not None:  # this rank received the signal
             outcome += f", {self._watch.signals.age_s:.1f} s after the signal"
         newest = self.checkpoints.committed or "none yet"
-        sentence = (
-            f"Stopped by {status.stop}: {outcome}; the newest checkpoint is {newest}. Start the run again to resume it."
-        )
         self.checkpoints.close()
-        leave(sentence)
+        leave(f"Stopped by {reason}: {outcome}; the newest checkpoint is {newest}. Start the run again to resume it.")
 
-    def _rewind(self, status: RunStatus, state: State, logger: Logger) -> None:
+    def _rewind(self, state: State, logger: Logger) -> None:
         """Restores weights and optimizer of the last finite commit.
 
         Time, schedule and data continue, so that the batches in between are skipped (PaLM, 2204.02311, section 5.1).
         """
         step = state.timestamp.batch.value
-        sentence = self._watch.describe(status)
+        sentence = self._watch.describe()
         self.checkpoints.wait(logger)
         try:
             loaded = self.checkpoints.load(state, "auto")
@@ -258,7 +252,7 @@ class ElasticCheckpoint(Callback):
         if "optim" in loaded.state:
             for optimizer in state.optimizers:
                 set_optimizer_state_dict(state.model, optimizer, loaded.state["optim"])
-        self._watch.count.reset()
+        self._watch.forget_bad_batches()
         logger.log_metrics({"checkpoint/rewound_to": loaded.step})
         if dist.get_global_rank() == 0:
             log.warning(

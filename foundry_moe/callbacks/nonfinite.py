@@ -1,8 +1,7 @@
 """Detects losses, gradients and weights that are not finite, and names the layer where it began.
 
 `FiniteWatch` checks one rank's part of each batch on the device and reads the flags a batch later, so that no step
-waits for the device. `NonfiniteCount` counts consecutive bad batches over all ranks. Callers act on the count. This
-module must not import Composer.
+waits for the device. `describe` names the place from the findings of all ranks. This module must not import Composer.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from foundry_moe.layers.lookup import plain_name
 from foundry_moe.ops.finite import NonfiniteSearch
-
-NO_NEWS, FINITE, NONFINITE = 0, 1, 2
-_WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,46 +137,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class NonfiniteCount:
-    """How many batches in a row were bad on any rank, and what this rank found in the first of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: Finding | None = None  # this rank's
-        self._newest: Finding | None = None
-
-    def health(self, finding: Finding | None) -> int:
-        """NO_NEWS, FINITE or NONFINITE for this rank's newest finding, which is kept."""
-        self._newest = finding
-        return NO_NEWS if finding is None else FINITE if finding.finite else NONFINITE
-
-    def add(self, health: Sequence[int]) -> int:
-        """Takes `health` of all ranks; returns how many batches in a row are bad now. The same on all ranks."""
-        if NONFINITE in health:
-            if self.count == 0:
-                self.first = self._newest
-            self.count += 1
-        elif FINITE in health:
-            self.reset()
-        return self.count
-
-    def reset(self) -> None:
-        """Starts again from 0, for example after a rewind."""
-        self.count, self.first = 0, None
-
-    def where(self, order: Sequence[str], group: dist.ProcessGroup | None) -> tuple[int, str]:
-        """Collective. The number of the first bad batch, and a clause that says where it began.
-
-        Args:
-            order: the model's parameters by name, in the order in which the forward pass uses them.
-        """
-        found: list[Finding | None] = [self.first]
-        if group is not None:
-            found = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, self.first, group=group)
-        return describe([finding or Finding(batch=0) for finding in found], order)
-
-
 def describe(found: Sequence[Finding], order: Sequence[str]) -> tuple[int, str]:
     """The number of the first bad batch, and a clause that says where it began, from the findings of all ranks.
 
@@ -198,7 +154,7 @@ def describe(found: Sequence[Finding], order: Sequence[str]) -> tuple[int, str]:
     gradients = sorted_names(finding.gradients for finding in found)
     losses = [rank for rank, finding in enumerate(found) if finding.loss]
     if weights:
-        return batch, f"the weights were not finite before it, first in {_plain(weights[0])}{_more(weights)}"
+        return batch, f"the weights were not finite before it, first in {plain_name(weights[0])}{_more(weights)}"
     if losses:
         return batch, (
             f"the loss on {name_ranks(losses)} was not finite, though all weights were: the batch's data, or an "
@@ -207,7 +163,7 @@ def describe(found: Sequence[Finding], order: Sequence[str]) -> tuple[int, str]:
     if gradients:
         return batch, (
             "the loss was finite and gradients were not: the backward pass overflowed first in "
-            f"{_plain(gradients[-1])}{_more(gradients)}"
+            f"{plain_name(gradients[-1])}{_more(gradients)}"
         )
     return batch, "no rank found it in its own part"
 
@@ -218,12 +174,6 @@ def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (
         f" and {len(ranks) - most} more" if len(ranks) > most else ""
     )
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _more(names: Sequence[str]) -> str:

@@ -94,11 +94,6 @@ class RunCheckpoints:
         return describe_base(state, {name: tensors[name] for name in tensors if name in names}, self._group)
 
     @property
-    def busy(self) -> bool:
-        """Whether this rank is saving. Not collective."""
-        return self._engine.busy
-
-    @property
     def newest(self) -> str | None:
         """Where the newest checkpoint is, as text; None before the first. Not collective."""
         return None if self.saved_step is None else f"{self.config.folder} (batch {self.saved_step})"
@@ -192,11 +187,10 @@ class RunCheckpoints:
         """Counts `interval` from here in a run that has not resumed. Not collective."""
         self._counts_at_save = self._counts_at_save or _counts(state)
 
-    def save_if_due(self, state: State, logger: Logger, *, epoch_ended: bool, busy: bool, bad: bool) -> None:
-        """Saves in the background once per `interval`.
+    def save_if_due(self, state: State, logger: Logger, *, epoch_ended: bool, bad: bool) -> None:
+        """Saves in the background once per `interval`; while some rank is saving, the save waits for a later batch.
 
         Args:
-            busy: some rank was saving when the batch began; the save waits for a later batch if one still is.
             bad: the values of the newest batches are not finite, so that nothing is saved.
         """
         self.poll(logger)
@@ -207,7 +201,7 @@ class RunCheckpoints:
             return
         if bad:
             return  # still due after the next batch
-        if busy and self._any_busy():
+        if self._any_busy():
             self._warn_slow()
             return
         self.poll(logger)

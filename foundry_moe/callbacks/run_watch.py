@@ -1,20 +1,20 @@
-"""One message of all ranks before each batch: stop requests, nonfinite values, numbers of microbatches, busy saves.
+"""One message of all ranks before each batch: stop requests, nonfinite values, numbers of microbatches.
 
-The callback `elastic_checkpoint` acts on the `RunStatus` that follows from it.
+The callback `elastic_checkpoint` acts on it.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 from composer.core import Precision, State
 from composer.utils import dist
 
-from foundry_moe.callbacks.nonfinite import NO_NEWS, FiniteWatch, NonfiniteCount, name_ranks
+from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe, name_ranks
 from foundry_moe.callbacks.preemption import StopSignals, shield_workers
 from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
@@ -24,34 +24,20 @@ FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
 SHOWN = 4  # numbers of microbatches in the error about them: a job of hundreds of ranks may have as many
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStatus:
+NO_NEWS, FINITE, NONFINITE = 0, 1, 2
+
+
+class RankStatus(NamedTuple):
     """One rank's part of the message.
 
     stop: whether it was asked to stop.
     health: NO_NEWS, FINITE or NONFINITE: the newest batch whose flags it has read.
     microbatches: of the next batch.
-    busy: whether it is saving.
     """
 
     stop: int = 0
     health: int = NO_NEWS
     microbatches: int = 1
-    busy: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunStatus:
-    """What all ranks know before a batch.
-
-    stop: why the run is to stop, with the ranks that were asked to; None if none was.
-    bad_batches: how many batches in a row, up to the newest whose flags were read, were not finite on some rank.
-    busy: whether a rank is saving.
-    """
-
-    stop: str | None
-    bad_batches: int
-    busy: bool
 
 
 def exchange(mine: RankStatus, group: torch_dist.ProcessGroup | None) -> list[RankStatus]:
@@ -66,13 +52,12 @@ def exchange(mine: RankStatus, group: torch_dist.ProcessGroup | None) -> list[Ra
     """
     if group is None:
         return [mine]
-    row = torch.tensor(astuple(mine), dtype=torch.int32)
-    table_RN = torch.zeros(torch_dist.get_world_size(group), len(fields(RankStatus)), dtype=torch.int32)
+    row = torch.tensor(mine, dtype=torch.int32)
+    table_RN = torch.zeros(torch_dist.get_world_size(group), len(mine), dtype=torch.int32)
     rows = list(table_RN.unbind(0)) if torch_dist.get_rank(group) == 0 else None
     torch_dist.gather(row, rows, group=group, group_dst=0)
     torch_dist.broadcast(table_RN, group=group, group_src=0)
-    names = [field.name for field in fields(RankStatus)]
-    return [RankStatus(**dict(zip(names, values, strict=True))) for values in table_RN.tolist()]
+    return [RankStatus(*values) for values in table_RN.tolist()]
 
 
 class RunWatch:
@@ -82,16 +67,19 @@ class RunWatch:
         signals: names of the signals that stop the run.
         grace_s: how long data loader workers ignore a signal.
         checks_values: whether losses, gradients and weights are checked.
+
+    bad_batches: how many batches in a row, up to the newest whose flags were read, were not finite on some rank.
     """
 
     def __init__(self, *, signals: Sequence[str], grace_s: float, checks_values: bool) -> None:
         self.signals = StopSignals(signals)
-        self.count = NonfiniteCount()
+        self.bad_batches = 0
         self.finite: FiniteWatch | None = None  # from `start` on
         self._grace_s = grace_s
         self._checks_values = checks_values
         self._group: torch_dist.ProcessGroup | None = None
         self._order: list[str] = []
+        self._first_bad: Finding | None = None  # this rank's, of the first of these batches
 
     def group(self) -> torch_dist.ProcessGroup | None:
         """A CPU group over all ranks for their main threads; None for one process. Collective when first called."""
@@ -113,14 +101,14 @@ class RunWatch:
                 shield_workers(loader, self.signals.names, self._grace_s)
             self.signals.install()
 
-    def before_batch(self, state: State, *, busy: bool) -> RunStatus:
-        """Collective, once all ranks have their data.
+    def before_batch(self, state: State) -> str | None:
+        """Collective, once all ranks have their data. Returns as `between_batches`.
 
         Raises:
             ValueError: ranks have different numbers of microbatches.
         """
         count, batch = count_microbatches(state), state.timestamp.batch.value + 1
-        status, rows = self._exchange(microbatches=count, busy=busy)
+        rows = self._exchange(microbatches=count)
         try:
             check_microbatches([row.microbatches for row in rows], batch, state.device_train_microbatch_size)
         except ValueError as error:
@@ -128,33 +116,51 @@ class RunWatch:
         if self.finite is not None:
             # the number of automatic microbatches is not known yet
             self.finite.before_batch(batch, 0 if state.auto_microbatching else count)
-        return status
+        return self._stop_reason(rows)
 
-    def between_batches(self) -> RunStatus:
-        """Collective, where no batch follows: in an evaluation, at the end."""
-        return self._exchange(microbatches=1, busy=False)[0]
+    def between_batches(self) -> str | None:
+        """Collective, where no batch follows: in an evaluation, at the end.
 
-    def describe(self, status: RunStatus) -> str:
+        Returns:
+            Why the run is to stop, with the ranks that were asked to; None if none was.
+        """
+        return self._stop_reason(self._exchange())
+
+    def forget_bad_batches(self) -> None:
+        self.bad_batches, self._first_bad = 0, None
+
+    def describe(self) -> str:
         """Collective. How many batches were not finite, from which on, and where it began."""
-        batch, where = self.count.where(self._order, self._group)
-        if status.bad_batches == 1:
+        found: list[Finding | None] = [self._first_bad]
+        if self._group is not None:
+            found = [None] * torch_dist.get_world_size(self._group)
+            torch_dist.all_gather_object(found, self._first_bad, group=self._group)
+        batch, where = describe([finding or Finding(batch=0) for finding in found], self._order)
+        if self.bad_batches == 1:
             return f"batch {batch} was not finite: {where}"
-        return f"the last {status.bad_batches} batches were not finite, from batch {batch} on: {where}"
+        return f"the last {self.bad_batches} batches were not finite, from batch {batch} on: {where}"
 
-    def _exchange(self, *, microbatches: int, busy: bool) -> tuple[RunStatus, list[RankStatus]]:
+    def _exchange(self, *, microbatches: int = 1) -> list[RankStatus]:
         finding = self.finite.read() if self.finite is not None else None
-        mine = RankStatus(
-            stop=int(self.signals.reason is not None),
-            health=self.count.health(finding),
-            microbatches=microbatches,
-            busy=int(busy),
-        )
+        health = NO_NEWS if finding is None else FINITE if finding.finite else NONFINITE
+        mine = RankStatus(stop=int(self.signals.reason is not None), health=health, microbatches=microbatches)
         rows = exchange(mine, self._group)
         beat()
+        self.count_bad_batches([row.health for row in rows], finding)
+        return rows
+
+    def count_bad_batches(self, health: Sequence[int], finding: Finding | None) -> None:
+        """Counts from the health of all ranks, so that the count is the same on all. `finding`: this rank's."""
+        if NONFINITE in health:
+            if self.bad_batches == 0:
+                self._first_bad = finding
+            self.bad_batches += 1
+        elif FINITE in health:
+            self.forget_bad_batches()
+
+    def _stop_reason(self, rows: Sequence[RankStatus]) -> str | None:
         asked = [rank for rank, row in enumerate(rows) if row.stop]
-        stop = f"{self.signals.reason or 'a signal'} on {name_ranks(asked)}" if asked else None
-        bad_batches = self.count.add([row.health for row in rows])
-        return RunStatus(stop=stop, bad_batches=bad_batches, busy=any(row.busy for row in rows)), rows
+        return f"{self.signals.reason or 'a signal'} on {name_ranks(asked)}" if asked else None
 
 
 def count_microbatches(state: State) -> int:

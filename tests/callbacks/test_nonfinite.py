@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from foundry_moe.callbacks.nonfinite import (
-    FINITE,
-    NO_NEWS,
-    NONFINITE,
-    Finding,
-    FiniteWatch,
-    NonfiniteCount,
-    describe,
-)
+from foundry_moe.callbacks.nonfinite import Finding, FiniteWatch, describe
 
 ORDER = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -88,14 +80,3 @@ def test_bad_data_in_one_microbatch_are_the_loss_s(microbatches) -> None:
     found = train(model(), x, microbatches=microbatches, auto=microbatches == 1)
     assert found.loss and not found.weights
     assert "the loss on rank 1 was not finite, though all weights were" in describe([Finding(batch=7), found], ORDER)[1]
-
-
-def test_batches_in_a_row_are_counted_over_all_ranks() -> None:
-    count = NonfiniteCount()
-    bad, good = Finding(batch=4, loss=True), Finding(batch=4)
-    assert count.health(bad) == NONFINITE and count.health(None) == NO_NEWS and count.health(good) == FINITE
-    assert count.add([FINITE, NONFINITE]) == 1 and count.first == good, "another rank's"
-    assert count.add([NO_NEWS, NO_NEWS]) == 1, "no news change nothing"
-    count.health(Finding(batch=5, loss=True))
-    assert count.add([NONFINITE, NO_NEWS]) == 2 and count.first == good, "the first is kept"
-    assert count.add([FINITE, NO_NEWS]) == 0 and count.first is None

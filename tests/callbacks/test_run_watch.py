@@ -8,8 +8,16 @@ from composer.utils.dist import get_sampler
 from torch.utils.data import DataLoader
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
-from foundry_moe.callbacks.nonfinite import FINITE, NONFINITE, name_ranks
-from foundry_moe.callbacks.run_watch import RankStatus, check_microbatches, exchange
+from foundry_moe.callbacks.nonfinite import Finding, name_ranks
+from foundry_moe.callbacks.run_watch import (
+    FINITE,
+    NO_NEWS,
+    NONFINITE,
+    RankStatus,
+    RunWatch,
+    check_microbatches,
+    exchange,
+)
 from foundry_moe.commands.check import GLOO_GROUPS
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.parallel.collectives import group_timeout
@@ -21,7 +29,7 @@ def exchange_twice() -> tuple[list[list[RankStatus]], float]:
     group = dist.new_group(backend="gloo", timeout=group_timeout())
     rank = dist.get_rank()
     tables = [
-        exchange(RankStatus(stop=int(rank == 2), health=rank % 3, microbatches=rank + 1, busy=int(rank == 1)), group),
+        exchange(RankStatus(stop=int(rank == 2), health=rank % 3, microbatches=rank + 1), group),
         exchange(RankStatus(microbatches=7), group),
     ]
     every: list = [None] * dist.get_world_size()
@@ -33,9 +41,9 @@ def exchange_twice() -> tuple[list[list[RankStatus]], float]:
 def test_all_ranks_see_one_table() -> None:
     (first, second), timeout_s = run_processes(exchange_twice, world_size=3, timeout_s=120, preload=PRELOAD)
     assert first == [
-        RankStatus(stop=0, health=0, microbatches=1, busy=0),
-        RankStatus(stop=0, health=FINITE, microbatches=2, busy=1),
-        RankStatus(stop=1, health=NONFINITE, microbatches=3, busy=0),
+        RankStatus(stop=0, health=0, microbatches=1),
+        RankStatus(stop=0, health=FINITE, microbatches=2),
+        RankStatus(stop=1, health=NONFINITE, microbatches=3),
     ]
     assert second == [RankStatus(microbatches=7)] * 3
     assert timeout_s == 120, "it waits as long as the run's own collectives"
@@ -86,3 +94,16 @@ def test_of_512_ranks_those_that_differ_are_named_in_a_line(counts, words) -> No
     with pytest.raises(ValueError) as error:
         check_microbatches(counts, 9, 1)
     assert words in str(error.value) and len(str(error.value)) < 500
+
+
+def test_batches_in_a_row_are_counted_over_all_ranks() -> None:
+    watch = RunWatch(signals=[], grace_s=1.0, checks_values=True)
+    watch.count_bad_batches([FINITE, NONFINITE], Finding(batch=4))
+    assert watch.bad_batches == 1
+    watch.count_bad_batches([NO_NEWS, NO_NEWS], None)
+    assert watch.bad_batches == 1, "no news change nothing"
+    watch.count_bad_batches([NONFINITE, NO_NEWS], Finding(batch=5, loss=True))
+    assert watch.bad_batches == 2
+    assert watch.describe().startswith("the last 2 batches were not finite, from batch 4 on"), "the first is kept"
+    watch.count_bad_batches([FINITE, NO_NEWS], Finding(batch=6))
+    assert watch.bad_batches == 0
