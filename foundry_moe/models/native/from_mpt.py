@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from foundry_moe.models.blocks import Blocks, gate_keys
+from foundry_moe.models.blocks import Blocks, WeightPart, gate_keys, whole
 from foundry_moe.models.families import FAMILIES, Family
-from foundry_moe.models.native.targets import Target, copied, rows_of
 from foundry_moe.schema import yaml_value
 
 _RMS_NORMS = ("rmsnorm", "low_precision_rmsnorm", "triton_rmsnorm")
@@ -104,21 +104,22 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
     return family, keys
 
 
-def rename_mpt(config: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], list[Target]]:
+def rename_mpt(config: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], list[WeightPart]]:
     """From a tensor of MPT outside its MoE layers to the family's; `Wqkv` is three of these."""
     head = _head_width(config)
     queries, keys = config["n_heads"] * head, _kv_heads(config) * head
 
-    def rename(name: str, shape: tuple[int, ...]) -> list[Target]:
+    def rename(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
         if name in _OUTSIDE:
-            return [copied(_OUTSIDE[name], name, shape)]
+            return [whole(name, _OUTSIDE[name], *shape)]
         match = _BLOCK.fullmatch(name)
         if match is not None and match[2] in _INSIDE:
-            return [copied(f"model.layers.{match[1]}.{_INSIDE[match[2]]}", name, shape)]
+            return [whole(name, f"model.layers.{match[1]}.{_INSIDE[match[2]]}", *shape)]
         if match is not None and match[2] == "attn.Wqkv.weight":
             ends = (0, queries, queries + keys, queries + 2 * keys)
+            prefix = f"model.layers.{match[1]}.self_attn"
             return [
-                rows_of(f"model.layers.{match[1]}.self_attn.{kind}_proj.weight", name, shape, start, stop)
+                replace(whole(name, f"{prefix}.{kind}_proj.weight", stop - start, *shape[1:]), first_row=start)
                 for kind, (start, stop) in zip("qkv", pairwise(ends), strict=True)
             ]
         raise ValueError(f"{name} has no counterpart in a Hugging Face MoE family")

@@ -109,14 +109,14 @@ class _TakesOurs(nn.Module):
         left: dict[str, int] = {}
         for target in targets:
             for part in target.parts:
-                left[part.source] = left.get(part.source, 0) + 1
+                left[part.ours] = left.get(part.ours, 0) + 1
         theirs: dict[str, Tensor] = {}
         for target in targets:
             theirs[target.name] = assemble(target, state_dict.__getitem__).clone()
             for part in target.parts:
-                left[part.source] -= 1
-                if not left[part.source] and isinstance(state_dict, dict):
-                    del state_dict[part.source]
+                left[part.ours] -= 1
+                if not left[part.ours] and isinstance(state_dict, dict):
+                    del state_dict[part.ours]
         tied = self.get_output_embeddings()
         if getattr(self.config, "tie_word_embeddings", False) and tied is not None:
             theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
