@@ -115,10 +115,7 @@ def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] 
     """
     if named is not None:
         return _find_named(model, named)
-    sparse = _find_sparse(model)
-    if sparse:
-        return sparse
-    return _find_dense(model)
+    return _find_sparse(model) or _find_dense(model)
 
 
 def _find_dense(model: nn.Module) -> list[FFNBlock]:

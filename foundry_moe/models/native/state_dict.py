@@ -65,38 +65,29 @@ class Native:
                 f"experts of layers {sorted(prefixes.values())} are there, and the model has them in "
                 f"{sorted(self.blocks.layers)}"
             )
+        tied = bool(getattr(self.config, "tie_word_embeddings", False))
+        of_block = self.family.parts(self.blocks)
         parts: list[WeightPart] = []
         used: dict[str, tuple[int, ...]] = {}
         done: set[str] = set()
         for name, shape in shapes.items():
+            if tied and name == "lm_head.weight":
+                continue  # the embedding's: files hold it once
             prefix = next((p for p in prefixes if name.startswith(p + ".")), None)
-            if prefix is None:
-                new = self._outside(name, shape)
-                parts += new
-                if new:
-                    used[name] = shape
+            if prefix is not None and name.endswith(_TRAINING_ONLY):
                 continue
-            if not name.endswith(_TRAINING_ONLY):
-                used[name] = shape
-            if prefix not in done:
+            used[name] = shape
+            if prefix is None:
+                parts += self.rename(name, shape)
+            elif prefix not in done:
                 done.add(prefix)
-                parts += self._of_block(prefix, prefixes[prefix])
+                block = self.family.block_name(prefixes[prefix])
+                parts += [
+                    replace(part, ours=f"{prefix}.{part.ours}", theirs=f"{block}.{part.theirs}") for part in of_block
+                ]
         targets = targets_of(parts)
         check_targets(targets, used)
         return targets
-
-    def _outside(self, name: str, shape: tuple[int, ...]) -> list[WeightPart]:
-        tied = bool(getattr(self.config, "tie_word_embeddings", False))
-        if tied and name == "lm_head.weight":
-            return []  # the embedding's: files hold it once
-        return self.rename(name, shape)
-
-    def _of_block(self, prefix: str, layer: int) -> list[WeightPart]:
-        block = self.family.block_name(layer)
-        return [
-            replace(part, ours=f"{prefix}.{part.ours}", theirs=f"{block}.{part.theirs}")
-            for part in self.family.parts(self.blocks)
-        ]
 
 
 def native_of(architecture: Architecture) -> Native:
