@@ -139,7 +139,7 @@ def _from_checkpoint(exported: Exported) -> Iterator[tuple[Target, Tensor]]:
     """Each target as the checkpoint has it; memory holds the sources of one layer's experts at most."""
     held: dict[str, Tensor] = {}
     for target in exported.targets:
-        needed = {part.source for part in target.parts}
+        needed = {part.ours for part in target.parts}
         if not needed <= held.keys():
             block = next((name.partition(".experts.")[0] for name in needed if ".experts." in name), "")
             held = {name: tensor for name, tensor in held.items() if name.startswith(block + ".experts.")}
@@ -219,7 +219,7 @@ def _raise_biases(model: torch.nn.Module) -> bool:
 def _ours(exported: Exported) -> torch.nn.Module:
     """Our model in fp32, with weights rounded as the folder's are."""
     tensors = exported.weights.read(exported.weights.sources)
-    targets = {part.source: target for target in exported.targets for part in target.parts}
+    targets = {part.ours: target for target in exported.targets for part in target.parts}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             rounded = _cast(tensor, targets[name], exported.dtype) if name in targets else tensor

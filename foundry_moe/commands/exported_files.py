@@ -28,7 +28,8 @@ from foundry_moe.checkpoint.dcp_reader import Contents
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.models.native.targets import Target, assemble, copied
+from foundry_moe.models.blocks import whole
+from foundry_moe.models.native.targets import Target, assemble, targets_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -106,7 +107,7 @@ def export(store: Store, found: Found, out: Path, *, section: str = "model", fil
     weights = Weights.of(store, found, section)
     if (out / INDEX).exists():
         raise CheckpointError(f"{out / INDEX} exists: export to an empty folder")
-    targets = [copied(name, name, source.shape) for name, source in weights.sources.items()]
+    targets = targets_of(whole(name, name, *source.shape) for name, source in weights.sources.items())
     return write_targets(weights, targets, out, file_bytes=file_bytes)
 
 
@@ -137,8 +138,8 @@ def write_targets(
         for number, group in enumerate(groups, 1):
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             undo.callback((out / name).unlink, missing_ok=True)
-            whole = weights.read({part.source for target in group for part in target.parts})
-            tensors = {target.name: assemble(target, whole.__getitem__, dtypes[target.name]) for target in group}
+            held = weights.read({part.ours for target in group for part in target.parts})
+            tensors = {target.name: assemble(target, held.__getitem__, dtypes[target.name]) for target in group}
             try:
                 save_file(tensors, out / name, {"format": "pt", "step": str(weights.found.commit.step)})
             except (SafetensorError, OSError, KeyError) as error:
@@ -151,9 +152,7 @@ def write_targets(
 
 
 def _dtype_of(target: Target, sources: Mapping[str, Source], dtype: str | None) -> torch.dtype:
-    if not target.parts:
-        return DTYPES[dtype or "float32"]
-    own = DTYPES[sources[target.parts[0].source].dtype]
+    own = DTYPES[sources[target.parts[0].ours].dtype]
     return DTYPES[dtype] if dtype and own.is_floating_point and not target.keeps_dtype else own
 
 

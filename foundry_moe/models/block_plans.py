@@ -27,7 +27,7 @@ from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.models.blocks import Blocks, WeightPart
 from foundry_moe.models.families import FAMILIES, Family, family_of
-from foundry_moe.models.ffn import DenseFFN, UnknownExpertsError, describe, find_ffns
+from foundry_moe.models.ffn import DenseFFN, check_nothing_else, describe, holds_experts, read_dense
 from foundry_moe.schema import nearest
 
 
@@ -59,44 +59,29 @@ def _source_of(model: nn.Module) -> str:
     return ""
 
 
+@dataclass(frozen=True, kw_only=True)
 class WeightOrigin:
-    """Whether a dense model's weights were loaded, on which the initialization of its experts depends.
+    """Where a dense model's weights come from, on which the initialization of its experts depends.
 
-    Loaded weights are never replaced by random ones without a warning or an error.
+    source: what they were loaded from; empty if they were not loaded.
+    from_files: weights on the meta device are read from files later.
+    init: random | upcycle.
+    """
+
+    source: str
+    from_files: bool
+    init: str
+
+
+def origin_of(model: nn.Module, config: MoEConfig, loaded: bool | None) -> WeightOrigin:
+    """The origin of the model's weights.
 
     Args:
         loaded: whether weights were loaded; None: they were if the configuration names a source.
-
-    init: random | upcycle.
-    from_files: weights on the meta device are read from files later.
     """
-
-    def __init__(self, model: nn.Module, config: MoEConfig, loaded: bool | None) -> None:
-        self.source = _source_of(model) or ("the model" if loaded else "")
-        self.from_files = bool(loaded)
-        self.configured = config.init
-        was_loaded = bool(self.source) and loaded is not False
-        self.init = config.init
-        if config.init == AUTO:
-            self.init = "upcycle" if was_loaded else "random"
-        self._warn = was_loaded and config.init == "random"
-
-    def warn(self) -> None:
-        """Warns that loaded weights are not used, if the configuration has `init: random`."""
-        if self._warn:
-            warnings.warn(
-                f"init (random): experts are drawn anew, and the feed-forward weights of {self.source} are not used",
-                stacklevel=3,
-            )
-
-    def explain(self, reason: str) -> str:
-        """The error for a dense block that cannot be upcycled."""
-        if self.configured != AUTO:
-            return reason
-        return (
-            f"init (auto): the feed-forward weights of {self.source} would not be used, since they cannot be copied: "
-            f"{reason}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
-        )
+    source = "" if loaded is False else _source_of(model) or ("the model" if loaded else "")
+    upcycled = "upcycle" if source else "random"
+    return WeightOrigin(source=source, from_files=bool(loaded), init=upcycled if config.init == AUTO else config.init)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +115,28 @@ def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] 
     """
     if named is not None:
         return _find_named(model, named)
-    sparse = _find_sparse(model)
-    if sparse:
-        return sparse
-    return [
-        FFNBlock(name=name, module=block.module, layer=layer, dense=block)
-        for layer, (name, block) in enumerate(_known_dense(model))
-    ]
+    return _find_sparse(model) or _find_dense(model)
 
 
-def _known_dense(model: nn.Module) -> list[tuple[str, DenseFFN]]:
-    try:
-        return list(find_ffns(model))
-    except UnknownExpertsError:
-        for module in model.modules():
-            if _model_type(module):
-                family_of(_model_type(module))  # its error is specific to this model type
-        raise
+def _find_dense(model: nn.Module) -> list[FFNBlock]:
+    found: list[FFNBlock] = []
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        dense = read_dense(module)
+        if dense is not None:
+            check_nothing_else(name, dense)
+            inside = (*inside, f"{name}.")
+            found.append(FFNBlock(name=name, module=module, layer=len(found), dense=dense))
+        elif holds_experts(module):
+            for model_type in filter(None, map(_model_type, model.modules())):
+                family_of(model_type)  # its error is specific to this model type
+            raise ValueError(
+                f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
+                "docs/how-to/hugging_face.md for those that can be taken over"
+            )
+    return found
 
 
 def _find_sparse(model: nn.Module) -> list[FFNBlock]:
@@ -221,7 +211,12 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOri
     try:
         shards = check_upcycle(name, block, config)
     except ValueError as error:
-        raise ValueError(origin.explain(str(error))) from None
+        if config.init != AUTO:
+            raise
+        raise ValueError(
+            f"init (auto): the feed-forward weights of {origin.source} would not be used, since they cannot be copied: "
+            f"{error}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
+        ) from None
     if block.weight("w1").is_meta and not origin.from_files:
         raise ValueError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
     config = replace(config, bias=bool(block.biases) or config.bias is True)

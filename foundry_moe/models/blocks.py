@@ -98,7 +98,7 @@ class WeightPart:
 
     Names are those below the block: `experts.w1_EFD`, `experts.3.w1.weight`.
 
-    expert: whose matrix of `ours`; None = all of `ours`.
+    expert: whose matrix of `ours`; None = rows of `ours` from `first_row` on.
     shape: of this part of ours, [F, D] for an expert's `experts.w1_EFD`.
     begin: where it begins in their tensor; dimensions that theirs has more, in front, are of size one.
     transposed: theirs holds the transpose of ours.
@@ -108,6 +108,7 @@ class WeightPart:
 
     ours: str
     expert: int | None = None
+    first_row: int = 0
     shape: tuple[int, ...]
     theirs: str
     their_shape: tuple[int, ...]
@@ -115,6 +116,14 @@ class WeightPart:
     transposed: bool = False
     fp32: bool = False
     scale: float = 1.0
+
+    @property
+    def of_ours(self) -> int | tuple[slice, ...]:
+        """The index of this part in our tensor."""
+        if self.expert is not None:
+            return self.expert
+        begin = (self.first_row,) + (0,) * len(self.shape)
+        return tuple(slice(a, a + n) for a, n in zip(begin, self.shape, strict=False))
 
     def box(self, begin: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> tuple[slice, ...]:
         """The indices of their tensor that hold `sizes` elements from `begin` of this part; all of it by default.

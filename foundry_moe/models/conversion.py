@@ -14,7 +14,7 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.models.block_plans import FFNBlock, WeightOrigin, find_blocks
+from foundry_moe.models.block_plans import FFNBlock, WeightOrigin, find_blocks, origin_of
 from foundry_moe.models.pretrained import by_tensor, fill
 
 log = logging.getLogger(__name__)
@@ -69,31 +69,29 @@ def apply_dmoe(
     if not chosen:
         warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(found)}", stacklevel=2)
         return []
-    origin = WeightOrigin(model, config, loaded)
-    if not chosen[0].sparse:
-        origin.warn()
+    origin = origin_of(model, config, loaded)
+    if origin.source and config.init == "random" and not chosen[0].sparse:
+        warnings.warn(
+            f"init (random): experts are drawn anew, and the feed-forward weights of {origin.source} are not used",
+            stacklevel=2,
+        )
     context = BatchContext()
     layers = []
     for block in chosen:
         layer = _build_layer(block, config, origin, len(found), context)
         layer.train(block.module.training)
-        _replace_module(model, block.name, layer)
+        parent, _, child = block.name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
         _replace_parameters(block.module.parameters(), layer.parameters(), optimizers)
         layers.append(layer)
     context.observe(model)
-    _let_save(model)
-    log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(found), config.num_experts)
-    return layers
-
-
-def _let_save(model: nn.Module) -> None:
-    """Makes `save_pretrained`, if the model has it, write a format that `from_pretrained` reads."""
     if any(callable(getattr(module, "save_pretrained", None)) for module in model.modules()):
-        from foundry_moe.models.native.saving import (
-            let_save,  # imports transformers, which a plain torch model does not need
-        )
+        # imports transformers, which a plain torch model does not need
+        from foundry_moe.models.native.saving import let_save
 
         let_save(model)
+    log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(found), config.num_experts)
+    return layers
 
 
 def _without_dense(chosen: list[FFNBlock], found: Sequence[FFNBlock], config: MoEConfig) -> list[FFNBlock]:
@@ -137,11 +135,6 @@ def _build_layer(
     for name, parts in by_tensor(plan.parts).items():
         fill(ours[name], (0,) * ours[name].dim(), parts, theirs.__getitem__)
     return layer
-
-
-def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _replace_parameters(

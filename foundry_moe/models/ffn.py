@@ -8,7 +8,7 @@ Shapes: D model width, F width of the block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-
-class UnknownExpertsError(ValueError):
-    """The model has MoE blocks and belongs to no known family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +150,11 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
             f"blocks: {name} ({type(module).__name__}): {', '.join(names.values())} are not all linear maps of it"
         )
     block = DenseFFN(module=module, names=names, transposed=kind == "Conv1D", activation=parts.get("activation"))
-    _check_nothing_else(name, block)
+    check_nothing_else(name, block)
     return block
 
 
-def _check_nothing_else(name: str, block: DenseFFN) -> None:
+def check_nothing_else(name: str, block: DenseFFN) -> None:
     """Refuses a block with parameters beside its linear maps: replacing it would remove them.
 
     Raises:
@@ -174,29 +170,7 @@ def _check_nothing_else(name: str, block: DenseFFN) -> None:
         )
 
 
-def find_ffns(model: nn.Module) -> Iterator[tuple[str, DenseFFN]]:
-    """(name, parts) of each dense feed-forward block, in the order of layers.
-
-    Raises:
-        UnknownExpertsError: an MoE block, whose experts would be mistaken for blocks.
-        ValueError: a block with other parameters.
-    """
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if name.startswith(inside) if inside else False:
-            continue
-        block = read_dense(module)
-        if block is None and _holds_experts(module):
-            raise UnknownExpertsError(
-                f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
-                "docs/how-to/hugging_face.md for those that can be taken over"
-            )
-        if block is not None:
-            _check_nothing_else(name, block)
-            inside = (*inside, f"{name}.")
-            yield name, block
-
-
-def _holds_experts(module: nn.Module) -> bool:
+def holds_experts(module: nn.Module) -> bool:
+    """Whether it is an MoE block, whose experts would be mistaken for blocks."""
     experts = getattr(module, "experts", None)
     return isinstance(experts, nn.ModuleList) and any(read_dense(expert) is not None for expert in experts)

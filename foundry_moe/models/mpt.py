@@ -66,19 +66,16 @@ class DMoECausalLM(ComposerMPTCausalLM):
         self.fuses_loss = fused and self._can_fuse_loss(required=loss_fn == _FUSED_LOSS)
         if self.fuses_loss:
             loss_head.make_loss_head(self.model.get_output_embeddings())
-        self._use_sdpa()
+        if getattr(self.config, "uses_sdpa", False):
+            for module in self.model.modules():
+                if getattr(module, "attn_impl", None) == "torch" and hasattr(module, "attn_fn"):
+                    module.attn_fn = attention_implementations.get(_ATTENTION)
         if not apply_dmoe(self.model, config):
             raise ValueError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
 
     @property
     def config_class(self) -> type[MPTConfig]:
         return DMoEMPTConfig
-
-    def _use_sdpa(self) -> None:
-        if getattr(self.config, "uses_sdpa", False):
-            for module in self.model.modules():
-                if getattr(module, "attn_impl", None) == "torch" and hasattr(module, "attn_fn"):
-                    module.attn_fn = attention_implementations.get(_ATTENTION)
 
     @property
     def context(self) -> BatchContext:

@@ -124,7 +124,7 @@ def architecture_of(model: nn.Module) -> Architecture | None:
         config=_plain(pretrained.config),
         experts=replace(layers[0].config, layers="all", mesh=None),
         layers=tuple(layer.layer_index for layer in layers),
-        num_layers=_num_layers(pretrained.config),
+        num_layers=int(getattr(pretrained.config, "n_layers", None) or pretrained.config.num_hidden_layers),
         prefix=f"{name}." if name else "",
         tokenizer=str(getattr(getattr(model, "tokenizer", None), "name_or_path", "") or ""),
     )
@@ -138,7 +138,3 @@ def _plain(config: PretrainedConfig) -> dict[str, Any]:
     own = {key: {k: v for k, v in part.items() if k not in common} for key, part in parts.items()}
     # with `_attn_implementation_autoset` a model that is built from this would not choose its attention
     return {key: value for key, value in {**config.to_dict(), **own}.items() if not key.startswith("_")}
-
-
-def _num_layers(config: PretrainedConfig) -> int:
-    return int(getattr(config, "n_layers", None) or config.num_hidden_layers)

@@ -10,37 +10,37 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from foundry_moe.models.blocks import Blocks, gate_keys
+from foundry_moe.models.blocks import Blocks, WeightPart, gate_keys, whole
 from foundry_moe.models.families import FAMILIES, Family
-from foundry_moe.models.native.targets import Target, copied, rows_of
 from foundry_moe.schema import yaml_value
 
 _RMS_NORMS = ("rmsnorm", "low_precision_rmsnorm", "triton_rmsnorm")
 _OLMOE_EPS = 1e-5
-# allowed values by key, the recommended one first; a missing key has the first value
-_WANTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("attn_config.rope", (True,)),
-    ("attn_config.alibi", (False,)),
-    ("attn_config.rope_hf_config.type", ("no_scaling",)),
-    ("attn_config.rope_dail_config.type", ("original",)),
-    ("attn_config.clip_qkv", (None,)),
-    ("attn_config.sliding_window_size", (-1,)),
-    ("attn_config.attn_logit_softcapping", (None,)),
-    ("attn_config.attn_temperature_tuning.attn_scale", (0.0,)),
-    ("attn_config.kv_dim", (None,)),
-    ("attn_config.reuse_kv_layer_idx", (None,)),
-    ("attn_config.reuse_kv_x_layer_idx", (None,)),
-    ("no_bias", (True,)),
-    ("attention_bias", (False,)),
-    ("norm_type", ("rmsnorm", *_RMS_NORMS)),
-    ("logit_scale", (None,)),
-    ("final_logit_softcapping", (None,)),
-    ("block_overrides", (None,)),
-    ("fuse_norm_attn_norm", (False,)),
-)
+# the value that a key must have, and has where it is missing; `norm_type` may be any of `_RMS_NORMS`
+_WANTED: Mapping[str, Any] = {
+    "attn_config.rope": True,
+    "attn_config.alibi": False,
+    "attn_config.rope_hf_config.type": "no_scaling",
+    "attn_config.rope_dail_config.type": "original",
+    "attn_config.clip_qkv": None,
+    "attn_config.sliding_window_size": -1,
+    "attn_config.attn_logit_softcapping": None,
+    "attn_config.attn_temperature_tuning.attn_scale": 0.0,
+    "attn_config.kv_dim": None,
+    "attn_config.reuse_kv_layer_idx": None,
+    "attn_config.reuse_kv_x_layer_idx": None,
+    "no_bias": True,
+    "attention_bias": False,
+    "norm_type": "rmsnorm",
+    "logit_scale": None,
+    "final_logit_softcapping": None,
+    "block_overrides": None,
+    "fuse_norm_attn_norm": False,
+}
 _UNREAD = {"rope_hf_config": "hf", "rope_dail_config": "dail"}  # parts that only one `rope_impl` reads
 _BLOCK = re.compile(r"transformer\.blocks\.(\d+)\.(.+)")
 _OUTSIDE = {
@@ -70,15 +70,15 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
         ValueError: there is none; names the key that prevents it and a valid value.
     """
     attention = config["attn_config"]
-    for key, values in _WANTED:
+    for key, valid in _WANTED.items():
         part = [*key.split("."), ""][1]
         if part in _UNREAD and attention.get("rope_impl") != _UNREAD[part]:
             continue
-        value = _value(config, key, values[0])
-        if value not in values:
+        value = _value(config, key, valid)
+        if value != valid and not (key == "norm_type" and value in _RMS_NORMS):
             raise ValueError(
                 f"model.{key} ({yaml_value(value)}): no Hugging Face MoE family computes this; "
-                f"{_hint(config, key, values)}"
+                f"{_hint(config, key, valid)}"
             )
     _check_heads(config)
     family = FAMILIES[_family_type(attention, blocks)]
@@ -104,21 +104,22 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
     return family, keys
 
 
-def rename_mpt(config: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], list[Target]]:
+def rename_mpt(config: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], list[WeightPart]]:
     """From a tensor of MPT outside its MoE layers to the family's; `Wqkv` is three of these."""
     head = _head_width(config)
     queries, keys = config["n_heads"] * head, _kv_heads(config) * head
 
-    def rename(name: str, shape: tuple[int, ...]) -> list[Target]:
+    def rename(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
         if name in _OUTSIDE:
-            return [copied(_OUTSIDE[name], name, shape)]
+            return [whole(name, _OUTSIDE[name], *shape)]
         match = _BLOCK.fullmatch(name)
         if match is not None and match[2] in _INSIDE:
-            return [copied(f"model.layers.{match[1]}.{_INSIDE[match[2]]}", name, shape)]
+            return [whole(name, f"model.layers.{match[1]}.{_INSIDE[match[2]]}", *shape)]
         if match is not None and match[2] == "attn.Wqkv.weight":
             ends = (0, queries, queries + keys, queries + 2 * keys)
+            prefix = f"model.layers.{match[1]}.self_attn"
             return [
-                rows_of(f"model.layers.{match[1]}.self_attn.{kind}_proj.weight", name, shape, start, stop)
+                replace(whole(name, f"{prefix}.{kind}_proj.weight", stop - start, *shape[1:]), first_row=start)
                 for kind, (start, stop) in zip("qkv", pairwise(ends), strict=True)
             ]
         raise ValueError(f"{name} has no counterpart in a Hugging Face MoE family")
@@ -228,8 +229,8 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
     return inner
 
 
-def _hint(config: Mapping[str, Any], key: str, values: tuple[Any, ...]) -> str:
+def _hint(config: Mapping[str, Any], key: str, valid: Any) -> str:
     if key == "attn_config.rope":
         what = "alibi" if _value(config, "attn_config.alibi", False) else "learned positions"
         return f"{what} have no counterpart; use attn_config: {{rope: true, rope_impl: hf}}"
-    return f"use {yaml_value(values[0])}"
+    return f"use {yaml_value(valid)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -106,17 +107,14 @@ class _TakesOurs(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
         """Takes the tensors out of `state_dict`, so that both formats are never whole in memory at once."""
         targets = self.native.targets({name: tuple(tensor.shape) for name, tensor in state_dict.items()})
-        left: dict[str, int] = {}
-        for target in targets:
-            for part in target.parts:
-                left[part.source] = left.get(part.source, 0) + 1
+        left = Counter(part.ours for target in targets for part in target.parts)
         theirs: dict[str, Tensor] = {}
         for target in targets:
             theirs[target.name] = assemble(target, state_dict.__getitem__).clone()
             for part in target.parts:
-                left[part.source] -= 1
-                if not left[part.source] and isinstance(state_dict, dict):
-                    del state_dict[part.source]
+                left[part.ours] -= 1
+                if not left[part.ours] and isinstance(state_dict, dict):
+                    del state_dict[part.ours]
         tied = self.get_output_embeddings()
         if getattr(self.config, "tie_word_embeddings", False) and tied is not None:
             theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]

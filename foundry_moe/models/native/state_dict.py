@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from foundry_moe.models.blocks import Blocks, blocks_of
+from foundry_moe.models.blocks import Blocks, WeightPart, blocks_of, whole
 from foundry_moe.models.families import FAMILIES, Family, family_of
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.from_mpt import config_of_mpt, rename_mpt
-from foundry_moe.models.native.targets import Target, TargetPart, check_targets, copied
+from foundry_moe.models.native.targets import Target, check_targets, targets_of
 from foundry_moe.schema import yaml_value
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -51,7 +51,7 @@ class Native:
     family: Family
     config: PretrainedConfig
     blocks: Blocks
-    rename: Callable[[str, tuple[int, ...]], list[Target]]
+    rename: Callable[[str, tuple[int, ...]], list[WeightPart]]
 
     def targets(self, shapes: Shapes) -> list[Target]:
         """All tensors of the family's state dict, from ours by name.
@@ -65,58 +65,29 @@ class Native:
                 f"experts of layers {sorted(prefixes.values())} are there, and the model has them in "
                 f"{sorted(self.blocks.layers)}"
             )
-        targets: list[Target] = []
+        tied = bool(getattr(self.config, "tie_word_embeddings", False))
+        of_block = self.family.parts(self.blocks)
+        parts: list[WeightPart] = []
         used: dict[str, tuple[int, ...]] = {}
         done: set[str] = set()
         for name, shape in shapes.items():
+            if tied and name == "lm_head.weight":
+                continue  # the embedding's: files hold it once
             prefix = next((p for p in prefixes if name.startswith(p + ".")), None)
-            if prefix is None:
-                new = self._outside(name, shape)
-                targets += new
-                if new:
-                    used[name] = shape
+            if prefix is not None and name.endswith(_TRAINING_ONLY):
                 continue
-            if not name.endswith(_TRAINING_ONLY):
-                used[name] = shape
-            if prefix not in done:
+            used[name] = shape
+            if prefix is None:
+                parts += self.rename(name, shape)
+            elif prefix not in done:
                 done.add(prefix)
-                targets += self._of_block(prefix, prefixes[prefix])
+                block = self.family.block_name(prefixes[prefix])
+                parts += [
+                    replace(part, ours=f"{prefix}.{part.ours}", theirs=f"{block}.{part.theirs}") for part in of_block
+                ]
+        targets = targets_of(parts)
         check_targets(targets, used)
         return targets
-
-    def _outside(self, name: str, shape: tuple[int, ...]) -> list[Target]:
-        tied = bool(getattr(self.config, "tie_word_embeddings", False))
-        if tied and name == "lm_head.weight":
-            return []  # the embedding's: files hold it once
-        return self.rename(name, shape)
-
-    def _of_block(self, prefix: str, layer: int) -> list[Target]:
-        theirs: dict[str, list[Any]] = {}
-        for part in self.family.parts(self.blocks):
-            theirs.setdefault(part.theirs, []).append(part)
-        block = self.family.block_name(layer)
-        return [
-            Target(
-                name=f"{block}.{name}",
-                shape=parts[0].their_shape,
-                parts=tuple(_part(f"{prefix}.{part.ours}", part) for part in parts),
-                keeps_dtype=any(part.fp32 for part in parts),
-            )
-            for name, parts in theirs.items()
-        ]
-
-
-def _part(source: str, part: Any) -> TargetPart:
-    """A family's part in the form of the writer."""
-    zeros = (0,) * len(part.shape)
-    box = (zeros, part.shape) if part.expert is None else ((part.expert, *zeros), (1, *part.shape))
-    return TargetPart(
-        source=source,
-        box=box,
-        at=part.begin,
-        expert=part.expert is not None and len(part.their_shape) == len(part.shape),
-        transposed=part.transposed,
-    )
 
 
 def native_of(architecture: Architecture) -> Native:
@@ -173,5 +144,5 @@ def _config_of_dense(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family,
     return family, {**carried, **family.write(blocks)}
 
 
-def _same(name: str, shape: tuple[int, ...]) -> list[Target]:
-    return [copied(name, name, shape)]
+def _same(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
+    return [whole(name, name, *shape)]
