@@ -51,26 +51,16 @@ def _maker(specialised: bool) -> Callable[..., Any]:
     return TensorDescriptor
 
 
-def _descriptor(base: Tensor, shape: list[int], strides: list[int], block: list[int], specialised: bool) -> Any:
-    return _maker(specialised)(base, shape, strides, block)
-
-
-def rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:
-    """[P, R, C] for loads that may run on into the next expert's rows: boxes [1, rows, columns]."""
-    return _descriptor(a_PRC, list(a_PRC.shape), list(a_PRC.stride()), [1, block_rows, block_columns], specialised)
-
-
 def ragged_rows(a_PRC: Tensor, block_rows: int, block_columns: int, *, specialised: bool = False) -> Any:
     """[P, R, C] clipped at an expert's last row: boxes [1, 1, 1, rows, columns], see `ragged_index`."""
     planes, rows_, columns = a_PRC.shape
     assert rows_ <= _WRAP, f"{rows_} rows: a ragged tensor map has room for {_WRAP}"
     stride = a_PRC.stride(1)
-    return _descriptor(
+    return _maker(specialised)(
         a_PRC,
         [planes, _UNBOUNDED, _UNBOUNDED, _WRAP, columns],
         [a_PRC.stride(0), _WRAP_STRIDE - stride, stride, stride, 1],
         [1, 1, 1, block_rows, block_columns],
-        specialised,
     )
 
 
@@ -98,18 +88,17 @@ def weight_planes(weights: tuple[Tensor, ...], box: tuple[int, int, int], *, spe
     stride = plane_stride(weights)
     assert stride is not None
     base = weights[1] if planes_swapped(weights) else weights[0]
-    return _descriptor(
+    return _maker(specialised)(
         base,
         [len(weights), *base.shape],
         [stride, *base.stride()],
         [box[0], 1, box[1], box[2]],
-        specialised,
     )
 
 
 def boxes(tensor: Tensor, block: list[int], *, specialised: bool = False) -> Any:
     """A tensor as it lies in memory."""
-    return _descriptor(tensor, list(tensor.shape), list(tensor.stride()), block, specialised)
+    return _maker(specialised)(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
 @triton.jit

@@ -212,7 +212,8 @@ def _rows_product(
     box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
     # for tokens, the map only defines the layout of a stage
     a = a_PRK.x_TD[None] if isinstance(a_PRK, Tokens) else a_PRK
-    a_desc = descriptors.rows(a, tile.bm, tile.bk, specialised=special)
+    # loads may run on into the next expert's rows
+    a_desc = descriptors.boxes(a, [1, tile.bm, tile.bk], specialised=special)
     b_desc = descriptors.weight_planes(weights, box, specialised=special)
     split = 2 if glu else tile.split  # parts that a tile is stored in
     part = tile.bn // split
@@ -232,7 +233,7 @@ def _rows_product(
         columns_L = low.a_RL.shape[1]
         depth = min(columns_L, tile.bk) if special else tile.bk
         low_box = [box[0], 1, box[1], depth] if transposed else [1, 1, depth, box[2]]
-        low_a_desc = descriptors.rows(low.a_RL[None], tile.bm, depth, specialised=special)
+        low_a_desc = descriptors.boxes(low.a_RL[None], [1, tile.bm, depth], specialised=special)
         low_b_desc = descriptors.boxes(b, low_box, specialised=special)
         low_tiles = cdiv(columns_L, depth)
     programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)

@@ -187,12 +187,10 @@ def _fake_up(x_TD, w1, v1, bias, plan, *_):  # type: ignore[no-untyped-def]
 @operator("expert_up", _fake_up)
 def _up(
     x_TD: Tensor, w1: Tensor, v1: Tensor | None, bias_EF: Tensor | None, plan: ExpertPlan,
-    full_w1: Tensor | None = None, full_v1: Tensor | None = None,
+    w1_copy: Tensor | None = None, v1_copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """z_PV and h_V: pre-activations, and act(z[0]) (times z[1]).
-
-    full_w1, full_v1: the fp32 weights whose copies w1 and v1 are; they then get the gradients, in fp32.
-    """
+    """z_PV and h_V: pre-activations, and act(z[0]) (times z[1]). Products read the copies, if there are any."""
+    w1, v1 = (w1, v1) if w1_copy is None else (w1_copy, v1_copy)
     if plan.rows == 0:
         return _fake_up(x_TD, w1, v1, bias_EF, plan)
     x_TD, weights = _aligned(x_TD), _planes(w1, v1, plan)
@@ -223,21 +221,17 @@ def _rows_times(x_TD: Tensor, weight: Tensor, plan: ExpertPlan) -> Tensor:
         rows = _gather(x_TD, plan)[None] if tokens is None else tokens
         return hopper.rows_product(rows, (weight,), plan.ragged, transposed=True)
     x_RD = _gather(x_TD, plan)
-    return products.sdd(
-        x_RD, weight, plan.topology_of(weight.shape[1]), trans_b=True, tf32=_tf32(), zero_tail=False
-    )  # fmt: skip
+    topology = plan.topology_of(weight.shape[1])
+    return products.sdd(x_RD, weight, topology, trans_b=True, tf32=_tf32(), zero_tail=False)
 
 
-def _fake_down(z_PV, h_V, w2, weights_TK, plan, *_):  # type: ignore[no-untyped-def]
-    return h_V.new_empty(plan.row_TK.shape[0], w2.shape[1])
-
-
-@operator("expert_down", _fake_down)
+@operator("expert_down", lambda z_PV, h_V, w2, _, plan, *more: h_V.new_empty(plan.row_TK.shape[0], w2.shape[1]))
 def _down(
-    z_PV: Tensor, h_V: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, full_w2: Tensor | None = None
+    z_PV: Tensor, h_V: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, w2_copy: Tensor | None = None
 ) -> Tensor:
     """y_TD: the weighted sum of each token's rows of h·W2ᵀ. Takes z for the backward pass: h is a function of it."""
-    _compile_ahead(w2, z_PV.shape[0], weights_TK, plan, w2.dtype if full_w2 is None else torch.float32)
+    dtype, w2 = w2.dtype, w2 if w2_copy is None else w2_copy
+    _compile_ahead(w2, z_PV.shape[0], weights_TK, plan, dtype)
     w2 = _stack(w2)
     if plan.rows == 0:
         return h_V.new_zeros(plan.row_TK.shape[0], w2.shape[1])
@@ -407,18 +401,18 @@ def _fake_mlp(x_TD, w1, v1, bias_EF, w2, weights_TK, plan, *_):  # type: ignore[
 @operator("expert_recompute", _fake_mlp)
 def _mlp(
     x_TD: Tensor, w1: Tensor, v1: Tensor | None, bias_EF: Tensor | None, w2: Tensor, weights_TK: Tensor | None,
-    plan: ExpertPlan, full_w1: Tensor | None = None, full_v1: Tensor | None = None, full_w2: Tensor | None = None,
+    plan: ExpertPlan, w1_copy: Tensor | None = None, v1_copy: Tensor | None = None, w2_copy: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD in one node that saves no pre-activations."""
-    return _down(*_up(x_TD, w1, v1, bias_EF, plan), w2, weights_TK, plan)
+    return _down(*_up(x_TD, w1, v1, bias_EF, plan, w1_copy, v1_copy), w2, weights_TK, plan, w2_copy)
 
 
 def _save_up(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
-    x_TD, w1, v1, _, plan, full_w1, _ = inputs
-    ctx.full = full_w1 is not None
+    x_TD, w1, v1, _, plan, w1_copy, v1_copy = inputs
     ctx.set_materialize_grads(False)  # h has no gradient: `down` gives that of z
-    ctx.settings = plan.settings
-    ctx.save_for_backward(x_TD, w1, v1, *plan.tensors)
+    ctx.dtype, ctx.settings = w1.dtype, plan.settings
+    read = (w1, v1) if w1_copy is None else (w1_copy, v1_copy)
+    ctx.save_for_backward(x_TD, *read, *plan.tensors)
 
 
 def _up_gradient(ctx: Any, dz_PV: Tensor | None, dh_V: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -427,8 +421,7 @@ def _up_gradient(ctx: Any, dz_PV: Tensor | None, dh_V: Tensor | None) -> tuple[T
         return (None,) * 7
     x_TD, w1, v1, *tables = ctx.saved_tensors
     plan = ExpertPlan._make([*tables, *ctx.settings])
-    dx_TD, dw1, dv1, dbias_EF = _up_gradients(ctx, dz_PV, x_TD, w1, v1, plan)
-    return (dx_TD, None, None, dbias_EF, None, dw1, dv1) if ctx.full else (dx_TD, dw1, dv1, dbias_EF, None, None, None)
+    return *_up_gradients(ctx, dz_PV, x_TD, w1, v1, plan), None, None, None
 
 
 def _up_gradients(
@@ -436,52 +429,42 @@ def _up_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x_TD, w1, v1 and the bias."""
     needs_dx = ctx.needs_input_grad[0]
-    dx_TD, dw1, dbias_EF = _up_backward(dz_PV, x_TD, w1, v1, plan, _gradient_dtype(ctx, w1), needs_dx)
+    dx_TD, dw1, dbias_EF = _up_backward(dz_PV, x_TD, w1, v1, plan, ctx.dtype, needs_dx)
     of_weights = (dw1, None) if v1 is None else (dw1[0], dw1[1])
     return dx_TD if needs_dx else None, *of_weights, dbias_EF if plan.biased else None
 
 
-def _gradient_dtype(ctx: Any, weight: Tensor) -> torch.dtype:
-    return torch.float32 if ctx.full else weight.dtype
-
-
 def _save_down(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    z_PV, _, w2, weights_TK, plan, full_w2 = inputs
-    ctx.full = full_w2 is not None
-    ctx.settings = plan.settings
-    ctx.save_for_backward(z_PV, w2, weights_TK, *plan.tensors)
+    z_PV, _, w2, weights_TK, plan, w2_copy = inputs
+    ctx.dtype, ctx.settings = w2.dtype, plan.settings
+    ctx.save_for_backward(z_PV, w2 if w2_copy is None else w2_copy, weights_TK, *plan.tensors)
 
 
 def _down_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     z_PV, w2, weights_TK, *tables = take_saved(ctx)
     plan = ExpertPlan._make([*tables, *ctx.settings])
-    dtype = _gradient_dtype(ctx, w2)
     if is_traced(dy_TD):
-        dz_PV, dw2, dweights_TK = _down_backward(dy_TD, z_PV, w2, weights_TK, plan, dtype)
+        dz_PV, dw2, dweights_TK = _down_backward(dy_TD, z_PV, w2, weights_TK, plan, ctx.dtype)
     else:
         dz_PV = z_PV.detach()  # the same memory and version: what autograd saved becomes the gradient
-        dw2, dweights_TK = _down_backward_(dy_TD, dz_PV, w2, weights_TK, plan, dtype)
-    of_w2 = (None, dw2) if ctx.full else (dw2, None)
-    return dz_PV, None, of_w2[0], None if weights_TK is None else dweights_TK, None, of_w2[1]
+        dw2, dweights_TK = _down_backward_(dy_TD, dz_PV, w2, weights_TK, plan, ctx.dtype)
+    return dz_PV, None, dw2, None if weights_TK is None else dweights_TK, None, None
 
 
 def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    *tensors, plan, full_w1, _, _ = inputs
-    ctx.full = full_w1 is not None
-    ctx.settings = plan.settings
-    ctx.save_for_backward(*tensors, *plan.tensors)
+    x_TD, w1, v1, bias_EF, w2, weights_TK, plan, *copies = inputs
+    ctx.dtype, ctx.settings = w1.dtype, plan.settings
+    w1, v1, w2 = (w1, v1, w2) if copies[0] is None else copies
+    ctx.save_for_backward(x_TD, w1, v1, bias_EF, w2, weights_TK, *plan.tensors)
 
 
 def _mlp_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, w1, v1, bias_EF, w2, weights_TK, *tables = ctx.saved_tensors
     plan = ExpertPlan._make([*tables, *ctx.settings])
     z_PV = _up(x_TD, w1, v1, bias_EF, plan, None, None)[0]
-    dw2, dweights_TK = _down_backward_(dy_TD, z_PV, w2, weights_TK, plan, _gradient_dtype(ctx, w2))
-    dx_TD, dw1, dv1, dbias_EF = _up_gradients(ctx, z_PV, x_TD, w1, v1, plan)
-    dweights = None if weights_TK is None else dweights_TK
-    if ctx.full:
-        return dx_TD, None, None, dbias_EF, None, dweights, None, dw1, dv1, dw2
-    return dx_TD, dw1, dv1, dbias_EF, dw2, dweights, None, None, None, None
+    dw2, dweights_TK = _down_backward_(dy_TD, z_PV, w2, weights_TK, plan, ctx.dtype)
+    of_up = _up_gradients(ctx, z_PV, x_TD, w1, v1, plan)
+    return *of_up, dw2, None if weights_TK is None else dweights_TK, None, None, None, None
 
 
 expert_up = differentiable(_up, _save_up, _up_gradient)
@@ -500,9 +483,7 @@ def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: Exp
     weights_dtype = None if weights_TK is None else weights_TK.dtype
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
     key = (w2.device, w2.dtype, weights_dtype, w2.shape, w2.stride(-1), planes, choices, dtype, *plan.settings)
-    ahead.run_once(
-        key, w2.device, experts, choices, lambda: _prepare(w2, planes, weights_TK, plan, dtype)
-    )  # fmt: skip
+    ahead.run_once(key, w2.device, experts, choices, lambda: _prepare(w2, planes, weights_TK, plan, dtype))
 
 
 def few_rows(plan: ExpertPlan, tokens: int, experts: int, device: torch.device) -> ExpertPlan:
@@ -557,13 +538,13 @@ def blocksparse_mlp(
     memory: str,
     gate_up: str | None = None,
     bias_EF: Tensor | None = None,
-    full: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    copies: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:
     """y_TD as `foundry_moe.ops.expert_mlp` or `packed_mlp` define it, for operands that they have checked.
 
     Args:
-        full: fp32 weights, of which `weights` are copies. They get the gradients, which kernels then write in fp32;
-            rounding them to the copies' dtype and casting takes 1.0 ms a layer more (H200, OLMoE).
+        copies: of fp32 weights, in x's dtype: what kernels read. They write the weights' gradients in fp32; rounding
+            these to the copies' dtype and casting takes 1.0 ms a layer more (H200, OLMoE).
 
     Raises:
         ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.
@@ -571,7 +552,8 @@ def blocksparse_mlp(
     w1, v1, w2 = weights
     if memory not in ("save", "recompute"):
         raise ValueError(f"memory ({memory!r}) must be save or recompute")
-    for name, weight in (("w1", w1), ("v1", v1), ("w2", w2), ("the bias", bias_EF)):
+    read = weights if copies[0] is None else copies
+    for name, weight in zip(("w1", "v1", "w2", "the bias"), (*read, bias_EF), strict=True):
         if weight is not None and (weight.dtype, weight.device) != (x_TD.dtype, x_TD.device):
             raise ValueError(
                 f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
@@ -594,6 +576,6 @@ def blocksparse_mlp(
         plan.source_R, plan.row_TK, offsets_E, table, kernels, widths, activation, layout, bias_EF is not None
     )
     if memory == "recompute":
-        return expert_recompute(x_TD, w1, v1, bias_EF, w2, weights_TK, expert_plan, *full)
-    z_PV, h_V = expert_up(x_TD, w1, v1, bias_EF, expert_plan, *full[:2])
-    return expert_down(z_PV, h_V, w2, weights_TK, expert_plan, full[2])
+        return expert_recompute(x_TD, w1, v1, bias_EF, w2, weights_TK, expert_plan, *copies)
+    z_PV, h_V = expert_up(x_TD, w1, v1, bias_EF, expert_plan, *copies[:2])
+    return expert_down(z_PV, h_V, w2, weights_TK, expert_plan, copies[2])

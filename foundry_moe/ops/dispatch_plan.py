@@ -35,13 +35,9 @@ def plan_dispatch(
         counts_P2: int64; by slot, rows for that rank and choices among them.
         assign_rows: see `AssignRows`.
     """
-    plan = _plan_triton if on_gpu()(experts_TK) else plan_plain
-    return plan(experts_TK.contiguous(), weights_TK.detach().contiguous(), local_experts, ranks, nodes)
-
-
-def _plan_triton(
-    experts_TK: Tensor, weights_TK: Tensor, local_experts: int, ranks: int, nodes: int
-) -> tuple[Tensor, AssignRows]:
+    experts_TK, weights_TK = experts_TK.contiguous(), weights_TK.detach().contiguous()
+    if not on_gpu()(experts_TK):
+        return plan_plain(experts_TK, weights_TK, local_experts, ranks, nodes)
     counts_P2, counts_PN = kernels.count_rows(experts_TK, local_experts, ranks, nodes)
     return counts_P2, lambda: kernels.assign_rows(experts_TK, weights_TK, local_experts, counts_P2, counts_PN, nodes)
 
@@ -128,15 +124,8 @@ def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor
         rows: S; None = T * C, as many as there could be.
     """
     rows = row_TC.numel() if rows is None else rows
-    return (_gather_triton if on_gpu()(x_TD) else gather_plain)(x_TD, row_TC, rows)
-
-
-def _gather_triton(x_TD: Tensor, row_TC: Tensor, rows: int) -> Tensor:
-    return permute_kernels.permute(x_TD.contiguous(), row_TC, row_TC, rows, zero_tail=False)
-
-
-def gather_plain(x_TD: Tensor, row_TC: Tensor, rows: int) -> Tensor:
-    """The plain twin of `gather_rows`."""
+    if on_gpu()(x_TD):
+        return permute_kernels.permute(x_TD.contiguous(), row_TC, row_TC, rows, zero_tail=False)
     x_SD = x_TD.new_empty(rows, x_TD.shape[1])
     token, column = (row_TC >= 0).nonzero(as_tuple=True)
     x_SD[row_TC[token, column].long()] = x_TD[token]

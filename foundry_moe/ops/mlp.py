@@ -85,7 +85,7 @@ def expert_mlp(
             ) and _aligned(x_TD, w2, widths):  # fmt: skip
                 copies = w1.detach().to(dtype), None if v1 is None else v1.detach().to(dtype), w2.detach().to(dtype)
                 return blocksparse_mlp(
-                    x_TD, weights_TK, plan, copies, widths=widths, activation=activation, memory=memory, full=weights
+                    x_TD, weights_TK, plan, weights, widths=widths, activation=activation, memory=memory, copies=copies
                 )
             cast = w1.to(dtype), None if v1 is None else v1.to(dtype), w2.to(dtype)
             return expert_mlp(
