@@ -15,19 +15,13 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 BEAT_S = 2.5
 SILENT_S = 10.0  # four heartbeats; overridden by the environment variable NODE_SILENCE_S
-
-
-class _Store(Protocol):
-    """The part of torch's `Store` that is used."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 def silent_s() -> float:
@@ -53,7 +47,7 @@ class NodeWatch:
     over: why the processes of all nodes are to restart, as a sentence; None while none is lost.
     """
 
-    def __init__(self, store: _Store, node: int, nodes: int, *, silent_s: float = SILENT_S, beat_s: float = BEAT_S):
+    def __init__(self, store: Store, node: int, nodes: int, *, silent_s: float = SILENT_S, beat_s: float = BEAT_S):
         self.over: str | None = None
         self._store, self._node, self._silent_s, self._beat_s = store, node, silent_s, beat_s
         self._keys = [f"foundry_moe/beat/{number}" for number in range(nodes)]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -39,7 +39,6 @@ PORT = 29500
 OUTAGE_S = 300.0  # agents wait for so long for their store; then their cluster starts them again
 RETRY_S = 0.5
 STOPS = (signal.SIGTERM, signal.SIGINT)
-Found = TypeVar("Found")
 
 
 class _Client(Store):

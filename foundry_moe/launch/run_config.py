@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
-import functools
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +25,9 @@ from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.foundry_keys import OURS, key_mistakes, known_names
 from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
-from foundry_moe.layers.gates.registry import check_freeze, check_gate, read_keys
+from foundry_moe.layers.gates.registry import check_freeze, check_gate
 from foundry_moe.parallel.mesh import divisors, listed
-from foundry_moe.schema import caught, from_mapping, raise_mistakes, section, sentences_of
+from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
 
 MODEL = "dmoe_causal_lm"
 MOST_BYTES = 2**22
@@ -135,87 +131,19 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
     """Checks all keys and values of a run, also those of LLM Foundry and Composer; returns as `read_moe` does.
 
     Raises:
-        ValueError: a sentence for each mistake, with key, value and fix.
+        ValueError: a sentence for each mistake, with key, value and fix. Values are checked once the experts' keys, and
+            all keys and the types of their values, are right.
     """
-    if meant := _meant_model(run):  # the keys that are checked are this model's
-        name = [sentence for sentence in key_mistakes(run) if sentence.startswith("model.name: ")]
-        raise_mistakes([*name, *caught(check_whole_run, {**run, "model": {**section(run, "model"), "name": meant}})])
-    mistakes = [*caught(read_moe, run)]
+    experts = caught(read_moe, run)
     # mistakes in the experts' keys are named in `read_moe`'s words alone
-    experts = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if mistakes else ()
-    mistakes += [sentence for sentence in key_mistakes(run) if not sentence.startswith(experts)]
-    reported = {sentence.split(" ")[0].rstrip(":") for sentence in mistakes}
-    # the other checks need not expect values of the wrong kind
-    rest, counted = _with_valid_experts(_without(run, [path for path in reported if not path.startswith(experts)]))
-    config = None if caught(read_moe, rest) else read_moe(rest)
-    checks: list[Callable[[Mapping[str, Any]], Iterator[str]]] = [_own_mistakes]
-    checks += [functools.partial(check, config=config) for check in VALUE_CHECKS]
-    for check in checks:
-        found: list[str] = []
-        try:
-            found.extend(check(rest))
-        except Exception as error:
-            if not mistakes:
-                raise
-            # a value of the wrong kind inside another or a missing key, which has been reported
-            found += sentences_of(error) if isinstance(error, ValueError) else ()
-        for sentence in found:
-            key = sentence.split(" ")[0].rstrip(":")
-            if not counted and "num_experts" in sentence:
-                continue
-            if not any(key == path or key.startswith(f"{path}.") for path in reported) or sentence.startswith(experts):
-                mistakes.append(sentence)
+    named = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if experts else ()
+    raise_mistakes([*experts, *(sentence for sentence in key_mistakes(run) if not sentence.startswith(named))])
+    config = read_moe(run)
+    mistakes = list(_own_mistakes(run))
+    for check in VALUE_CHECKS:
+        mistakes += check(run, config)
     raise_mistakes(mistakes)
-    return read_moe(run)
-
-
-def _meant_model(run: Mapping[str, Any]) -> str | None:
-    """The name that a run with an unknown `model.name` meant; None if the name is known or nothing is similar to it."""
-    model = run.get("model")
-    name = model.get("name") if isinstance(model, Mapping) else None
-    if not isinstance(model, Mapping) or not isinstance(name, str) or run.get("code_paths"):
-        return None
-    if name in (names := known_names("models")):
-        return None
-    if model.get("moe") is not None:
-        return MODEL
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)), None)
-
-
-def _with_valid_experts(run: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """The run without those keys of its experts that `read_moe` refuses, and whether it has a number of experts.
-
-    Without one it gets one that `top_k` and `mesh.expert` fit. If the rest is refused too, the run stays as it is.
-    """
-    for part, name in (("model", "moe"), ("algorithms", "dmoe")):
-        holder = run.get(part)
-        if not isinstance(holder, Mapping) or not isinstance(holder.get(name), Mapping):
-            continue
-        key_of = re.compile(rf"{part}\.{name}(?:: |\.)(\w+)")
-        wrong = {match[1] for text in caught(read_moe, run) if (match := key_of.match(text))}
-        kept = {key: value for key, value in holder[name].items() if key not in wrong}
-        counted = "num_experts" in kept
-        if not counted:
-            factors = kept.get("top_k", 2), (kept.get("mesh") or {}).get("expert")
-            kept["num_experts"] = math.prod(factor for factor in factors if isinstance(factor, int))
-        repaired = {**run, part: {**holder, name: kept}}
-        return (run, True) if caught(read_moe, repaired) else (repaired, counted)
-    return run, True
-
-
-def _without(run: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """A copy of a run without some keys, such as `model.attn_config` or `optimizer.param_groups.0`."""
-    rest: dict[str, Any] = copy.deepcopy(dict(run))
-    for path in sorted(paths, key=lambda path: (len(path), path), reverse=True):
-        *parents, key = path.split(".")
-        holder: Any = rest
-        for parent in parents:
-            holder = holder.get(parent) if isinstance(holder, dict) else None
-        if isinstance(holder, dict):
-            holder.pop(key, None)
-        elif isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
-            del holder[int(key)]
-    return rest
+    return config
 
 
 def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
@@ -226,10 +154,8 @@ def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
     callbacks = run.get("callbacks") or {}
     if isinstance(callbacks, Mapping) and "elastic_checkpoint" in callbacks:
         yield from caught(lambda: checkpoint_config(section(run, "callbacks", "elastic_checkpoint")))
-    mistakes = caught(read_moe, run)
-    yield from mistakes
-    if mistakes:
-        yield from _gate_mistakes(run)
+    if mistakes := caught(read_moe, run):
+        yield from mistakes
         return
     config = read_moe(run)
     if config is None:
@@ -245,14 +171,6 @@ def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"model.{META_NEEDS_MESH}"
     if config.mesh_config is not None:
         yield from caught(_check_mesh, run, config, config.mesh_config)
-
-
-def _gate_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
-    """The gate's name and keys, where other keys of the experts are wrong."""
-    for path in (("model", "moe"), ("algorithms", "dmoe")):
-        gate = section(run, *path).get("gate")
-        if isinstance(gate, Mapping) and isinstance(gate.get("name"), str):
-            yield from caught(read_keys, gate)
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
