@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from foundry_moe.callbacks.composer_checkpoints import LoadPathSkip, check_folders, composer_folders
 from foundry_moe.callbacks.elastic_state import reseed
-from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
+from foundry_moe.callbacks.run_checkpoints import ResumeTimes, RunCheckpoints, has_commits
 from foundry_moe.callbacks.run_watch import RunWatch
-from foundry_moe.callbacks.timing import ResumeTimes
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config

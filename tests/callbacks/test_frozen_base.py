@@ -9,12 +9,11 @@ import torch
 from composer.optim import DecoupledAdamW
 
 from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
-from foundry_moe.callbacks.frozen_base import frozen_names
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.codec import inline_tensors
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.ledger import Ledger
-from foundry_moe.models.frozen_weights import _sum
+from foundry_moe.models.frozen_weights import _sum, frozen_names
 from tests.helpers.commands import export
 from tests.helpers.training import MOE, fit, mpt
 

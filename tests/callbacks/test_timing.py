@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from foundry_moe.callbacks.timing import ResumeTimes
+from foundry_moe.callbacks.run_checkpoints import ResumeTimes
 
 pytestmark = pytest.mark.quick
 
