@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foundry_moe.layers.dispatch import Dispatched, LocalDispatcher
 from foundry_moe.layers.experts import Experts
-from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.ops import plan_permute
 from foundry_moe.ops.dispatch_plan import gather_rows, plan_dispatch, sum_rows

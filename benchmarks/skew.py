@@ -27,7 +27,7 @@ from torch import Tensor
 
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.experts import Experts
-from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.ops.select_topk import count_choices
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.gates import Choices
-from foundry_moe.layers.gates.gate import Gate, LinearGate
+from foundry_moe.layers.gates.gate import Choices, Gate, LinearGate
 from foundry_moe.ops.select_topk import count_choices
 
 

@@ -11,35 +11,11 @@ import torch
 from torch import Tensor
 
 from foundry_moe.layers.context import TokenSequences
-from foundry_moe.ops.softmax_topk import balance, masked_mean, masked_sum
-
-
-def balance_loss(probs_TE: Tensor, counts_E: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """`foundry_moe.ops.softmax_topk.balance` from every token's probabilities.
-
-    Args:
-        probs_TE: gate probabilities, rows sum to one.
-        counts_E: choices per expert of the real tokens, of this process or of many; carries no gradient. With the
-            counts of many, the mean of this loss over them is the loss of all their tokens.
-    """
-    return balance(masked_mean(probs_TE, mask_T), counts_E)
-
-
-def count_by_sequence(
-    experts_TK: Tensor, num_experts: int, sequences: TokenSequences, mask_T: Tensor | None = None
-) -> Tensor:
-    """counts_NE, int64: choices per expert of the real tokens of each of N sequences; -1 is no choice."""
-    if mask_T is not None:
-        experts_TK = experts_TK.masked_fill(~mask_T[:, None], -1)
-    entries = sequences.num_sequences * num_experts
-    at_TK = torch.where(experts_TK >= 0, sequences.index_T[:, None] * num_experts + experts_TK, entries)
-    counts = torch.zeros(entries + 1, dtype=torch.int64, device=experts_TK.device)
-    counts.scatter_add_(0, at_TK.flatten(), torch.ones_like(at_TK).flatten())
-    return counts[:-1].view(sequences.num_sequences, num_experts)
+from foundry_moe.ops.softmax_topk import masked_mean, masked_sum
 
 
 def sequence_balance_loss(
-    probs_TE: Tensor, counts_NE: Tensor, sequences: TokenSequences, mask_T: Tensor | None = None
+    probs_TE: Tensor, experts_TK: Tensor, sequences: TokenSequences, mask_T: Tensor | None = None
 ) -> Tensor:
     """The mean, over real tokens, of the balance loss of the sequence that a token is in.
 
@@ -47,34 +23,29 @@ def sequence_balance_loss(
     their mean weighted by length. So it is the same however a batch is divided over ranks and microbatches.
 
     Args:
-        counts_NE: from `count_by_sequence`.
+        experts_TK: -1 is no choice.
     """
+    num_experts = probs_TE.shape[1]
+    if mask_T is not None:
+        experts_TK = experts_TK.masked_fill(~mask_T[:, None], -1)
+    entries = sequences.num_sequences * num_experts
+    at_TK = torch.where(experts_TK >= 0, sequences.index_T[:, None] * num_experts + experts_TK, entries)
+    counts = torch.zeros(entries + 1, dtype=torch.int64, device=experts_TK.device)
+    counts.scatter_add_(0, at_TK.flatten(), torch.ones_like(at_TK).flatten())
+    counts_NE = counts[:-1].view(sequences.num_sequences, num_experts)
     share_NE = counts_NE.to(probs_TE.dtype) / counts_NE.sum(-1, keepdim=True).clamp(min=1)
-    return probs_TE.shape[1] * masked_mean((probs_TE * share_NE[sequences.index_T]).sum(-1), mask_T)
+    return num_experts * masked_mean((probs_TE * share_NE[sequences.index_T]).sum(-1), mask_T)
 
 
-def variation_squared(totals_E: Tensor) -> Tensor:
-    """The squared coefficient of variation, variance over squared mean; 0 when even or where all is zero."""
+def variation_squared(values_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """The squared coefficient of variation of the experts' sums; 0 when even or where all is zero.
+
+    Of combine weights, zero where an expert is not chosen, it is the loss `importance` (Shazeer et al. 2017, equations
+    6 and 7); of `chosen_with_new_noise`, the expected loads, `load` (appendix A, equations 10 and 11).
+    """
+    totals_E = masked_sum(values_TE, mask_T)
     mean = totals_E.mean()
     return (totals_E - mean).square().mean() / mean.square().clamp(min=torch.finfo(totals_E.dtype).tiny)
-
-
-def importance_loss(gates_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """CV^2 of the combine weights that each expert gets in all (Shazeer et al. 2017, equations 6 and 7).
-
-    Args:
-        gates_TE: combine weights, zero where an expert is not chosen.
-    """
-    return variation_squared(masked_sum(gates_TE, mask_T))
-
-
-def load_loss(chances_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """CV^2 of the expected loads (Shazeer et al. 2017, appendix A, equations 10 and 11).
-
-    Args:
-        chances_TE: from `chosen_with_new_noise`.
-    """
-    return variation_squared(masked_sum(chances_TE, mask_T))
 
 
 def chosen_with_new_noise(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor, k: int) -> Tensor:

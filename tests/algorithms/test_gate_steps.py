@@ -202,7 +202,7 @@ def test_a_gate_of_another_package_trains_from_yaml(tmp_path, monkeypatch):
             from dataclasses import dataclass
 
             import torch
-            from foundry_moe.layers.gates import Choices, Gate
+            from foundry_moe.layers.gates.gate import Choices, Gate
 
             class RoundRobin(Gate):
                 """Token t to expert (t + offset) mod E, with a learned weight an expert."""

@@ -81,10 +81,10 @@ def counted_twice(trials: Sequence[Trial]) -> Found:
 
 def softmax_twice(trials: Sequence[Trial]) -> Found:
     """The gate's probabilities are taken for its logits; everywhere."""
-    from foundry_moe.layers.gates import topk
+    from foundry_moe.layers.gates import gate
 
-    original = topk.softmax_topk
-    topk.softmax_topk = lambda logits_TE, *more, **keys: original(logits_TE.softmax(-1), *more, **keys)
+    original = gate.softmax_topk
+    gate.softmax_topk = lambda logits_TE, *more, **keys: original(logits_TE.softmax(-1), *more, **keys)
     return train_trials(trials)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foundry_moe.config import MeshConfig
-from foundry_moe.layers.gates import Gate
+from foundry_moe.layers.gates.gate import Gate
 from foundry_moe.layers.lookup import batch_context, moe_layers
 from foundry_moe.ops.assignment import assign
 from foundry_moe.parallel.collectives import GateCollectives

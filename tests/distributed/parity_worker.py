@@ -22,7 +22,7 @@ from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
 from foundry_moe.layers.experts import Experts
-from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange, all_to_all

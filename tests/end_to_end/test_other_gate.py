@@ -14,7 +14,7 @@ GATE = '''
 from dataclasses import dataclass
 
 import torch
-from foundry_moe.layers.gates import Choices, Gate
+from foundry_moe.layers.gates.gate import Choices, Gate
 
 
 class RoundRobin(Gate):

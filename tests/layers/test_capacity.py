@@ -8,7 +8,7 @@ import torch
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import LocalDispatcher
-from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.padded import capacity_of, plan_padded
 

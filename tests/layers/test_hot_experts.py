@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foundry_moe.config import MoEConfig
-from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.hot_experts import HotExperts, plan_copies, shares_of_sender
 from foundry_moe.layers.moe import MoELayer
 

@@ -9,7 +9,8 @@ from torch.distributions import Normal
 
 from foundry_moe.layers import losses
 from foundry_moe.layers.context import TokenSequences
-from foundry_moe.ops.softmax_topk import z_loss
+from foundry_moe.ops.select_topk import count_choices
+from foundry_moe.ops.softmax_topk import balance, masked_mean, z_loss
 from tests.helpers.gates import batch, build, context_of
 
 pytestmark = pytest.mark.quick
@@ -36,13 +37,13 @@ def real(mask_T):
 def test_balance(logits_TE, mask_T):
     counts_E = torch.tensor([4, 0, 9, 1, 3])
     probs_TE = logits_TE.softmax(-1)
-    ours = losses.balance_loss(probs_TE, counts_E, mask_T)
+    ours = balance(masked_mean(probs_TE, mask_T), counts_E)
     truth = sum(
         E * counts_E[e] / 17 * probs_TE[t, e] / max(len(real(mask_T)), 1) for e in range(E) for t in real(mask_T)
     )
     torch.testing.assert_close(ours, torch.as_tensor(truth, dtype=torch.float64))
     if real(mask_T):
-        assert gradcheck(lambda x: losses.balance_loss(x.softmax(-1), counts_E, mask_T), (logits_TE,))
+        assert gradcheck(lambda x: balance(masked_mean(x.softmax(-1), mask_T), counts_E), (logits_TE,))
 
 
 @MASKS
@@ -53,8 +54,7 @@ def test_balance_of_sequences_is_the_mean_of_theirs_by_length(logits_TE, mask_T)
     experts_TK[5, 1] = -1  # a token with one choice only
 
     def ours(x):
-        counts_NE = losses.count_by_sequence(experts_TK, E, sequences, mask_T)
-        return losses.sequence_balance_loss(x.softmax(-1), counts_NE, sequences, mask_T)
+        return losses.sequence_balance_loss(x.softmax(-1), experts_TK, sequences, mask_T)
 
     probs_TE, truth = logits_TE.softmax(-1), torch.zeros((), dtype=torch.float64)
     for n in (0, 4, 2):
@@ -65,14 +65,14 @@ def test_balance_of_sequences_is_the_mean_of_theirs_by_length(logits_TE, mask_T)
     torch.testing.assert_close(ours(logits_TE), truth)
     if real(mask_T):
         assert gradcheck(ours, (logits_TE,))
-        even = losses.balance_loss(probs_TE, losses.count_by_sequence(experts_TK, E, sequences, mask_T).sum(0), mask_T)
+        even = balance(masked_mean(probs_TE, mask_T), count_choices(experts_TK, E, mask_T))
         assert abs(even - truth) > 1e-3, "the two differ"
 
 
 def test_balance_is_one_when_even_and_has_no_gradient_through_counts():
-    even = losses.balance_loss(torch.full((T, E), 1 / E, dtype=torch.float64), torch.full((E,), 7))
+    even = balance(torch.full((E,), 1 / E, dtype=torch.float64), torch.full((E,), 7))
     assert even.item() == pytest.approx(1.0, abs=1e-15)
-    assert losses.balance_loss(torch.full((T, E), 1 / E), torch.zeros(E, dtype=torch.int64)).item() == 0
+    assert balance(torch.full((E,), 1 / E), torch.zeros(E, dtype=torch.int64)).item() == 0
 
 
 @MASKS
@@ -89,13 +89,13 @@ def test_importance(logits_TE, mask_T):
         values_TK, experts_TK = x.topk(K)
         return torch.zeros_like(x).scatter(1, experts_TK, values_TK.softmax(-1))
 
-    ours = losses.importance_loss(gates(logits_TE), mask_T)
+    ours = losses.variation_squared(gates(logits_TE), mask_T)
     totals = [sum(gates(logits_TE)[t, e].item() for t in real(mask_T)) for e in range(E)]
     mean = sum(totals) / E
     truth = sum((v - mean) ** 2 for v in totals) / E / mean**2 if mean else 0.0
     assert ours.item() == pytest.approx(truth, rel=1e-10)
     if real(mask_T):
-        assert gradcheck(lambda x: losses.importance_loss(gates(x), mask_T), (logits_TE,))
+        assert gradcheck(lambda x: losses.variation_squared(gates(x), mask_T), (logits_TE,))
 
 
 def test_load_is_that_expected_when_one_experts_noise_is_drawn_again(logits_TE):
@@ -113,9 +113,9 @@ def test_load_is_that_expected_when_one_experts_noise_is_drawn_again(logits_TE):
     assert better.double().mean().item() == pytest.approx(chances_TE[0, 3].item(), abs=0.013)
     totals_E = chances_TE.sum(0)
     truth = totals_E.var(correction=0) / totals_E.mean() ** 2
-    torch.testing.assert_close(losses.load_loss(chances_TE), truth)
+    torch.testing.assert_close(losses.variation_squared(chances_TE), truth)
     assert gradcheck(
-        lambda x: losses.load_loss(losses.chosen_with_new_noise(x, noisy_TE, deviation_TE, K)), (logits_TE,)
+        lambda x: losses.variation_squared(losses.chosen_with_new_noise(x, noisy_TE, deviation_TE, K)), (logits_TE,)
     )
 
 

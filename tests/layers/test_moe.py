@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
-from foundry_moe.layers.losses import balance_loss
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.ops.softmax_topk import balance
 
 pytestmark = pytest.mark.quick
 
@@ -184,7 +184,7 @@ def test_padding_takes_part_in_neither_loss_nor_statistics():
     real_TD = x.reshape(-1, 6)[context.mask_BS.flatten()]
     probs_TE = (real_TD @ layer.gate.weight_ED.T).softmax(-1)
     counts_E = torch.bincount(probs_TE.topk(2).indices.flatten(), minlength=5)
-    assert layer.statistics.losses_L.item() == pytest.approx(balance_loss(probs_TE, counts_E).item(), rel=1e-6)
+    assert layer.statistics.losses_L.item() == pytest.approx(balance(probs_TE.mean(0), counts_E).item(), rel=1e-6)
 
 
 def test_a_loss_that_the_gate_lacks_is_refused_with_the_nearest():

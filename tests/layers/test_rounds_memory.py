@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foundry_moe.layers.experts import Experts
-from foundry_moe.layers.gates import Choices
+from foundry_moe.layers.gates.gate import Choices
 from tests.helpers.live_bytes import LiveBytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -218,7 +218,7 @@ def _jittered(layer: MoELayer, x_TD: Tensor, device: torch.device) -> Tensor:
     gate: Any = layer.gate
     ones_TD = torch.ones_like(x_TD, dtype=torch.float32, device=device)
     context = layer.context.for_tokens(x_TD.shape[0], layer=layer.layer_index, seed=layer.config.seed)
-    jitter = gate.jitter_of(gate.jitter, context, ones_TD, 0) if hasattr(gate, "jitter") else None
+    jitter = gate.input_jitter(ones_TD, context) if hasattr(gate, "jitter") else None
     if jitter is None:
         return x_TD
     return x_TD * _whole(noise.jitter(ones_TD, jitter.keys_T, jitter.amount, jitter.stream))

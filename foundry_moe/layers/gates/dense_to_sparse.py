@@ -59,26 +59,21 @@ class DenseToSparseGate(LinearGate):
         """See `Gate`. Losses: `balance` of the choices and softmax(x W), `z`."""
         logits_TE = self.logits(x_TD)
         if self._is_hard(context):
-            selection = softmax_topk(logits_TE, 1, mask_T=context.mask_T, **self.sums(context))
-            experts_TK, weights_TK = selection.experts_TK, selection.weights_TK
-            losses, rows = self.losses_of(selection, context, logits_TE), None
-            counts_E = self.counts_of(selection, context)
-        else:
-            soft_TE, ranked_TE = self._soft(logits_TE, context)
-            most = min(self.config.max_experts, self.num_experts)
-            losses, rows, counts_E = {}, None, None
+            return self.choose_best(logits_TE, 1, context)
+        soft_TE, ranked_TE = self._soft(logits_TE, context)
+        most = min(self.config.max_experts, self.num_experts)
+        losses, rows, counts_E = {}, None, None
+        if most:
+            weights_TK, experts_TK = pack(soft_TE, ranked_TE, most)
+        if context.losses:  # before the host waits: the device has something to do meanwhile
+            selection = softmax_topk(logits_TE, 1, mask_T=context.mask_T)
             if most:
-                weights_TK, experts_TK = pack(soft_TE, ranked_TE, most)
-            if context.losses:  # before the host waits: the device has something to do meanwhile
-                selection = softmax_topk(logits_TE, 1, mask_T=context.mask_T)
-                if most:
-                    counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
-                else:
-                    counts_E = masked_sum((ranked_TE >= 0).long(), context.mask_T)
-                counted_TK = experts_TK if most else _every_choice(ranked_TE)
-                losses = self.losses_of(replace(selection, counts_E=counts_E), context, logits_TE, counted_TK)
-            if not most:
-                experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
+                counted_TK, counts_E = experts_TK, count_choices(experts_TK, self.num_experts, context.mask_T)
+            else:
+                counted_TK, counts_E = _every_choice(ranked_TE), masked_sum((ranked_TE >= 0).long(), context.mask_T)
+            losses = self.losses_of(replace(selection, counts_E=counts_E), context, logits_TE, counted_TK)
+        if not most:
+            experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
         return Choices(
             experts_TK=experts_TK,
             weights_TK=weights_TK,
@@ -95,8 +90,7 @@ class DenseToSparseGate(LinearGate):
 
     def _soft(self, logits_TE: Tensor, context: GateContext) -> tuple[Tensor, Tensor]:
         """g, and g without gradient with -1 where an expert is not chosen."""
-        schedule = self.temperature
-        temperature = schedule.start if schedule.is_constant else schedule.at(self.progress(context))
+        temperature = self.value_of(self.temperature, context)
         keys_T = context.token_keys(logits_TE.shape[0], logits_TE.device)
         drawn_TE = noise.gumbel(keys_T, self.num_experts, context.stream(_GUMBEL)).to(logits_TE.dtype)
         soft_TE = ((logits_TE + drawn_TE) / temperature).softmax(-1)

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from foundry_moe.layers.context import GateContext, unchanged
 from foundry_moe.layers.gates.keys import GateKeys, LinearKeys
 from foundry_moe.layers.init import normal_matrix
-from foundry_moe.layers.losses import balance_loss, count_by_sequence, sequence_balance_loss
-from foundry_moe.layers.schedule import Progress, Schedule
+from foundry_moe.layers.losses import sequence_balance_loss
+from foundry_moe.layers.schedule import Progress, Schedule, parse_schedule
 from foundry_moe.ops import PermutePlan
 from foundry_moe.ops.gate_logits import Jitter, gate_logits
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.select_topk import pack
-from foundry_moe.ops.softmax_topk import Selection, balance, z_loss
+from foundry_moe.ops.softmax_topk import Selection, balance, masked_mean, softmax_topk, z_loss
+
+_JITTER = 0  # stream of random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class Gate(nn.Module):
 
     def check_losses(self, names: Iterable[str]) -> None:
         """Raises ValueError for a loss of `LOSSES` that these keys do not support."""
+        if isinstance(self.config, GateKeys):
+            self.config.check_losses(names, self.num_experts, self.top_k)
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         raise NotImplementedError
@@ -126,6 +130,10 @@ class Gate(nn.Module):
             )
         return context.progress
 
+    def value_of(self, schedule: Schedule, context: GateContext) -> float:
+        """The current value of a schedule; see `progress`."""
+        return schedule.start if schedule.is_constant else schedule.at(self.progress(context))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         """As in nn.Module, but a cast of the model leaves buffers in their dtype: a bf16 bias would lose its steps."""
         before = dict(self.named_buffers(recurse=False))
@@ -149,47 +157,51 @@ class LinearGate(Gate):
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
-        shape = (self.weight_ED.shape[0], self.weight_ED.shape[1])
-        device = self.weight_ED.device
+        shape, device = self.weight_ED.shape, self.weight_ED.device
         self.weight_ED.copy_(normal_matrix(shape, std, seed=seed, layer=layer, name="router", device=device))
 
     def logits(self, x_TD: Tensor, jitter: Jitter | None = None) -> Tensor:
         """[T, E] in fp32, or fp64 for a model in fp64 (Fedus et al. 2021, section 2.4: selective precision)."""
         return gate_logits(x_TD, self.weight_ED, jitter)
 
-    def jitter_of(self, schedule: Schedule, context: GateContext, x_TD: Tensor, purpose: int) -> Jitter | None:
-        """The factors of this batch's input; None in evaluation, and where the schedule has come to zero."""
-        if not self.training:
-            return None
-        amount = schedule.start if schedule.is_constant else schedule.at(self.progress(context))
-        if not amount:
-            return None
-        keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
-        return Jitter(keys_T=keys_T, amount=amount, stream=context.stream(purpose))
+    def choose_best(self, logits_TE: Tensor, k: int, context: GateContext, **options: Any) -> Choices:
+        """The k most probable experts of each token, and those of `balance` and `z` that are wanted.
 
-    @staticmethod
-    def sums(context: GateContext) -> dict[str, Any]:
-        """Arguments of `softmax_topk` for the sums that the wanted losses need."""
+        Args:
+            options: of `softmax_topk`. With `counted`, the losses are over these choices, and `counts_E` is None.
+        """
         alone = context.sum_counts is unchanged and context.sequences is None
-        return {"statistics": bool(context.losses), "with_balance": alone and "balance" in context.losses}
-
-    @staticmethod
-    def counts_of(selection: Selection, context: GateContext) -> Tensor | None:
-        """`Choices.counts_E` from the sums of `softmax_topk`; None without them."""
-        return selection.counts_E if context.losses else None
+        selection = softmax_topk(
+            logits_TE,
+            k,
+            mask_T=context.mask_T,
+            statistics=bool(context.losses),
+            with_balance=alone and "balance" in context.losses,
+            **options,
+        )
+        counted = options.get("counted")
+        counted_TK = selection.experts_TK if counted is None else selection.experts_TK[:, :counted]
+        return Choices(
+            experts_TK=selection.experts_TK,
+            weights_TK=selection.weights_TK,
+            losses=self.losses_of(selection, context, logits_TE, counted_TK),
+            logits_TE=logits_TE,
+            counts_E=selection.counts_E if context.losses and counted is None else None,
+        )
 
     def losses_of(
-        self, selection: Selection, context: GateContext, logits_TE: Tensor, counted_TK: Tensor | None = None
+        self, selection: Selection, context: GateContext, logits_TE: Tensor, counted_TK: Tensor
     ) -> dict[str, Tensor]:
         """`common_losses` from the sums of `softmax_topk`.
 
         Args:
-            counted_TK: the choices that count in the loads, -1 = none; None = all that were selected.
+            counted_TK: the choices that count in the loads; -1 = none.
         """
         losses = {}
         if "balance" in context.losses and context.sequences is not None:
-            counted_TK = selection.experts_TK if counted_TK is None else counted_TK
-            losses["balance"] = self.balance_by_sequence(logits_TE.softmax(-1), counted_TK, context)
+            losses["balance"] = sequence_balance_loss(
+                logits_TE.softmax(-1), counted_TK, context.sequences, context.mask_T
+            )
         elif selection.balance is not None:
             losses["balance"] = selection.balance
         elif "balance" in context.losses:
@@ -204,36 +216,46 @@ class LinearGate(Gate):
         probs_TE: Tensor,
         counts_E: Tensor,
         context: GateContext,
-        experts_TK: Tensor | None = None,
+        experts_TK: Tensor,
     ) -> dict[str, Tensor]:
         """`balance` and `z`, those of the two that are wanted.
 
         Args:
             counts_E: choices of these tokens; the context sums them over the scope of the balance loss.
-            experts_TK: the choices themselves, -1 = none; needed for a balance loss over sequences.
-
-        Raises:
-            ValueError: a balance loss over sequences without `experts_TK`.
+            experts_TK: the choices themselves, -1 = none.
         """
         losses = {}
         if "balance" in context.losses and context.sequences is not None:
-            if experts_TK is None:
-                raise ValueError(
-                    f"balance_over (sequence) needs each token's choices: {type(self).__name__} must give them to "
-                    "common_losses as experts_TK"
-                )
-            losses["balance"] = self.balance_by_sequence(probs_TE, experts_TK, context)
+            losses["balance"] = sequence_balance_loss(probs_TE, experts_TK, context.sequences, context.mask_T)
         elif "balance" in context.losses:
-            losses["balance"] = balance_loss(probs_TE, context.sum_counts(counts_E), context.mask_T)
+            losses["balance"] = balance(masked_mean(probs_TE, context.mask_T), context.sum_counts(counts_E))
         if "z" in context.losses:
             losses["z"] = z_loss(logits_TE, context.mask_T)
         return losses
 
-    def balance_by_sequence(self, probs_TE: Tensor, experts_TK: Tensor, context: GateContext) -> Tensor:
-        """The balance loss over `context.sequences`."""
-        assert context.sequences is not None
-        counts_NE = count_by_sequence(experts_TK, probs_TE.shape[1], context.sequences, context.mask_T)
-        return sequence_balance_loss(probs_TE, counts_NE, context.sequences, context.mask_T)
+
+class JitteredGate(LinearGate):
+    """A linear gate whose input is multiplied by U[1 - jitter, 1 + jitter] in training; `jitter` is one of its keys."""
+
+    def __init__(self, config: Any, **shape: Any) -> None:
+        super().__init__(config, **shape)
+        self.jitter = parse_schedule(config.jitter, "jitter")
+
+    @property
+    def follows_time(self) -> bool:
+        return not self.jitter.is_constant
+
+    @property
+    def chooses_by_tokens_alone(self) -> bool:
+        return self.jitter.is_constant and not self.jitter.start
+
+    def input_jitter(self, x_TD: Tensor, context: GateContext) -> Jitter | None:
+        """The factors of this batch's input; None in evaluation, and where the schedule has come to zero."""
+        amount = self.value_of(self.jitter, context) if self.training else 0.0
+        if not amount:
+            return None
+        keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
+        return Jitter(keys_T=keys_T, amount=amount, stream=context.stream(_JITTER))
 
 
 def pack_choices(

@@ -12,7 +12,7 @@ from torch import Tensor
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import GShardKeys
-from foundry_moe.ops.softmax_topk import Draw, softmax_topk
+from foundry_moe.ops.softmax_topk import Draw
 
 _SECOND = 2
 
@@ -35,22 +35,7 @@ class GShardGate(LinearGate):
 
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. Losses: `balance` over first choices, as in the paper, and `z`."""
-        logits_TE = self.logits(x_TD)
         second = None
         if self.training and self.config.random_second:
             second = Draw(keys_T=context.token_keys(x_TD.shape[0], x_TD.device), stream=context.stream(_SECOND))
-        selection = softmax_topk(
-            logits_TE,
-            2,
-            normalize=True,
-            second_by_chance=second,
-            counted=1,
-            mask_T=context.mask_T,
-            **self.sums(context),
-        )
-        return Choices(
-            experts_TK=selection.experts_TK,
-            weights_TK=selection.weights_TK,
-            losses=self.losses_of(selection, context, logits_TE, selection.experts_TK[:, :1]),
-            logits_TE=logits_TE,
-        )
+        return self.choose_best(self.logits(x_TD), 2, context, normalize=True, second_by_chance=second, counted=1)

@@ -271,15 +271,16 @@ def read_counts(path: str) -> list[int]:
     return counts
 
 
-# a gate's name -> its keys
-KEYS: Mapping[str, type[GateKeys]] = {
-    "base": BaseKeys,
-    "dense_to_sparse": DenseToSparseKeys,
-    "expert_choice": ExpertChoiceKeys,
-    "gshard": GShardKeys,
-    "hash": HashKeys,
-    "hierarchical": HierarchicalKeys,
-    "ktop1": KTop1Keys,
-    "switch": SwitchKeys,
-    "topk": TopKKeys,
+# a gate's name, which is its file's -> the name of its class, and its keys
+BUILT_IN: Mapping[str, tuple[str, type[GateKeys]]] = {
+    "base": ("BaseGate", BaseKeys),
+    "dense_to_sparse": ("DenseToSparseGate", DenseToSparseKeys),
+    "expert_choice": ("ExpertChoiceGate", ExpertChoiceKeys),
+    "gshard": ("GShardGate", GShardKeys),
+    "hash": ("HashGate", HashKeys),
+    "hierarchical": ("HierarchicalGate", HierarchicalKeys),
+    "ktop1": ("KTop1Gate", KTop1Keys),
+    "switch": ("SwitchGate", SwitchKeys),
+    "topk": ("TopKGate", TopKKeys),
 }
+KEYS = {name: keys for name, (_, keys) in BUILT_IN.items()}

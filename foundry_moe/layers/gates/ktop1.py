@@ -11,6 +11,7 @@ from torch import Tensor
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import KTop1Keys
+from foundry_moe.layers.losses import sequence_balance_loss
 from foundry_moe.ops.select_topk import count_choices, topk
 from foundry_moe.ops.softmax_topk import masked_mean
 
@@ -40,8 +41,10 @@ class KTop1Gate(LinearGate):
         if "balance" in context.losses:
             counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
             if context.sequences is not None:
-                by_prototype = zip(probs_TKM.unbind(1), inside_TK1.unbind(1), strict=True)
-                each = [self.balance_by_sequence(p_TM, e_T1, context) for p_TM, e_T1 in by_prototype]
+                each = [
+                    sequence_balance_loss(probs_TM, inside_T1, context.sequences, context.mask_T)
+                    for probs_TM, inside_T1 in zip(probs_TKM.unbind(1), inside_TK1.unbind(1), strict=True)
+                ]
                 losses["balance"] = torch.stack(each).sum()
             else:
                 share_KM = context.sum_counts(counts_E).view(self.top_k, size).to(probs_TKM.dtype)

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from foundry_moe.layers.gates.keys import KEYS, LinearKeys
+from foundry_moe.layers.gates.keys import BUILT_IN, KEYS, LinearKeys
 from foundry_moe.schema import caught, from_mapping, nearest, raise_mistakes
 
 if TYPE_CHECKING:
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
 # entry points for gates of other packages
 GROUP = "foundry_moe_gates"
-
-_BUILT_IN = {
-    "base": "foundry_moe.layers.gates.base:BaseGate",
-    "dense_to_sparse": "foundry_moe.layers.gates.dense_to_sparse:DenseToSparseGate",
-    "expert_choice": "foundry_moe.layers.gates.expert_choice:ExpertChoiceGate",
-    "gshard": "foundry_moe.layers.gates.gshard:GShardGate",
-    "hash": "foundry_moe.layers.gates.hash:HashGate",
-    "hierarchical": "foundry_moe.layers.gates.hierarchical:HierarchicalGate",
-    "ktop1": "foundry_moe.layers.gates.ktop1:KTop1Gate",
-    "switch": "foundry_moe.layers.gates.switch:SwitchGate",
-    "topk": "foundry_moe.layers.gates.topk:TopKGate",
-}
 
 
 def gates_of_others() -> dict[str, EntryPoint]:
@@ -54,9 +42,8 @@ def find_gate(name: str) -> type[Gate]:
     installed = gates_of_others()
     if name in installed:
         return installed[name].load()
-    if name in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        return getattr(import_module(module), attribute)
+    if name in BUILT_IN:
+        return getattr(import_module(f"foundry_moe.layers.gates.{name}"), BUILT_IN[name][0])
     raise no_such_gate(name)
 
 

@@ -5,7 +5,6 @@ Shapes: T tokens, D model width, E experts, K choices a token, G groups of exper
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -13,20 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundry_moe.layers.context import GateContext
-from foundry_moe.layers.gates.gate import Choices, LinearGate
+from foundry_moe.layers.gates.gate import Choices, JitteredGate
 from foundry_moe.layers.gates.keys import TopKKeys
-from foundry_moe.layers.losses import chosen_with_new_noise, importance_loss, load_loss
+from foundry_moe.layers.losses import chosen_with_new_noise, variation_squared
 from foundry_moe.layers.schedule import Progress, parse_schedule
 from foundry_moe.ops import noise
 from foundry_moe.ops.gate_logits import Jitter, gate_logits
 from foundry_moe.ops.select_topk import count_choices, topk
-from foundry_moe.ops.softmax_topk import softmax_topk, z_loss
+from foundry_moe.ops.softmax_topk import z_loss
 
-_JITTER, _NOISE = 0, 1
+_NOISE = 1
 _TINY = 1e-20
 
 
-class TopKGate(LinearGate):
+class TopKGate(JitteredGate):
     """Top-k over softmax or sigmoid scores.
 
     YAML, as DeepSeek-V3 has it::
@@ -43,15 +42,11 @@ class TopKGate(LinearGate):
 
     def __init__(self, config: TopKKeys, **shape: Any) -> None:
         super().__init__(config, **shape)
-        self.jitter = parse_schedule(config.jitter, "jitter")
         self.bias_step = parse_schedule(config.bias_step, "bias_step")
         device = self.weight_ED.device
         self.weight_noise_ED = nn.Parameter(torch.empty_like(self.weight_ED)) if config.noise else None
         bias_E = torch.zeros(self.num_experts, device=device, dtype=torch.float32) if config.bias_balance else None
         self.register_buffer("bias_E", bias_E)
-
-    def check_losses(self, names: Iterable[str]) -> None:
-        self.config.check_losses(names, self.num_experts, self.top_k)
 
     @torch.no_grad()
     def reset_parameters(self, *, seed: int, layer: int, std: float) -> None:
@@ -71,7 +66,7 @@ class TopKGate(LinearGate):
 
     @property
     def chooses_by_tokens_alone(self) -> bool:
-        return not self.config.noise and self.jitter.is_constant and not self.jitter.start
+        return not self.config.noise and super().chooses_by_tokens_alone
 
     @torch.no_grad()
     def after_step(self, counts_E: Tensor, progress: Progress) -> None:
@@ -85,44 +80,45 @@ class TopKGate(LinearGate):
         config = self.config
         if self.training and self.follows_time:
             self.progress(context)
-        jitter = self.jitter_of(self.jitter, context, x_TD, _JITTER)
+        jitter = self.input_jitter(x_TD, context)
         clean_TE = self.logits(x_TD, jitter)
         logits_TE, deviation_TE = self._noisy(x_TD, clean_TE, jitter, context)
-        losses: dict[str, Tensor] = {}
         if config.score == "softmax" and self.bias_E is None and not self._is_limited:
-            selection = softmax_topk(
-                logits_TE,
-                self.top_k,
-                normalize=config.normalize,
-                scale=config.scale,
-                mask_T=context.mask_T,
-                **self.sums(context),
-            )
-            weights_TK, experts_TK = selection.weights_TK, selection.experts_TK
-            losses, counts_E = self.losses_of(selection, context, logits_TE), self.counts_of(selection, context)
-            if "z" in losses and logits_TE is not clean_TE:
-                losses["z"] = z_loss(clean_TE, context.mask_T)
+            choices = self.choose_best(logits_TE, self.top_k, context, normalize=config.normalize, scale=config.scale)
+            if "z" in choices.losses and logits_TE is not clean_TE:
+                choices.losses["z"] = z_loss(clean_TE, context.mask_T)
         else:
-            if config.score == "softmax":
-                scores_TE = probs_TE = logits_TE.softmax(-1)
-            else:
-                scores_TE = logits_TE.sigmoid()
-                probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
-            weights_TK, experts_TK = self._choose(scores_TE)
-            if config.normalize:
-                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
-            weights_TK = weights_TK * config.scale
-            counts_E = None
-            if context.losses:
-                counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
-                losses = self.common_losses(clean_TE, probs_TE, counts_E, context, experts_TK)
+            choices = self._choose_by_scores(logits_TE, clean_TE, context)
         if "importance" in context.losses:
-            gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK)
-            losses["importance"] = importance_loss(gates_TE, context.mask_T)
+            gates_TE = torch.zeros_like(logits_TE).scatter(1, choices.experts_TK, choices.weights_TK)
+            choices.losses["importance"] = variation_squared(gates_TE, context.mask_T)
         if "load" in context.losses:
-            losses["load"] = self._load(clean_TE, logits_TE, deviation_TE, context)
+            assert deviation_TE is not None, "see check_losses"
+            chances_TE = chosen_with_new_noise(clean_TE, logits_TE, deviation_TE, self.top_k)
+            choices.losses["load"] = variation_squared(chances_TE, context.mask_T)
+        return choices
+
+    def _choose_by_scores(self, logits_TE: Tensor, clean_TE: Tensor, context: GateContext) -> Choices:
+        """The choices where scores are sigmoids, or biased, or limited to groups."""
+        config = self.config
+        if config.score == "softmax":
+            scores_TE = probs_TE = logits_TE.softmax(-1)
+        else:
+            scores_TE = logits_TE.sigmoid()
+            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
+        weights_TK, experts_TK = self._choose(scores_TE)
+        if config.normalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=_TINY)
+        losses, counts_E = {}, None
+        if context.losses:
+            counts_E = count_choices(experts_TK, self.num_experts, context.mask_T)
+            losses = self.common_losses(clean_TE, probs_TE, counts_E, context, experts_TK)
         return Choices(
-            experts_TK=experts_TK, weights_TK=weights_TK, losses=losses, logits_TE=logits_TE, counts_E=counts_E
+            experts_TK=experts_TK,
+            weights_TK=weights_TK * config.scale,
+            losses=losses,
+            logits_TE=logits_TE,
+            counts_E=counts_E,
         )
 
     def _noisy(
@@ -160,8 +156,3 @@ class TopKGate(LinearGate):
         kept_TL = topk(best_TG, self.config.group_limit)[1]
         eligible_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, kept_TL, True)
         return by_group_TGM.masked_fill(~eligible_TG[:, :, None], -torch.inf).view_as(ranked_TE)
-
-    def _load(self, clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor | None, context: GateContext) -> Tensor:
-        assert deviation_TE is not None, "see check_losses"
-        chances_TE = chosen_with_new_noise(clean_TE, noisy_TE, deviation_TE, self.top_k)
-        return load_loss(chances_TE, context.mask_T)
