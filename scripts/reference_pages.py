@@ -16,14 +16,14 @@ from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.cli import build_parser
 from foundry_moe.config import LoRAConfig, MeshConfig, MoEConfig
 from foundry_moe.launch.checkpoint_settings import CheckpointConfig
-from foundry_moe.layers.gates.keys import KEYS
+from foundry_moe.layers.gates.keys import BUILT_IN
 from foundry_moe.schema import yaml_value
 
 SECTIONS: dict[str, type] = {
     "model.moe, algorithms.dmoe": MoEConfig,
     "mesh (of these), algorithms.dmoe_mesh": MeshConfig,
     "lora (of the first)": LoRAConfig,
-    **{f"gate: {{name: {name}}}": keys for name, keys in KEYS.items()},
+    **{f"gate: {{name: {name}}}": keys for name, (_, keys) in BUILT_IN.items()},
     "callbacks.elastic_checkpoint": CheckpointConfig,
     "callbacks.expert_load": ExpertLoad,
     "callbacks.run_report": RunReport,

@@ -12,7 +12,6 @@ Shapes: T tokens of this process, Q rows that its experts receive, K choices a t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,41 +89,6 @@ class LocalDispatcher:
         return results.x
 
 
-# (x_QD, weights_QK, plan, *parameters) -> y_QD
-ExpertMLP = Callable[..., Tensor]
-
-
-def run_experts(
-    rows: Dispatched, dispatcher: Dispatcher, expert_mlp: ExpertMLP, parameters: tuple[Tensor | None, ...]
-) -> Dispatched:
-    """Receives rows, computes the experts, and starts to send results back; in rounds, part by part.
-
-    Args:
-        parameters: every tensor of the experts that may need a gradient, a weight first. Outside autocast rows are
-            cast to its dtype, as FSDP2 casts a module's inputs: rows that are received here are none of its inputs.
-    """
-    assert parameters[0] is not None
-    dtype = parameters[0].dtype
-
-    def run(rows: Dispatched, *parameters: Tensor | None) -> Dispatched:
-        rows = dispatcher.receive(rows)
-        x_QD = rows.x if torch.is_autocast_enabled(rows.x.device.type) else rows.x.to(dtype)
-        return dispatcher.send_back(expert_mlp(x_QD, rows.weights, rows.plan, *parameters), rows)
-
-    if not rows.rounds:
-        return run(rows, *parameters)
-    choices = rows.choices
-    assert choices is not None and rows.weights is not None
-
-    def compute_round(tokens: slice, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor | None) -> Tensor:
-        part = replace(choices, experts_TK=choices.experts_TK[tokens], weights_TK=weights_TK)
-        return dispatcher.combine(run(dispatcher.dispatch(x_TD, part, at_once=True), *parameters))
-
-    # the gradient of combine weights passes through a tensor of the module's inputs: see AllToAllDispatcher
-    weights_TK = pass_through(rows.weights, choices.weights_TK)
-    return Dispatched(compute_in_rounds(compute_round, rows.rounds, rows.x, weights_TK, parameters))
-
-
 # (tokens, x_TD, weights_TK, *parameters) -> y_TD, of these tokens
 Round = Callable[..., Tensor]
 _BEFORE_INPUTS = 2  # arguments of `_LaterRounds` before tensors that may have gradients
@@ -155,12 +119,9 @@ def compute_in_rounds(
     return _FirstRound.apply(y_TD, compute(rounds[0], x_first, weights_first, *parameters_again))
 
 
-def pass_through(link: Tensor, tensor: Tensor) -> Tensor:
+class PassThrough(torch.autograd.Function):
     """The tensor. Its backward pass also reaches `link`, which is empty."""
-    return _PassThrough.apply(link, tensor)
 
-
-class _PassThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, tensor: Tensor) -> Tensor:
         ctx.link = torch.empty_like(link)
@@ -205,7 +166,9 @@ class _LaterRounds(torch.autograd.Function):
         places: list[Tensor | None] = [None] * len(inputs)
         for number, (tensor, gradient) in enumerate(zip(inputs, of_first, strict=True)):
             if needed[number] and number < _BY_TOKEN:
-                places[number] = _begin_gradient(tensor, gradient, ctx.rounds[0])
+                of_all = torch.empty_like(tensor)
+                of_all[ctx.rounds[0]] = 0 if gradient is None else gradient
+                places[number] = of_all
             elif needed[number]:
                 places[number] = torch.zeros_like(tensor) if gradient is None else gradient
         del of_first
@@ -231,13 +194,6 @@ class _LaterRounds(torch.autograd.Function):
 def _cut(tokens: slice, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The inputs of a round: its tokens and their weights, and all parameters."""
     return [t[tokens] if t is not None and i < _BY_TOKEN else t for i, t in enumerate(inputs)]
-
-
-def _begin_gradient(tensor: Tensor, of_first: Tensor | None, first: slice) -> Tensor:
-    """The tensor for the gradient of all tokens, filled for the first round."""
-    place = torch.empty_like(tensor)
-    place[first] = 0 if of_first is None else of_first
-    return place
 
 
 def _add_gradient(leaf: Tensor, place: Tensor) -> None:

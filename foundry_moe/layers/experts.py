@@ -7,6 +7,7 @@ of LoRA adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from foundry_moe.config import ACTIVATIONS, LoRAConfig
 from foundry_moe.layers.context import unchanged
-from foundry_moe.layers.dispatch import Dispatched, Dispatcher, run_experts
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher, PassThrough, compute_in_rounds
 from foundry_moe.layers.init import normal_matrix, residual_std
 from foundry_moe.ops import POINTWISE, Biases, PermutePlan, expert_mlp
 from foundry_moe.ops.lora import Adapter, Adapters
@@ -52,15 +53,41 @@ class ExpertsBase(nn.Module):
             rows, columns = (range(size) for size in parameter.shape[:2])
             self.draw_(name, parameter, rows, columns, seed=seed, layer=layer)
 
-    def run(
-        self, rows: Dispatched, dispatcher: Dispatcher, compute: Callable[..., Tensor], parameters: Sequence[Any]
-    ) -> Dispatched:
-        """Computes dispatched rows and starts to send their results back.
+    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
+        """y_QD: the experts' results for received rows, times their combine weights."""
+        raise NotImplementedError
+
+    def run(self, rows: Dispatched, dispatcher: Dispatcher, parameters: tuple[Tensor | None, ...]) -> Dispatched:
+        """Receives rows, computes the experts, and starts to send results back; in rounds, part by part.
 
         Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
+
+        Args:
+            parameters: of `compute`: every tensor that may need a gradient, a weight first. Outside autocast rows are
+                cast to its dtype, as FSDP2 casts a module's inputs: rows that are received here are none of its inputs.
         """
+        assert parameters[0] is not None
+        dtype = parameters[0].dtype
+
+        def run_part(rows: Dispatched, *parameters: Tensor | None) -> Dispatched:
+            rows = dispatcher.receive(rows)
+            assert rows.plan is not None
+            x_QD = rows.x if torch.is_autocast_enabled(rows.x.device.type) else rows.x.to(dtype)
+            return dispatcher.send_back(self.compute(x_QD, rows.weights, rows.plan, *parameters), rows)
+
+        if not rows.rounds:
+            return run_part(rows, *parameters)
         self.most_rounds = max(self.most_rounds, len(rows.rounds))
-        return run_experts(rows, dispatcher, compute, tuple(parameters))
+        choices = rows.choices
+        assert choices is not None and rows.weights is not None
+
+        def compute_round(tokens: slice, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor | None) -> Tensor:
+            part = replace(choices, experts_TK=choices.experts_TK[tokens], weights_TK=weights_TK)
+            return dispatcher.combine(run_part(dispatcher.dispatch(x_TD, part, at_once=True), *parameters))
+
+        # the gradient of combine weights passes through a tensor of the module's inputs: see AllToAllDispatcher
+        weights_TK = PassThrough.apply(rows.weights, choices.weights_TK)
+        return Dispatched(compute_in_rounds(compute_round, rows.rounds, rows.x, weights_TK, parameters))
 
 
 class Experts(ExpertsBase):
@@ -152,9 +179,9 @@ class Experts(ExpertsBase):
             )
         )  # fmt: skip
         factors = (self.local(self.get_parameter(name)) for names in self.adapter_names.values() for name in names)
-        return self.run(rows, dispatcher, self._compute, (*self.with_copies(parameters), *factors))
+        return self.run(rows, dispatcher, (*self.with_copies(parameters), *factors))
 
-    def _compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
+    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
         w1_EFD, v1_EFD, w2_EDF, w1_bias_EF, v1_bias_EF, w2_bias_ED, *factors = parameters
         adapters = biases = None
         if self.lora is not None:
@@ -238,9 +265,9 @@ class MixedExperts(ExpertsBase):
         parameters = tuple(
             None if parameter is None else self.local(parameter) for parameter in (self.w1_HD, self.v1_HD, self.w2_HD)
         )
-        return self.run(rows, dispatcher, self._compute, parameters)
+        return self.run(rows, dispatcher, parameters)
 
-    def _compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
+    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
         return expert_mlp(
             x_QD,
             weights_QK,
@@ -285,16 +312,11 @@ class SharedExpert(nn.Module):
     def reset_parameters(self, *, seed: int, layer: int) -> None:
         for name, linear in self.named_children():
             assert isinstance(linear, nn.Linear)
-            weight = linear.weight
-            drawn = normal_matrix(
-                (weight.shape[0], weight.shape[1]),
-                self.std[name],
-                seed=seed,
-                layer=layer,
-                name=f"shared.{name}",
-                device=weight.device,
+            shape, device = linear.weight.shape, linear.weight.device
+            stream = f"shared.{name}"
+            linear.weight.copy_(
+                normal_matrix(shape, self.std[name], seed=seed, layer=layer, name=stream, device=device)
             )
-            weight.copy_(drawn)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         h_TF = self.act(self.w1(x_TD))

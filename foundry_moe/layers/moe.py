@@ -209,25 +209,17 @@ class MoELayer(nn.Module):
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
         """y_TD: each token's weighted sum of its experts, and the shared expert. On a mesh it is never compiled."""
         if self.hot is not None:
-            choices = self._choose_copies(self.hot, choices)
+            if self.training and self.context.progress is None:
+                raise ValueError(
+                    f"mesh.hot_experts ({self.hot.copies}) follows the loads of each step, which are not passed to it: "
+                    "add `dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or use hot_experts: 0"
+                )
+            choices = self.hot.renumber(choices)
         rows = self.dispatcher.dispatch(x_TD, choices)
         rows = self.experts(rows, self.dispatcher)
         shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel
         y_TD = self.dispatcher.combine(rows)
         return y_TD if shared_TD is None else y_TD + shared_TD
-
-    def _choose_copies(self, hot: HotExperts, choices: Choices) -> Choices:
-        """The choices by slot of an expert or of a copy.
-
-        Raises:
-            ValueError: in training without `dmoe_steps`, since no copies would ever be planned.
-        """
-        if self.training and self.context.progress is None:
-            raise ValueError(
-                f"mesh.hot_experts ({hot.copies}) follows the loads of each step, which are not passed to it: add "
-                "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or use hot_experts: 0"
-            )
-        return hot.renumber(choices)
 
     def _drop(self, choices: Choices, mask_T: Tensor | None) -> tuple[Choices, Tensor]:
         """The choices that fit the experts' capacity, and the share that is dropped. Padding has no slot."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from foundry_moe.config import AUTO, MeshConfig
@@ -138,15 +138,13 @@ def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_e
         if widths[name] == AUTO:
             widths[name], left = left, 1
     plan = MeshPlan(**widths, ranks_per_node=min(ranks_per_node, world_size))
-    return MeshPlan(**{**vars(plan), "all_to_all": _choose_all_to_all(config.all_to_all, plan)})
+    return replace(plan, all_to_all=_choose_all_to_all(config.all_to_all, plan))
 
 
 def _left_over(widths: dict[str, int | str], world_size: int) -> int:
     """Ranks for the widths that are `auto`."""
     fixed = {name: w for name, w in widths.items() if isinstance(w, int)}
-    product = 1
-    for width in fixed.values():
-        product *= width
+    product = math.prod(fixed.values())
     arithmetic = " x ".join(f"mesh.{name} ({w})" for name, w in fixed.items()) or "1"
     if len(fixed) == len(widths) and product != world_size:
         without = [f"mesh.{n}: {world_size * w // product}" for n, w in fixed.items() if world_size * w % product == 0]
@@ -289,10 +287,4 @@ def build_meshes(plan: MeshPlan, device_type: str) -> Meshes:
         token_groups = (split.get_group("expert_local"), split.get_group("expert_node"))
         meshes.append(split)
     use_job_timeout(*(group for each in meshes for group in each.get_all_groups()))
-    return Meshes(
-        plan=plan,
-        dense=dense,
-        experts=experts,
-        expert=mesh["expert"],
-        token_groups=token_groups,
-    )
+    return Meshes(plan=plan, dense=dense, experts=experts, expert=mesh["expert"], token_groups=token_groups)

@@ -49,21 +49,12 @@ from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
 class Placement:
     """The result of `parallelize`.
 
-    meshes: for FSDP2 of the rest of the model, `meshes.dense`.
-    layers: names of the MoE layers whose experts were placed.
+    plan: widths of the mesh.
+    mesh: for `fully_shard` of all modules but the experts: 1-D, or 2-D with replicas.
     """
 
-    meshes: Meshes
-    layers: tuple[str, ...]
-
-    @property
-    def plan(self) -> MeshPlan:
-        return self.meshes.plan
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard` of all modules but the experts: 1-D, or 2-D with replicas."""
-        return self.meshes.dense
+    plan: MeshPlan
+    mesh: DeviceMesh
 
 
 def parallelize(
@@ -119,7 +110,7 @@ def parallelize(
     placed = dict(model.named_parameters())
     for optimizer in optimizers:
         replace_parameters(optimizer, {old: placed[name] for old, name in names.items()})
-    return Placement(meshes=meshes, layers=tuple(layers))
+    return Placement(plan=plan, mesh=meshes.dense)
 
 
 def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_node: int | None) -> MeshPlan:
@@ -223,21 +214,14 @@ def place_experts(
     experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
     owned = meshes.plan.experts_of(dist.get_rank(), layer.num_experts)
-    for module in experts.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            rows = experts.rows_of(owned)
-            local = parameter.detach()[rows.start : rows.stop]
-            local = local.contiguous() if on_meta else local.to(device, copy=True)
-            if meshes.plan.expert > 1:
-                local = DTensor.from_local(
-                    local,
-                    meshes.expert,
-                    [Shard(0)],
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            setattr(module, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+    rows = experts.rows_of(owned)
+    for name, parameter in list(experts.named_parameters()):
+        local = parameter.detach()[rows.start : rows.stop]
+        local = local.contiguous() if on_meta else local.to(device, copy=True)
+        if meshes.plan.expert > 1:
+            shape, stride = parameter.shape, parameter.stride()
+            local = DTensor.from_local(local, meshes.expert, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        setattr(experts, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
     fully_shard(
         experts,
         mesh=meshes.experts,

@@ -283,4 +283,3 @@ BUILT_IN: Mapping[str, tuple[str, type[GateKeys]]] = {
     "switch": ("SwitchGate", SwitchKeys),
     "topk": ("TopKGate", TopKKeys),
 }
-KEYS = {name: keys for name, (_, keys) in BUILT_IN.items()}

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from foundry_moe.layers.gates.keys import BUILT_IN, KEYS, LinearKeys
+from foundry_moe.layers.gates.keys import BUILT_IN, GateKeys, LinearKeys
 from foundry_moe.schema import caught, from_mapping, nearest, raise_mistakes
 
 if TYPE_CHECKING:
@@ -28,9 +28,14 @@ def gates_of_others() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
 
 
-def no_such_gate(name: str) -> ValueError:
-    """The error for an unknown gate; names the nearest."""
-    return ValueError(f"gate.name: there is no gate {name!r}; {nearest(name, {*gates_of_others(), *KEYS})}")
+def _declaration(name: str) -> Any:
+    """The class that names a gate's losses: the keys of a built-in gate, else the gate itself."""
+    others = gates_of_others()
+    if name in others:
+        return others[name].load()
+    if name in BUILT_IN:
+        return BUILT_IN[name][1]
+    raise ValueError(f"gate.name: there is no gate {name!r}; {nearest(name, {*others, *BUILT_IN})}")
 
 
 def find_gate(name: str) -> type[Gate]:
@@ -39,12 +44,10 @@ def find_gate(name: str) -> type[Gate]:
     Raises:
         ValueError: no such gate; the nearest name is given.
     """
-    installed = gates_of_others()
-    if name in installed:
-        return installed[name].load()
-    if name in BUILT_IN:
+    cls = _declaration(name)
+    if issubclass(cls, GateKeys):
         return getattr(import_module(f"foundry_moe.layers.gates.{name}"), BUILT_IN[name][0])
-    raise no_such_gate(name)
+    return cls
 
 
 def build_gate(
@@ -74,13 +77,12 @@ def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *
     """
     raise_mistakes([*caught(resolve_losses, settings, losses), *caught(read_keys, settings)])
     names, keys = resolve_losses(settings, losses), read_keys(settings)
-    others = gates_of_others()
-    if settings["name"] in others:
-        cls = others[settings["name"]].load()
+    cls = _declaration(settings["name"])
+    if issubclass(cls, GateKeys):
+        keys.check(num_experts, top_k)
+        keys.check_losses(names, num_experts, top_k)
+    else:
         cls(keys, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
-        return
-    keys.check(num_experts, top_k)
-    keys.check_losses(names, num_experts, top_k)
 
 
 def read_keys(settings: Mapping[str, Any]) -> Any:
@@ -89,16 +91,16 @@ def read_keys(settings: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: see `build_gate`.
     """
-    name, keys = settings["name"], {key: value for key, value in settings.items() if key != "name"}
-    cls = _losses_of(name)
-    return from_mapping(cls.Config if name in gates_of_others() else cls, keys, "gate")
+    cls = _declaration(settings["name"])
+    keys = {key: value for key, value in settings.items() if key != "name"}
+    return from_mapping(cls if issubclass(cls, GateKeys) else cls.Config, keys, "gate")
 
 
 def check_freeze(settings: Mapping[str, Any], freeze: Collection[str]) -> None:
     """Raises ValueError if `freeze` names the gate and the gate has no weights."""
-    keys = KEYS.get(settings["name"])
-    if "gate" in freeze and keys is not None and not issubclass(keys, LinearKeys):
-        raise no_gate(settings["name"])
+    name = settings["name"]
+    if "gate" in freeze and name in BUILT_IN and not issubclass(BUILT_IN[name][1], LinearKeys):
+        raise no_gate(name)
 
 
 def no_gate(name: str) -> ValueError:
@@ -112,7 +114,7 @@ def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | st
     Raises:
         ValueError: see `build_gate`; or a loss that this gate does not have.
     """
-    cls = _losses_of(settings["name"])
+    cls = _declaration(settings["name"])
     if isinstance(losses, str):
         return dict(cls.DEFAULT_LOSSES)
     for name, weight in losses.items():
@@ -120,11 +122,3 @@ def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | st
             known = nearest(name, cls.LOSSES) if cls.LOSSES else "it has none: write loss: {}"
             raise ValueError(f"loss.{name}: gate {settings['name']} has no such loss; {known}")
     return {name: float(weight) for name, weight in losses.items() if weight}
-
-
-def _losses_of(name: str) -> Any:
-    """The class that has `LOSSES` and `DEFAULT_LOSSES` of a gate."""
-    others = gates_of_others()
-    if name not in others and name not in KEYS:
-        raise no_such_gate(name)
-    return others[name].load() if name in others else KEYS[name]
