@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ import torch
 from skewed_rank import zipf_choices_of
 from torch import Tensor
 
-from foundry_moe.layers.dispatch import Dispatched, LocalDispatcher
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.hot_experts import HotExperts
@@ -86,11 +87,11 @@ def measure(model: str, ranks: int, zipf: float, copies: int) -> tuple[float, fl
                   **options)  # fmt: skip
     mlp.reset_parameters(seed=0, layer=0)
     if copies:
-        mlp.with_copies = hot_experts.WeightsOfCopies(hot_P[fullest], None)  # type: ignore[arg-type]
+        mlp.with_copies = partial(hot_experts.append_copies, hot_P[fullest], None)  # type: ignore[arg-type]
     x_QD = torch.randn(len(slots_QK), width, **options, requires_grad=True)
     weights_QK = torch.rand(slots_QK.shape, device="cuda", requires_grad=True)
     own_TD, gradient_QD = torch.randn(tokens, width, **options), torch.randn_like(x_QD)
-    dispatcher, used = LocalDispatcher(local), int((slots_QK >= 0).sum())
+    dispatcher, used = Dispatcher(local), int((slots_QK >= 0).sum())
 
     def step() -> None:
         for tensor in (x_QD, weights_QK, *mlp.parameters()):

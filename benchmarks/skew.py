@@ -18,6 +18,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.ops.select_topk import count_choices
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
-from foundry_moe.parallel.hot_experts import WeightsOfCopies
+from foundry_moe.parallel.hot_experts import append_copies
 
 REPEATS, WARM_UP = 9, 3
 
@@ -104,7 +105,7 @@ def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float])
         rank = 0 if alone else dist.get_rank()
         hot = HotExperts(num_experts=experts, ranks=ranks, rank=rank, copies=copies)
         plan_copies(hot, experts_TK, experts)
-        mlp.with_copies = WeightsOfCopies(hot, dist.group.WORLD) if copies else tuple
+        mlp.with_copies = partial(append_copies, hot, dist.group.WORLD) if copies else tuple
         sizes: dict[str, Any] = {"num_experts": hot.num_slots, "buffer": buffer}
         dispatcher = MirroredDispatcher(ranks, **sizes) if alone else AllToAllDispatcher((dist.group.WORLD,), **sizes)
 

@@ -12,7 +12,7 @@ Shapes: T tokens of this process, Q rows that its experts receive, K choices a t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,50 +42,34 @@ class Dispatched(NamedTuple):
     choices: Choices | None = None
 
 
-class Dispatcher(Protocol):
+class Dispatcher:
     """Brings tokens to their experts and the results back. What runs between two calls overlaps with messages.
+
+    This one has all experts on one process: a permutation, and no messages. `AllToAllDispatcher` overrides each method.
 
     local_experts: experts of this process.
     """
-
-    local_experts: int
-
-    def dispatch(self, x_TD: Tensor, choices: Choices, *, at_once: bool = False) -> Dispatched:
-        """Starts to send tokens to their experts, in rounds where they are too many, unless `at_once`."""
-        ...
-
-    def receive(self, rows: Dispatched) -> Dispatched:
-        """Waits for the rows: x_QD, weights_QK and the plan."""
-        ...
-
-    def send_back(self, y_QD: Tensor, rows: Dispatched) -> Dispatched:
-        """Starts to send the experts' results, already weighted, to the processes that have the tokens."""
-        ...
-
-    def combine(self, results: Dispatched) -> Tensor:
-        """Waits for the results: y_TD, the sum over each token's rows."""
-        ...
-
-
-class LocalDispatcher:
-    """All experts are on this process: a permutation, and no messages."""
 
     def __init__(self, num_experts: int) -> None:
         self.local_experts = num_experts
 
     def dispatch(self, x_TD: Tensor, choices: Choices, *, at_once: bool = False) -> Dispatched:
+        """Starts to send tokens to their experts, in rounds where they are too many, unless `at_once`."""
         plan = choices.plan
         if plan is None:
             plan = plan_permute(choices.experts_TK, self.local_experts, choices.rows)
         return Dispatched(x_TD, choices.weights_TK, plan)
 
     def receive(self, rows: Dispatched) -> Dispatched:
+        """Waits for the rows: x_QD, weights_QK and the plan."""
         return rows
 
     def send_back(self, y_QD: Tensor, rows: Dispatched) -> Dispatched:
+        """Starts to send the experts' results, already weighted, to the processes that have the tokens."""
         return Dispatched(y_QD)
 
     def combine(self, results: Dispatched) -> Tensor:
+        """Waits for the results: y_TD, the sum over each token's rows."""
         return results.x
 
 

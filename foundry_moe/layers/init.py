@@ -10,12 +10,6 @@ import torch
 from torch import Tensor
 
 
-def stream_seed(seed: int, layer: int, name: str, expert: int = 0) -> int:
-    """A 63-bit seed of its own for each weight matrix."""
-    key = f"{seed}/{layer}/{name}/{expert}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-
-
 def normal_matrix(
     shape: tuple[int, ...],
     std: float,
@@ -27,8 +21,9 @@ def normal_matrix(
     device: torch.device,
 ) -> Tensor:
     """A fp32 matrix from N(0, std^2), drawn on `device`: CPU and CUDA differ, ranks do not."""
+    key = f"{seed}/{layer}/{name}/{expert}".encode()
     generator = torch.Generator(device=device)
-    generator.manual_seed(stream_seed(seed, layer, name, expert))
+    generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)  # 63 bits
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(std)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.aux_loss import LoadStatistics, attach
 from foundry_moe.layers.context import BatchContext
-from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
+from foundry_moe.layers.dispatch import Dispatcher
 from foundry_moe.layers.experts import Experts, MixedExperts, SharedExpert
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.gates.registry import build_gate, no_gate, resolve_losses
@@ -112,7 +112,7 @@ class MoELayer(nn.Module):
             if config.shared_expert_hidden_size
             else None
         )
-        self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
+        self.dispatcher = Dispatcher(config.num_experts)
         self.hot: HotExperts | None = None
         self.loss_weights = resolve_losses(config.gate, config.loss)
         self.gate.check_losses(self.loss_weights)

@@ -109,12 +109,6 @@ class Schedule:
         return min(self.start, self.end), max(self.start, self.end)
 
 
-def constant(value: float) -> Schedule:
-    """A number that does not change."""
-    zero = Duration(value=0, unit="ba")
-    return Schedule(start=float(value), end=float(value), after=zero, until=zero)
-
-
 def parse_schedule(value: float | Mapping[str, Any], where: str) -> Schedule:
     """A number, or `{start: 1.0, end: 0.5, until: 1000ba}` with perhaps `after: 100ba` and `shape: exponential`.
 
@@ -126,7 +120,8 @@ def parse_schedule(value: float | Mapping[str, Any], where: str) -> Schedule:
             exponential through zero.
     """
     if not isinstance(value, Mapping):
-        return constant(value)
+        zero = Duration(value=0, unit="ba")
+        return Schedule(start=float(value), end=float(value), after=zero, until=zero)
     ramp = from_mapping(_Ramp, value, where)
     one_of(f"{where}.shape", ramp.shape, ("linear", "exponential", "cosine"))
     until = parse_duration(ramp.until, f"{where}.until")

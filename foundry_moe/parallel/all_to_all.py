@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from foundry_moe.layers.dispatch import Dispatched
+from foundry_moe.layers.dispatch import Dispatched, Dispatcher
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops.dispatch_plan import gather_rows, plan_dispatch, plan_rounds, sum_rows
 from foundry_moe.ops.permute import plan_permute
@@ -170,7 +170,7 @@ class _Combine(torch.autograd.Function):
         return grads[0].new_empty(0), None
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """The dispatcher of a layer whose experts are divided over the ranks of a group, in rank order.
 
     One host synchronization a call: for the numbers of rows. Ranks without tokens, and experts without any, take part.
@@ -222,19 +222,16 @@ class AllToAllDispatcher:
         )
 
     def receive(self, rows: Dispatched) -> Dispatched:
-        """See `Dispatcher`."""
         exchange = rows.exchange
         weights_QK, experts_QK = _ReceiveChoices.apply(rows.weights, exchange)
         plan = plan_permute(experts_QK, self.local_experts, exchange.received_choices)  # while tokens travel
         return rows._replace(x=_ReceiveTokens.apply(rows.x, exchange), weights=weights_QK, plan=plan)
 
     def send_back(self, y_QD: Tensor, rows: Dispatched) -> Dispatched:
-        """See `Dispatcher`."""
         return Dispatched(_SendBack.apply(y_QD, rows.exchange), exchange=rows.exchange)
 
     @torch.compiler.disable
     def combine(self, results: Dispatched) -> Tensor:
-        """See `Dispatcher`."""
         if results.exchange is None:  # rounds were combined one by one
             return results.x
         return _Combine.apply(results.x, results.exchange)

@@ -63,23 +63,20 @@ class _Fetch(torch.autograd.Function):
         return None, None, None, *own
 
 
-class WeightsOfCopies:
-    """`Experts.with_copies` on a mesh with `hot_experts`.
+def append_copies(
+    hot: HotExperts, group: dist.ProcessGroup, weights: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Each weight [e, ...] with slots for copies behind it: [e + N, ...]. A collective of the group.
 
-    Called inside the experts' forward pass, while tokens travel: FSDP2 gathers the weights just before it.
+    `Experts.with_copies` on a mesh with `hot_experts`, called inside the experts' forward pass, while tokens travel:
+    FSDP2 gathers the weights just before it.
 
     Costs a copy of a rank's own experts, since kernels read one tensor. The copy and the weights of copies are held for
     the backward pass; with activation checkpointing, those of one block at a time.
     """
-
-    def __init__(self, hot: HotExperts, group: dist.ProcessGroup) -> None:
-        self.hot, self.group = hot, group
-
-    def __call__(self, weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Each weight [e, ...] with slots for copies behind it: [e + N, ...]. A collective of the group."""
-        present = [weight for weight in weights if weight is not None]
-        if self.hot.traffic is None:
-            slots = iter([pad(weight, [0, 0] * (weight.dim() - 1) + [0, self.hot.copies]) for weight in present])
-        else:
-            slots = iter(_Fetch.apply(self.hot.traffic, self.hot.copies, self.group, *present))
-        return tuple(None if weight is None else next(slots) for weight in weights)
+    present = [weight for weight in weights if weight is not None]
+    if hot.traffic is None:
+        slots = iter([pad(weight, [0, 0] * (weight.dim() - 1) + [0, hot.copies]) for weight in present])
+    else:
+        slots = iter(_Fetch.apply(hot.traffic, hot.copies, group, *present))
+    return tuple(None if weight is None else next(slots) for weight in weights)

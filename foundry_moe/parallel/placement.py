@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
-from foundry_moe.parallel.hot_experts import WeightsOfCopies
+from foundry_moe.parallel.hot_experts import append_copies
 from foundry_moe.parallel.mesh import (
     Meshes,
     MeshPlan,
@@ -156,7 +157,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
             if mesh_config.hot_experts:
                 sizes = {"num_experts": layer.num_experts, "ranks": meshes.plan.expert, "rank": dist.get_rank(group)}
                 layer.hot = HotExperts(copies=mesh_config.hot_experts, **sizes)
-                layer.experts.with_copies = WeightsOfCopies(layer.hot, group)
+                layer.experts.with_copies = partial(append_copies, layer.hot, group)
                 slots = layer.hot.num_slots
             layer.dispatcher = AllToAllDispatcher(meshes.token_groups, num_experts=slots, buffer=mesh_config.buffer)
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers import experts as experts_module
 from foundry_moe.layers.context import BatchContext
-from foundry_moe.layers.dispatch import Dispatcher, LocalDispatcher
+from foundry_moe.layers.dispatch import Dispatcher
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.lookup import moe_layers
@@ -195,7 +195,7 @@ def _alone(rank: int, case: str, dtype: torch.dtype, ranks: int) -> dict[str, Te
         x_TD, weights_TK, experts_TK = _tokens(r, case, dtype)
         x_TD.requires_grad_()
         weights_TK.requires_grad_()
-        y_TD = _run(LocalDispatcher(16), whole, x_TD, weights_TK, experts_TK)
+        y_TD = _run(Dispatcher(16), whole, x_TD, weights_TK, experts_TK)
         torch.sin(y_TD.double()).sum().backward()
         if r == rank:
             result = {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_TK.grad}

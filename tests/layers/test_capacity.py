@@ -7,7 +7,7 @@ import torch
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
-from foundry_moe.layers.dispatch import LocalDispatcher
+from foundry_moe.layers.dispatch import Dispatcher
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.padded import capacity_of, plan_padded
@@ -25,7 +25,7 @@ def build(config=CONFIG, context=None) -> MoELayer:
 
 def dropless(layer, x_TD, experts_TK, weights_TK):
     """What the layer's experts make of choices of which none is dropped."""
-    dispatcher = LocalDispatcher(layer.num_experts)
+    dispatcher = Dispatcher(layer.num_experts)
     rows = dispatcher.dispatch(x_TD, Choices(experts_TK=experts_TK, weights_TK=weights_TK))
     return dispatcher.combine(layer.experts(rows, dispatcher))
 
@@ -142,7 +142,7 @@ def test_padding_takes_no_place():
 def test_over_several_processes_the_same_choices_are_dropped():
     """A dispatcher that is not the local one gets choices of -1 and plans their rows itself."""
 
-    class Elsewhere(LocalDispatcher):
+    class Elsewhere(Dispatcher):
         def dispatch(self, x_TD, choices):
             return super().dispatch(x_TD, Choices(experts_TK=choices.experts_TK, weights_TK=choices.weights_TK))
 
