@@ -107,13 +107,5 @@ def attach(
         scale: the trainer's factor of the main loss (`BatchContext.loss_scale`), read in the backward pass.
     """
     statistics.move_to(y_TD.device)
-    return _AttachLoss.apply(
-        y_TD,
-        loss,
-        losses_L,
-        counts_E,
-        scale,
-        statistics.counts_E,
-        statistics.losses_L,
-        statistics.microbatches_1,
-    )
+    sums = statistics.counts_E, statistics.losses_L, statistics.microbatches_1
+    return _AttachLoss.apply(y_TD, loss, losses_L, counts_E, scale, *sums)

@@ -20,7 +20,6 @@ GATES = [
     ({"name": "base"}, 1),
     ({"name": "hash"}, 1),
     ({"name": "hash", "table": "bigram"}, 1),
-    ({"name": "hash", "table": "position"}, 1),
     ({"name": "dense_to_sparse", "threshold": 0.05}, 1),
     ({"name": "expert_choice"}, 2),
 ]

@@ -24,8 +24,8 @@ class HashGate(Gate):
     """No parameters, no loss: weight 1 for the expert that a table names.
 
     `random`: a hash of the id. `balanced`: ids by falling frequency, each to the expert with the least load so far;
-    ids that were never counted fall back on `random`. `bigram`: a hash of the id before and the id. `position`: the
-    position in the sequence, modulo E. Tables differ from layer to layer, save `balanced` and `position`.
+    ids that were never counted fall back on `random`. `bigram`: a hash of the id before and the id. Tables but
+    `balanced` differ from layer to layer.
 
     YAML: `gate: {name: hash, table: balanced, frequencies: counts.json}`, with `top_k: 1`.
 
@@ -65,11 +65,6 @@ class HashGate(Gate):
 
     def _expert(self, ids_BS: Tensor, context: GateContext) -> Tensor:
         """int64 [B, S]."""
-        if self.config.table == "position":
-            position_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
-            if context.mask_T is not None:
-                position_BS = (context.mask_T.view_as(ids_BS).cumsum(1) - 1).clamp(min=0)
-            return position_BS % self.num_experts
         if self.config.table == "bigram":
             before_BS = torch.cat([torch.full_like(ids_BS[:, :1], -1), ids_BS[:, :-1]], dim=1)
             keys_BS = noise.mix(before_BS.int() ^ noise.stream_of(context.seed, context.layer, _PAIR)) ^ ids_BS.int()

@@ -197,7 +197,7 @@ class BaseKeys(LinearKeys):
 @dataclass(frozen=True, kw_only=True)
 class HashKeys(GateKeys):
     """
-    table: random | balanced | bigram | position.
+    table: random | balanced | bigram.
     frequencies: for `balanced`, a JSON file: a list with the number of occurrences of each token id.
     """
 
@@ -205,7 +205,7 @@ class HashKeys(GateKeys):
     frequencies: str = ""
 
     def __post_init__(self) -> None:
-        one_of("table", self.table, ("random", "balanced", "bigram", "position"))
+        one_of("table", self.table, ("random", "balanced", "bigram"))
         if (self.table == "balanced") != bool(self.frequencies):
             raise ValueError(
                 f"frequencies ({self.frequencies!r}) goes with table: balanced, and table is {self.table}: "

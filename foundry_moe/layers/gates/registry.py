@@ -70,11 +70,7 @@ def build_gate(
 
 
 def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:
-    """Checks a gate's keys and losses against the numbers of experts and choices, before anything is built.
-
-    Raises:
-        ValueError: see `build_gate` and `resolve_losses`.
-    """
+    """Raises ValueError if `build_gate` or `resolve_losses` would, before anything is built."""
     raise_mistakes([*caught(resolve_losses, settings, losses), *caught(read_keys, settings)])
     names, keys = resolve_losses(settings, losses), read_keys(settings)
     cls = _declaration(settings["name"])
@@ -86,11 +82,7 @@ def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *
 
 
 def read_keys(settings: Mapping[str, Any]) -> Any:
-    """A gate's keys, as its class reads them.
-
-    Raises:
-        ValueError: see `build_gate`.
-    """
+    """A gate's keys, as its class reads them; raises ValueError as `build_gate` does."""
     cls = _declaration(settings["name"])
     keys = {key: value for key, value in settings.items() if key != "name"}
     return from_mapping(cls if issubclass(cls, GateKeys) else cls.Config, keys, "gate")
