@@ -53,20 +53,22 @@ class ExpertsBase(nn.Module):
             rows, columns = (range(size) for size in parameter.shape[:2])
             self.draw_(name, parameter, rows, columns, seed=seed, layer=layer)
 
-    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The last arguments of `compute`: every tensor that may need a gradient, a weight first."""
+        raise NotImplementedError
+
+    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *tensors: Any) -> Tensor:
         """y_QD: the experts' results for received rows, times their combine weights."""
         raise NotImplementedError
 
-    def run(self, rows: Dispatched, dispatcher: Dispatcher, parameters: tuple[Tensor | None, ...]) -> Dispatched:
+    def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
         """Receives rows, computes the experts, and starts to send results back; in rounds, part by part.
 
         Rounds are one call too, so that FSDP2, which wraps this module, gathers its weights once.
-
-        Args:
-            parameters: of `compute`: every tensor that may need a gradient, a weight first. Outside autocast rows are
-                cast to its dtype, as FSDP2 casts a module's inputs: rows that are received here are none of its inputs.
         """
+        parameters = self.tensors()
         assert parameters[0] is not None
+        # outside autocast rows are cast as FSDP2 casts a module's inputs: received rows are none of its inputs
         dtype = parameters[0].dtype
 
         def run_part(rows: Dispatched, *parameters: Tensor | None) -> Dispatched:
@@ -157,10 +159,9 @@ class Experts(ExpertsBase):
         shape = tuple(self.get_parameter(name).shape[1:])
         if "_bias_" in name or "_B_" in name:
             return torch.zeros(shape, device=device)
-        if "_A_" in name:  # the variance of peft's uniform distribution
-            std = (3 * shape[0]) ** -0.5
-            return normal_matrix(shape, std, seed=seed, layer=layer, name=name, expert=expert, device=device)
         std = residual_std(self.init_std, self.num_layers) if name == "w2_EDF" else self.init_std
+        if "_A_" in name:
+            std = (3 * shape[0]) ** -0.5  # the variance of peft's uniform distribution
         return normal_matrix(shape, std, seed=seed, layer=layer, name=name, expert=expert, device=device)
 
     @torch.no_grad()
@@ -170,19 +171,14 @@ class Experts(ExpertsBase):
             whole = self.initial(name, expert, seed=seed, layer=layer, device=local.device)
             part.copy_(whole[columns.start : columns.stop])
 
-    def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
-        """See `run`."""
-        parameters = tuple(
-            None if parameter is None else self.local(parameter)
-            for parameter in (
-                self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED
-            )
-        )  # fmt: skip
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        weights = (self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED)
+        here = [None if weight is None else self.local(weight) for weight in weights]
         factors = (self.local(self.get_parameter(name)) for names in self.adapter_names.values() for name in names)
-        return self.run(rows, dispatcher, (*self.with_copies(parameters), *factors))
+        return (*self.with_copies(here), *factors)
 
-    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
-        w1_EFD, v1_EFD, w2_EDF, w1_bias_EF, v1_bias_EF, w2_bias_ED, *factors = parameters
+    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *tensors: Any) -> Tensor:
+        w1_EFD, v1_EFD, w2_EDF, w1_bias_EF, v1_bias_EF, w2_bias_ED, *factors = tensors
         adapters = biases = None
         if self.lora is not None:
             pairs = map(Adapter, factors[::2], factors[1::2])
@@ -260,19 +256,16 @@ class MixedExperts(ExpertsBase):
                 part = whole_FD[first - start : last - start, columns.start : columns.stop]
                 local[first - rows.start : last - rows.start].copy_(part)
 
-    def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
-        """See `run`."""
-        parameters = tuple(
-            None if parameter is None else self.local(parameter) for parameter in (self.w1_HD, self.v1_HD, self.w2_HD)
-        )
-        return self.run(rows, dispatcher, parameters)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        weights = (self.w1_HD, self.v1_HD, self.w2_HD)
+        return tuple(None if weight is None else self.local(weight) for weight in weights)
 
-    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *parameters: Any) -> Tensor:
+    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *tensors: Any) -> Tensor:
         return expert_mlp(
             x_QD,
             weights_QK,
             plan,
-            *parameters,
+            *tensors,
             widths=self.widths[self.held.start : self.held.stop],
             activation=self.activation,
             backend=self.backend,

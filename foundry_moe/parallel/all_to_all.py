@@ -34,28 +34,10 @@ from foundry_moe.layers.dispatch import Dispatched, Dispatcher
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.ops.dispatch_plan import gather_rows, plan_dispatch, plan_rounds, sum_rows
 from foundry_moe.ops.permute import plan_permute
+from foundry_moe.parallel.collectives import all_to_all
 
 Splits = tuple[list[int], list[int]]  # rows to each rank of a group, and rows from each
 CHOICES, TOKENS, RESULTS = "choices", "tokens", "results"  # the messages of a dispatch, in the order they are sent
-
-
-def all_to_all(
-    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup, into: Tensor | None = None
-) -> Callable[[], Tensor]:
-    """Starts to exchange rows, sorted by rank. The function that is returned waits for those received.
-
-    With NCCL the wait is one of the current stream, not of the host.
-    """
-    rows = rows.contiguous()
-    output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
-    work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
-    assert work is not None
-
-    def wait(outlives_the_message: Tensor = rows) -> Tensor:
-        work.wait()
-        return output
-
-    return wait
 
 
 class Exchange:
@@ -196,8 +178,11 @@ class AllToAllDispatcher(Dispatcher):
     @torch.compiler.disable
     def dispatch(self, x_TD: Tensor, choices: Choices, *, at_once: bool = False) -> Dispatched:
         """See `Dispatcher`. Choices are sent before tokens, so that local rows are planned while tokens travel."""
-        x_TD, weights_TK = _as_sent(x_TD, choices.weights_TK)
-        experts_TK = choices.experts_TK.contiguous()
+        if torch.is_autocast_enabled(x_TD.device.type):  # cast as experts would: half the bytes
+            x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
+        weights_TK, experts_TK = choices.weights_TK, choices.experts_TK.contiguous()
+        if weights_TK.dtype not in (torch.float32, torch.float64):
+            weights_TK = weights_TK.float()  # experts' numbers travel in the same dtype: exact below 2^24
         with torch.no_grad():
             counts_P2, assign_rows = plan_dispatch(
                 experts_TK, weights_TK, local_experts=self.local_experts, ranks=self.ranks, nodes=self.nodes
@@ -316,19 +301,6 @@ class AllToAllDispatcher(Dispatcher):
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _as_sent(x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and combine weights in the dtypes they travel in.
-
-    Under autocast tokens are cast as experts would: half the bytes. Experts' numbers travel as weights do, exact
-    below 2^24.
-    """
-    if torch.is_autocast_enabled(x_TD.device.type):
-        x_TD = x_TD.to(torch.get_autocast_dtype(x_TD.device.type))
-    if weights_TK.dtype not in (torch.float32, torch.float64):
-        weights_TK = weights_TK.float()
-    return x_TD, weights_TK
 
 
 def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:

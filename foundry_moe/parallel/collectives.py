@@ -1,4 +1,4 @@
-"""Collectives of gates, and the time limit of process groups. Independent of gates, layers and Composer.
+"""An all-to-all of rows, collectives of gates, the time limit of process groups. Independent of layers and Composer.
 
 Shapes: T tokens of this rank, S tokens received, X numbers a row, P ranks.
 """
@@ -13,6 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+
+def all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup | None, into: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Starts to exchange rows, sorted by rank. The function that is returned waits for those received.
+
+    With NCCL the wait is one of the current stream, not of the host.
+    """
+    rows = rows.contiguous()
+    output = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
+    work = dist.all_to_all_single(output, rows, received, sent, group=group, async_op=True)
+    assert work is not None
+
+    def wait(outlives_the_message: Tensor = rows) -> Tensor:
+        work.wait()
+        return output
+
+    return wait
 
 
 class GateCollectives:
@@ -56,16 +75,11 @@ class GateCollectives:
         dist.all_to_all_single(received_P, sent_P.to(device), group=self.group)
         sent, received = sent_P.tolist(), received_P.tolist()
 
-        def exchange(rows: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
-            out = rows.new_empty(sum(incoming), *rows.shape[1:])
-            dist.all_to_all_single(out, rows.contiguous(), incoming, outgoing, group=self.group)
-            return out
-
         def restore(rows_S: Tensor) -> Tensor:
-            rows_T = exchange(rows_S, received, sent)
+            rows_T = all_to_all(rows_S, received, sent, self.group)()
             return torch.empty_like(rows_T).index_copy(0, order_T, rows_T)
 
-        return exchange(rows_TX[order_T], sent, received), restore
+        return all_to_all(rows_TX[order_T], sent, received, self.group)(), restore
 
 
 def group_timeout(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foundry_moe.layers.hot_experts import HotExperts, WeightTraffic
-from foundry_moe.parallel.all_to_all import all_to_all
+from foundry_moe.parallel.collectives import all_to_all
 
 
 class _Fetch(torch.autograd.Function):

@@ -25,8 +25,8 @@ from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange, all_to_all
-from foundry_moe.parallel.collectives import group_timeout
+from foundry_moe.parallel.all_to_all import AllToAllDispatcher, Exchange
+from foundry_moe.parallel.collectives import all_to_all, group_timeout
 from foundry_moe.parallel.gradients import LocalWeight
 from foundry_moe.parallel.mesh import HIERARCHICAL, build_meshes, plan_mesh
 from foundry_moe.parallel.placement import parallelize
