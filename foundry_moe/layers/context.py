@@ -148,6 +148,7 @@ class BatchContext:
         """
         ids, mask = self.token_ids_BS, self.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
+        by_sequence = training and balance_over == "sequence" and "balance" in losses
         return GateContext(
             token_ids_BS=ids if fits else None,
             mask_T=mask.reshape(-1) if mask is not None and mask.numel() == num_tokens else None,
@@ -156,11 +157,7 @@ class BatchContext:
             seed=seed,
             layer=layer,
             sum_counts=self._sum_for(balance_over, layer) if training else unchanged,
-            sequences=(
-                self._sequences(num_tokens, rows, device)
-                if training and balance_over == "sequence" and "balance" in losses
-                else None
-            ),
+            sequences=self._sequences(num_tokens, rows, device) if by_sequence else None,
             largest=self.max_over_ranks,
             shuffle=self.shuffle,
             keys=self._token_keys if fits else None,
@@ -191,11 +188,11 @@ class BatchContext:
         return TokenSequences(torch.arange(rows, device=device).repeat_interleave(length, output_size=num_tokens), rows)
 
     def _sum_for(self, balance_over: str, layer: int) -> Callable[[Tensor], Tensor]:
-        if balance_over in ("rank", "sequence"):
-            return unchanged
         if balance_over == "group":
             return self.sum_over_group
-        return partial(self._sum_batch, layer) if balance_over == "batch" else self.sum_over_ranks
+        if balance_over == "batch":
+            return partial(self._sum_batch, layer)
+        return self.sum_over_ranks if balance_over == "microbatch" else unchanged
 
     def _sum_batch(self, layer: int, counts: Tensor) -> Tensor:
         if self._counting:

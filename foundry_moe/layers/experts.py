@@ -206,7 +206,7 @@ class MixedExperts(ExpertsBase):
     """MLPs or GLUs: w1_HD, v1_HD (None for an MLP) and w2_HD, whose row j is what hidden unit j adds to the output.
 
     Args:
-        widths: of each expert, in order; their rows lie in this order.
+        widths: of each expert, in order; their rows lie in this order, those of expert i before `ends[i + 1]`.
         Others as those of `ExpertsBase`.
 
     `held`: the experts whose rows this process has: all, or what placement on a mesh sets here.
@@ -223,6 +223,7 @@ class MixedExperts(ExpertsBase):
     ) -> None:
         super().__init__(**settings)
         self.widths = widths
+        self.ends = [0, *accumulate(widths)]
         self.held = range(len(widths))
         shape = (sum(widths), d_model)
         self.w1_HD = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -231,25 +232,20 @@ class MixedExperts(ExpertsBase):
 
     def rows_of(self, experts: range) -> range:
         """The rows of consecutive experts."""
-        ends = [0, *accumulate(self.widths)]
-        return range(ends[experts.start], ends[experts.stop])
+        return range(self.ends[experts.start], self.ends[experts.stop])
 
     def initial(self, name: str, expert: int, *, seed: int, layer: int, device: torch.device) -> Tensor:
         """The initial fp32 rows [F, D] of one expert: the numbers that `Experts` of one width F draw for it."""
         width, d_model = self.widths[expert], self.w1_HD.shape[1]
+        stream: dict[str, Any] = {"seed": seed, "layer": layer, "expert": expert, "device": device}
         if name == "w2_HD":
             std = residual_std(self.init_std, self.num_layers)
-            shape = (d_model, width)
-            return normal_matrix(shape, std, seed=seed, layer=layer, name="w2_EDF", expert=expert, device=device).T
-        stream = name.replace("_HD", "_EFD")
-        return normal_matrix(
-            (width, d_model), self.init_std, seed=seed, layer=layer, name=stream, expert=expert, device=device
-        )
+            return normal_matrix((d_model, width), std, name="w2_EDF", **stream).T
+        return normal_matrix((width, d_model), self.init_std, name=name.replace("_HD", "_EFD"), **stream)
 
     @torch.no_grad()
     def draw_(self, name: str, local: Tensor, rows: range, columns: range, *, seed: int, layer: int) -> None:
-        ends = [0, *accumulate(self.widths)]
-        for expert, (start, stop) in enumerate(pairwise(ends)):
+        for expert, (start, stop) in enumerate(pairwise(self.ends)):
             first, last = max(start, rows.start), min(stop, rows.stop)
             if first < last:
                 whole_FD = self.initial(name, expert, seed=seed, layer=layer, device=local.device)

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from foundry_moe.config import (
     MeshConfig,
-    can_cut_rows,
     refuse_dropout_over_ranks,
     refuse_hot_experts_of_several_widths,
 )
@@ -175,14 +174,15 @@ def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
         return 0
     for parameter_name, parameter in experts.named_parameters():
         rows = parameter.shape[1]
-        if plan.expert == 1 and rows % plan.shard:
+        if rows % plan.shard == 0:
+            continue
+        if plan.expert == 1:
             return 0
-        if not can_cut_rows(rows, shard=plan.shard, expert=plan.expert):
-            valid = [d for d in divisors(plan.world_size // plan.expert) if rows % d == 0]
-            raise ValueError(
-                f"mesh.shard ({plan.shard}) must divide the rows ({rows}) of an expert's matrices "
-                f"({name}.experts.{parameter_name}): use {listed(valid)}"
-            )
+        valid = [d for d in divisors(plan.world_size // plan.expert) if rows % d == 0]
+        raise ValueError(
+            f"mesh.shard ({plan.shard}) must divide the rows ({rows}) of an expert's matrices "
+            f"({name}.experts.{parameter_name}): use {listed(valid)}"
+        )
     return 1
 
 
