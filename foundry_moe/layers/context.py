@@ -267,7 +267,7 @@ class BatchContext:
         A mapping of losses is anchored at `total`, other containers at each tensor.
         """
         if isinstance(loss, Tensor):
-            return _AnchorLoss.apply(loss, self.loss_scale(loss.device)) if loss.requires_grad else loss
+            return self._anchor(loss) if loss.requires_grad else loss
         if isinstance(loss, Mapping):
             names = ["total"] if "total" in loss else list(loss)
             return {**loss, **{name: self.anchor(loss[name]) for name in names}}
@@ -275,18 +275,12 @@ class BatchContext:
             return type(loss)(self.anchor(item) for item in loss)
         return loss
 
+    def _anchor(self, loss: Tensor) -> Tensor:
+        scale, anchored = self.loss_scale(loss.device), loss.clone()
 
-class _AnchorLoss(torch.autograd.Function):
-    """Identity; its backward pass, the first of all, records the gradient it receives."""
+        def record(gradient: Tensor) -> None:  # runs before all other nodes of the backward pass
+            # `.data`: a compiled layer has saved the buffer and must see the new value
+            scale.data.copy_(gradient.detach().sum())
 
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
-        ctx.scale = scale
-        ctx.count = loss.numel()
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # `.data`: a compiled layer has saved the buffer and must see the new value
-        ctx.scale.data.copy_(grads[0].detach().sum())
-        return grads[0], None
+        anchored.register_hook(record)
+        return anchored
