@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from foundry_moe.layers.gates.keys import BUILT_IN, GateKeys, LinearKeys
@@ -22,32 +22,15 @@ if TYPE_CHECKING:
 GROUP = "foundry_moe_gates"
 
 
-def gates_of_others() -> dict[str, EntryPoint]:
-    """Gates of other packages, by name."""
-    # up to version 0.1 this package registered its own gates in this group; an old installation must not shadow them
-    return {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
-
-
 def _declaration(name: str) -> Any:
     """The class that names a gate's losses: the keys of a built-in gate, else the gate itself."""
-    others = gates_of_others()
+    # up to version 0.1 this package registered its own gates in this group; an old installation must not shadow them
+    others = {e.name: e for e in entry_points(group=GROUP) if not e.value.startswith("foundry_moe.")}
     if name in others:
         return others[name].load()
     if name in BUILT_IN:
         return BUILT_IN[name][1]
     raise ValueError(f"gate.name: there is no gate {name!r}; {nearest(name, {*others, *BUILT_IN})}")
-
-
-def find_gate(name: str) -> type[Gate]:
-    """The gate class of this name.
-
-    Raises:
-        ValueError: no such gate; the nearest name is given.
-    """
-    cls = _declaration(name)
-    if issubclass(cls, GateKeys):
-        return getattr(import_module(f"foundry_moe.layers.gates.{name}"), BUILT_IN[name][0])
-    return cls
 
 
 def build_gate(
@@ -64,7 +47,10 @@ def build_gate(
     Raises:
         ValueError: unknown gate, unknown key, or a value that the gate refuses.
     """
-    cls = find_gate(settings["name"])
+    name = settings["name"]
+    cls = _declaration(name)
+    if issubclass(cls, GateKeys):
+        cls = getattr(import_module(f"foundry_moe.layers.gates.{name}"), BUILT_IN[name][0])
     config = from_mapping(cls.Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
     return cls(config, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
 
