@@ -79,7 +79,7 @@ def test_a_run_is_built_for_its_cluster_with_the_planned_bytes_on_a_rank(
             monkeypatch.setattr(placement, draw, lambda *_: None)
         monkeypatch.setattr(torch.nn.Module, "to_empty", lambda module, **_: module)  # stays without memory
         placed = placement.parallelize(model, mesh, ranks_per_node=per_node)
-        assert placed.plan == plan.mesh and len(placed.layers) == plan.shape.moe_layers
+        assert placed.plan == plan.mesh and len(named_moe_layers(model)) == plan.shape.moe_layers
         for block in model.model.transformer.blocks:
             fully_shard(block, mesh=placed.mesh)
         fully_shard(model, mesh=placed.mesh)
