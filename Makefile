@@ -90,4 +90,4 @@ chaos-ceph: env data/demo/facts.json
 	scripts/chaos_ceph.sh $(BIN)/python data/demo
 
 clean:
-	rm -rf runs data .venv .venv-stock .venv-transformers build *.egg-info
+	rm -rf runs data .venv .venv-stock .venv-newest .venv-transformers build *.egg-info

@@ -146,7 +146,7 @@ class RunReport(Callback):
         if self._mfu_of_rate:
             parts.append(f"MFU {rate * self._mfu_of_rate:.1%}")
         if done_before < done < 1:
-            parts.append(f"ETA {_time((1 - done) * seconds / (done - done_before))}")
+            parts.append(f"ETA {tqdm.format_interval((1 - done) * seconds / (done - done_before))}")
         loads = next((c for c in state.callbacks if isinstance(c, ExpertLoad)), None)
         if loads is not None and loads.latest_LE is not None:
             share_LE = loads.latest_LE / loads.latest_LE.sum(1, keepdim=True).clamp(min=1)
@@ -194,16 +194,6 @@ def _part_done(state: State) -> float:
     """Of `max_duration`, from 0 to 1."""
     elapsed = state.get_elapsed_duration()
     return 0.0 if elapsed is None else float(elapsed.value)
-
-
-def _time(seconds: float) -> str:
-    """`12 s`, `5 min`, `2 h 05 min`, `3 d 04 h`."""
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if minutes < 100:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} d {hours % 24:02} h"
 
 
 def _mfu_of_rate(state: State) -> float | None:
