@@ -1,7 +1,7 @@
 #!/bin/sh
 # Starts training with the cluster's environment variables for this node.
 #
-#   entrypoint.sh RUN.yaml [key=value ...]    trains: foundry_moe/train.py under a launcher
+#   entrypoint.sh RUN.yaml [key=value ...]    trains: foundry_moe/train.py under foundry_moe/launch/torchrun.py
 #   entrypoint.sh store                       serves the rendezvous of all nodes from a machine that has no part in them
 #   entrypoint.sh -- COMMAND ...              runs a command instead
 #
@@ -10,9 +10,8 @@
 #   Kubernetes          JOB_COMPLETION_INDEX of an Indexed Job, NNODES, MASTER_ADDR
 #   plain hosts         NNODES, NODE_RANK, MASTER_ADDR
 #   one node            none of them
-# LAUNCHER     torchrun (default: restarts, on fewer nodes too; through foundry_moe/launch/torchrun.py) or composer
 # NPROC        processes on this node (default: the GPUs here, or 1)
-# MIN_NODES    continue with as few (default: NNODES). Needs torchrun; checkpoints load on any number of processes.
+# MIN_NODES    continue with as few (default: NNODES): checkpoints load on any number of processes
 # STORE        HOST:PORT of that store; unset: it is on node 0, whose loss then ends the job. It may restart: agents wait 300 s
 # MAX_RESTARTS restarts after failures (default 100); a user's mistake ends the job at once, with exit code 2, values
 #              that are not finite with 3, a folder that another run has taken over with 4
@@ -122,32 +121,21 @@ export NODE_RANK="$rank" # Composer reads it, and torchrun does not set it
 # there: seen on torch 2.11 with gloo. A store for each life instead; on several nodes its port is any free one of node 0.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 script=${TRAIN_SCRIPT:-foundry_moe/train.py}
-case ${LAUNCHER:-torchrun} in
-    torchrun)
-        if [ "$nodes" -eq 1 ]; then
-            set -- python -m foundry_moe.launch.torchrun --standalone --nproc-per-node "$processes" --max-restarts "$restarts" "$script" "$@"
-        else
-            span=$nodes
-            [ "$least" -eq "$nodes" ] || span=$least:$nodes
-            # the store is on node 0, also when a node is restarted there under another rank
-            is_host=false
-            # A restart waits until a lost node has left the rendezvous: 4 s, and 6 s for more nodes, which share one store.
-            alive=keep_alive_interval=1,keep_alive_max_attempt=4
-            [ "$nodes" -le 16 ] || alive=keep_alive_interval=2,keep_alive_max_attempt=3
-            [ "$rank" -ne 0 ] || [ -n "$STORE" ] || is_host=true
-            set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
-                --rdzv-backend foundry --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \
-                --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30},$alive" "$script" "$@"
-        fi
-        ;;
-    composer)
-        [ "$least" -eq "$nodes" ] || die "MIN_NODES ($least) needs LAUNCHER=torchrun: composer needs all $nodes nodes"
-        world=$((nodes * processes))
-        set -- python -m foundry_moe.launch.composer --nproc "$processes" --world_size "$world" --node_rank "$rank" \
-            --base_rank $((rank * processes)) --master_addr "${master:-127.0.0.1}" --master_port "$port" "$script" "$@"
-        ;;
-    *) die "LAUNCHER (${LAUNCHER}) must be torchrun or composer" ;;
-esac
+if [ "$nodes" -eq 1 ]; then
+    set -- python -m foundry_moe.launch.torchrun --standalone --nproc-per-node "$processes" --max-restarts "$restarts" "$script" "$@"
+else
+    span=$nodes
+    [ "$least" -eq "$nodes" ] || span=$least:$nodes
+    # the store is on node 0, also when a node is restarted there under another rank
+    is_host=false
+    # A restart waits until a lost node has left the rendezvous: 4 s, and 6 s for more nodes, which share one store.
+    alive=keep_alive_interval=1,keep_alive_max_attempt=4
+    [ "$nodes" -le 16 ] || alive=keep_alive_interval=2,keep_alive_max_attempt=3
+    [ "$rank" -ne 0 ] || [ -n "$STORE" ] || is_host=true
+    set -- python -m foundry_moe.launch.torchrun --nnodes "$span" --nproc-per-node "$processes" --max-restarts "$restarts" \
+        --rdzv-backend foundry --rdzv-id "$job" --rdzv-endpoint "${STORE:-$master:$port}" \
+        --rdzv-conf "is_host=$is_host,join_timeout=900,last_call_timeout=${LAST_CALL_S:-30},$alive" "$script" "$@"
+fi
 
 if [ "${DRY_RUN:-}" = 1 ]; then
     printf '%s\n' "$@"

@@ -87,9 +87,9 @@ def train_command(arguments: argparse.Namespace) -> int:
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(processes)
     checked(words)
 
-    from foundry_moe.launch.composer import launch
+    from foundry_moe.launch.torchrun import launch_here
 
-    return launch(["-n", str(processes), __file__, *words])
+    return launch_here(processes, [__file__, *words])
 
 
 def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:

@@ -61,8 +61,8 @@ def add_train_parser(subparsers: Any) -> None:
         subparsers,
         "train",
         help="train a run on this machine",
-        description="Checks the run, then starts one process a GPU with Composer's launcher, and waits for the last "
-        "save when it is stopped (SIGTERM, Ctrl-C). The same command resumes the run.",
+        description="Checks the run, then starts one process a GPU, and waits for the last save when it is stopped "
+        "(SIGTERM, Ctrl-C). The same command resumes the run.",
         example="run.yaml -n 8 max_duration=100ba",
     )
     parser.add_argument("yaml", help="the run")

@@ -26,8 +26,6 @@ torch 2.7.0, CPU processes only:
 
 Composer 0.32.1:
 
-- `cli.launcher._monitor_processes`, `_cleanup_processes` (`launch/composer.py`): a signal is passed on and the save
-  waited for, without a traceback. Public way: none; the launcher has no option for either.
 - `trainer.checkpoint.load_checkpoint` (`callbacks/composer_checkpoints.py`): skips `load_path` in a run that resumes.
   Public way: none; callbacks do not see the path. Composer documents a replacement of this function.
 - `prepare_distributed.meta_init` (`algorithms/weights_from_files.py`): gives parameters memory without drawing values.

@@ -1,6 +1,6 @@
 """`torchrun` that waits for the save of a stop, does not restart after a user's mistake, and notices silent nodes.
 
-Usage: `python -m foundry_moe.launch.torchrun --nnodes ... SCRIPT ...`
+Usage: `python -m foundry_moe.launch.torchrun --nnodes ... SCRIPT ...`; `foundry-moe train` calls `launch_here`.
 
 **Stops.** torchrun passes a signal on, waits 30 s and exits with 1 and a traceback. This launcher waits for
 `elastic_checkpoint.grace` and exits with 75. When a process fails, torchrun sends SIGTERM to the others, which requests
@@ -22,11 +22,14 @@ The private functions of torch that are replaced here are listed in `foundry_moe
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -40,11 +43,13 @@ from torch.distributed.launcher import api
 
 from foundry_moe.launch import rendezvous
 from foundry_moe.launch.checkpoint_settings import RESTART
-from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings
-from foundry_moe.launch.fork_server import ForkServer, serves
+from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings, stopped_early
+from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
-from foundry_moe.launch.user_errors import NO_RESTART, USER_ERROR
+from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR
 
+SETTLE_S = 2.0  # for ranks that end with an error that all have
+LAST_LINES = 60  # of a failed rank's output
 SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # its default for --signals-to-handle
 
@@ -75,6 +80,8 @@ class Agent(LocalElasticAgent):
         def close_in_time(death_sig: signal.Signals | None = None, timeout: float = 0) -> None:
             codes = {failure.exitcode for failure in processes._failures.values()}
             if death_sig is None and codes - {RESTART}:
+                if codes & {USER_ERROR, *NO_RESTART}:
+                    _settle(processes)  # all ranks have this error, and rank 0 prints it
                 death_sig = signal.SIGKILL  # they cannot save without the one that failed
             close(death_sig, timeout or self.wait_s)
 
@@ -139,8 +146,11 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*keys, **more)
 
 
-def launch(arguments: list[str]) -> int:
+def launch(arguments: list[str], logs: Path | None = None) -> int:
     """Runs torchrun with these arguments.
+
+    Args:
+        logs: the folder of the ranks' output; see `launch_here`.
 
     Returns:
         0; 2 for a user's mistake, 3 for values that are not finite, 4 for a folder that was taken over, 75 for a stop,
@@ -161,6 +171,8 @@ def launch(arguments: list[str]) -> int:
         try:
             run.main(arguments)
         except ChildFailedError as error:
+            if logs is not None:
+                return _report(error, logs, config.signals)
             if Agent.final is not None:
                 return Agent.final
             if any(failure.exitcode == RESTART for failure in error.failures.values()):
@@ -171,6 +183,46 @@ def launch(arguments: list[str]) -> int:
                 raise
             return RESTART if Agent.final is None else Agent.final
     return 0
+
+
+def _settle(processes: Any) -> None:
+    end = time.monotonic() + SETTLE_S
+    while time.monotonic() < end and any(h.proc.poll() is None for h in processes.subprocess_handlers.values()):
+        time.sleep(0.02)
+
+
+def launch_here(processes: int, words: list[str]) -> int:
+    """Runs a script with its arguments in processes of this machine. The console shows rank 0.
+
+    Returns:
+        As `launch`; 1 where that raises, after the last lines of the rank that failed first.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ.setdefault(SERVER, "0")  # nothing restarts here, which is what a fork server is for
+    logging.disable(logging.ERROR)  # torchrun's own lines about signals and exit codes
+    with tempfile.TemporaryDirectory(prefix="foundry-moe-") as logs:
+        others = [f"--redirects={','.join(f'{rank}:3' for rank in range(1, processes))}"] if processes > 1 else []
+        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", f"--log-dir={logs}"]
+        return launch([*options, *others, *words], Path(logs))
+
+
+def _report(error: ChildFailedError, logs: Path, signals: tuple[str, ...]) -> int:
+    """Prints what rank 0 has not printed of a failure of processes on this machine; returns the exit code."""
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    early = {-signal.Signals[name] for name in signals} & set(codes.values())  # before they could handle the signal
+    if early and codes.get(0) != RESTART:
+        print(stopped_early(-min(early)), file=sys.stderr)
+    if early or RESTART in codes.values():
+        return RESTART
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode
+    if code < 0:
+        print(f"rank {rank} died of {signal.Signals(-code).name}", file=sys.stderr)
+    elif rank and not (code == codes.get(0) and code in (USER_ERROR, *NO_RESTART)):
+        print(f"rank {rank} ended with exit code {code}:", file=sys.stderr)
+        for path in sorted(logs.glob(f"*/attempt_0/{rank}/std*.log")):
+            print(*path.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+    return PASSING_ERROR if Agent.final is None else Agent.final
 
 
 @contextlib.contextmanager

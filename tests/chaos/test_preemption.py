@@ -36,7 +36,7 @@ def words(tiny_arguments: Callable[[Path], list[str]], folder: Path, log: Path, 
 
 
 def launcher_words(way: str) -> list[str]:
-    if way.startswith("entrypoint"):
+    if way == "entrypoint":
         return ["/bin/sh", entrypoint.SCRIPT]
     return [sys.executable, "-m", "composer.cli.launcher", "-n", "4", f"{ROOT}/foundry_moe/train.py"]
 
@@ -55,16 +55,14 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
         ("entrypoint", "launcher", 75),
         # a node's processes get Slurm's warning, others none; the entrypoint's launcher starts all anew, here never
         pytest.param("entrypoint", "one rank", 75, marks=pytest.mark.slow),
-        pytest.param("entrypoint with composer", "all", 75, marks=pytest.mark.slow),
+        pytest.param("entrypoint", "all", 75, marks=pytest.mark.slow),
         pytest.param("composer", "launcher", 75, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_loses_no_batch(tiny_arguments, tmp_path, way, whom, code) -> None:
     log = tmp_path / "log.jsonl"
     four = ["fsdp_config={}", "model.moe.mesh={expert: 2, shard: 2, replicate: 1}", "device_train_microbatch_size=1"]
-    environment = entrypoint.environment(
-        NPROC="4", MAX_RESTARTS="0", LAUNCHER="composer" if way.endswith("composer") else "torchrun"
-    )
+    environment = entrypoint.environment(NPROC="4", MAX_RESTARTS="0")
     with open(tmp_path / "printed", "w") as printed:
         launcher = subprocess.Popen(
             [*launcher_words(way), *words(tiny_arguments, tmp_path, log, LONG), *four],

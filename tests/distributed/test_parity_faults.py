@@ -50,20 +50,28 @@ def test_ranks_that_hang_tell_where() -> None:
         run_processes(parity_worker.wait_for_ever, world_size=2, timeout_s=5.0, preload=PRELOAD)
 
 
+COMPOSER = (sys.executable, "-m", "composer.cli.launcher", "-n", "2", "foundry_moe/train.py")
+OURS = (sys.executable, "-m", "foundry_moe.cli", "train", "-n", "2")
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("launcher", "kind", "message"),
     [
-        ("raises", "the data of batch 1 is torn"),
-        pytest.param("dies", "Rank 1 crashed with exit code -9", marks=pytest.mark.slow),
+        (COMPOSER, "raises", "the data of batch 1 is torn"),
+        (OURS, "raises", "the data of batch 1 is torn"),
+        (OURS, "dies", "rank 1 died of SIGKILL"),
+        pytest.param(COMPOSER, "dies", "Rank 1 crashed with exit code -9", marks=pytest.mark.slow),
     ],
 )
-def test_a_failing_rank_ends_a_run_under_the_composer_launcher(kind: str, message: str, tmp_path: Path) -> None:
-    """Through `composer -n 2 foundry_moe/train.py`: the other rank waits in an all-to-all when the first goes."""
+def test_a_failing_rank_ends_a_run_under_a_launcher(
+    launcher: tuple[str, ...], kind: str, message: str, tmp_path: Path
+) -> None:
+    """The other rank waits in an all-to-all when the first goes."""
     root = Path(__file__).parents[2]
     fault = tmp_path / "fault"
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "composer.cli.launcher", "-n", "2", "foundry_moe/train.py"),
+            *launcher,
             "tests/distributed/tiny.yaml",
             "algorithms.dmoe.mesh.expert=2",
             "code_paths=[benchmarks/random_tokens.py,tests/distributed/fault_callback.py]",

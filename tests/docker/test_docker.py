@@ -72,14 +72,11 @@ def test_slurm_says_who_and_where(tools) -> None:
 
 
 @pytest.mark.quick
-def test_kubernetes_and_plain_hosts_and_composer() -> None:
+def test_kubernetes_and_plain_hosts() -> None:
     words = command("run.yaml", JOB_COMPLETION_INDEX="1", NNODES="2", MASTER_ADDR="moe-0.moe", NPROC="8")
     assert after(words, "--rdzv-endpoint") == "moe-0.moe:29500" and after(words, "--nnodes") == "2"
     hosts = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1234", "NPROC": "4"}
     assert after(command("run.yaml", **hosts), "--rdzv-endpoint") == "a:1234"
-    words = command("run.yaml", LAUNCHER="composer", **hosts)
-    options = ("--world_size", "--node_rank", "--base_rank", "--master_addr", "--master_port", "--nproc")
-    assert [after(words, option) for option in options] == ["12", "2", "8", "a", "1234", "4"]
 
 
 @pytest.mark.quick
@@ -95,11 +92,6 @@ def test_kubernetes_and_plain_hosts_and_composer() -> None:
         ({"MASTER_PORT": "99999"}, "MASTER_PORT (99999) must be from 1 to 65535"),
         ({"MIN_NODES": "2"}, "MIN_NODES (2) must be from 1 to the number of nodes (1)"),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS (-1) must be a whole number"),
-        ({"LAUNCHER": "mpirun"}, "LAUNCHER (mpirun) must be torchrun or composer"),
-        (
-            {"LAUNCHER": "composer", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MIN_NODES": "1"},
-            "needs LAUNCHER=torchrun",
-        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_exit_code_2(environment, words) -> None:
@@ -362,7 +354,7 @@ def test_install_steps_make_an_environment_that_works(tmp_path) -> None:
         "from importlib.metadata import entry_points\n"
         "every = [e for group in entry_points().groups for e in entry_points(group=group)]\n"
         "ours = [e for e in every if e.value.startswith('foundry_moe')]\n"
-        "assert len(ours) > 15, len(ours)\n"
+        "assert len(ours) > 10, len(ours)\n"
         "for e in ours: e.load()\n"
         "import torch, triton; print(torch.__version__, triton.__version__)\n"
     )

@@ -15,11 +15,11 @@ from foundry_moe.launch.ending import DEFAULTS, stop_settings
 from tests.helpers.stop_worker import ROOT, WORKER
 
 
-def start(tmp_path: Path, launcher: str, kind: str, *options: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, launcher: tuple[str, ...], kind: str) -> subprocess.Popen[str]:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "run.yaml").write_text("callbacks: {elastic_checkpoint: {folder: x, grace: 20s}}\n")
     arguments = [str(tmp_path / "run.yaml"), f"folder={tmp_path}", f"kind={kind}"]
-    words = [sys.executable, "-m", f"foundry_moe.launch.{launcher}", *options, str(tmp_path / "worker.py"), *arguments]
+    words = [sys.executable, *launcher, str(tmp_path / "worker.py"), *arguments]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
@@ -29,14 +29,15 @@ def names(tmp_path: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in tmp_path.glob(pattern))
 
 
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-COMPOSER = ("composer", "-n", "2")
+TORCHRUN = ("-m", "foundry_moe.launch.torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+# what `foundry-moe train` calls
+HERE = ("-c", "import sys; from foundry_moe.launch.torchrun import launch_here; sys.exit(launch_here(2, sys.argv[1:]))")
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("launcher", "number"), [(TORCHRUN, signal.SIGUSR1), (COMPOSER, signal.SIGTERM)])
+@pytest.mark.parametrize(("launcher", "number"), [(TORCHRUN, signal.SIGUSR1), (HERE, signal.SIGTERM)])
 def test_a_signal_is_passed_on_once_and_the_save_waited_for(tmp_path, launcher, number) -> None:
-    process = start(tmp_path, launcher[0], "long", *launcher[1:])
+    process = start(tmp_path, launcher, "long")
     while len(names(tmp_path, "life-*")) < 2:
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.1)
@@ -57,13 +58,13 @@ def test_a_signal_is_passed_on_once_and_the_save_waited_for(tmp_path, launcher, 
         (TORCHRUN, "1", 1, 2),  # may pass: started anew, and the other not asked for a save that it cannot make
         (TORCHRUN, "3", 3, 1),  # numbers that are not finite
         (TORCHRUN, "4", 4, 1),  # another process has taken over: a restart would take the folder back
-        (COMPOSER, "4", 4, 1),
+        (HERE, "4", 4, 1),
         (TORCHRUN, "75", 75, 2),  # one rank was asked to stop
-        pytest.param(COMPOSER, "1", 1, 1, marks=pytest.mark.slow),
+        pytest.param(HERE, "1", 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_ends_ends_the_others(tmp_path, launcher, kind, code, lives) -> None:
-    process = start(tmp_path, launcher[0], kind, *launcher[1:])
+    process = start(tmp_path, launcher, kind)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == code, said
     assert len(names(tmp_path, "life-1-*")) == lives
@@ -72,7 +73,7 @@ def test_a_process_that_ends_ends_the_others(tmp_path, launcher, kind, code, liv
 
 
 def test_a_signal_to_one_process_before_it_can_handle_any_stops_the_run(tmp_path) -> None:
-    process = start(tmp_path, COMPOSER[0], "early", *COMPOSER[1:])
+    process = start(tmp_path, HERE, "early")
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 75, said
     assert said.splitlines()[-1].startswith("Stopped by SIGTERM while no batch was trained") and "exited" not in said
