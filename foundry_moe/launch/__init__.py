@@ -12,7 +12,8 @@ replaced by a subclass of it with these methods:
 - `_start_workers`, `_stop_workers`: begin and end of the heartbeats of one start. Public way: none;
   `keep_alive_interval` of `--rdzv-conf` removes a silent node from the rendezvous and leaves its peers in a collective.
   `_start_workers` also replaces `close` of the processes: it waits for `elastic_checkpoint.grace`, not 30 s, and kills
-  the peers of a failed process at once. Public way: none; 30 s is a default argument that no flag sets.
+  the peers of a failed process at once, or 2 s after a user's mistake, which rank 0 prints. Public way: none; 30 s is a
+  default argument that no flag sets.
 - `_shutdown`: a second signal does not end the wait for the save. Public way: none.
 
 and `SubprocessHandler._popen` takes processes from `launch/fork_server.py`. Public way: `--run-path --start-method

@@ -51,6 +51,7 @@ from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR
 SETTLE_S = 2.0  # for ranks that end with an error that all have
 LAST_LINES = 60  # of a failed rank's output
 SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
+CUT_SHORT = "Ended by a second SIGINT before the save was complete: the next start resumes the newest checkpoint."
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # its default for --signals-to-handle
 
 
@@ -181,6 +182,8 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
         except SignalException as error:
             if error.sigval.name not in config.signals:
                 raise
+            if Agent.final == INTERRUPTED:
+                print(CUT_SHORT, file=sys.stderr)
             return RESTART if Agent.final is None else Agent.final
     return 0
 

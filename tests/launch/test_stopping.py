@@ -51,6 +51,21 @@ def test_a_signal_is_passed_on_once_and_the_save_waited_for(tmp_path, launcher, 
     assert (tmp_path / "signal-0").read_text() == number.name
 
 
+def test_a_second_ctrl_c_ends_the_run_before_its_save_is_complete(tmp_path) -> None:
+    process = start(tmp_path, HERE, "slow")
+    while len(names(tmp_path, "life-*")) < 2:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)  # a second one within a second is the same key
+    assert names(tmp_path, "signal-*") == ["signal-0", "signal-1"] and process.poll() is None
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1].startswith("Ended by a second SIGINT before the save was complete")
+    assert "Traceback" not in said and not names(tmp_path, "saved-*")
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("launcher", "kind", "code", "lives"),
