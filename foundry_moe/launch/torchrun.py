@@ -172,13 +172,15 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
         try:
             run.main(arguments)
         except ChildFailedError as error:
-            if logs is not None:
-                return _report(error, logs, config.signals)
+            codes = {failure.exitcode for failure in error.failures.values()}
+            stopped = RESTART in codes if logs is None else _print_failure(error, logs, config.signals)
             if Agent.final is not None:
                 return Agent.final
-            if any(failure.exitcode == RESTART for failure in error.failures.values()):
+            if stopped:
                 return RESTART
-            raise
+            if logs is None:
+                raise
+            return PASSING_ERROR
         except SignalException as error:
             if error.sigval.name not in config.signals:
                 raise
@@ -204,19 +206,19 @@ def launch_here(processes: int, words: list[str]) -> int:
     os.environ.setdefault(SERVER, "0")  # nothing restarts here, which is what a fork server is for
     logging.disable(logging.ERROR)  # torchrun's own lines about signals and exit codes
     with tempfile.TemporaryDirectory(prefix="foundry-moe-") as logs:
-        others = [f"--redirects={','.join(f'{rank}:3' for rank in range(1, processes))}"] if processes > 1 else []
-        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", f"--log-dir={logs}"]
-        return launch([*options, *others, *words], Path(logs))
+        others = ",".join(f"{rank}:3" for rank in range(1, processes)) or "0"  # both streams of each go to files
+        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]
+        return launch([*options, f"--log-dir={logs}", f"--redirects={others}", *words], Path(logs))
 
 
-def _report(error: ChildFailedError, logs: Path, signals: tuple[str, ...]) -> int:
-    """Prints what rank 0 has not printed of a failure of processes on this machine; returns the exit code."""
+def _print_failure(error: ChildFailedError, logs: Path, signals: tuple[str, ...]) -> bool:
+    """Prints what rank 0 has not printed of a failure on this machine; returns whether it is a stop."""
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     early = {-signal.Signals[name] for name in signals} & set(codes.values())  # before they could handle the signal
     if early and codes.get(0) != RESTART:
         print(stopped_early(-min(early)), file=sys.stderr)
-    if early or RESTART in codes.values():
-        return RESTART
+    if early or (RESTART in codes.values() and Agent.final is None):
+        return True
     rank, failure = error.get_first_failure()
     code = failure.exitcode
     if code < 0:
@@ -225,7 +227,7 @@ def _report(error: ChildFailedError, logs: Path, signals: tuple[str, ...]) -> in
         print(f"rank {rank} ended with exit code {code}:", file=sys.stderr)
         for path in sorted(logs.glob(f"*/attempt_0/{rank}/std*.log")):
             print(*path.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
-    return PASSING_ERROR if Agent.final is None else Agent.final
+    return False
 
 
 @contextlib.contextmanager
