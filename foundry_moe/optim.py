@@ -33,90 +33,81 @@ class DecoupledAdamWFused(DecoupledAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """As in Composer's optimizer, which launches one more kernel a parameter.
+        """As in Composer's optimizer.
 
-        Composer's closure ends in a wait for the loss: until the first launch after it the device is idle.
+        Composer's closure ends in a wait for the loss: until the first launch after it the device is idle. So little
+        happens between the two.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         try:
-            for group in self.param_groups:
-                self._update(group)
+            for index, group in enumerate(self.param_groups):
+                self._update(index, group)
         finally:
             self.gradient_factor = None
         return loss
 
-    def _update(self, group: dict[str, Any]) -> None:
+    def _update(self, index: int, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None and p.requires_grad]
         if not params:
             return
-        group.setdefault("initial_lr", group["lr"])
+        lr, initial_lr, (beta1, beta2) = group["lr"], group.setdefault("initial_lr", group["lr"]), group["betas"]
+        names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
         for p in params:
             state = self.state[p]
             if p.grad.is_sparse:
                 raise RuntimeError("decoupled_adamw_fused does not support sparse gradients")
             if "step" not in state:
                 state["step"] = torch.zeros((), dtype=torch.float, device=p.device)
-                names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
                 state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})
-        states = [self.state[p] for p in params]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
-        self.adamw(
-            params, [p.grad for p in params], [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [], steps,
-            amsgrad=group["amsgrad"], beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-            initial_lr=group["initial_lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
-
-    def adamw(  # type: ignore[override]  # a static method of Composer, called on the instance
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-        *,
-        amsgrad: bool,
-        beta1: float,
-        beta2: float,
-        lr: float,
-        initial_lr: float,
-        weight_decay: float,
-        eps: float,
-    ) -> None:
-        """`DecoupledAdamW.adamw` with one kernel a parameter; the same arguments."""
-        lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
+        steps = [_part(self.state[p]["step"]) for p in params]
+        tensors = [[_part(t) for t in (p, p.grad, *(self.state[p][name] for name in names))] for p in params]
         # a rank may have an empty shard of a small parameter
-        kept = [i for i, part in enumerate(map(_part, params)) if part.numel()]
-        if not kept:
-            return
-        parts: list[Any] = [[_part(tensors[i]) for i in kept] if tensors else [] for tensors in lists]
-        params, grads, means, squares, _, state_steps = parts
+        kept = [i for i, (param, *_) in enumerate(tensors) if param.numel()]
         factor = self.gradient_factor
-        if amsgrad or not all(_fits_kernel(*tensors) for tensors in zip(*parts[:4], strict=True)):
+        if group["amsgrad"] or not all(_fits_kernel(*tensors[i]) for i in kept):
+            torch._foreach_add_(steps, 1)
+            if not kept:
+                return
+            local, grads, means, squares, *largest = map(list, zip(*(tensors[i] for i in kept), strict=True))
             # torch removes lr * weight_decay of a weight, Composer (lr / initial_lr) * weight_decay
-            decay = weight_decay / initial_lr if initial_lr else (weight_decay / lr if lr else 0.0)
+            decay = group["weight_decay"] / initial_lr if initial_lr else (group["weight_decay"] / lr if lr else 0.0)
             if factor is not None:
-                parts[1] = torch._foreach_mul(grads, factor.to(grads[0].dtype))
+                grads = list(torch._foreach_mul(grads, factor.to(grads[0].dtype)))
             torch._fused_adamw_(
-                *parts, lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=amsgrad, maximize=False
-            )
-            return
-        torch.autograd.graph.increment_version([*params, *means, *squares])  # as operators of torch do
-        steps_N = torch.stack(state_steps).double()
-        corrections_N2 = torch.stack([1 - beta1**steps_N, 1 - beta2**steps_N], dim=1).float()
-        factor = None if factor is None else factor.float()
-        decay = weight_decay * (lr / initial_lr if initial_lr else 1.0)
-        for param, grad, mean, square, corrections in zip(params, grads, means, squares, corrections_N2, strict=True):
-            adamw(
-                param, grad, (mean, square), corrections, factor,
-                lr=lr, beta1=beta1, beta2=beta2, eps=eps, decay=decay,
+                local, grads, means, squares, largest[0] if largest else [], [steps[i] for i in kept],
+                lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"], amsgrad=group["amsgrad"],
+                maximize=False,
             )  # fmt: skip
+            return
+        corrections = self._corrections(index, group, steps)
+        decay = group["weight_decay"] * (lr / initial_lr if initial_lr else 1.0)
+        factor = None if factor is None else factor.float()
+        for i in kept:
+            param, grad, mean, square = tensors[i]
+            torch.autograd.graph.increment_version([param, mean, square])  # as operators of torch do
+            adamw(
+                param, grad, (mean, square), corrections[i], factor,
+                lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], decay=decay,
+            )  # fmt: skip
+        torch._foreach_add_(steps, 1)
+        self._corrections(index, group, steps)  # of the next step, while the device is busy with this one
+
+    def _corrections(self, index: int, group: dict[str, Any], steps: list[Tensor]) -> tuple[Tensor, ...]:
+        """fp32 [2] for each parameter: 1 - beta ** step for both betas, of the step after `steps`.
+
+        Kept until `steps` or betas are others, as after a checkpoint was loaded.
+        """
+        found = group["betas"], [step._version for step in steps]
+        ahead = self.__dict__.setdefault("_ahead", {})
+        known, known_steps, corrections = ahead.get(index, (None, [], ()))
+        if known != found or any(step is not other for step, other in zip(steps, known_steps, strict=True)):
+            steps_N = torch.stack(steps).double() + 1
+            corrections = torch.stack([1 - beta**steps_N for beta in group["betas"]], dim=1).float().unbind()
+            ahead[index] = found, steps, corrections
+        return corrections
 
 
 def _fits_kernel(*tensors: Tensor) -> bool:

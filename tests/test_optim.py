@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from composer.optim import DecoupledAdamW
@@ -49,6 +51,27 @@ def test_updates_equal_decoupled_adamw(monkeypatch: pytest.MonkeyPatch, kernel: 
     for ours, theirs in zip(updated, expected, strict=True):
         # fp32 in another order of rounding, five steps
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-7)
+
+
+def test_a_loaded_state_continues_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "_fits_kernel", lambda *_: True)
+
+    def update(optimizer: DecoupledAdamWFused, times: int) -> torch.Tensor:
+        """The last of some equal steps from weights of zero, which decay leaves alone."""
+        (parameter,) = optimizer.param_groups[0]["params"]
+        for _ in range(times):
+            parameter.data.zero_()
+            parameter.grad = torch.full_like(parameter, 0.3)
+            optimizer.step()
+        return parameter.detach().clone()
+
+    optimizer = DecoupledAdamWFused([nn.Parameter(torch.zeros(3, device=DEVICE))], **KEYS)
+    update(optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    second = update(optimizer, 1)
+    update(optimizer, 3)
+    optimizer.load_state_dict(state)
+    assert torch.equal(update(optimizer, 1), second)
 
 
 def test_factor_holds_for_one_step_and_leaves_gradients() -> None:
