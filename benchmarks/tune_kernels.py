@@ -53,18 +53,15 @@ SPECIALISED = [
     for s, p in ((4, 2), (4, 4), (3, 1), (3, 2))
     for g in (1, 2, 4, 8, 16)
 ]
+TALL = [Tile(specialised=1, bm=192, split=p, group=g) for p in (2, 4) for g in (1, 2, 3, 4, 6, 8, 12, 16)]
 SPECIALISED_UP = [  # this epilogue stores halves always; with three stages there is room for a second buffer
     Tile(specialised=1, stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)
 ]
 
 
-def candidates(product: str) -> list[Tile]:
-    return SPECIALISED_UP if product == "up2" else SPECIALISED
-
-
 @dataclasses.dataclass(kw_only=True)
 class Product:
-    """One product of one case, ready to run with any tile."""
+    """One product of one case, ready to run with any tile; one that reads tokens, with those of two consumers."""
 
     case: str
     name: str
@@ -72,6 +69,10 @@ class Product:
     flops: float
     run: Callable[[Tile], object]
     peer: Callable[[], object]
+    tokens: bool = False
+
+    def candidates(self) -> list[Tile]:
+        return [*(SPECIALISED_UP if self.name == "up2" else SPECIALISED), *([] if self.tokens else TALL)]
 
 
 def loads(rows: int, experts: int, load: str, device: str) -> torch.Tensor:
@@ -108,20 +109,26 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
     def key(name: str, n: int, k: int) -> str:
         return tuning.shape_class(name, rows_per_expert=per_expert, n=n, k=k)
 
-    def p(name: str, n: int, k: int, times: int, run: Callable[[Tile], object], peer: Callable[[], object]) -> Product:
+    def p(
+        name: str, n: int, k: int, times: int, run: Callable[[Tile], object], peer: Callable[[], object],
+        tokens: bool = False,
+    ) -> Product:  # fmt: skip
         def peers() -> None:
             for _ in range(times):
                 peer()
 
-        return Product(case=case, name=name, key=key(name, n, k), flops=times * one, run=run, peer=peers)
+        return Product(case=case, name=name, key=key(name, n, k), flops=times * one, run=run, peer=peers, tokens=tokens)
 
     # layers of narrow experts hand tokens to two of the products
     tokens = ep.Tokens(x_TD=x[: rows_ // 8], source_R=source, choices=8)
     taken = tokens if ep.gathers(x, f) and gated else x
-    beside = (tokens, torch.empty_like(x)) if taken is tokens and ep.copies(tokens) else None
+    gathered = taken is tokens
+    beside = (tokens, torch.empty_like(x)) if gathered and ep.copies(tokens) else None
     even = rows_ // experts * experts
     x3, h3, dy3 = (t[:even].view(experts, per_expert, -1) for t in (x, h, dy))
-    yield p(f"up{planes}", f, d, planes, lambda t: ep.up(taken, up_weights, rows, act, tile=t), lambda: x3 @ w1.mT)
+    yield p(
+        f"up{planes}", f, d, planes, lambda t: ep.up(taken, up_weights, rows, act, tile=t), lambda: x3 @ w1.mT, gathered
+    )
     yield p("nt", f, d, 1, lambda t: ep.rows_product(x[None], (w1,), rows, transposed=True, tile=t), lambda: x3 @ w1.mT)
     yield p("nt", d, f, 1, lambda t: ep.rows_product(h[None], (w2,), rows, transposed=True, tile=t), lambda: h3 @ w2.mT)
     yield p("nn", f, d, 1, lambda t: ep.rows_product(dy[None], (w2,), rows, transposed=False, tile=t), lambda: x3 @ w2)
@@ -130,12 +137,13 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
         yield p(
             "nn2", d, f, 2,
             lambda t: ep.rows_product(z, up_weights, rows, transposed=False, tile=t, beside=beside), lambda: h3 @ w1,
+            beside is not None,
         )  # fmt: skip
         # of LoRA adapters, rank 16
         low_h = ep.LowRank(a_RL=new(rows_, 16), b=new(1, experts, d, 16))
         low_dy = ep.LowRank(a_RL=low_h.a_RL, b=new(1, experts, 16, f))
         low_z = ep.LowRank(a_RL=new(rows_, 32), b=new(1, experts, 32, d))
-        dy_rows = taken if taken is tokens else dy[None]
+        dy_rows = taken if gathered else dy[None]
         yield p(
             "low_nt", d, f, 1,
             lambda t: ep.rows_product(h[None], (w2,), rows, transposed=True, tile=t, low=low_h), lambda: h3 @ w2.mT,
@@ -143,6 +151,7 @@ def products(case: str, device: str, load: str) -> Iterator[Product]:
         yield p(
             "low_nn", f, d, 1,
             lambda t: ep.rows_product(dy_rows, (w2,), rows, transposed=False, tile=t, low=low_dy), lambda: x3 @ w2,
+            gathered,
         )  # fmt: skip
         yield p(
             "low_nn2", d, f, 2,
@@ -166,7 +175,7 @@ def _compile(share: tuple[int, int, list[str]]) -> None:
         for product in products("tiny", "cuda", "equal"):
             if names and product.name not in names:
                 continue
-            for tile in {dataclasses.replace(tile, group=1) for tile in candidates(product.name)}:
+            for tile in {dataclasses.replace(tile, group=1) for tile in product.candidates()}:
                 count += 1
                 if count % of == index:
                     try:
@@ -200,7 +209,7 @@ def main() -> None:
             if names and equal.name not in names:
                 continue
             tiles = []
-            for tile in candidates(equal.name):
+            for tile in equal.candidates():
                 try:
                     equal.run(tile)
                     tiles.append(tile)
@@ -212,7 +221,8 @@ def main() -> None:
             ranked = sorted(pairs, key=lambda pair: pair[0] + pair[1])
             best[equal.key] = dataclasses.asdict(ranked[0][2])
             shown = "  ".join(
-                f"{equal.flops / even / 1e9:.0f}, {equal.flops / uneven / 1e9:.0f}: s{t.stages} g{t.group} /{t.split}"
+                f"{equal.flops / even / 1e9:.0f}, {equal.flops / uneven / 1e9:.0f}: "
+                f"{t.bm} s{t.stages} g{t.group} /{t.split}"
                 for even, uneven, t in [*ranked[: args.top], ranked[-1]]
             )
             print(f"{case:8s} {equal.key:30s} bmm {equal.flops / peer / 1e9:.0f} | {shown}", flush=True)

@@ -18,11 +18,14 @@ from foundry_moe_kernels import autotune, descriptors, tuning
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_products import ragged_inner_kernel, ragged_rows_kernel
-from foundry_moe_kernels.topology import block_row_table, packed_block_rows, split_block_rows
+from foundry_moe_kernels.topology import block_row_tables, packed_block_rows, split_block_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
-BLOCK = 128
+BLOCK, TALL = 128, 192  # rows of a tile: tiles of three consumers are tall
+# Rows that are no multiple of a cache line (of 16-bit floats) take more of L2, so that tall tiles win: a layer of 60
+# experts of 1092 rows, 2120 x 1000, takes 0.94 of the time (H200) and 0.88 (H100). Fewer rows were not measured
+_LINE, _TALL_FROM = 64, 512
 # Experts up to this width gather tokens in their first product: it then takes some 6 % longer for every width,
 # while a copy of the rows takes as long for all (H200)
 GATHER_UP_TO = 1024
@@ -31,15 +34,14 @@ _GATHER_WIDTHS = range(256, 4097, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedRows:
-    """Rows of every expert and the block rows (of 128) that cover them. Built by `ragged_rows`.
+    """Rows of every expert and the block rows that cover them. Built by `ragged_rows`.
 
-    count: of block rows, and two integers that products count their tiles with: products of the same rows follow one
-    another on one stream.
+    blocks: for BLOCK and TALL rows, entries_M4 and a count of block rows with two integers that products count their
+        tiles with: products of the same rows follow one another on one stream.
     """
 
     offsets_E: Tensor
-    entries_M4: Tensor
-    count: Tensor
+    blocks: dict[int, tuple[Tensor, Tensor]]
     order_E: Tensor
     num_rows: int
 
@@ -98,17 +100,18 @@ def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) 
     """The block rows of experts whose rows end at `offsets_E` (int32 [E]), made here or by `pack_rows` before."""
     if packed is None:
         packed = pack_rows(offsets_E, num_rows)
-    entries_M4, count, order_E = split_block_rows(packed, offsets_E.shape[0])
-    return RaggedRows(offsets_E=offsets_E, entries_M4=entries_M4, count=count, order_E=order_E, num_rows=num_rows)
+    *tables, order_E = split_block_rows(packed, num_rows, offsets_E.shape[0], (BLOCK, TALL))
+    blocks = dict(zip((BLOCK, TALL), tables, strict=True))
+    return RaggedRows(offsets_E=offsets_E, blocks=blocks, order_E=order_E, num_rows=num_rows)
 
 
 def packed_size(experts: int, num_rows: int) -> int:
     """Integers of `pack_rows`."""
-    return packed_block_rows(num_rows, experts, BLOCK)
+    return packed_block_rows(num_rows, experts, (BLOCK, TALL))
 
 
 def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
-    """The table of `ragged_rows` as one int32 tensor, for all products of a layer. Reads nothing on the host.
+    """The tables of `ragged_rows` as one int32 tensor, for all products of a layer. Reads nothing on the host.
 
     With FOUNDRY_MOE_DEBUG=1 in the environment it also reads the offsets and checks them.
 
@@ -123,7 +126,7 @@ def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
             raise ValueError(
                 f"offsets {ends[1:]} must not fall and must end at {num_rows} (the rows there are) at most"
             )
-    return block_row_table(offsets_E, num_rows, BLOCK)
+    return block_row_tables(offsets_E, num_rows, (BLOCK, TALL))
 
 
 def _check_operands(a_PRK: Tensor | Tokens, weights: tuple[Tensor, ...], rows: RaggedRows, k: int) -> None:
@@ -154,26 +157,27 @@ def _programs(device: torch.device, tile: Tile, tiles: int) -> int:
 
 def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], object]) -> Tile:
     offsets_E = rows.offsets_E
-    return autotune.pick(
-        product,
-        rows_per_expert=tuning.per_expert(rows.num_rows, offsets_E.shape[0]),
-        n=n,
-        k=k,
-        device=offsets_E.device,
-        run=run,
-    )
+    per_expert = tuning.per_expert(rows.num_rows, offsets_E.shape[0])
+    tile = autotune.pick(product, rows_per_expert=per_expert, n=n, k=k, device=offsets_E.device, run=run)
+    if (n % _LINE or k % _LINE) and per_expert >= _TALL_FROM:
+        return dataclasses.replace(tile, bm=TALL)
+    return tile
 
 
 def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile:
-    """The tile, or for a specialised one that Triton or the device rules out, its plain counterpart.
+    """The tile, or for one that Triton, the device, its shared memory or the product rules out, its counterpart.
 
-    With tokens, which only specialised ones know, the default of these for another.
+    With tokens, which only specialised tiles of BLOCK rows know, one of these.
     """
-    if tokens and not (tile.specialised and tile.bk == 64):
+    if not tile.specialised or not descriptors.specialised_supported(device):
+        if tokens:
+            return Tile(specialised=1, group=tile.group)
+        return Tile(bn=tile.bn, group=tile.group, split=4) if tile.specialised else dataclasses.replace(tile, bm=BLOCK)
+    if tokens and (tile.bm != BLOCK or tile.bk != 64):
         return Tile(specialised=1, group=tile.group)
-    if tile.specialised and not descriptors.specialised_supported(device):
-        return Tile(bn=tile.bn, group=tile.group, split=4)
-    return tile
+    if tile.bm == TALL:
+        return dataclasses.replace(tile, bn=256, bk=64, stages=3, split=max(tile.split, 2))
+    return dataclasses.replace(tile, bm=BLOCK)
 
 
 def _rows_product(
@@ -209,15 +213,20 @@ def _rows_product(
     side_by_side = 2 if glu else 1
     columns = tile.bn // side_by_side
     column_tiles = cdiv(n, columns)
-    box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
+    height = tuning.HEIGHT if special else BLOCK
+    consumers = tile.bm // tuning.HEIGHT
+    if special and consumers == 3:  # each side of a tile has a box of its own
+        box = (1, tile.bn // 2, tile.bk) if transposed else (1, tile.bk, tile.bn // 2)
+    else:
+        box = (side_by_side, columns, tile.bk) if transposed else (1, tile.bk, tile.bn)
     # for tokens, the map only defines the layout of a stage
     a = a_PRK.x_TD[None] if isinstance(a_PRK, Tokens) else a_PRK
     # loads may run on into the next expert's rows
-    a_desc = descriptors.boxes(a, [1, tile.bm, tile.bk], specialised=special)
+    a_desc = descriptors.boxes(a, [1, height, tile.bk], specialised=special)
     b_desc = descriptors.weight_planes(weights, box, specialised=special)
-    split = 2 if glu else tile.split  # parts that a tile is stored in
+    # parts that a tile is stored in
+    split = tile.split if not glu else max(tile.split, 2) if special else 2
     part = tile.bn // split
-    height = tile.bm // 2 if special else tile.bm
 
     def out(tensor: Tensor | None) -> Any:
         if tensor is None:
@@ -229,14 +238,15 @@ def _rows_product(
     low_a_desc = low_b_desc = None
     low_tiles = 0
     if low is not None:
-        b = low.b.flip(0) if glu and swapped else low.b  # its planes side by side as those of the weights
+        b = low.b.flip(0) if glu and swapped and box[0] == 2 else low.b  # planes side by side as those of the weights
         columns_L = low.a_RL.shape[1]
         depth = min(columns_L, tile.bk) if special else tile.bk
         low_box = [box[0], 1, box[1], depth] if transposed else [1, 1, depth, box[2]]
-        low_a_desc = descriptors.boxes(low.a_RL[None], [1, tile.bm, depth], specialised=special)
+        low_a_desc = descriptors.boxes(low.a_RL[None], [1, height, depth], specialised=special)
         low_b_desc = descriptors.boxes(b, low_box, specialised=special)
         low_tiles = cdiv(columns_L, depth)
-    programs = _programs(a_PRK.device, tile, rows.entries_M4.shape[0] * column_tiles)
+    entries_M4, count = rows.blocks[tile.bm]
+    programs = _programs(a_PRK.device, tile, entries_M4.shape[0] * column_tiles)
     if special:
         from foundry_moe_kernels import hopper_products
 
@@ -244,21 +254,22 @@ def _rows_product(
             hopper_products.rows_kernel, (programs,),
             a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN),
             hopper_products.row_descriptor(beside[0].x_TD) if beside else None,
-            hopper_products.row_descriptor(beside[1]) if beside else None, rows.entries_M4, rows.count,
+            hopper_products.row_descriptor(beside[1]) if beside else None, entries_M4, count,
             tokens.x_TD if tokens else None, tokens.source_R if tokens else None,
             rows.offsets_E[-1:] if beside else None, tokens.x_TD.stride(0) if tokens else 0, rows.num_rows,
             column_tiles, k_tiles, swapped, tile.group, low_tiles,
             CHOICES=tokens.choices if tokens else 0, GATHERED=gathered,
             SLOTS=hopper_products.copy_slots(beside[1].shape[1]) if beside else 0, LOW=low is not None,
-            PLANES=a.shape[0], GATED=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn, BK=tile.bk,
-            STAGES=tile.stages, SPLIT=tile.split, BUFFERS=1 if beside else hopper_products.buffers(tile, split),
+            PLANES=a.shape[0], GATED=glu, ACT=activation, TRANS_B=transposed, CONSUMERS=consumers,
+            BN=tile.bn, BK=tile.bk, STAGES=tile.stages, SPLIT=split,
+            BUFFERS=1 if beside else hopper_products.buffers(tile, split),
             LAST=tile.bn if glu else hopper_products.last_columns(n, tile.bn), num_warps=hopper_products.WARPS,
-            maxnreg=hopper_products.REGISTERS,
+            maxnreg=hopper_products.REGISTERS[tile.bm],
         )  # fmt: skip
         return
     launch(
         ragged_rows_kernel, (programs,),
-        a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN), rows.entries_M4, rows.count, column_tiles,
+        a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN), entries_M4, count, column_tiles,
         k_tiles, swapped, low_tiles,
         LOW=low is not None, PLANES=a.shape[0], GLU=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn,
         BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs, FLATTEN=tile.flatten, num_warps=tile.warps,
@@ -403,20 +414,22 @@ def weight_gradient(
         tile = dataclasses.replace(tile, split=min(2 * tile.split, 4))
     m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
     programs = _programs(a_PRM.device, tile, experts * planes * m_tiles * n_tiles)
-    a_desc = descriptors.ragged_rows(a_PRM, tile.bk, tile.bm, specialised=special)
-    b_desc = descriptors.ragged_rows(b_RN[None], tile.bk, tile.bn, specialised=special)
+    consumers = tile.bm // tuning.HEIGHT
+    height, side = (tuning.HEIGHT, tile.bn // (consumers - 1)) if special else (tile.bm, tile.bn)
+    a_desc = descriptors.ragged_rows(a_PRM, tile.bk, height, specialised=special)
+    b_desc = descriptors.ragged_rows(b_RN[None], tile.bk, side, specialised=special)
     part = tile.bn // tile.split
     if special:
         from foundry_moe_kernels import hopper_inner, hopper_products
 
         launch(
             hopper_inner.inner_kernel, (programs,),
-            a_desc, b_desc, descriptors.boxes(out[None], [1, 1, 1, tile.bm // 2, part], specialised=True),
+            a_desc, b_desc, descriptors.boxes(out[None], [1, 1, 1, height, part], specialised=True),
             rows.offsets_E, rows.order_E, experts, planes, m_tiles, n_tiles, tile.group, m,
-            BM=tile.bm, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, SPLIT=tile.split,
+            CONSUMERS=consumers, BN=tile.bn, BK=tile.bk, STAGES=tile.stages, SPLIT=tile.split,
             BUFFERS=hopper_products.buffers(tile, tile.split, out.element_size()),
             LAST=hopper_products.last_columns(n, tile.bn),
-            num_warps=hopper_products.WARPS, maxnreg=hopper_products.REGISTERS,
+            num_warps=hopper_products.WARPS, maxnreg=hopper_products.REGISTERS[tile.bm],
         )  # fmt: skip
         return out
     launch(

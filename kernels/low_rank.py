@@ -201,10 +201,11 @@ def project(a: Tensor | Tokens, factor_ELK: Tensor, rows: RaggedRows) -> Tensor:
     if rows.num_rows:
         sizes = PROJECT
         block = expert_products.BLOCK
+        entries_M4, count = rows.blocks[block]
         height = min(sizes.rows, block)
         launch(
-            _project_kernel, (rows.entries_M4.shape[0] * (block // height),),
-            matrix, source_R, factor_ELK, out_RL, rows.entries_M4, rows.count, rows.num_rows, width, matrix.stride(0),
+            _project_kernel, (entries_M4.shape[0] * (block // height),),
+            matrix, source_R, factor_ELK, out_RL, entries_M4, count, rows.num_rows, width, matrix.stride(0),
             CHOICES=choices, L=columns, BLOCK=block, ROWS=height, COLUMNS=sizes.columns,
             EVEN=width % sizes.columns == 0, num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip

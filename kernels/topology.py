@@ -248,69 +248,83 @@ def unpack_topology(packed: Tensor, num_rows: int, widths: Sequence[int], block:
     return Topology(block, num_rows, widths, *tables)
 
 
-@triton.jit(do_not_specialize=["num_experts", "most"])
+@triton.jit(do_not_specialize=["num_experts", "most", "tall_most"])
 def _block_rows_kernel(
-    offsets_ptr, entries_ptr, count_ptr, order_ptr, num_experts, most,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    offsets_ptr, entries_ptr, counts_ptr, order_ptr, num_experts, most, tall_most,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TALL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Programs (i, 0) make the table of blocks of BLOCK rows and the order, programs (i, 1) that of TALL rows."""
+    is_tall = tl.program_id(1)
+    block = BLOCK + is_tall * (TALL - BLOCK)
     e = tl.arange(0, EXPERTS)
     end = tl.load(offsets_ptr + e, mask=e < num_experts, other=0)
     start = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e < num_experts), other=0)
     size = tl.where(e < num_experts, end - start, -1)
-    tall = (tl.maximum(size, 0) + BLOCK - 1) // BLOCK
-    tall_end = tl.cumsum(tall, axis=0)
+    blocks = (tl.maximum(size, 0) + block - 1) // block
+    blocks_end = tl.cumsum(blocks, axis=0)
     if tl.program_id(0) == 0:
-        tl.store(count_ptr, tl.sum(tall))
+        count_ptr = counts_ptr + 3 * is_tall
+        tl.store(count_ptr, tl.sum(blocks))
         tl.store(count_ptr + 1, 0)
         tl.store(count_ptr + 2, 0)
     m = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    first = tall_end - tall
-    mine = (m[:, None] >= first[None, :]) & (m[:, None] < tall_end[None, :])
-    entry = entries_ptr + m * 4
-    keep = m < most
+    first = blocks_end - blocks
+    mine = (m[:, None] >= first[None, :]) & (m[:, None] < blocks_end[None, :])
+    entry = entries_ptr + (is_tall * most + m) * 4
+    keep = m < most + is_tall * (tall_most - most)
     tl.store(entry, tl.sum(tl.where(mine, e[None, :], 0), axis=1), mask=keep)
     tl.store(entry + 1, tl.sum(tl.where(mine, start[None, :], 0), axis=1), mask=keep)
     tl.store(entry + 2, tl.sum(tl.where(mine, size[None, :], 0), axis=1), mask=keep)
-    tl.store(entry + 3, tl.sum(tl.where(mine, (m[:, None] - first[None, :]) * BLOCK, 0), axis=1), mask=keep)
+    tl.store(entry + 3, tl.sum(tl.where(mine, (m[:, None] - first[None, :]) * block, 0), axis=1), mask=keep)
     # m as experts now: how many have more rows, or as many and a lower number
-    my_end = tl.load(offsets_ptr + m, mask=m < num_experts, other=0)
-    my_size = my_end - tl.load(offsets_ptr + m - 1, mask=(m > 0) & (m < num_experts), other=0)
+    ranked = m < num_experts * (1 - is_tall)
+    my_end = tl.load(offsets_ptr + m, mask=ranked, other=0)
+    my_size = my_end - tl.load(offsets_ptr + m - 1, mask=(m > 0) & ranked, other=0)
     ahead = (size[None, :] > my_size[:, None]) | ((size[None, :] == my_size[:, None]) & (e[None, :] < m[:, None]))
-    tl.store(order_ptr + tl.sum(ahead.to(tl.int32), axis=1), m, mask=m < num_experts)
+    tl.store(order_ptr + tl.sum(ahead.to(tl.int32), axis=1), m, mask=ranked)
 
 
-def split_block_rows(packed: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of what `block_row_table` gives.
+def _most(num_rows: int, experts: int, blocks: tuple[int, int]) -> tuple[int, int]:
+    return max(max_block_rows(num_rows, experts, blocks[0]), 1), max(max_block_rows(num_rows, experts, blocks[1]), 1)
+
+
+def split_block_rows(
+    packed: Tensor, num_rows: int, experts: int, blocks: tuple[int, int]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+    """Views of what `block_row_tables` gives for the same arguments.
 
     Returns:
-        int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert; int32 [3], the
-        number of block rows in use and two zeros, which products count with; int32 [E], the experts from the most
-        rows to the fewest.
+        for each block size int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert;
+        and int32 [3], the number of block rows in use and two zeros, which products count with.
+        Then int32 [E], the experts from the most rows to the fewest.
     """
-    end = packed.shape[0] - experts - 3
-    return packed[:end].view(-1, 4), packed[end + experts :], packed[end : end + experts]
+    most, tall_most = _most(num_rows, experts, blocks)
+    entries, tall, order_E, count, tall_count = packed.split([4 * most, 4 * tall_most, experts, 3, 3])
+    return (entries.view(-1, 4), count), (tall.view(-1, 4), tall_count), order_E
 
 
-def packed_block_rows(num_rows: int, experts: int, block: int) -> int:
-    """Integers of what `block_row_table` gives."""
-    return 4 * max(max_block_rows(num_rows, experts, block), 1) + experts + 3
+def packed_block_rows(num_rows: int, experts: int, blocks: tuple[int, int]) -> int:
+    """Integers of what `block_row_tables` gives."""
+    return 4 * sum(_most(num_rows, experts, blocks)) + experts + 6
 
 
-def block_row_table(offsets_E: Tensor, num_rows: int, block: int) -> Tensor:
-    """The block rows alone, in one launch: what the fused kernels of a layer with experts of one width need.
+def block_row_tables(offsets_E: Tensor, num_rows: int, blocks: tuple[int, int]) -> Tensor:
+    """The block rows alone, of two sizes, in one launch: what the kernels of experts of one width need.
+
+    Args:
+        blocks: rows of a block; the lower first.
 
     Returns:
-        int32, one tensor for one table: see `split_block_rows`.
+        int32, one tensor for all tables: see `split_block_rows`.
     """
     experts = offsets_E.shape[0]
-    most = max_block_rows(num_rows, experts, block)
-    size = packed_block_rows(num_rows, experts, block)
-    packed = torch.empty(size, dtype=torch.int32, device=offsets_E.device)
-    entries_M4, count, order_E = split_block_rows(packed, experts)
+    packed = torch.empty(packed_block_rows(num_rows, experts, blocks), dtype=torch.int32, device=offsets_E.device)
+    most, tall_most = _most(num_rows, experts, blocks)
     chunk = 32
     launch(
-        _block_rows_kernel, (cdiv(max(most, experts, 1), chunk),),
-        offsets_E, entries_M4, count, order_E, experts, most,
-        EXPERTS=next_power_of_2(experts), BLOCK=block, CHUNK=chunk,
+        _block_rows_kernel, (cdiv(max(most, experts), chunk), 2),
+        offsets_E, packed, packed[4 * (most + tall_most) + experts :], packed[4 * (most + tall_most) :],
+        experts, most, tall_most,
+        EXPERTS=next_power_of_2(experts), BLOCK=blocks[0], TALL=blocks[1], CHUNK=chunk,
     )  # fmt: skip
     return packed

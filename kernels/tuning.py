@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 TABLE = Path(__file__).with_name("hopper.json")
+HEIGHT = 64  # rows of a consumer of a specialised tile
 MOST_ROWS = 2**17  # rows of one expert in the loads that are compiled ahead
 _pretended: list[tuple[int, int]] = []  # rows of an expert, rows in all; the last one counts
 
@@ -28,7 +29,8 @@ _pretended: list[tuple[int, int]] = []  # rows of an expert, rows in all; the la
 class Tile:
     """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue.
 
-    `specialised` tiles run in `hopper_products`, where `warps`, `flatten` and `per_sm` are not used.
+    `specialised` tiles run in `hopper_products`, where `warps`, `flatten` and `per_sm` are not used. They have 128 or
+    192 rows.
     """
 
     bm: int = 128
@@ -44,7 +46,8 @@ class Tile:
 
 
 _VALID = {
-    **dict.fromkeys(("bm", "bn"), (16, 32, 64, 128, 256)),
+    "bm": (16, 32, 64, 128, 192, 256),
+    "bn": (16, 32, 64, 128, 256),
     "bk": (16, 32, 64, 128),
     "stages": range(1, 9),
     "warps": (1, 2, 4, 8, 16),

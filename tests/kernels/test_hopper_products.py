@@ -16,8 +16,8 @@ descriptors.specialised_supported = lambda device: True
 x, h, both = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((256, 512), (256, 1024), (2, 2, 1024, 512)))
 w, v = both
 rows = ep.RaggedRows(
-    offsets_E=torch.tensor([128, 256], dtype=torch.int32), entries_M4=torch.zeros(4, 4, dtype=torch.int32),
-    count=torch.zeros(1, dtype=torch.int32), order_E=torch.zeros(2, dtype=torch.int32), num_rows=256,
+    offsets_E=torch.tensor([128, 256], dtype=torch.int32), order_E=torch.zeros(2, dtype=torch.int32), num_rows=256,
+    blocks={height: (torch.zeros(4, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)) for height in (128, 192)},
 )
 tile = Tile(specialised=1, stages=4)
 tokens = ep.Tokens(x_TD=x, source_R=torch.zeros(256, dtype=torch.int32), choices=8)
@@ -75,6 +75,10 @@ def test_last_tile_is_as_narrow_as_what_is_left():
 )
 def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     kernels = compile_for(90, COMPILE)
-    # four instructions a step of 64 in each of two halves, two for one of 32, and as many for a narrow last tile
+    # four instructions a step of 64 in each of two parts, two for one of 32, and as many for a narrow last tile
     assert [kernel.hopper_products for kernel in kernels] == [8] * 6 + [12] * 3 + [16] * 4 + [8, 16, 16]
     assert not misfits(kernels, 90)
+    tall = compile_for(90, COMPILE.replace("specialised=1", "specialised=1, bm=192"))
+    # of three parts and two sides; products of tokens have two consumers still
+    assert [kernel.hopper_products for kernel in tall] == [24, 8, 24, 8, 8, 24, 12, 12, 36, 36, 36, 36, 36, 24, 36, 36]
+    assert not misfits(tall, 90)
