@@ -54,7 +54,7 @@ SPECIALISED = [
     for g in (1, 2, 4, 8, 16)
 ]
 TALL = [Tile(specialised=1, bm=192, split=p, group=g) for p in (2, 4) for g in (1, 2, 3, 4, 6, 8, 12, 16)]
-SPECIALISED_UP = [  # this epilogue stores halves always; with three stages there is room for a second buffer
+SPECIALISED_UP = [  # this epilogue stores halves at least; with three stages there is room for a second buffer
     Tile(specialised=1, stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)
 ]
 

@@ -87,11 +87,12 @@ class DecoupledAdamWFused(DecoupledAdamW):
         factor = None if factor is None else factor.float()
         for i in kept:
             param, grad, mean, square = tensors[i]
-            torch.autograd.graph.increment_version([param, mean, square])  # as operators of torch do
             adamw(
                 param, grad, (mean, square), corrections[i], factor,
                 lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], decay=decay,
             )  # fmt: skip
+        # as operators of torch do
+        torch.autograd.graph.increment_version([t for i in kept for t in (tensors[i][0], *tensors[i][2:])])
         torch._foreach_add_(steps, 1)
         self._corrections(index, group, steps)  # of the next step, while the device is busy with this one
 
@@ -101,7 +102,7 @@ class DecoupledAdamWFused(DecoupledAdamW):
         Kept until `steps` or betas are others, as after a checkpoint was loaded.
         """
         found = group["betas"], [step._version for step in steps]
-        ahead = self.__dict__.setdefault("_ahead", {})
+        ahead = self.__dict__.setdefault("_ahead", {})  # not set in __init__: copies of an optimizer skip it
         known, known_steps, corrections = ahead.get(index, (None, [], ()))
         if known != found or any(step is not other for step, other in zip(steps, known_steps, strict=True)):
             steps_N = torch.stack(steps).double() + 1

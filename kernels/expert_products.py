@@ -8,6 +8,7 @@ Shapes: R rows sorted by expert, E experts, D model width, F expert width, P pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -155,13 +156,25 @@ def _programs(device: torch.device, tile: Tile, tiles: int) -> int:
     return max(min(tuning.num_multiprocessors(device) * tile.per_sm, tiles), 1)
 
 
+@functools.cache
+def _tall(tile: Tile) -> Tile:
+    """The tile with TALL rows, and so with what fits beside them."""
+    return dataclasses.replace(tile, bm=TALL, bn=256, bk=64, stages=3, split=max(tile.split, 2))
+
+
 def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], object]) -> Tile:
     offsets_E = rows.offsets_E
     per_expert = tuning.per_expert(rows.num_rows, offsets_E.shape[0])
-    tile = autotune.pick(product, rows_per_expert=per_expert, n=n, k=k, device=offsets_E.device, run=run)
-    if (n % _LINE or k % _LINE) and per_expert >= _TALL_FROM:
-        return dataclasses.replace(tile, bm=TALL)
-    return tile
+    tall = (n % _LINE or k % _LINE) and per_expert >= _TALL_FROM
+    tile = autotune.pick(
+        product,
+        rows_per_expert=per_expert,
+        n=n,
+        k=k,
+        device=offsets_E.device,
+        run=(lambda tile: run(_tall(tile))) if tall else run,
+    )
+    return _tall(tile) if tall else tile
 
 
 def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile:
@@ -169,15 +182,14 @@ def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile
 
     With tokens, which only specialised tiles of BLOCK rows know, one of these.
     """
-    if not tile.specialised or not descriptors.specialised_supported(device):
-        if tokens:
-            return Tile(specialised=1, group=tile.group)
-        return Tile(bn=tile.bn, group=tile.group, split=4) if tile.specialised else dataclasses.replace(tile, bm=BLOCK)
-    if tokens and (tile.bm != BLOCK or tile.bk != 64):
+    special = tile.specialised and descriptors.specialised_supported(device)
+    if tokens and not (special and tile.bm == BLOCK and tile.bk == 64):
         return Tile(specialised=1, group=tile.group)
-    if tile.bm == TALL:
-        return dataclasses.replace(tile, bn=256, bk=64, stages=3, split=max(tile.split, 2))
-    return dataclasses.replace(tile, bm=BLOCK)
+    if special and tile.bm == TALL:
+        return _tall(tile)
+    if tile.specialised and not special:
+        return Tile(bn=tile.bn, group=tile.group, split=4)
+    return tile if tile.bm == BLOCK else dataclasses.replace(tile, bm=BLOCK)
 
 
 def _rows_product(
@@ -224,8 +236,9 @@ def _rows_product(
     # loads may run on into the next expert's rows
     a_desc = descriptors.boxes(a, [1, height, tile.bk], specialised=special)
     b_desc = descriptors.weight_planes(weights, box, specialised=special)
-    # parts that a tile is stored in
-    split = tile.split if not glu else max(tile.split, 2) if special else 2
+    split = tile.split  # parts that a tile is stored in
+    if glu:
+        split = max(split, 2) if special else 2
     part = tile.bn // split
 
     def out(tensor: Tensor | None) -> Any:

@@ -319,12 +319,12 @@ def block_row_tables(offsets_E: Tensor, num_rows: int, blocks: tuple[int, int]) 
     """
     experts = offsets_E.shape[0]
     packed = torch.empty(packed_block_rows(num_rows, experts, blocks), dtype=torch.int32, device=offsets_E.device)
-    most, tall_most = _most(num_rows, experts, blocks)
+    (entries_M4, count), (tall_M4, _), order_E = split_block_rows(packed, num_rows, experts, blocks)
+    most, tall_most = entries_M4.shape[0], tall_M4.shape[0]
     chunk = 32
-    launch(
+    launch(  # the second table and its count lie behind the first ones
         _block_rows_kernel, (cdiv(max(most, experts), chunk), 2),
-        offsets_E, packed, packed[4 * (most + tall_most) + experts :], packed[4 * (most + tall_most) :],
-        experts, most, tall_most,
+        offsets_E, entries_M4, count, order_E, experts, most, tall_most,
         EXPERTS=next_power_of_2(experts), BLOCK=blocks[0], TALL=blocks[1], CHUNK=chunk,
     )  # fmt: skip
     return packed
