@@ -187,6 +187,10 @@ class BatchContext:
         length = num_tokens // rows if rows else 0
         return TokenSequences(torch.arange(rows, device=device).repeat_interleave(length, output_size=num_tokens), rows)
 
+    def counts_here(self, balance_over: str) -> bool:
+        """Whether the balance loss is over loads of one microbatch of this process."""
+        return self._sum_for(balance_over, 0) is unchanged
+
     def _sum_for(self, balance_over: str, layer: int) -> Callable[[Tensor], Tensor]:
         if balance_over == "group":
             return self.sum_over_group

@@ -69,9 +69,12 @@ def rotary_tables(positions_BS: Tensor, inv_freq: Tensor, scaling: float, like: 
         inv_freq: [D / 2]; each half of a head's width has all of them.
     """
     with torch.autocast(positions_BS.device.type, enabled=False):
-        angles_BSF = positions_BS[..., None].float() * inv_freq.to(positions_BS.device).float()
+        angles_BSF = positions_BS[..., None] * inv_freq.to(positions_BS.device).float()
         angles_BSD = torch.cat((angles_BSF, angles_BSF), dim=-1)
-        return (angles_BSD.cos() * scaling).to(like.dtype), (angles_BSD.sin() * scaling).to(like.dtype)
+        cos_BSD, sin_BSD = angles_BSD.cos(), angles_BSD.sin_()
+        if scaling != 1:
+            cos_BSD, sin_BSD = cos_BSD * scaling, sin_BSD * scaling
+        return cos_BSD.to(like.dtype), sin_BSD.to(like.dtype)
 
 
 # rotary embeddings of transformers whose frequencies do not depend on the sequence length
