@@ -15,9 +15,14 @@ from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from torch import Tensor
 
 BLOCK = 64
+_BLOCKS_AT_ONCE = 256  # that a program adds up
+# A round (see `mesh.buffer`) has any number of tokens, from any one on: none of them compiles a kernel.
+_of_any_tokens = triton.jit(
+    do_not_specialize=["tokens", "blocks"], do_not_specialize_on_alignment=["experts_ptr", "weights_ptr"]
+)
 
 
-@triton.jit
+@_of_any_tokens
 def _count_kernel(
     experts_ptr, counts_ptr, totals_ptr, tokens, blocks, local_experts, ranks, nodes, per_node,
     K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
@@ -38,7 +43,7 @@ def _count_kernel(
         tl.atomic_add(total + 1, tl.sum(tl.sum(hits, axis=1), axis=0).to(tl.int64))
 
 
-@triton.jit
+@_of_any_tokens
 def _row_kernel(
     experts_ptr, weights_ptr, counts_ptr, totals_ptr, row_ptr, packed_ptr,
     tokens, blocks, local_experts, ranks, nodes, per_node,
@@ -130,6 +135,6 @@ def assign_rows(
             experts_TK, weights_TK, counts_PN, counts_P2, row_TC, packed,
             tokens, blocks, local_experts, ranks, nodes, ranks // nodes,
             K=choices, KP=next_power_of_2(choices), C=most, BY_RANK=ranks <= choices, BLOCK=BLOCK,
-            SLOTS=next_power_of_2(ranks), STEP=min(next_power_of_2(blocks), 1024),
+            SLOTS=next_power_of_2(ranks), STEP=_BLOCKS_AT_ONCE,
         )  # fmt: skip
     return row_TC, packed

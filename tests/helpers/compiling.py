@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foundry_moe_kernels.sparse_tiles import SHARED_BYTES
@@ -44,6 +44,7 @@ def report(self, *args, grid, warmup, **options):
     # registers at launch, and those that specialised warps may take
     bound = re.search(r"\\.reqntid (\\d+)|\\.maxntid (\\d+)", kernel.asm["ptx"])
     print(json.dumps({
+        "binary": kernel.hash,
         "name": f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}",
         "activation": bool(options.get("ACT")),
         "tf32": options.get("PRECISION") == "tf32",
@@ -65,6 +66,7 @@ class Compiled:
     """One compiled kernel: `module.function`, bytes of shared memory, registers and bytes of stack a thread.
 
     narrow: instructions that move one or two bytes from or to global memory.
+    binary: equal for launches that share one compiled kernel.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Compiled:
     stack: int
     hopper_products: int
     narrow: int
+    binary: str = field(default="", compare=False)
 
 
 def compile_for(capability: int, script: str) -> list[Compiled]:

@@ -88,6 +88,23 @@ def test_widths_that_8_divides_are_moved_16_bytes_at_a_time():
         assert all(bool(kernel.narrow) == (width == 501) for kernel in products)
 
 
+@pytest.mark.timeout(600)
+def test_rounds_of_any_tokens_share_their_kernels():
+    """Four H200s compiled them anew in later steps, when rounds had other numbers of tokens (OLMoE-1B-7B)."""
+    script = """
+import torch
+from foundry_moe_kernels import dispatch_plan
+for tokens in (1, 16, 63, 64, 1000, 4096, 40000):
+    for first in (0, 1):
+        experts_TK = torch.zeros(first + tokens, 2, dtype=torch.int64)[first:]
+        weights_TK = torch.zeros(first + tokens, 2)[first:]
+        counts = dispatch_plan.count_rows(experts_TK, 4, 4)
+        dispatch_plan.assign_rows(experts_TK, weights_TK, 4, *counts)
+"""
+    kernels = compile_for(90, script)
+    assert len(kernels) == 28 and len({kernel.binary for kernel in kernels}) == 2
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("change", "words"),
