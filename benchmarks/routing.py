@@ -54,7 +54,7 @@ def report_permutation(name: str, tokens: int, d: int, k: int, experts: int, cop
     token_R = (source_R // k).long()
     moved = 2 * d * (tokens + tokens * k)
     lines = [
-        ("permute", moved, lambda: permute.permute(x, row_TK, offsets_E, zero_tail=False), lambda: x[token_R]),
+        ("permute", moved, lambda: permute.permute(x, row_TK, None), lambda: x[token_R]),
         (
             "un-permute",
             moved,

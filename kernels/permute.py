@@ -154,16 +154,13 @@ def _check(matrix: Tensor, row_TK: Tensor) -> None:
         raise ValueError(f"row_TK is on {row_TK.device}, the matrix on {matrix.device}")
 
 
-def permute(
-    x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor, rows: int | None = None, *, zero_tail: bool = True
-) -> Tensor:
+def permute(x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor | None, rows: int | None = None) -> Tensor:
     """x_RD: each token copied to the rows of its choices. Reads every token once.
 
     Args:
         row_TK: the row of each choice, -1 for none.
-        offsets_E: row ends of the experts; the last one is the end of the rows in use.
+        offsets_E: row ends of the experts; rows past the last one are zeros. None = unused rows are undefined.
         rows: R, at most T * K; None = T * K.
-        zero_tail: rows past the end are zeros, otherwise undefined.
     """
     _check(x_TD, row_TK)
     tokens, choices = row_TK.shape
@@ -177,8 +174,9 @@ def permute(
     block, columns, warps = _blocks(width, x_TD.element_size())
     launch(
         _permute_kernel, (cdiv(tokens, block), cdiv(width, columns)),
-        x_TD, out, row_TK, offsets_E[-1:], tokens, rows, width, x_TD.stride(0), K=choices, ZERO_TAIL=zero_tail,
-        TOKENS=block, WIDTH=columns, SPARSE=_sparse(choices), ALIGN=divisor(width, x_TD.stride(0)), num_warps=warps,
+        x_TD, out, row_TK, None if offsets_E is None else offsets_E[-1:], tokens, rows, width, x_TD.stride(0),
+        K=choices, ZERO_TAIL=offsets_E is not None, TOKENS=block, WIDTH=columns, SPARSE=_sparse(choices),
+        ALIGN=divisor(width, x_TD.stride(0)), num_warps=warps,
     )  # fmt: skip
     return out
 

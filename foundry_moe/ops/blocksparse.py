@@ -152,7 +152,7 @@ def _gather(x_TD: Tensor, plan: ExpertPlan) -> Tensor:
     """x_RD: the token of each row. Rows past the end are undefined, unused slots zeros."""
     if plan.kernels == "padded":
         return slots.gather(x_TD, plan.source_R, plan.row_TK.shape[1])
-    return permute_kernels.permute(x_TD, plan.row_TK, plan.offsets_E, plan.rows, zero_tail=False)
+    return permute_kernels.permute(x_TD, plan.row_TK, None, plan.rows)
 
 
 def _tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens | None:

@@ -125,7 +125,7 @@ def gather_rows(x_TD: Tensor, row_TC: Tensor, rows: int | None = None) -> Tensor
     """
     rows = row_TC.numel() if rows is None else rows
     if on_gpu()(x_TD):
-        return permute_kernels.permute(x_TD.contiguous(), row_TC, row_TC, rows, zero_tail=False)
+        return permute_kernels.permute(x_TD.contiguous(), row_TC, None, rows)
     x_SD = x_TD.new_empty(rows, x_TD.shape[1])
     token, column = (row_TC >= 0).nonzero(as_tuple=True)
     x_SD[row_TC[token, column].long()] = x_TD[token]

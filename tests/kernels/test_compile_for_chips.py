@@ -93,16 +93,18 @@ def test_rounds_of_any_tokens_share_their_kernels():
     """Four H200s compiled them anew in later steps, when rounds had other numbers of tokens (OLMoE-1B-7B)."""
     script = """
 import torch
-from foundry_moe_kernels import dispatch_plan
+from foundry_moe_kernels import dispatch_plan, permute
 for tokens in (1, 16, 63, 64, 1000, 4096, 40000):
     for first in (0, 1):
         experts_TK = torch.zeros(first + tokens, 2, dtype=torch.int64)[first:]
         weights_TK = torch.zeros(first + tokens, 2)[first:]
         counts = dispatch_plan.count_rows(experts_TK, 4, 4)
-        dispatch_plan.assign_rows(experts_TK, weights_TK, 4, *counts)
+        row_TC, _ = dispatch_plan.assign_rows(experts_TK, weights_TK, 4, *counts)
+        x_SD = permute.permute(torch.zeros(first + tokens, 64)[first:], row_TC, None, tokens + 1)
+        permute.unpermute(x_SD, None, row_TC)
 """
     kernels = compile_for(90, script)
-    assert len(kernels) == 28 and len({kernel.binary for kernel in kernels}) == 2
+    assert len(kernels) == 4 * 14 and len({kernel.binary for kernel in kernels}) == 4
 
 
 @pytest.mark.quick
