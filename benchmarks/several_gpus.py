@@ -103,7 +103,7 @@ def parts_of(gpus: int) -> list[Part]:
     compiled = "model.moe.mesh.compile=blocks"
     whole = (1, 1, gpus)
     parts = [
-        Part(name="verify", command=(python, *verify, *meshes), limit_s=300),
+        Part(name="verify", command=(python, *verify, *meshes), limit_s=600),
         Part(
             name="exchange",
             command=(python, "-m", "pytest", "-m", "gpu", "tests/distributed/test_parity_exchange.py"),
