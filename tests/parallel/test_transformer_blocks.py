@@ -1,4 +1,4 @@
-"""In which order weights are asked for ahead of their use; on a fake process group, whose messages carry nothing."""
+"""In which order weights are gathered ahead of their use, and what is compiled with a block."""
 
 from __future__ import annotations
 
@@ -10,14 +10,39 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foundry_moe.config import MeshConfig
+from foundry_moe.layers.lookup import batch_context
 from foundry_moe.parallel.placement import parallelize
-from foundry_moe.parallel.transformer_blocks import block_lists, prefetch_in_order
+from foundry_moe.parallel.transformer_blocks import block_lists, compile_blocks, prefetch_in_order
 from tests.helpers.small_training import CASES, build_model, shard_rest
 
-pytestmark = pytest.mark.quick
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one process", "loads are summed"])
+def test_a_gate_is_compiled_with_its_block_where_it_sums_no_loads(alone: bool) -> None:
+    case = CASES[0]
+    assert case.moe["loss"]["balance"] and "balance_over" not in case.moe
+    models = [build_model(case, torch.float64, torch.device("cpu")) for _ in range(2)]
+    for model in models:
+        if not alone:
+            batch_context(model).sum_over_ranks = lambda counts_E: 2 * counts_E
+    chosen: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        chosen.extend(node.name for node in graph.graph.nodes if "softmax" in str(node.target))
+        return graph
+
+    torch._dynamo.reset()
+    assert compile_blocks(models[0], backend=note) == 2
+    ids_BS = torch.arange(8).view(2, 4)
+    for model in models:
+        model(ids_BS).sum().backward()
+    assert bool(chosen) == alone
+    compiled, eager = (model.blocks[0].ffn.gate.weight_ED.grad for model in models)
+    torch.testing.assert_close(compiled, eager)
 
 
+@pytest.mark.quick
 def test_a_block_is_asked_for_whole_while_its_neighbour_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake process group, whose messages carry nothing."""
     asked: list[tuple[str, str]] = []
     prefetch = FSDPParamGroup._prefetch_unshard
 
