@@ -41,7 +41,6 @@ DROPS = ("position", "weight")
 FREEZABLE = ("gate",)
 BALANCE_OVER = ("sequence", "rank", "group", "microbatch", "batch")
 ALL_TO_ALL = ("auto", "flat", "hierarchical")
-REDUCE = ("microbatch", "batch")
 MATRICES = ("w1", "v1", "w2")
 COMPILE = ("none", "blocks", "auto")
 MOST_EXPERTS = 4096  # of a layer; the kernels sort no more
@@ -123,8 +122,6 @@ class MeshConfig:
         processed in rounds, all but the first of which are sent and computed again in the backward pass.
     hot_experts: the number of a layer's most loaded experts, by the loads of the last steps, that have copies on the
         GPUs of their group with the fewest rows; copies compute a part of their tokens. 0 = none.
-    reduce: sum gradients over `shard` after each microbatch, or once a batch, which holds them unsharded until then.
-        Over `replicate` they are summed once a batch.
     compile: none | blocks (`torch.compile` of each transformer block; not the trainer's `compile_config`) |
         auto (blocks on GPUs, if the model has any).
     spares: GPUs that do not fit the mesh or the batch size idle instead of raising an error, for a restart on fewer
@@ -133,6 +130,7 @@ class MeshConfig:
 
     REMOVED: ClassVar[Mapping[str, str]] = {
         "chunks": "sending tokens in parts gained nothing over NVLink; delete the key",
+        "reduce": "no measurement showed that summing gradients once a batch is faster; delete the key",
     }
 
     expert: int | Literal["auto"] = 1
@@ -141,7 +139,6 @@ class MeshConfig:
     all_to_all: str = AUTO
     buffer: float = 2.0
     hot_experts: int = 0
-    reduce: str = "microbatch"
     compile: str = "none"
     spares: bool = False
 
@@ -161,7 +158,6 @@ class MeshConfig:
             yield "mesh.all_to_all: direct was removed, since it was no faster than flat: use all_to_all: auto"
         else:
             yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
-        yield from caught(one_of, "mesh.reduce", self.reduce, REDUCE)
         yield from caught(one_of, "mesh.compile", self.compile, COMPILE)
         if self.spares and self.shard == AUTO:
             yield "mesh.spares needs a number in mesh.shard: auto uses all GPUs"

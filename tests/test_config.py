@@ -81,9 +81,9 @@ def test_all_mistakes_of_a_mapping_are_named_at_once():
         "algorithms.dmoe.num_experts is missing: give it a whole number",
     )
     with pytest.raises(MistakesError) as caught:
-        parse(num_experts=8, top_k=9, backend="cutlass", mesh={"expert": 0, "reduce": "never"})
+        parse(num_experts=8, top_k=9, backend="cutlass", mesh={"expert": 0, "buffer": 0.5})
     starts = [sentence.removeprefix("algorithms.dmoe: ")[:11] for sentence in caught.value.sentences]
-    assert starts == ["top_k (9) m", "backend: 'c", "mesh.expert", "mesh.reduce"]
+    assert starts == ["top_k (9) m", "backend: 'c", "mesh.expert", "mesh.buffer"]
 
 
 def test_an_unknown_keyword_in_python_suggests_the_known_one():

@@ -46,7 +46,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
             plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=layer.num_experts)
         fused = isinstance(state.optimizers[0], DecoupledAdamWFused)
         if fused and all(clipping.clipping_type in CLIPPING for clipping in _clippings(state)):
-            _replace_clipping(state, replicated=False, once_a_batch=False)
+            _replace_clipping(state, replicated=False)
         _compile(state, mesh_config)
         return None
     if not isinstance(state.fsdp_config, FSDP2Config):
@@ -65,7 +65,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         ranks_per_node=dist.get_local_world_size(),
     )
     state.fsdp_config.device_mesh = placement.mesh
-    _replace_clipping(state, replicated=placement.plan.replicate > 1, once_a_batch=mesh_config.reduce == "batch")
+    _replace_clipping(state, replicated=placement.plan.replicate > 1)
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         log.warning("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
@@ -94,7 +94,7 @@ def _clippings(state: State) -> list[GradientClipping]:
     return [algorithm for algorithm in state.algorithms if type(algorithm) is GradientClipping]
 
 
-def _replace_clipping(state: State, *, replicated: bool, once_a_batch: bool) -> None:
+def _replace_clipping(state: State, *, replicated: bool) -> None:
     """Puts `MeshGradients` in the place of Composer's `GradientClipping`, with its settings."""
     kind, threshold = None, 0.0
     for clipping in _clippings(state):
@@ -104,11 +104,7 @@ def _replace_clipping(state: State, *, replicated: bool, once_a_batch: bool) -> 
                 f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
             )
         state.algorithms.remove(clipping)
-    state.algorithms.append(
-        MeshGradients(
-            replicated=replicated, once_a_batch=once_a_batch, clipping_type=kind, clipping_threshold=threshold
-        )
-    )
+    state.algorithms.append(MeshGradients(replicated=replicated, clipping_type=kind, clipping_threshold=threshold))
 
 
 def count_samples(batch: Any) -> int | None:
@@ -129,7 +125,6 @@ class MeshGradients(Algorithm):
 
     Args:
         replicated: there are replicas, whose gradients are summed after the last microbatch.
-        once_a_batch: gradients are summed over shards after the last microbatch too.
         clipping_type: norm | value, or None for no clipping.
         clipping_threshold: the largest norm, or the largest magnitude of an element.
     """
@@ -138,11 +133,10 @@ class MeshGradients(Algorithm):
         self,
         *,
         replicated: bool,
-        once_a_batch: bool,
         clipping_type: str | None = None,
         clipping_threshold: float = 0.0,
     ) -> None:
-        self.replicated, self.once_a_batch = replicated, once_a_batch
+        self.replicated = replicated
         self.clipping_type = clipping_type
         self.clipping_threshold = clipping_threshold
         self._expected: int | None = None
@@ -151,8 +145,7 @@ class MeshGradients(Algorithm):
     def match(self, event: Event, state: State) -> bool:
         if event in (Event.FIT_START, Event.AFTER_TRAIN_BATCH):
             return True
-        waits = self.replicated or self.once_a_batch
-        return waits and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
+        return self.replicated and event in (Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
@@ -165,8 +158,6 @@ class MeshGradients(Algorithm):
             for module in state.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_requires_all_reduce(last, recurse=False)
-                    if self.once_a_batch:
-                        module.set_requires_gradient_sync(last, recurse=False)
         else:
             self._clip(state, logger)
 
@@ -177,10 +168,10 @@ class MeshGradients(Algorithm):
         return max(1, math.ceil(samples / size))
 
     def _clip(self, state: State, logger: Logger) -> None:
-        if (self.replicated or self.once_a_batch) and self._expected is not None and self._seen != self._expected:
+        if self.replicated and self._expected is not None and self._seen != self._expected:
             raise RuntimeError(
                 f"a batch had {self._seen} microbatches, not {self._expected} as expected, so gradients were not "
-                "summed over all ranks: use mesh: {replicate: 1, reduce: microbatch} with this data loader"
+                "summed over all ranks: use mesh: {replicate: 1} with this data loader"
             )
         if self.clipping_type == "norm":
             parameters = list(state.model.parameters())

@@ -105,7 +105,6 @@ def parallelize(
             device=device,
             mp_policy=mp_policy or MixedPrecisionPolicy(),
             reshard_after_forward=reshard_after_forward,
-            once_a_batch=mesh_config.reduce == "batch",
         )
     placed = dict(model.named_parameters())
     for optimizer in optimizers:
@@ -202,15 +201,13 @@ def place_experts(
     device: torch.device,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int,
-    once_a_batch: bool = False,
 ) -> None:
     """Makes a layer's expert weights DTensors: dimension 0 over `expert`, `dimension` over `shard`.
 
     Two shardings of one dimension would interleave rows; on different dimensions a checkpoint can be resharded to any
     mesh. Experts on the meta device are drawn here, except those that `layer.sources` will fill.
 
-    FSDP2 wraps them even if `shard` is 1, with fewer copies: see `cast_in_one_pass` and `LocalWeight`. With
-    `once_a_batch` FSDP2 holds gradients, in its dtype, until the batch ends.
+    FSDP2 wraps them even if `shard` is 1, with fewer copies: see `cast_in_one_pass` and `LocalWeight`.
     """
     experts: Any = layer.experts
     on_meta = any(parameter.is_meta for parameter in experts.parameters())
@@ -236,7 +233,7 @@ def place_experts(
     if meshes.plan.shard == 1:
         cast_in_one_pass(experts)
     if meshes.plan.expert > 1:
-        unsharded = meshes.plan.shard == meshes.plan.replicate == 1 and not once_a_batch
+        unsharded = meshes.plan.shard == meshes.plan.replicate == 1
         experts.local = LocalWeight(meshes.plan.expert, experts if unsharded else None)
         experts.held = owned
 

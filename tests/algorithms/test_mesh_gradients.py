@@ -15,32 +15,25 @@ from foundry_moe.launch.run_config import check_run
 
 
 class _Recorder(torch.nn.Module):
-    """Stands for an FSDP2 module: notes when gradients would be summed over replicas, and over shards."""
+    """Stands for an FSDP2 module: notes when gradients would be summed over replicas."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[bool] = []
-        self.shards: list[bool] = []
 
     def set_requires_all_reduce(self, flag: bool, *, recurse: bool) -> None:
         self.seen.append(flag)
 
-    def set_requires_gradient_sync(self, flag: bool, *, recurse: bool) -> None:
-        self.shards.append(flag)
 
-
-def _run(
-    monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int, once_a_batch: bool = False
-) -> list[bool]:
+def _run(monkeypatch: pytest.MonkeyPatch, batch: Any, size: Any, microbatches: int) -> list[bool]:
     monkeypatch.setattr(mesh_callback, "FSDPModule", _Recorder)
     model = _Recorder()
     state: Any = SimpleNamespace(batch=batch, device_train_microbatch_size=size, model=model)
-    algorithm = MeshGradients(replicated=True, once_a_batch=once_a_batch)
+    algorithm = MeshGradients(replicated=True)
     algorithm.apply(Event.BEFORE_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
     for _ in range(microbatches):
         algorithm.apply(Event.BEFORE_FORWARD, state, None)  # type: ignore[arg-type]
     algorithm.apply(Event.AFTER_TRAIN_BATCH, state, None)  # type: ignore[arg-type]
-    assert model.shards == (model.seen if once_a_batch else [])
     return model.seen
 
 
@@ -48,7 +41,6 @@ def test_only_the_last_microbatch_is_reduced_over_replicas(monkeypatch: pytest.M
     batch = {"input_ids": torch.zeros(7, 3)}
     assert _run(monkeypatch, batch, 3, 3) == [False, False, True]
     assert _run(monkeypatch, batch, 7, 1) == [True]
-    assert _run(monkeypatch, batch, 3, 3, once_a_batch=True) == [False, False, True]
 
 
 def test_batches_that_cannot_be_counted_are_reduced_every_time(monkeypatch: pytest.MonkeyPatch) -> None:

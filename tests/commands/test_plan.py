@@ -98,17 +98,6 @@ def test_olmoe_has_the_parameters_of_its_paper() -> None:
         (
             2,
             {
-                "model__n_layers": 5,
-                "model__moe__memory": "recompute",
-                "model__moe__mesh": {"expert": 2, "reduce": "batch"},
-                "device_train_microbatch_size": 2,
-                "global_train_batch_size": 16,
-            },
-            24.35,
-        ),
-        (
-            2,
-            {
                 "model__n_layers": 6,
                 "model__d_model": 1536,
                 "model__n_heads": 12,
@@ -175,22 +164,6 @@ def test_more_experts_ranks_mean_fewer_bytes_and_replicas_do_not() -> None:
 
     assert held(expert=8, shard=2) == pytest.approx(held(expert=4, shard=4)) == pytest.approx(held(expert=1, shard=16))
     assert held(expert=8, shard=1, replicate=2) == pytest.approx(2 * held(expert=8, shard=2))
-
-
-def test_reducing_once_a_batch_trades_messages_for_memory() -> None:
-    def plan(**mesh: Any) -> Any:
-        sharded = {"expert": 1, "shard": 4, **mesh}
-        run = load("yamls/bench/olmoe_1b_7b.yaml", global_train_batch_size=64, model__moe__mesh=sharded)
-        return planned(run, gpus=4, per_node=4, gib=141)
-
-    each, once = plan(), plan(reduce="batch")
-    assert each.step.microbatches == once.step.microbatches == 4
-
-    def count(plan: Any) -> int:
-        return sum(m.count for m in plan.messages if "reduce-scatter" in m.name)
-
-    assert count(each) == 4 * count(once)
-    assert sum(once.memory.values()) > sum(each.memory.values()) + 10 * GIB
 
 
 @pytest.mark.parametrize(

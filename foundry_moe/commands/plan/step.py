@@ -51,11 +51,6 @@ class Step:
     resharded: bool
     stored: int = 4
 
-    @property
-    def reductions(self) -> int:
-        """How often gradients are summed over `shard` in a step; they stay unsharded until then."""
-        return 1 if self.mesh.reduce == "batch" else self.microbatches
-
 
 def held_parameters(shape: ModelShape, mesh: MeshPlan) -> float:
     """Parameters that one GPU stores."""
@@ -108,7 +103,7 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
     for what, (units_, size, trained, ranks, stride) in units.items():
         found += [
             _collective(mesh, GATHER, what, units_ * gathers, step.width * size, (ranks, stride)),
-            _collective(mesh, REDUCE, what, units_ * step.reductions, 4 * trained, (ranks, stride)),
+            _collective(mesh, REDUCE, what, units_ * step.microbatches, 4 * trained, (ranks, stride)),
             # two messages of 4 bytes a parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
         ]
@@ -192,9 +187,7 @@ def memory_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> dict[str, float]
         logits = width * (4 + 1) * hidden + (4 + width) * head
     else:
         logits = tokens * shape.vocab_size * (width + 4 + 4 + width)
-    unsharded = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
-    kept = unsharded if step.reductions < step.microbatches else trained
-    at_loss = saved + logits + (4 * kept if step.microbatches > 1 else 0.0)
+    at_loss = saved + logits + (4 * trained if step.microbatches > 1 else 0.0)
     around = shape.around_ffn + shape.beside_experts
     unit = shape.experts_a_layer / mesh.expert + around
     trained_unit = shape.trained_experts_a_layer / mesh.expert + around * shape.trained_share
@@ -331,7 +324,7 @@ def _copied_bytes(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
     reduced = shape.dense * shape.trained_share + shape.moe_layers * shape.trained_experts_a_layer / mesh.expert
     gathers = step.microbatches * (2 if step.resharded else 1)
     gathered = gathers * (CAST_BYTES * cast + COPY_BYTES * whole)
-    return gathered + step.reductions * (GRADIENT_BYTES * reduced + REDUCED_BYTES * trained)
+    return gathered + step.microbatches * (GRADIENT_BYTES * reduced + REDUCED_BYTES * trained)
 
 
 def _exposed_s(step: Step, messages: tuple[Message, ...], busy_s: float, constants: Constants) -> float:
