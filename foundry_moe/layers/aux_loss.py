@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_moe.ops.operators import define
+
 
 class LoadStatistics:
     """Loads and losses of a layer, summed over the microbatches since `reset`.
@@ -43,31 +45,24 @@ class LoadStatistics:
         self.microbatches_1.zero_()
 
 
-@torch.library.custom_op("foundry_moe::note_load", mutates_args=("sum_E", "sum_L", "sum_1"))
-def _note_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
-    """Adds one microbatch to the sums. An operator, so that a compiled backward pass may have this side effect."""
+def _add_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
+    """Adds one microbatch to the sums."""
     # `.data`: the sums are saved for this backward pass, whose version check must not see the change
     sum_E.data.add_(counts_E)
     sum_L.data.add_(losses_L)
     sum_1.data.add_(1)
 
 
-@_note_load.register_fake
-def _(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
-    return None
-
-
-@torch.library.custom_op("foundry_moe::read_scale", mutates_args=())
-def _read_scale(scale: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
+def _scale_now(scale: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
     """The current scale, in `like`'s dtype. The gradient is not used, but makes this depend on the backward pass: a
     compiled graph may move other operations to its forward pass, where the scale is that of the previous microbatch.
     """
     return scale.to(like.dtype, copy=True)
 
 
-@_read_scale.register_fake
-def _(scale: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
-    return torch.empty_like(scale, dtype=like.dtype)
+# operators, so that a compiled backward pass may have a side effect, and reads the scale when it runs
+_note_load = define("note_load", _add_load, lambda *_: None, mutates=("sum_E", "sum_L", "sum_1"))
+_read_scale = define("read_scale", _scale_now, lambda scale, _, like: torch.empty_like(scale, dtype=like.dtype))
 
 
 class _AttachLoss(torch.autograd.Function):
