@@ -5,8 +5,8 @@
     experts = kernels.get_local_kernel(Path("FOLDER"))    # or get_kernel, once FOLDER was uploaded
     experts.register()
 
-A kernel is one package that may not import others by their names: sources are copied, their imports made relative, and
-their operators put in a namespace of this version's own, so that an installed foundry_moe can be beside it.
+A kernel is one package that may not import others by their names: sources are copied and their imports made relative.
+Its operators have its own name, so that an installed foundry_moe can be beside it.
 """
 
 import argparse
@@ -27,11 +27,10 @@ __all__ = ["experts_forward", "register"]
 '''
 
 
-def relative(source: str, namespace: str) -> str:
+def relative(source: str) -> str:
     """The source of a module one folder below the kernel's."""
     source = re.sub(r"^(\s*)from foundry_moe_kernels(?=[. ])", r"\1from ..foundry_moe_kernels", source, flags=re.M)
-    source = re.sub(r"^(\s*)from foundry_moe\.", r"\1from ..", source, flags=re.M)
-    return source.replace('"foundry_moe::', f'"{namespace}::')
+    return re.sub(r"^(\s*)from foundry_moe\.", r"\1from ..", source, flags=re.M)
 
 
 def write(folder: Path) -> Path:
@@ -43,13 +42,13 @@ def write(folder: Path) -> Path:
         if file.suffix in (".py", ".json")
     }
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:8]
-    namespace = f"{NAME.replace('-', '_')}_{digest}"
+    kernel = f"{NAME.replace('-', '_')}_{digest}"
     variant = folder / "build" / "torch-universal"
     for name, text in {"__init__.py": INIT, **files}.items():
         (variant / name).parent.mkdir(parents=True, exist_ok=True)
-        (variant / name).write_text(relative(text, namespace) if name.endswith(".py") else text)
+        (variant / name).write_text(relative(text) if name.endswith(".py") else text)
     metadata = {
-        "id": namespace, "name": NAME, "version": 1, "license": "Apache-2.0", "python-depends": [],
+        "id": kernel, "name": NAME, "version": 1, "license": "Apache-2.0", "python-depends": [],
         "backend": {"type": "cuda"},
     }  # fmt: skip
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2))

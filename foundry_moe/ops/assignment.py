@@ -20,7 +20,7 @@ import torch
 from foundry_moe_kernels import assignment as kernels
 from torch import Tensor
 
-from foundry_moe.ops.operators import on_gpu
+from foundry_moe.ops.operators import NAMESPACE, on_gpu
 from foundry_moe.ops.permute import positions_in_expert
 
 _ASCENT_STEPS = 40
@@ -29,7 +29,7 @@ _TEMPERATURES = [_WARM * (_COLD / _WARM) ** (step / (_ASCENT_STEPS - 1)) for ste
 _CHECK_EVERY = 8  # rounds between two looks at whether the auction is over: each look waits for the device
 
 
-@torch.library.custom_op("foundry_moe::assign", mutates_args=())  # its loops read the device, which no graph can hold
+@torch.library.custom_op(f"{NAMESPACE}::assign", mutates_args=())  # its loops read the device: no graph can hold them
 def assign(
     scores_TE: Tensor, mask_T: Tensor | None = None, *, epsilon: float = 0.01, rounds: int | None = 16
 ) -> Tensor:

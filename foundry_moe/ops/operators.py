@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LIBRARY = torch.library.Library("foundry_moe", "FRAGMENT")
+NAMESPACE = __name__.partition(".")[0]  # foundry_moe; a copy beside it (scripts/hub_kernel.py) has another name
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def is_traced(first: Any) -> bool:
@@ -89,8 +90,8 @@ def define(
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, write if written else function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"foundry_moe::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.foundry_moe, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def operator(
