@@ -249,7 +249,7 @@ def _fake_down_backward(dy_TD, z_PV, w2, weights_TK, plan, dtype):  # type: igno
     return torch.empty_like(w2, dtype=dtype), dweights
 
 
-@operator("expert_down_backward_", _fake_down_backward, mutates="z_PV")
+@operator("expert_down_backward_", _fake_down_backward, mutates=["z_PV"])
 def _down_backward_(
     dy_TD: Tensor, z_PV: Tensor, w2: Tensor, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ def _fake_backward(dy_TD, z_PRF, kept, factors, frozen, plan, needs_dx):  # type
     )
 
 
-@operator("lora_experts_backward_", _fake_backward, mutates="z_PRF")
+@operator("lora_experts_backward_", _fake_backward, mutates=["z_PRF"])
 def _backward_(
     dy_TD: Tensor, z_PRF: Tensor, kept: Kept, factors: Factors, frozen: Frozen, plan: ExpertPlan, needs_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -68,6 +68,18 @@ class _Schema:
         return flat
 
 
+def _mark_writes(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[..., Any]:
+    """The function, which also raises the versions of arguments it writes to, as PyTorch's own operators do."""
+    written = [place for place, name in enumerate(inspect.signature(function).parameters) if name in mutates]
+
+    def write(*args: Any) -> Any:
+        for place in written:
+            torch.autograd.graph.increment_version(args[place])
+        return function(*args)
+
+    return write if written else function
+
+
 def define(
     name: str, function: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[..., Any]:
@@ -80,46 +92,30 @@ def define(
         fake: of the same arguments, gives empty results of the right shapes.
         mutates: names of arguments that are written to.
     """
-    written = [place for place, parameter in enumerate(inspect.signature(function).parameters) if parameter in mutates]
-
-    def write(*args: Any) -> Any:
-        for place in written:
-            torch.autograd.graph.increment_version(args[place])  # as PyTorch's own operators do
-        return function(*args)
-
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, write if written else function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _mark_writes(function, mutates), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def operator(
-    name: str, fake: Callable[..., Any], mutates: str = ""
+    name: str, fake: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function of tensors the operator `foundry_moe::name`; called with plain tensors, it is the function.
 
     Args:
         fake: of the same arguments, gives empty results of the right shapes.
-        mutates: the name of an argument that is written to.
+        mutates: names of arguments that are written to, no records.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         schema = _Schema(function)
-        compiled = define(
-            name,
-            schema.flat_function(function),
-            lambda *flat: fake(*schema.group(flat)),
-            [mutates] if mutates else (),
-        )
-        written = list(inspect.signature(function).parameters).index(mutates) if mutates else -1
+        compiled = define(name, schema.flat_function(function), lambda *flat: fake(*schema.group(flat)), mutates)
+        eager = _mark_writes(function, mutates)
 
         def call(*args: Any) -> Any:
-            if is_traced(args[0]):
-                return compiled(*schema.flatten(args))
-            if written >= 0:
-                torch.autograd.graph.increment_version(args[written])  # as the operator does
-            return function(*args)
+            return compiled(*schema.flatten(args)) if is_traced(args[0]) else eager(*args)
 
         call.__doc__ = function.__doc__
         call.operator, call.function, call.schema = compiled, function, schema  # type: ignore[attr-defined]
