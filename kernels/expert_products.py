@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from foundry_moe_kernels import autotune, descriptors, tuning
+from foundry_moe_kernels import descriptors, tuning
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_products import ragged_inner_kernel, ragged_rows_kernel
@@ -162,19 +161,10 @@ def _tall(tile: Tile) -> Tile:
     return dataclasses.replace(tile, bm=TALL, bn=256, bk=64, stages=3, split=max(tile.split, 2))
 
 
-def _pick(product: str, rows: RaggedRows, n: int, k: int, run: Callable[[Tile], object]) -> Tile:
-    offsets_E = rows.offsets_E
-    per_expert = tuning.per_expert(rows.num_rows, offsets_E.shape[0])
-    tall = (n % _LINE or k % _LINE) and per_expert >= _TALL_FROM
-    tile = autotune.pick(
-        product,
-        rows_per_expert=per_expert,
-        n=n,
-        k=k,
-        device=offsets_E.device,
-        run=(lambda tile: run(_tall(tile))) if tall else run,
-    )
-    return _tall(tile) if tall else tile
+def _pick(product: str, rows: RaggedRows, n: int, k: int) -> Tile:
+    per_expert = tuning.per_expert(rows.num_rows, rows.offsets_E.shape[0])
+    tile = tuning.tile_of(product, per_expert, n, k)
+    return _tall(tile) if (n % _LINE or k % _LINE) and per_expert >= _TALL_FROM else tile
 
 
 def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile:
@@ -320,11 +310,8 @@ def rows_product(
     n = weights[0].shape[1 if transposed else 2]
     product = f"{'low_' if low else ''}{'nt' if transposed else 'nn'}{2 if len(weights) == 2 else ''}"
     c_RN = torch.empty(a_PRK.shape[-2], n, dtype=a_PRK.dtype, device=a_PRK.device)
-
-    def run(tile: Tile) -> None:
-        _rows_product(a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside, low=low)
-
-    run(tile or _pick(product, rows, n, a_PRK.shape[-1], run))
+    tile = tile or _pick(product, rows, n, a_PRK.shape[-1])
+    _rows_product(a_PRK, weights, rows, n, transposed=transposed, tile=tile, c_PRN=c_RN, beside=beside, low=low)
     return c_RN
 
 
@@ -346,12 +333,7 @@ def up(
         low: added to z.
     """
     _, n, k = weights[0].shape
-    if tile is None:
-
-        def run(other: Tile) -> object:
-            return up(x_RD, weights, rows, activation, tile=other, low=low)
-
-        tile = _pick(f"up{len(weights)}", rows, n, k, run)
+    tile = tile or _pick(f"up{len(weights)}", rows, n, k)
     a = x_RD if isinstance(x_RD, Tokens) else x_RD[None]
     z_PRF = torch.empty(len(weights), x_RD.shape[0], n, dtype=x_RD.dtype, device=x_RD.device)
     if len(weights) == 1:
@@ -393,11 +375,8 @@ def down_backward_(
     _, k, n = w2_EDF.shape
     h_RF = torch.empty(z_PRF.shape[1], n, dtype=z_PRF.dtype, device=z_PRF.device)  # first dh, then h in its place
     weights, transposed = row_major((w2_EDF,), False)
-
-    def product(tile: Tile) -> None:
-        _rows_product(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
-
-    product(tile or _pick("nt" if transposed else f"down_backward{z_PRF.shape[0]}", rows, n, k, product))
+    tile = tile or _pick("nt" if transposed else f"down_backward{z_PRF.shape[0]}", rows, n, k)
+    _rows_product(dy_RD[None], weights, rows, n, transposed=transposed, tile=tile, c_PRN=h_RF)
     dots = activation_backward_(h_RF, z_PRF, rows.offsets_E, activation, weights_TK, source_R, pairs=pairs, out=out)
     return h_RF, dots
 
@@ -417,11 +396,9 @@ def weight_gradient(
             f"{rows.num_rows} rows and a dtype"
         )
     experts = rows.offsets_E.shape[0]
-    result = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device) if out is None else out
-    if tile is None:
-        tile = _pick("inner", rows, n, m, lambda other: weight_gradient(a_PRM, b_RN, rows, out=result, tile=other))
-    out = result
-    tile = _runnable(tile, a_PRM.device)
+    if out is None:
+        out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)
+    tile = _runnable(tile or _pick("inner", rows, n, m), a_PRM.device)
     special = bool(tile.specialised)
     if out.element_size() == 4:  # parts of as many bytes
         tile = dataclasses.replace(tile, split=min(2 * tile.split, 4))

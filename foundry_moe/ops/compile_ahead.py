@@ -3,7 +3,7 @@
 Which kernel runs depends on rows an expert, and these on the gate. So at the first call of a kind of experts (widths,
 dtype, activation) their operators run on some fifty tokens once for each class of load, with the tiles of that class.
 Triton keeps what it has compiled on disk; each process of a node begins with another class, so that they share the
-work. Tiles that the table lacks are tuned at the first call too (see `kernels/autotune.py`), and not later.
+work.
 
 FOUNDRY_MOE_COMPILE_AHEAD=0 turns this off: then the kernel of a load is compiled when the load first occurs.
 

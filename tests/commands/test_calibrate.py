@@ -14,7 +14,7 @@ import torch
 
 from foundry_moe.cli import main
 from foundry_moe.commands.plan.calibrate import Sizes, calibrate, chip_of, fit_link
-from foundry_moe.commands.plan.constants import constants_of, rate_at, read_constants
+from foundry_moe.commands.plan.constants import constants_of, default_path, rate_at, read_constants
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,13 +45,14 @@ def test_a_gpu_is_known_by_its_name() -> None:
 
 
 @pytest.mark.quick
-def test_a_file_is_read_as_it_was_written_and_found_beside_the_tiles(
+def test_a_file_is_read_as_it_was_written_and_found_where_calibrate_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FOUNDRY_MOE_TUNING_CACHE", str(tmp_path / "tiles.json"))
+    monkeypatch.setenv("HOME", str(tmp_path))
     shipped = constants_of("h200")
     mine = replace(shipped, source="mine")
-    (tmp_path / "constants-h200.json").write_text(json.dumps(asdict(mine)))
+    default_path("h200").parent.mkdir(parents=True)
+    default_path("h200").write_text(json.dumps(asdict(mine)))
     assert constants_of("h200") == mine != shipped and constants_of("h100").device.startswith("NVIDIA H100")
     with pytest.raises(ValueError, match=r"--chip \(a100\) has not been measured: run foundry-moe plan --calibrate"):
         constants_of("a100")

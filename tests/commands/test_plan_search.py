@@ -22,7 +22,7 @@ BENCH = "yamls/bench/olmoe_1b_7b.yaml"
 
 @pytest.fixture(autouse=True)
 def no_constants_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FOUNDRY_MOE_TUNING_CACHE", str(tmp_path / "tiles.json"))
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def four(gib: float = 141, **keys: Any) -> Machine:

@@ -293,7 +293,6 @@ def find_host_synchronisations(layers: int) -> dict[str, list[str]]:
     import traceback
     import warnings
 
-    os.environ["FOUNDRY_MOE_AUTOTUNE_S"] = "0"  # timing waits too
     torch.cuda.set_device(0)
     dispatcher = AllToAllDispatcher((dist.group.WORLD,), num_experts=16)
     experts = Experts(num_experts=16, d_model=64, hidden_size=64, activation="swiglu", num_layers=1)

@@ -48,7 +48,7 @@ if CUDA:
 def small_blocks(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(ep, "BLOCK", 32)
-        monkeypatch.setattr(ep.autotune, "pick", lambda *a, **k: SMALL)
+        monkeypatch.setattr(ep.tuning, "tile_of", lambda *a, **k: SMALL)
 
 
 @pytest.fixture(params=TILES)
@@ -149,9 +149,7 @@ def test_down_backward_gives_every_gradient_of_the_second_product(loads, activat
     source = torch.randperm(ROWS, device=DEVICE).int()
     args = (offsets_E, activation, weights.double() if weighted else None, source)
     dz_true, h_true, dots_true = reference.down_backward(dy.double(), w2.double(), z.double(), *args)
-    key = ep.tuning.shape_class("down_backward2", rows_per_expert=ROWS // 5, n=F, k=D)
-    tile = ep.tuning.nearest(key)[0] if CUDA else SMALL
-    h, dots = ep.down_backward_(dy, w2, z, rows, activation, weights, source, tile=tile)
+    h, dots = ep.down_backward_(dy, w2, z, rows, activation, weights, source)
     close(z, dz_true, used, 1)
     close(h, h_true, used)
     if weighted:

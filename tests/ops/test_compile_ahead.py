@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from foundry_moe_kernels import autotune, products, tuning
+from foundry_moe_kernels import products, tuning
 
 from benchmarks.compilations import on_compilation
 from foundry_moe.ops import compile_ahead as ahead
@@ -21,9 +21,7 @@ def test_loads_stand_for_every_class_of_rows():
 
 
 @pytest.mark.quick
-def test_a_pretended_load_decides_the_tile_and_times_nothing(monkeypatch):
-    seen = []
-    monkeypatch.setattr(autotune, "_class", lambda product, rows, n, k: seen.append(rows) or f"{product} 9 9 9")
+def test_a_pretended_load_decides_the_tile():
     with tuning.pretend(4096, 8):
         assert tuning.is_pretended() and tuning.all_rows(48) == 8 * 4096
         assert tuning.per_expert(48, 4) == 4096
@@ -31,12 +29,18 @@ def test_a_pretended_load_decides_the_tile_and_times_nothing(monkeypatch):
 
 
 @pytest.mark.quick
-def test_what_one_load_found_serves_the_others_of_its_matrix(tmp_path):
-    tuner = autotune.Tuner(tmp_path / "tiles.json", 100.0, lambda run: float(run().group))
-    mine = tuner.tile("up2 9 10 11", [tuning.Tile(group=4), tuning.Tile(group=2)], lambda tile: tile)
-    assert mine.group == 2
-    assert tuner.known("up2 3 10 11") == mine and tuner.known("up2 15 10 11") == mine
-    assert tuner.known("up2 9 10 12") is None and tuner.known("nt 9 10 11") is None
+def test_a_shape_takes_the_tile_of_the_nearest_class_of_its_product(monkeypatch):
+    table = {"up2 9 10 11": {"group": 1}, "up2 12 10 11": {"group": 2}, "nt 5 5 5": {"group": 3}}
+    monkeypatch.setattr(tuning, "_table", lambda: table)
+    tuning.tile_of.cache_clear()
+    try:
+        assert tuning.tile_of("up2", 512, 1024, 2048).group == 1
+        assert tuning.tile_of("up2", 1, 1024, 2048).group == 1
+        assert tuning.tile_of("up2", 4000, 1000, 2120).group == 2
+        assert tuning.tile_of("nt", 512, 1024, 2048).group == 3
+        assert tuning.tile_of("nn", 512, 1024, 2048) == tuning.Tile()
+    finally:
+        tuning.tile_of.cache_clear()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels would be compiled")
@@ -106,8 +110,6 @@ def test_other_loads_of_different_widths_compile_nothing(gated, monkeypatch):
 def test_other_loads_compile_nothing(kernels, gated, monkeypatch):
     if kernels == "portable":
         monkeypatch.setenv("FOUNDRY_MOE_KERNELS", "portable")
-    monkeypatch.setenv("FOUNDRY_MOE_AUTOTUNE_S", "0")
-    autotune._tuner.cache_clear()
     monkeypatch.setattr(ahead, "_done", set())
     experts, width, hidden, choices = 12, 512, 384, 2
 

@@ -34,7 +34,7 @@ pytestmark = [
 def small_blocks(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(ep, "BLOCK", 32)
-        monkeypatch.setattr(ep.autotune, "pick", lambda *a, **k: Tile(bm=32, bn=64, bk=16))
+        monkeypatch.setattr(ep.tuning, "tile_of", lambda *a, **k: Tile(bm=32, bn=64, bk=16))
         monkeypatch.setattr(kernels, "PROJECT", kernels.ProgramSize(rows=16, columns=16))
         for sizes in ("OUTER", "OUTER_PROJECTED", "PLANES_OUTER"):
             monkeypatch.setattr(kernels, sizes, kernels.ProgramSize(rows=16, columns=32))

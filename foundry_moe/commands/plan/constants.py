@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,10 +140,8 @@ def read_constants(path: Path) -> Constants:
 
 
 def default_path(chip: str) -> Path:
-    """The file of a chip's measured constants, in the folder of the tuned tiles."""
-    named = os.environ.get("FOUNDRY_MOE_TUNING_CACHE")
-    folder = Path(named).expanduser().parent if named else Path.home() / ".cache" / "foundry_moe"
-    return folder / f"constants-{chip}.json"
+    """The file of a chip's constants that were measured on this machine."""
+    return Path.home() / ".cache" / "foundry_moe" / f"constants-{chip}.json"
 
 
 def shipped_constants(chip: str) -> Constants:
