@@ -49,13 +49,13 @@ CASES = {
 }
 
 SPECIALISED = [
-    Tile(specialised=1, stages=s, split=p, group=g)
+    Tile(specialised=True, stages=s, split=p, group=g)
     for s, p in ((4, 2), (4, 4), (3, 1), (3, 2))
     for g in (1, 2, 4, 8, 16)
 ]
-TALL = [Tile(specialised=1, bm=192, split=p, group=g) for p in (2, 4) for g in (1, 2, 3, 4, 6, 8, 12, 16)]
+TALL = [Tile(specialised=True, bm=192, split=p, group=g) for p in (2, 4) for g in (1, 2, 3, 4, 6, 8, 12, 16)]
 SPECIALISED_UP = [  # this epilogue stores halves at least; with three stages there is room for a second buffer
-    Tile(specialised=1, stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)
+    Tile(specialised=True, stages=s, group=g) for s in (3, 4) for g in (1, 2, 4, 8, 16)
 ]
 
 
@@ -219,7 +219,7 @@ def main() -> None:
             peer, *times = in_turn_ms([equal.peer, *runs], args.repeats)
             pairs = list(zip(times[: len(tiles)], times[len(tiles) :], tiles, strict=True))
             ranked = sorted(pairs, key=lambda pair: pair[0] + pair[1])
-            best[equal.key] = dataclasses.asdict(ranked[0][2])
+            best[equal.key] = {name: getattr(ranked[0][2], name) for name in ("bm", "stages", "group", "split")}
             shown = "  ".join(
                 f"{equal.flops / even / 1e9:.0f}, {equal.flops / uneven / 1e9:.0f}: "
                 f"{t.bm} s{t.stages} g{t.group} /{t.split}"

@@ -23,6 +23,7 @@ from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
 BLOCK, TALL = 128, 192  # rows of a tile: tiles of three consumers are tall
+WARPS = 8  # of a tile that is not specialised
 # Rows that are no multiple of a cache line (of 16-bit floats) take more of L2, so that tall tiles win: a layer of 60
 # experts of 1092 rows, 2120 x 1000, takes 0.94 of the time (H200) and 0.88 (H100). Fewer rows were not measured
 _LINE, _TALL_FROM = 64, 512
@@ -151,8 +152,8 @@ def supported(*tensors: Tensor) -> bool:
     )
 
 
-def _programs(device: torch.device, tile: Tile, tiles: int) -> int:
-    return max(min(tuning.num_multiprocessors(device) * tile.per_sm, tiles), 1)
+def _programs(device: torch.device, tiles: int) -> int:
+    return max(min(tuning.num_multiprocessors(device), tiles), 1)
 
 
 @functools.cache
@@ -174,7 +175,7 @@ def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile
     """
     special = tile.specialised and descriptors.specialised_supported(device)
     if tokens and not (special and tile.bm == BLOCK and tile.bk == 64):
-        return Tile(specialised=1, group=tile.group)
+        return Tile(specialised=True, group=tile.group)
     if special and tile.bm == TALL:
         return _tall(tile)
     if tile.specialised and not special:
@@ -207,7 +208,7 @@ def _rows_product(
     gathered = isinstance(a_PRK, Tokens)
     tokens = a_PRK if isinstance(a_PRK, Tokens) else beside[0] if beside else None
     tile = _runnable(tile, a_PRK.device, tokens=tokens is not None)
-    special = bool(tile.specialised)
+    special = tile.specialised
     if beside is not None:
         from foundry_moe_kernels import hopper_products
 
@@ -249,7 +250,7 @@ def _rows_product(
         low_b_desc = descriptors.boxes(b, low_box, specialised=special)
         low_tiles = cdiv(columns_L, depth)
     entries_M4, count = rows.blocks[tile.bm]
-    programs = _programs(a_PRK.device, tile, entries_M4.shape[0] * column_tiles)
+    programs = _programs(a_PRK.device, entries_M4.shape[0] * column_tiles)
     if special:
         from foundry_moe_kernels import hopper_products
 
@@ -275,7 +276,7 @@ def _rows_product(
         a_desc, b_desc, low_a_desc, low_b_desc, out(c_PRN), out(h_RN), entries_M4, count, column_tiles,
         k_tiles, swapped, low_tiles,
         LOW=low is not None, PLANES=a.shape[0], GLU=glu, ACT=activation, TRANS_B=transposed, BM=tile.bm, BN=tile.bn,
-        BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs, FLATTEN=tile.flatten, num_warps=tile.warps,
+        BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs, num_warps=WARPS,
         num_stages=tile.stages,
     )  # fmt: skip
 
@@ -399,11 +400,11 @@ def weight_gradient(
     if out is None:
         out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)
     tile = _runnable(tile or _pick("inner", rows, n, m), a_PRM.device)
-    special = bool(tile.specialised)
+    special = tile.specialised
     if out.element_size() == 4:  # parts of as many bytes
         tile = dataclasses.replace(tile, split=min(2 * tile.split, 4))
     m_tiles, n_tiles = cdiv(m, tile.bm), cdiv(n, tile.bn)
-    programs = _programs(a_PRM.device, tile, experts * planes * m_tiles * n_tiles)
+    programs = _programs(a_PRM.device, experts * planes * m_tiles * n_tiles)
     consumers = tile.bm // tuning.HEIGHT
     height, side = (tuning.HEIGHT, tile.bn // (consumers - 1)) if special else (tile.bm, tile.bn)
     a_desc = descriptors.ragged_rows(a_PRM, tile.bk, height, specialised=special)
@@ -427,6 +428,6 @@ def weight_gradient(
         a_desc, b_desc, descriptors.boxes(out, [1, 1, tile.bm, part]), rows.offsets_E, rows.order_E, experts, planes,
         m_tiles, n_tiles,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, GROUP=tile.group, PROGRAMS=programs,
-        FLATTEN=tile.flatten, num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=WARPS, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -39,7 +39,7 @@ def ragged_rows_kernel(
     block_rows_ptr, num_blocks_ptr, column_tiles, k_tiles, swapped, low_tiles,
     LOW: tl.constexpr, PLANES: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, TRANS_B: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """block_rows_ptr: int32 [M, 4] of (expert, first row of the expert, rows of the expert, row within it).
 
@@ -52,7 +52,7 @@ def ragged_rows_kernel(
     tiles = num_blocks * column_tiles
     COLUMNS: tl.constexpr = BN // 2 if GLU else BN
     done = tl.program_id(0) - PROGRAMS  # the epilogue's own tile count: no tie to the prologue of the next tile
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         block, column_tile = _row_place(tile, column_tiles, num_blocks, GROUP)
         entry = block_rows_ptr + block * 4
         expert = tl.load(entry)
@@ -136,7 +136,7 @@ def ragged_inner_kernel(
     a_desc, b_desc, c_desc, offsets_ptr, order_ptr,
     num_experts, planes, m_tiles, n_tiles,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """offsets_ptr: int32 [E], the row after the last one of each expert.
 
@@ -146,7 +146,7 @@ def ragged_inner_kernel(
     dtype: tl.constexpr = c_desc.dtype
     tiles = num_experts * planes * m_tiles * n_tiles
     done = tl.program_id(0) - PROGRAMS
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         expert, plane, m, n = _inner_place(tile, m_tiles, n_tiles, planes, GROUP)
         expert = tl.load(order_ptr + expert)
         start, size = _rows_of(offsets_ptr, expert)

@@ -27,20 +27,16 @@ _pretended: list[tuple[int, int]] = []  # rows of an expert, rows in all; the la
 class Tile:
     """A configuration of a Hopper kernel: `group` tiles share an operand in L2, `split` parts leave the epilogue.
 
-    `specialised` tiles run in `hopper_products`, where `warps`, `flatten` and `per_sm` are not used. They have 128 or
-    192 rows.
+    `specialised` tiles run in `hopper_products` and have 128 or 192 rows, as all tiles of the table.
     """
 
     bm: int = 128
     bn: int = 256
     bk: int = 64
     stages: int = 3
-    warps: int = 8
     group: int = 8
     split: int = 2
-    flatten: int = 1
-    per_sm: int = 1
-    specialised: int = 0
+    specialised: bool = False
 
 
 @functools.cache
@@ -77,7 +73,7 @@ def tile_of(product: str, rows_per_expert: int, n: int, k: int) -> Tile:
         return sum(abs(a - b) for a, b in zip(_sizes(key), sizes, strict=True))
 
     keys = [key for key in _table() if key.split()[0] == product]
-    return Tile(**_table()[min(keys, key=distance)]) if keys else Tile()
+    return Tile(specialised=True, **_table()[min(keys, key=distance)]) if keys else Tile()
 
 
 def _sizes(key: str) -> list[float]:

@@ -34,13 +34,13 @@ TILES = {"small": SMALL}
 if CUDA:
     TILES = {
         "plain": Tile(),
-        "two programs": Tile(bn=128, warps=4, per_sm=2),
-        "specialised": Tile(specialised=1, stages=4),
-        "specialised, quarters": Tile(specialised=1, stages=4, split=4),
-        "specialised, whole": Tile(specialised=1, stages=3, split=1, group=3),
-        "specialised, long steps": Tile(specialised=1, stages=2, bk=128),
-        "three consumers": Tile(specialised=1, bm=192),
-        "three consumers, quarters": Tile(specialised=1, bm=192, split=4, group=3),
+        "narrow": Tile(bn=128),
+        "specialised": Tile(specialised=True, stages=4),
+        "specialised, quarters": Tile(specialised=True, stages=4, split=4),
+        "specialised, whole": Tile(specialised=True, stages=3, split=1, group=3),
+        "specialised, long steps": Tile(specialised=True, stages=2, bk=128),
+        "three consumers": Tile(specialised=True, bm=192),
+        "three consumers, quarters": Tile(specialised=True, bm=192, split=4, group=3),
     }
 
 
@@ -183,7 +183,7 @@ def test_tokens_give_the_bits_of_copied_rows(loads, stages, split, choices):
     w1, v1 = (new(len(loads), F, width, scale=width**-0.5) for _ in range(2))
     w2 = new(len(loads), width, F, scale=F**-0.5)
     z = new(2, ROWS, F)
-    tile = Tile(specialised=1, stages=stages, split=split, group=3)
+    tile = Tile(specialised=True, stages=stages, split=split, group=3)
 
     def products(a):
         planes = a[None] if a is copied else a

@@ -19,7 +19,7 @@ rows = ep.RaggedRows(
     offsets_E=torch.tensor([128, 256], dtype=torch.int32), order_E=torch.zeros(2, dtype=torch.int32), num_rows=256,
     blocks={height: (torch.zeros(4, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)) for height in (128, 192)},
 )
-tile = Tile(specialised=1, stages=4)
+tile = Tile(specialised=True, stages=4)
 tokens = ep.Tokens(x_TD=x, source_R=torch.zeros(256, dtype=torch.int32), choices=8)
 ep.rows_product(x[None], (w,), rows, transposed=True, tile=tile)
 ep.rows_product(tokens, (w,), rows, transposed=True, tile=tile)
@@ -38,7 +38,7 @@ for width in (320, 384):  # and a last tile of 64 or 128 columns
     ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=tile)
 for width in (512, 320, 384):  # fp32 results, whose parts are as many bytes as those of twice as many columns
     out = torch.empty(1, 2, 1024, width)
-    ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=Tile(specialised=1, split=1), out=out)
+    ep.weight_gradient(h[None], x[:, :width].contiguous(), rows, tile=Tile(specialised=True, split=1), out=out)
 """
 
 
@@ -78,7 +78,7 @@ def test_specialised_kernels_compile_for_hopper_and_spill_nothing():
     # four instructions a step of 64 in each of two parts, two for one of 32, and as many for a narrow last tile
     assert [kernel.hopper_products for kernel in kernels] == [8] * 6 + [12] * 3 + [16] * 4 + [8, 16, 16]
     assert not misfits(kernels, 90)
-    tall = compile_for(90, COMPILE.replace("specialised=1", "specialised=1, bm=192"))
+    tall = compile_for(90, COMPILE.replace("specialised=True", "specialised=True, bm=192"))
     # of three parts and two sides; products of tokens have two consumers still
     assert [kernel.hopper_products for kernel in tall] == [24, 8, 24, 8, 8, 24, 12, 12, 36, 36, 36, 36, 36, 24, 36, 36]
     assert not misfits(tall, 90)
