@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import io
 import json
@@ -19,7 +18,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
@@ -75,22 +73,19 @@ def refused(tmp_path, source, capsys, *words: str) -> str:
     return err
 
 
-def test_composers_own_files_are_read_without_trust(tmp_path) -> None:
-    torch.save(composers(), tmp_path / "ep1.pt")
-    assert tool("import", tmp_path / "run", tmp_path / "ep1.pt") == 0
+def test_a_state_dict_is_read_without_trust(tmp_path) -> None:
+    torch.save(weights(), tmp_path / "w.pt")
+    assert tool("import", tmp_path / "run", tmp_path / "w.pt") == 0
     check_begins(open_store(str(tmp_path / "run")), weights())
 
 
 def test_a_pickle_that_asks_for_more_is_refused_unless_it_is_trusted(tmp_path, capsys, mark) -> None:
-    content = composers()
-    content["state"]["trap"] = Trap(mark)
-    torch.save(content, tmp_path / "x.pt")
+    torch.save({"model": weights(), "trap": Trap(mark)}, tmp_path / "x.pt")
     assert "--trust-pickle" in refused(tmp_path, tmp_path / "x.pt", capsys)
     assert not mark.exists()
-    content["state"]["trap"] = argparse.Namespace(harmless=1)
-    torch.save(content, tmp_path / "y.pt")
-    assert "argparse.Namespace" in refused(tmp_path, tmp_path / "y.pt", capsys)
-    assert tool("import", tmp_path / "run", tmp_path / "y.pt", "--trust-pickle") == 0
+    torch.save(composers(), tmp_path / "ep1.pt")
+    assert "datetime.timedelta" in refused(tmp_path, tmp_path / "ep1.pt", capsys)
+    assert tool("import", tmp_path / "run", tmp_path / "ep1.pt", "--trust-pickle") == 0
     check_begins(open_store(str(tmp_path / "run")), weights())
 
 
@@ -199,107 +194,17 @@ def test_safetensors_that_are_none_are_one_sentence(tmp_path, capsys) -> None:
     refused(tmp_path, tmp_path / "x.safetensors", capsys)
 
 
-# Folders of torch.distributed.checkpoint
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
+def test_a_folder_of_shards_is_read_if_it_is_trusted(tmp_path, capsys, mark) -> None:
+    folder = tmp_path / "source"
     state = {"state": {"model": weights(), "run_name": "x", "when": datetime.timedelta(seconds=1)}}
-    dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
-    return tmp_path / "source"
-
-
-def forge_index(folder: Path, change) -> None:
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    other = change(index)
-    (folder / ".metadata").write_bytes(pickle.dumps(index if other is None else other))
-
-
-def entry(index, name="w"):
-    return index.state_dict_metadata[f"state.model.{name}"]
-
-
-def info(index, name="w"):
-    return next(found for key, found in index.storage_data.items() if key.fqn == f"state.model.{name}")
-
-
-def test_a_folder_of_shards_is_read_without_trust(tmp_path, folder) -> None:
-    assert tool("import", tmp_path / "run", folder) == 0
-    check_begins(open_store(str(tmp_path / "run")), weights())
-
-
-def put(get, attribute, value):
-    return lambda index: object.__setattr__(get(index), attribute, value)
-
-
-def two_chunks(first, second):
-    def change(index) -> None:
-        chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in (first, second)]
-        entry(index).chunks[:] = chunks
-        for chunk in chunks:
-            index.storage_data[MetadataIndex("state.model.w", chunk.offsets)] = info(index)
-
-    return change
-
-
-INDEXES = {
-    "a chunk out of bounds": lambda index: put(lambda i: entry(i).chunks[0], "offsets", torch.Size([3, 0]))(index),
-    "no chunk": lambda index: entry(index).chunks.clear(),
-    "a chunk that is too small": two_chunks(([0, 0], [2, 4]), ([2, 0], [2, 4])),
-    "chunks that overlap": two_chunks(([0, 0], [3, 4]), ([2, 0], [3, 4])),
-    "a huge tensor": put(entry, "size", torch.Size([2**40, 2**10])),
-    "more than all": put(entry, "size", torch.Size([2**60])),
-    "a negative size": put(entry, "size", (-5, 4)),
-    "a size of text": put(entry, "size", "54"),
-    "a dtype that is none": lambda index: put(lambda i: entry(i).properties, "dtype", "float32")(index),
-    "a file elsewhere": put(info, "relative_path", "../x"),
-    "an absolute file": put(info, "relative_path", "/etc/passwd"),
-    "the index itself": put(info, "relative_path", ".metadata"),
-    "a file that is not there": put(info, "relative_path", "none.distcp"),
-    "a place before the file": put(info, "offset", -1),
-    "a place behind the file": put(info, "offset", 2**40),
-    "a length of text": put(info, "length", "9"),
-    "a length of all": put(info, "length", 2**40),
-    "compressed": put(info, "transform_descriptors", ["zstd"]),
-    "no places": lambda index: index.storage_data.clear(),
-    "no storage": lambda index: setattr(index, "storage_data", None),
-    "no tensors": lambda index: setattr(index, "state_dict_metadata", 7),
-    "a list": lambda index: [index],
-    "another class": lambda index: argparse.Namespace(index=index),
-}
-
-
-@pytest.mark.parametrize("name", INDEXES)
-def test_an_index_that_is_wrong_is_one_sentence(tmp_path, folder, name, capsys) -> None:
-    forge_index(folder, INDEXES[name])
-    refused(tmp_path, folder, capsys)
-
-
-def test_an_index_runs_nothing(tmp_path, folder, capsys, mark) -> None:
-    forge_index(folder, lambda index: setattr(index, "planner_data", Trap(mark)))
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    index = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps(Trap(mark)))
     assert "--trust-pickle" in refused(tmp_path, folder, capsys)
     assert not mark.exists()
-
-
-def test_a_shard_runs_nothing(tmp_path, folder, capsys, mark) -> None:
-    raw = io.BytesIO()
-    torch.save(Trap(mark), raw)
-    shard = folder / info(pickle.loads((folder / ".metadata").read_bytes())).relative_path
-    shard.write_bytes(raw.getvalue())
-
-    def change(index) -> None:
-        found = info(index)
-        found.offset, found.length = 0, len(raw.getvalue())
-        for key in [key for key in index.state_dict_metadata if key != "state.model.w"]:
-            del index.state_dict_metadata[key]
-
-    forge_index(folder, change)
-    refused(tmp_path, folder, capsys)
-    assert not mark.exists()
-
-
-def test_a_folder_of_shards_is_read_as_a_pickle_if_that_is_trusted(tmp_path, folder) -> None:
-    forge_index(folder, lambda index: setattr(index, "planner_data", argparse.Namespace(of="somebody")))
+    (folder / ".metadata").write_bytes(pickle.dumps([index]))
+    refused(tmp_path, folder, capsys, "--trust-pickle")
+    (folder / ".metadata").write_bytes(index)
     assert tool("import", tmp_path / "run", folder, "--trust-pickle") == 0
     check_begins(open_store(str(tmp_path / "run")), weights())
 
@@ -324,50 +229,3 @@ def test_a_link_out_of_the_folder_is_refused_but_for_the_hubs_cache(tmp_path, ca
     save_file({"w": torch.ones(3)}, blobs / "5")
     (snapshot / "model.safetensors").symlink_to(blobs / "5")
     assert tool("import", tmp_path / "good", snapshot) == 0
-
-
-@pytest.mark.parametrize("wrap", ["key", "fqn", "size", "dtype", "encoding"])
-def test_nested_tuples_in_an_index_do_not_hang(tmp_path, capsys, wrap) -> None:
-    """Tuples of two halves that are one object: 297 bytes, and 2^60 parts for who hashes or shows them."""
-    value: tuple = ()
-    for _ in range(60):
-        value = (value, value)
-    content: object = {"fqn": MetadataIndex.__new__(MetadataIndex), "key": Keyed(value)}.get(wrap)
-    folder = tmp_path / "dcp"
-    folder.mkdir()
-    if wrap == "fqn":
-        content.__dict__.update(fqn=value, offset=None, index=None)
-        content = Keyed(content)
-    elif wrap in ("size", "dtype"):
-        dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
-        content = pickle.loads((folder / ".metadata").read_bytes())
-        entry = content.state_dict_metadata["w"]
-        setattr(entry if wrap == "size" else entry.properties, wrap, value)
-    elif wrap == "encoding":
-        content = Encoding(value)
-    (folder / ".metadata").write_bytes(pickle.dumps(content))
-    refused(tmp_path, folder, capsys)
-
-
-class Keyed:
-    """Pickles as a dictionary with one key, which is not hashed here."""
-
-    def __init__(self, key: object) -> None:
-        self.key = key
-
-    def __reduce__(self):
-        from collections import OrderedDict
-
-        return OrderedDict, (), None, None, iter([(self.key, 1)])
-
-
-class Encoding:
-    """Pickles as a call of an enumeration, which looks its argument up."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __reduce__(self):
-        from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
-
-        return _MEM_FORMAT_ENCODING, (self.value,)
