@@ -70,9 +70,12 @@ def tiles_of(names: str) -> list[SparseTile]:
 
 
 def runs(case: str, shrink: int = 1) -> dict[str, tuple[float, Callable[[SparseTile | None], object]]]:
-    """Floating-point operations, and the product with a tile (None: cuBLAS), for each product of a layer."""
+    """Floating-point operations, and the product with a tile (None: cuBLAS), for each product of a layer.
+
+    shrink: divides rows and experts, for many processes that compile on one GPU: the products' kernels are the same.
+    """
     rows, d, f, experts = CASES[case]
-    rows //= shrink
+    rows, experts = rows // shrink, max(experts // shrink, 2)
     offsets_E = torch.full((experts,), rows // experts, device=DEVICE).cumsum(0).int()
     topology = topology_from_offsets(offsets_E, rows, [f] * experts, block_of(DEVICE))
 
