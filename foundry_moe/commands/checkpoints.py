@@ -76,8 +76,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     importing = command("import", what, "s3://bucket/new-run weights.safetensors", run_import)
     importing.add_argument(
         "source",
-        help="a safetensors file or folder, a .pt with a state dict, or a folder of Composer's sharded files; a folder "
-        "of a supported Hugging Face family gets the names of a run of hf_causal_lm",
+        help="a safetensors file or folder, a .pt with a state dict, or, with --trust-pickle, Composer's single-file "
+        "or sharded checkpoint; a folder of a supported Hugging Face family gets the names of a run of hf_causal_lm",
     )
     importing.add_argument("--prefix", default="", help="put this before each name, for example model.")
     importing.add_argument(

@@ -283,7 +283,7 @@ def safetensors_in(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return inside(folder, sorted(folder.glob("*.safetensors")))
+        return _inside(folder, sorted(folder.glob("*.safetensors")))
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
@@ -292,10 +292,10 @@ def safetensors_in(folder: Path) -> list[Path]:
     strange = strange or [name for name in names if not (folder / name).is_file()]
     if strange or not names:
         raise ValueError(f"{index} names {shown(strange)}, not safetensors files beside it")
-    return inside(folder, [folder / name for name in names])
+    return _inside(folder, [folder / name for name in names])
 
 
-def inside(folder: Path, files: list[Path]) -> list[Path]:
+def _inside(folder: Path, files: list[Path]) -> list[Path]:
     """The files, if each lies in the folder; links to `blobs` are followed where the hub's cache has made them.
 
     Raises:
