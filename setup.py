@@ -28,7 +28,7 @@ EXTRAS = {
         "mlflow-skinny",  # llm-foundry imports mlflow.transformers without asking for it
         "setuptools<82",  # llm-foundry imports pkg_resources
         "matplotlib>=3.8",
-        "liger-kernel>=0.5.10",  # the loss without logits; Triton only
+        "liger-kernel>=0.8.3",  # the loss without logits; Triton only
     ],
     "gcs": ["obstore>=0.12,<1"],  # checkpoints on gs://
     "azure": ["obstore>=0.12,<1"],  # and on az://

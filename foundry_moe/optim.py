@@ -55,46 +55,46 @@ class DecoupledAdamWFused(DecoupledAdamW):
             return
         lr, initial_lr, (beta1, beta2) = group["lr"], group.setdefault("initial_lr", group["lr"]), group["betas"]
         names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        for p in params:
-            state = self.state[p]
-            if p.grad.is_sparse:
-                raise RuntimeError("decoupled_adamw_fused does not support sparse gradients")
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float, device=p.device)
-                state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})
-        steps = [_part(self.state[p]["step"]) for p in params]
-        tensors = [[_part(t) for t in (p, p.grad, *(self.state[p][name] for name in names))] for p in params]
-        # a rank may have an empty shard of a small parameter
-        kept = [i for i, (param, *_) in enumerate(tensors) if param.numel()]
-        factor = self.gradient_factor
-        if group["amsgrad"] or not all(_fits_kernel(*tensors[i]) for i in kept):
-            torch._foreach_add_(steps, 1)
-            if not kept:
-                return
-            local, grads, means, squares, *largest = map(list, zip(*(tensors[i] for i in kept), strict=True))
-            # torch removes lr * weight_decay of a weight, Composer (lr / initial_lr) * weight_decay
-            decay = group["weight_decay"] / initial_lr if initial_lr else (group["weight_decay"] / lr if lr else 0.0)
+        states = [self._state_of(p, names) for p in params]
+        steps = [_part(state["step"]) for state in states]
+        corrections = self._corrections(index, group, steps)
+        decay = group["weight_decay"] * (lr / initial_lr if initial_lr else 1.0)
+        factor = None if self.gradient_factor is None else self.gradient_factor.float()
+        written, others = [], []
+        for p, state, step, correction in zip(params, states, steps, corrections, strict=True):
+            param, grad, *moments = tensors = [_part(t) for t in (p, p.grad, *(state[name] for name in names))]
+            if not param.numel():  # a rank may have an empty shard of a small parameter
+                continue
+            if group["amsgrad"] or not _fits_kernel(*tensors):
+                others.append((step, *tensors))
+                continue
+            adamw(
+                param, grad, (moments[0], moments[1]), correction, factor,
+                lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], decay=decay,
+            )  # fmt: skip
+            written += [param, *moments]
+        torch.autograd.graph.increment_version(written)  # as operators of torch do
+        torch._foreach_add_(steps, 1)
+        if others:
+            stepped, local, grads, means, squares, *largest = map(list, zip(*others, strict=True))
             if factor is not None:
                 grads = list(torch._foreach_mul(grads, factor.to(grads[0].dtype)))
             torch._fused_adamw_(
-                local, grads, means, squares, largest[0] if largest else [], [steps[i] for i in kept],
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"], amsgrad=group["amsgrad"],
-                maximize=False,
+                local, grads, means, squares, largest[0] if largest else [], stepped,
+                # torch removes lr * weight_decay of a weight
+                lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay / lr if lr else 0.0, eps=group["eps"],
+                amsgrad=group["amsgrad"], maximize=False,
             )  # fmt: skip
-            return
-        corrections = self._corrections(index, group, steps)
-        decay = group["weight_decay"] * (lr / initial_lr if initial_lr else 1.0)
-        factor = None if factor is None else factor.float()
-        for i in kept:
-            param, grad, mean, square = tensors[i]
-            adamw(
-                param, grad, (mean, square), corrections[i], factor,
-                lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], decay=decay,
-            )  # fmt: skip
-        # as operators of torch do
-        torch.autograd.graph.increment_version([t for i in kept for t in (tensors[i][0], *tensors[i][2:])])
-        torch._foreach_add_(steps, 1)
         self._corrections(index, group, steps)  # of the next step, while the device is busy with this one
+
+    def _state_of(self, p: Tensor, names: list[str]) -> dict[str, Any]:
+        state = self.state[p]
+        if p.grad is not None and p.grad.is_sparse:
+            raise RuntimeError("decoupled_adamw_fused does not support sparse gradients")
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float, device=p.device)
+            state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})
+        return state
 
     def _corrections(self, index: int, group: dict[str, Any], steps: list[Tensor]) -> tuple[Tensor, ...]:
         """fp32 [2] for each parameter: 1 - beta ** step for both betas, of the step after `steps`.

@@ -179,7 +179,7 @@ class MeshGradients(Algorithm):
             factor = clip_factor(norm, self.clipping_threshold)
             optimizer = state.optimizers[0]
             if isinstance(optimizer, DecoupledAdamWFused):
-                optimizer.gradient_factor = factor  # scales while it reads the gradients
+                optimizer.gradient_factor = factor.float()  # scales while it reads the gradients
             else:
                 scale_gradients(parameters, factor)
             logger.log_metrics({"mesh/gradient_norm": norm})  # type: ignore[dict-item]

@@ -29,24 +29,51 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Liger-Kernel's forward pass and a backward pass that does not wait for the device.
+
+    Liger-Kernel's own reads the loss's gradient on the host, to skip products with 1.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+        from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+        loss, *_, grad_x_TD, grad_weight_VD, _ = fused_linear_cross_entropy_forward(
+            x_TD,
+            weight_VD.to(x_TD.dtype),
+            targets_T,
+            ignore_index=IGNORED,
+            reduction="sum",
+            accum_dtype=torch.float32,
+            compute_gradients=any(ctx.needs_input_grad),
+            weight_requires_grad=ctx.needs_input_grad[1],
+            chunk_mem_const=_LOGITS_OVER_HIDDEN,
+        )
+        ctx.save_for_backward(grad_x_TD, grad_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        grad_x_TD, grad_weight_VD = ctx.saved_tensors
+        if grad_weight_VD is not None:
+            out = torch.empty_like(grad_weight_VD, dtype=ctx.weight_dtype)
+            grad_weight_VD = torch.mul(grad_weight_VD, grads[0], out=out)
+        return grad_x_TD * grads[0], grad_weight_VD, None
+
+
 def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """The sum over tokens of the cross-entropy of `x_TD @ weight_VD.T`; targets of -100 are ignored.
 
     Under autocast, operands are cast as they are for a linear layer. The weight's gradient is summed in fp32.
     """
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
     device_type = x_TD.device.type
     if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        x_TD, weight_VD = x_TD.to(dtype), weight_VD.to(dtype)
+        x_TD = x_TD.to(torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
-        loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-            x_TD, weight_VD, targets_T,
-            None, None, IGNORED, 0.0, 0.0, "sum", None, False,  # bias, weights, ignored, z, smoothing, sum, cap, no z
-            torch.float32, False, False, False, None, None, _LOGITS_OVER_HIDDEN,
-        )  # fmt: skip
-    return loss
+        return _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T)
 
 
 class _LossHead(nn.Module):

@@ -35,16 +35,17 @@ def train(model: DMoECausalLM, data: dict[str, torch.Tensor]) -> tuple[torch.Ten
 
 @runs_liger
 @pytest.mark.parametrize("ignored", ["some", "all"])
-def test_loss_and_gradients_equal_cross_entropy(ignored: str) -> None:
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_loss_and_gradients_equal_cross_entropy(ignored: str, frozen: int | None) -> None:
     x, weight = (torch.randn(37, 16, device=DEVICE), torch.randn(101, 16, device=DEVICE))
     targets = torch.randint(0, 101, (37,), device=DEVICE)
     targets[3 if ignored == "some" else slice(None)] = loss_head.IGNORED
     results = []
     for function in (linear_cross_entropy, lambda x, w, t: F.cross_entropy(x @ w.T, t, reduction="sum")):
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        leaves = [tensor.clone().requires_grad_(index != frozen) for index, tensor in enumerate((x, weight))]
         loss = function(*leaves, targets)
         (0.3 * loss).backward()
-        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)])
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)  # fp32
 
