@@ -244,7 +244,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
         ValueError: what is wrong with the run or the options, in one sentence.
     """
     started = time.monotonic()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of what the fork server imports
+    os.environ["PYTHONWARNINGS"] = "ignore"  # of what the fork server imports
     devices = torch.cuda.device_count() if arguments.device == "cuda" else None
     for mesh in arguments.mesh or ():
         if devices is not None and math.prod(mesh) > devices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +58,16 @@ class Trial:
 
 
 def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-    """Several trainings, one after another, in one launch: what each left, by name."""
-    return {trial.name: train_trial(trial) for trial in trials}
+    """Several trainings, one after another, in one launch; returns what each left, by name.
+
+    Rank 0 counts them on a terminal.
+    """
+    seen = {}
+    for number, trial in enumerate(trials, 1):
+        seen[trial.name] = train_trial(trial)
+        if os.environ["RANK"] == "0" and sys.stderr.isatty():
+            print(f"processes: {trial.processes}, runs: {number}/{len(trials)}", end="\r", file=sys.stderr, flush=True)
+    return seen
 
 
 def train_trial(trial: Trial) -> dict[str, Any]:
