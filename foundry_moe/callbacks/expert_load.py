@@ -85,7 +85,7 @@ class ExpertLoad(Callback):
     - `dropped`: with `capacity`, the share of choices dropped.
     - `rank_max_over_mean`: where experts are divided over ranks, the rows (choices) that come to the fullest rank over
       the mean of the ranks that share the layer's experts, in the worst of these groups.
-    - `rounds`: there too, in how many rounds tokens were sent at most; 1 unless `mesh.buffer` was exceeded.
+    - `rounds`: in the same case, the largest number of rounds in a dispatch; 1 unless `mesh.buffer` was exceeded.
 
     Over the layers the worst `dmoe/max_over_mean`, `dmoe/rank_max_over_mean` and `dmoe/rounds`, the sum `dmoe/dead`,
     the means `dmoe/gate_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.

@@ -22,8 +22,8 @@ class Finding:
     """Which values were not finite on one rank in one batch; names of parameters in the model's order.
 
     batch: its number, from 1.
-    weights: before the batch, where its loss or gradients are bad here; gradients: after its backward pass. Both of
-        this rank's shards.
+    weights: not finite before the batch; checked only if the loss or a gradient is bad on this rank.
+    gradients: not finite after the backward pass. Both lists are of this rank's shards.
     """
 
     batch: int

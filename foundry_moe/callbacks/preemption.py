@@ -21,7 +21,7 @@ from foundry_moe.launch.ending import INTERRUPTED, launcher_of, leave_at_once
 
 log = logging.getLogger(__name__)
 
-SECOND_S = 1.0  # a launcher passes a Ctrl-C on to processes that had it from the terminal: no second one so soon
+SECOND_S = 1.0  # within this time, a SIGINT is the launcher's copy of a Ctrl-C in the terminal, not a second Ctrl-C
 
 
 class StopSignals:

@@ -131,7 +131,7 @@ class CloudStore(RemoteStore):
         found = self._retry(attempt)
         if not found and self.size_bytes(f"{CLOCK}-{secrets.token_hex(8)}") is not None:
             # obstore reads an HTML page as an empty listing
-            raise self._strange(action, "it claims to have an object of any name")
+            raise self._strange(action, "it reports that an object with a random name exists")
         below = [item for item in found if item["path"].startswith(whole)]
         entries = (self._entry(item["path"], item["size"], item["last_modified"], action) for item in below)
         return iter(sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.key))

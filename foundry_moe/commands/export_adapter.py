@@ -222,7 +222,7 @@ def _per_expert(
 def _fused(factors: Factors, layers: list[int], *, interleaved: bool = False) -> Iterator[tuple[str, Tensor]]:
     """A pair for `gate_up_proj` and one for `down_proj`: A [E M, K] and B [N, M E], whose columns are by rank first.
 
-    M = L if gate and up have one A, as in a folder that peft wrote, else 2 L: one rank is for all.
+    M = L if gate and up share one A, as in a folder that peft wrote, else 2 L; all matrices have the same M.
     """
     shared = all(torch.equal(factors[layer, "w1", "A"], factors[layer, "v1", "A"]) for layer in layers)
     for layer in layers:
@@ -234,7 +234,7 @@ def _fused(factors: Factors, layers: list[int], *, interleaved: bool = False) ->
             wide_a, halves = torch.cat([a1, a3], dim=2), (pad(b1, left), pad(b3, right))
             a2, b2 = pad(a2, left), pad(b2, left)
         wide_b = torch.stack(halves, dim=2).flatten(1, 2) if interleaved else torch.cat(halves, dim=1)
-        # the second target wraps the first, whose names so have `base_layer`
+        # the second target wraps the first, so the names of the first contain `base_layer`
         for place, a_EKM, b_ENM in (("base_layer.", wide_a, wide_b), ("", a2, b2)):
             name = f"{_FUSED.format(layer=layer)}{place}"
             yield f"{name}lora_A.weight", a_EKM.mT.flatten(0, 1)

@@ -31,8 +31,8 @@ from foundry_moe.models.native.targets import Target, assemble
 AS_TRAINED = "as trained"  # in place of a dtype
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
 TOKENS = (2, 16)  # sequences and positions
-# Both compute in fp32 with another order of sums. Of the logits' standard deviation; a swapped pair of experts, a
-# transposed matrix or gate and up exchanged moved it by 1e-2 and more in the tests' small random models.
+# In standard deviations of the logits. Both models compute in fp32, with sums in different orders; swapped experts, a
+# transposed matrix, or gate and up exchanged moved logits by 1e-2 and more in the tests' small random models.
 TOLERANCE = 1e-3
 HEADROOM = 1.5  # over the fp32 model, for activations and buffers of a load
 
@@ -203,8 +203,8 @@ def _compare_logits(exported: Exported, folder: Path, problems: list[str]) -> di
 def _raise_biases(model: torch.nn.Module) -> bool:
     """Adds a number to all biases of each DeepSeek gate that has one below 0, so that the lowest is 0.
 
-    No choice depends on that number, but in transformers 4.51, which counts experts outside a token's groups as 0 and
-    so takes them for better than a score below it (5.x counts them as minus infinity, as we and servers do).
+    That number affects choices only in transformers 4.51, which gives experts outside a token's groups a score of 0,
+    above any negative score of an expert inside them (5.x gives minus infinity, as this package and servers do).
     """
     negative = [
         biases

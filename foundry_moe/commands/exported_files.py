@@ -114,7 +114,7 @@ def export(store: Store, found: Found, out: Path, *, section: str = "model", fil
 def write_targets(
     weights: Weights, targets: Sequence[Target], out: Path, *, dtype: str | None = None, file_bytes: int
 ) -> dict[str, str]:
-    """Writes tensors that are cut and put together from a commit's below `out`, and then their index.
+    """Writes tensors below `out`, each assembled from parts of a commit's tensors, and then their index.
 
     Args:
         dtype: floating-point tensors are cast to it; None = as they are.

@@ -1,6 +1,6 @@
 """Weights of other formats as a folder's first commit, from which a run begins as from any checkpoint.
 
-Read are safetensors and a plain state dict saved by `torch.save`. Files that can hold code, such as Composer's
+Reads safetensors and plain state dicts that `torch.save` wrote. Files that can hold code, such as Composer's
 checkpoints and folders that torch.distributed.checkpoint wrote, are read only if the user trusts them and says so. The
 weights are held in memory once.
 """
@@ -137,7 +137,7 @@ def _read_torch(file: Path, trust_pickle: bool) -> dict[str, Tensor]:
             inner = inner.get(key) if isinstance(inner, Mapping) else None
         if isinstance(inner, Mapping) and inner and all(isinstance(value, Tensor) for value in inner.values()):
             if not all(isinstance(name, str) for name in inner):
-                raise CheckpointError(f"{file} holds tensors whose names are no texts")
+                raise CheckpointError(f"{file} holds tensors whose names are not text")
             total = sum(tensor.numel() * tensor.element_size() for tensor in inner.values())
             if total > SHARED * size:  # a few stored elements that claim to be many
                 raise CheckpointError(f"{file}: its tensors would have {total} bytes, and the file has {size}")

@@ -200,8 +200,8 @@ def add_export_parser(subparsers: Any) -> None:
         "--format",
         choices=("peft", "per-expert"),
         default="peft",
-        help="of --adapter: peft's fused tensors for transformers 5, or one pair for each expert's matrix, for vLLM "
-        "and SGLang; of GPT-OSS peft's are for vLLM and the others for SGLang (default: peft)",
+        help="format of --adapter: peft (default), fused tensors for transformers 5, or per-expert, one pair for each "
+        "expert's matrix, for vLLM and SGLang; for GPT-OSS, peft is for vLLM and per-expert for SGLang",
     )
     parser.add_argument("--file-gb", type=file_size_gb, default=5.0, help="size of one file in GB (default: 5)")
     add_store_arguments(parser)

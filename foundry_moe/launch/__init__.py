@@ -1,8 +1,9 @@
 """Before training: a run's configuration and its checks, spare ranks, launchers, and the report of a user's mistake.
 
-Private functions of torch and Composer that this package replaces while it runs. Each was read on the versions given;
-"public way" is what was looked for instead. Left to torchrun: `--signals-to-handle` (where torch has it),
-`--max-restarts`, `--monitor-interval`, `--rdzv-conf`, and `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`.
+Private functions of torch and Composer that this package replaces while it runs. Each was checked in the versions
+given; "Public way" is the public alternative that was considered. Left to torchrun's own settings:
+`--signals-to-handle` (where torch has it), `--max-restarts`, `--monitor-interval`, `--rdzv-conf`, and
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`.
 
 torch 2.7.0 and 2.11.0, `launch/torchrun.py`. torchrun creates its agent itself, so `launcher.api.LocalElasticAgent` is
 replaced by a subclass of it with these methods:

@@ -17,7 +17,7 @@ from foundry_moe.schema import MistakesError, caught, form, from_mapping, raise_
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: a restart loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
 WHERE = "callbacks.elastic_checkpoint"
-FROZEN = "frozen"  # of a checkpoint's info, where frozen weights are left out: their digest and place
+FROZEN = "frozen"  # key in a checkpoint's info: digest and source of the frozen weights that it omits
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 COUNTS = ("ba", "ep", "sp", "tok")
 
@@ -58,20 +58,20 @@ class CheckpointConfig:
     resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
         run forks: restarts then go on from the fork's own newest.
     asynchronous: write it `async`. true uploads in the background; false waits for every save.
-    max_failures: so many saves in a row may fail before training stops.
-    save_frozen: false leaves parameters that are not trained out. Their digest and where they were loaded from are
-        recorded; a resume loads them from there and refuses others.
+    max_failures: training stops after this many failed saves in a row.
+    save_frozen: false omits parameters that are not trained, and records their digest and source. A resume loads them
+        from that source and refuses other weights.
     reseed: set the random generators at each batch from (seed, batch, rank), so that a resumed run draws what the
         uninterrupted one would have drawn.
-    stale_after: unfinished attempts of dead runs are removed when so old.
-    endpoint_url: of a store that is not the cloud's own.
+    stale_after: age at which unfinished attempts of dead runs are removed.
+    endpoint_url: address of a store other than the cloud provider's own.
     region, profile: of S3, as boto3 takes them; null follows AWS_* variables and profiles.
-    timeout: for one connection, one silence of the store, or, plus the time that its bytes need at 64 KiB/s, one
-        request.
+    timeout: limit for a connection attempt and for a silence of the store. A request may also take the time that its
+        bytes need at 64 KiB/s.
     signals: those that stop the run with a save, whichever rank gets one; a second SIGINT (Ctrl-C) ends it at once.
-    grace: so long after such a signal the launchers end processes that are still there.
-    max_nonfinite: after so many batches in a row with a loss, gradients or weights that are not finite, something is
-        done; null looks at no numbers.
+    grace: time from such a signal until the launchers end the remaining processes.
+    max_nonfinite: number of batches in a row with a loss, gradients or weights that are not finite, after which
+        `on_nonfinite` applies; null disables the check.
     on_nonfinite: stop, with an error | rewind to the last checkpoint with finite weights, and skip the data since.
     """
 
@@ -113,7 +113,7 @@ class CheckpointConfig:
             yield f"folder ({self.folder}): {problem}"
         for name in ("region", "profile"):
             if getattr(self, name) is not None and self.folder.partition("://")[0] in ("gs", "az"):
-                yield f"{name} ({getattr(self, name)}) is of s3:// alone, and folder is {self.folder}"
+                yield f"{name} ({getattr(self, name)}) applies to s3:// only, and folder is {self.folder}"
         yield from caught(parse_interval, self.interval, "interval")
         for name in ("timeout", "stale_after", "grace"):
             yield from self._interval_mistakes(name, "s", "must be a time, for example 60s or 6h")
@@ -126,7 +126,7 @@ class CheckpointConfig:
             if name not in SIGNALS:
                 yield f"signals ({name}) must be among {', '.join(SIGNALS)}"
         if self.max_nonfinite is not None and self.max_nonfinite < 1:
-            yield f"max_nonfinite ({self.max_nonfinite}) must be at least 1, or null to look at no numbers"
+            yield f"max_nonfinite ({self.max_nonfinite}) must be at least 1, or null to disable the check"
         if self.on_nonfinite not in ("stop", "rewind"):
             yield f"on_nonfinite ({self.on_nonfinite}) must be stop or rewind"
         if self.resume not in ("auto", "never") and (isinstance(self.resume, str) or self.resume < 0):

@@ -27,7 +27,7 @@ _OURS = "foundry_moe.launch"
 _COMMAND = "foundry-moe"  # `foundry-moe train`
 _LAUNCHERS = (_OURS, _COMMAND, "composer", "torchrun", "torch.distributed")
 # Composer's and torch's launchers print exit codes and tracebacks once their processes have ended, so the last line is
-# printed by a process that waits for the rank (its parent) and then for the launcher, at most so long
+# printed by a process that waits for the rank (its parent) and then, for at most `_WAIT_S`, for the launcher
 _PRINT_LAST = """
 import os, sys, time
 rank, launcher, wait_s, text = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]

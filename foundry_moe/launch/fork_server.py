@@ -1,4 +1,4 @@
-"""Training processes that are forked from one that has imported what they import, which takes each 10 to 30 s.
+"""Forks training processes from a server that has done their imports, which would take each of them 10 to 30 s.
 
 `launch.torchrun` starts the training script once more as a server, during the rendezvous. The server imports and waits;
 for each process of each start it forks one, which goes on in the script where the server stopped. The process becomes
@@ -25,8 +25,8 @@ from pathlib import Path
 from foundry_moe.launch.console import quiet_third_parties
 
 SERVER = "FOUNDRY_MOE_FORK_SERVER"  # names the server's socket in its environment; 0 in a launcher's: no server
-# what a training process imports before its first batch, a part of it where it is used
-# after a colon: a cached function, whose first call takes a second
+# modules that a training process imports before its first batch, some of them only at their first use;
+# after a colon: a cached function that the server calls, because its first call takes a second
 MODULES = (
     "llmfoundry.command_utils",
     "foundry_moe.registry",
@@ -40,7 +40,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 
 
 def serve() -> None:
-    """In the server: imports, and returns in each forked process; the server itself exits here. Elsewhere: nothing."""
+    """In the server, imports modules and finally exits; returns in each forked process. Elsewhere, has no effect."""
     number = os.environ.pop(SERVER, None)
     if number is None or number == "0":
         return
@@ -48,7 +48,7 @@ def serve() -> None:
     requests = socket.socket(fileno=int(number))
     os.environ.setdefault("FSDP_VERSION", "2")
     quiet_third_parties()
-    # asked otherwise, CUDA starts, and no process forked from this one could use it
+    # without NVML, `torch.cuda.is_available` starts CUDA, and processes forked from this one could not use it
     with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         for module, _, function in (entry.partition(":") for entry in MODULES):
             with contextlib.suppress(Exception):  # each process reports it
@@ -66,7 +66,7 @@ def serve() -> None:
             os._exit(0)  # the launcher has ended
         between = os.fork()
         if between:
-            os.waitpid(between, 0)  # whose end gives its child to the launcher
+            os.waitpid(between, 0)  # when it ends, the launcher adopts its child
             continue
         if os.fork():
             os._exit(0)

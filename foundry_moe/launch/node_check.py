@@ -23,8 +23,8 @@ CHUNK_BYTES = 1 << 30
 WIDTH = {"cuda": 8192, "cpu": 256}  # of the square matrices
 PRODUCTS = {"cuda": 50, "cpu": 2}
 LINK_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
-# Of an all-reduce between the GPUs of a node, in GB/s a GPU by compute capability: a quarter of what NVLink gives;
-# others may be joined by PCIe alone. LINK_GB_S of the environment replaces it.
+# Least bandwidth of an all-reduce within a node, in GB/s a GPU by compute capability: a quarter of NVLink's. GPUs of
+# other capabilities may be connected by PCIe only. The environment variable LINK_GB_S overrides it.
 LEAST_LINK_GB_S = {(8, 0): 50.0, (9, 0): 90.0, (10, 0): 150.0}
 
 

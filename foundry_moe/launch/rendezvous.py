@@ -121,7 +121,7 @@ class RestartableBackend(RendezvousBackend):
 
 
 def _all_alive(state: bytes) -> bytes:
-    """The state with a new heartbeat of each node: they could send none."""
+    """The state with a new heartbeat for each node: no node could send one while the store was down."""
     rendezvous = pickle.loads(state)
     for node, beat in rendezvous.last_heartbeats.items():  # torch 2.7 has times without a zone
         now = datetime.now(timezone.utc)

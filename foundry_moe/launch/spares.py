@@ -27,7 +27,7 @@ POLL_S = 2.0
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # a spare takes the run for dead after so long without its store
 START_S = 3600.0  # the same before the store has answered once: images are pulled, data is downloaded
-FAREWELL_S = 30.0  # a run that has ended keeps its store for at most so long, until all spares have read that
+FAREWELL_S = 30.0  # a run that has ended keeps its store until all spares have read that, but no longer than this
 
 
 def ranks_in_use(

@@ -161,7 +161,7 @@ class AllToAllDispatcher(Dispatcher):
         groups: flat: (the expert group,); hierarchical: (its ranks on this node, its ranks with this rank's index on
             every node).
         num_experts: E.
-        buffer: a rank receives so many times the mean of all ranks' choices at once; more are sent in rounds.
+        buffer: most choices that a rank receives at once, as a multiple of the ranks' mean; more are sent in rounds.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup], *, num_experts: int, buffer: float = math.inf) -> None:
@@ -194,8 +194,8 @@ class AllToAllDispatcher(Dispatcher):
             counts_PP2 = counts()
             rounds = () if at_once else self._rounds(counts_PP2[..., 1], experts_TK)
         if len(rounds) > 1:
-            # Weights are no tensors of the tuple, since FSDP2 would cast them. None of their rows is there in their
-            # place: where weights need a gradient and tokens do not, FSDP2 reduces in the same order on all ranks only
+            # The tuple holds an empty slice of the weights, since FSDP2 would cast the weights themselves. The slice is
+            # needed where weights need a gradient and tokens do not: FSDP2 reduces in the same order on all ranks only
             # if it finds a tensor with a gradient.
             choices = replace(choices, experts_TK=experts_TK, weights_TK=weights_TK, plan=None)
             return Dispatched(x_TD, weights_TK[:0], rounds=rounds, choices=choices)
@@ -256,7 +256,7 @@ class AllToAllDispatcher(Dispatcher):
         return wait
 
     def start(self, rows: Tensor, exchange: Exchange, *, back: bool) -> Callable[[], Tensor]:
-        """Starts the stages of an all-to-all, of which a hierarchical one waits for the first."""
+        """Starts the stages of an all-to-all. A hierarchical one waits for the first stage before the second."""
         stages = [(group, *splits) for group, splits in zip(self.groups, exchange.stages, strict=True)]
         blocks: Sequence[Sequence[int]] = exchange.blocks
         if back:

@@ -143,7 +143,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
         return total
     if norms:
-        for copies in sorted({held for _, held in parts}):  # no tensor of them: its copy to the device waits
+        for copies in sorted({held for _, held in parts}):  # not a tensor: its copy to the device would block the host
             same = [norm for norm, (_, held) in zip(norms, parts, strict=True) if held == copies]
             total += (torch.stack(same).double() ** norm_type).sum() / copies
     if distributed:

@@ -62,8 +62,8 @@ def _fake(positions_BS, inv_freq, scaling, like):  # type: ignore[no-untyped-def
 def rotary_tables(positions_BS: Tensor, inv_freq: Tensor, scaling: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Tables of rotary position embeddings (Su et al. 2021, arXiv 2104.09864): cos_BSD and sin_BSD, in `like`'s dtype.
 
-    Of angles position * frequency, times `scaling`, computed in fp32. One operator, which is opaque to
-    `torch.compile`: fused into what uses them, cosines would be computed anew for every head.
+    Cosines and sines of position * frequency, times `scaling`, computed in fp32. One operator, opaque to
+    `torch.compile`, which would otherwise fuse the cosines into their uses and recompute them for every head.
 
     Args:
         inv_freq: [D / 2]; each half of a head's width has all of them.

@@ -117,9 +117,9 @@ def test_neither_a_password_nor_a_signature_is_said(monkeypatch, caplog) -> None
 
 
 def test_what_is_of_s3_alone_is_refused_elsewhere() -> None:
-    with pytest.raises(ValueError, match=r"region \(x\) is of s3:// alone"):
+    with pytest.raises(ValueError, match=r"region \(x\) applies to s3:// only"):
         checkpoint_config({"folder": "gs://bucket/run", "region": "x"})
-    with pytest.raises(ValueError, match=r"profile \(x\) is of s3:// alone"):
+    with pytest.raises(ValueError, match=r"profile \(x\) applies to s3:// only"):
         checkpoint_config({"folder": "az://bucket/run", "profile": "x"})
 
 

@@ -240,7 +240,7 @@ def even_width(width: float) -> int:
 
 
 def shrink_heads(width: int, heads: int, kv_heads: int) -> tuple[int, int, int]:
-    """The width, and heads of queries and of keys: as many to one as there were; a model that is as small stays."""
+    """Shrunk width, query heads and key heads, with the same ratio of heads; an already small model is unchanged."""
     ratio = max(1, heads // kv_heads)
     small, small_kv = (4, 4) if ratio == 1 else (ratio, 1) if ratio > 2 else (4, 2)
     return (small * HEAD, small, small_kv) if small * HEAD < width else (width, heads, kv_heads)
@@ -258,7 +258,7 @@ def _shrink_mpt(work: _Work, length: int, config: MoEConfig) -> tuple[float, int
     small, small_heads, small_kv = shrink_heads(width, heads, kv_heads)
     if "kv_n_heads" in attention and small < width:
         attention["kv_n_heads"] = small_kv
-    if small < width:  # heads stay as much wider than D over their number
+    if small < width:  # keeps the ratio of a head's width to D / heads
         head = model.get("head_dim") or width // heads
         small_head = head * HEAD * heads // width
         if model.get("head_dim"):

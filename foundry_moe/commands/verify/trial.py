@@ -72,7 +72,7 @@ def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
 
 def train_trial(trial: Trial) -> dict[str, Any]:
     """One training; see `trial_recorder.Recorder` for what it returns."""
-    os.environ.update(FSDP_VERSION="2", NODE_RANK="0")  # Composer asks for the second where it saves
+    os.environ.update(FSDP_VERSION="2", NODE_RANK="0")  # Composer reads NODE_RANK when it saves
     # warnings of the trainer would hide the table
     warnings.showwarning = lambda *_, **__: None
     logging.disable(logging.WARNING)
