@@ -75,7 +75,7 @@ def refuse_dropout_over_ranks(dropout: float, expert: int) -> None:
 
 
 def can_cut_rows(rows: int, *, shard: int, expert: int) -> bool:
-    """Whether `shard` divides experts' matrices of so many rows evenly; FSDP2 would pad others.
+    """Whether `shard` divides the rows of an expert's matrix evenly; if not, FSDP2 would pad them.
 
     With `expert: 1`, FSDP2 shards the dimension of experts instead.
     """

@@ -1,8 +1,8 @@
 """`decoupled_adamw_fused`: Composer's DecoupledAdamW in one pass over each parameter, also on different meshes.
 
 Composer's DecoupledAdamW launches six kernels and synchronises the host once for each parameter; torch's fused AdamW
-refuses lists of DTensors on different meshes. This optimizer updates each rank's local shards, which AdamW, being
-element-wise, may.
+refuses lists of DTensors on different meshes. This optimizer updates each rank's local shards, which is exact because
+AdamW is element-wise.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class DecoupledAdamWFused(DecoupledAdamW):
     def step(self, closure: Any = None) -> Any:
         """As in Composer's optimizer.
 
-        Composer's closure ends in a wait for the loss: until the first launch after it the device is idle. So little
-        happens between the two.
+        Composer's closure ends by waiting for the loss, and the device is idle until the next launch. So little host
+        work is done between the two.
         """
         loss = None
         if closure is not None:
@@ -99,7 +99,7 @@ class DecoupledAdamWFused(DecoupledAdamW):
     def _corrections(self, index: int, group: dict[str, Any], steps: list[Tensor]) -> tuple[Tensor, ...]:
         """fp32 [2] for each parameter: 1 - beta ** step for both betas, of the step after `steps`.
 
-        Kept until `steps` or betas are others, as after a checkpoint was loaded.
+        Kept until `steps` or betas change, for example when a checkpoint is loaded.
         """
         found = group["betas"], [step._version for step in steps]
         ahead = self.__dict__.setdefault("_ahead", {})  # not set in __init__: copies of an optimizer skip it

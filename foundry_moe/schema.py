@@ -86,9 +86,9 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str], where: str) -> 
 
 
 def suggests_keys(cls: type[T]) -> type[T]:
-    """Decorates a dataclass: an unknown keyword argument is a TypeError that names the nearest known one.
+    """Decorates a dataclass: an unknown keyword argument raises a TypeError that names the nearest known one.
 
-    So is a value of another type.
+    A value of the wrong type raises a TypeError too.
     """
     create: Callable[..., None] = cls.__init__
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]

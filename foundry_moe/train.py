@@ -114,7 +114,7 @@ def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
 
 
 def _stop_signals(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those that `elastic_checkpoint` saves on; none without it."""
+    """The signals on which `elastic_checkpoint` saves; none without it."""
     callbacks = section(run, "callbacks")
     keys = section(run, "callbacks", "elastic_checkpoint")
     return checkpoint_config(keys).signals if "elastic_checkpoint" in callbacks else ()
@@ -141,7 +141,7 @@ def connect(timeout_s: float, several_nodes: bool) -> None:
 
 @contextlib.contextmanager
 def destroying_process_group() -> Iterator[None]:
-    """Destroys the process group at exit if the block ends without an error; NCCL warns where nobody does.
+    """Destroys the process group at exit if the block ends without an error; NCCL warns if it is not destroyed.
 
     Exit handlers run in reverse order: Composer registers its own inside the block, so it closes callbacks and loggers
     first. After an error other ranks may wait in a collective, and the group is left as it is.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PARTS = 128  # programs of the ascent at most: each sums the parts of all, so more of them read more
+_PARTS = 128  # most programs of the ascent: each sums the parts of all programs, so more programs read more
 _ELEMENTS = 4096  # scores a program holds
 _TOKENS = 16_384  # tokens that `settle` holds at a time; its passes wait for their loads, so few and wide ones
 
@@ -28,7 +28,7 @@ def _ascend_kernel(
     live = e < num_experts
     price = tl.load(price_ptr + e, mask=live, other=0.0)
     if not FIRST:
-        # every program finishes the step before for itself: the loads, summed in the same order by all
+        # every program completes the previous step itself: all of them sum the loads in the same order
         load = tl.zeros((EXPERTS,), tl.float32)
         for start in range(0, PARTS, TOKENS):
             p = start + tl.arange(0, TOKENS)
@@ -113,8 +113,8 @@ def bid(
     Args:
         room_E: int32; read where `final`: only experts with room are looked at then.
         expert_T: int32, written.
-        bid_T: fp32, written: what makes the second best as good (`most`, an fp32 scalar, at most), and epsilon, on top
-            of the price; where `final`, the regret alone: best less second best.
+        bid_T: fp32, written: the price, plus the lead of the best offer over the second best (at most `most`, an fp32
+            scalar), plus epsilon; where `final`, only this lead (the regret).
     """
     tokens, experts = values_TE.shape
     wide = triton.next_power_of_2(experts)
@@ -176,7 +176,7 @@ def _settle_kernel(expert_ptr, bid_ptr, room_ptr, price_ptr, load_ptr, tokens, n
 
 
 def settle(expert_T: Tensor, bid_T: Tensor, room_E: Tensor, price_E: Tensor) -> Tensor:
-    """Each expert keeps its highest bidders, the lower tokens of equal ones; the others go to E. In place.
+    """Each expert keeps its highest bidders, on ties the lower tokens; the others are set to E. In place.
 
     Args:
         expert_T: int32, written.

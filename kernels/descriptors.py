@@ -134,7 +134,7 @@ def products_compile(capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def specialised_supported(device: torch.device) -> bool:
-    """Whether `hopper_products` runs: Hopper with the Triton whose Gluon, still an experiment, it was written in."""
+    """Whether `hopper_products` runs: on Hopper, with the Triton whose experimental Gluon it was written for."""
     return device_supported(device) and _triton_version() == (3, 6)
 
 

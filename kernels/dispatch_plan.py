@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK = 64
 _BLOCKS_AT_ONCE = 256  # that a program adds up
-# A round (see `mesh.buffer`) has any number of tokens, from any one on: none of them compiles a kernel.
+# A round (see `mesh.buffer`) may have any number of tokens and begin at any token: no round compiles a new kernel.
 _of_any_tokens = triton.jit(
     do_not_specialize=["tokens", "blocks"], do_not_specialize_on_alignment=["experts_ptr", "weights_ptr"]
 )
@@ -121,8 +121,8 @@ def assign_rows(
 
     Returns:
         row_TC: int32, -1 = none. By rank where P <= K, else at the first of the token's choices with that rank.
-        packed: [T * C, 2 * K] in `weights_TK`'s dtype: a token's weights, and its experts as that rank numbers its
-            own, -1 for those of others. Rows past the last one in use are undefined.
+        packed: [T * C, 2 * K] in `weights_TK`'s dtype: a token's weights, and its experts' local numbers on
+            that rank, -1 for experts of other ranks. Rows past the last one in use are undefined.
     """
     tokens, choices = experts_TK.shape
     ranks, blocks = counts_PN.shape

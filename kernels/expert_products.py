@@ -37,8 +37,8 @@ _GATHER_WIDTHS = range(256, 4097, 256)
 class RaggedRows:
     """Rows of every expert and the block rows that cover them. Built by `ragged_rows`.
 
-    blocks: for BLOCK and TALL rows, entries_M4 and a count of block rows with two integers that products count their
-        tiles with: products of the same rows follow one another on one stream.
+    blocks: for BLOCK and TALL rows, entries_M4 and int32 [3]: the number of block rows and two counters of tiles, so
+        that products of the same rows must run one after another on one stream.
     """
 
     offsets_E: Tensor
@@ -169,9 +169,9 @@ def _pick(product: str, rows: RaggedRows, n: int, k: int) -> Tile:
 
 
 def _runnable(tile: Tile, device: torch.device, *, tokens: bool = False) -> Tile:
-    """The tile, or for one that Triton, the device, its shared memory or the product rules out, its counterpart.
+    """The tile, or its counterpart where Triton, the device, its shared memory or the product rules the tile out.
 
-    With tokens, which only specialised tiles of BLOCK rows know, one of these.
+    With tokens, a specialised tile of BLOCK rows, the only kind that supports them.
     """
     special = tile.specialised and descriptors.specialised_supported(device)
     if tokens and not (special and tile.bm == BLOCK and tile.bk == 64):
@@ -361,7 +361,7 @@ def down_backward_(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Through the second product and the activation; z_PRF, or `out`, becomes z's gradient.
+    """The backward pass of the second product and the activation; z_PRF, or `out`, becomes z's gradient.
 
     Args:
         dy_RD: gradient of each row's output, not yet weighted.

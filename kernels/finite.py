@@ -1,7 +1,7 @@
-"""Which of many tensors hold a value that is not finite: one launch for all of one dtype, each read in its lines.
+"""Finds which of many tensors hold a value that is not finite: one launch for each dtype, which reads lines only.
 
-A tensor's lines are the first column and the first row of each of its matrices; one that is to be read whole is given
-as a matrix of one row.
+A tensor's lines are the first column and the first row of each of its matrices; a tensor that is to be read whole is
+passed as a matrix of one row.
 
 Shapes: N tensors; R rows and C columns of a tensor, M rows of each matrix in it (R is a multiple of M).
 """

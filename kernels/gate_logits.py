@@ -102,7 +102,7 @@ def _logits_kernel(
 
 @triton.jit
 def _load_split(dlogits_ptr, t, e, tokens, experts, DTYPE: tl.constexpr):
-    """Gradients of logits as two numbers of DTYPE: a result rounded to 8 bits needs 16 of its factors, not more."""
+    """Gradients of logits as two numbers of DTYPE: a result rounded to 8 bits needs only 16 bits of its factors."""
     at = dlogits_ptr + t.to(tl.int64)[:, None] * experts + e[None, :]
     ds = tl.load(at, mask=(t < tokens)[:, None] & (e < experts)[None, :], other=0.0)
     high = ds.to(DTYPE)

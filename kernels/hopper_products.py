@@ -349,7 +349,7 @@ def buffers(tile: Tile, split: int, itemsize: int = 2) -> int:
 
 
 def last_columns(columns: int, bn: int) -> int:
-    """Columns to multiply of the last of a matrix's tiles of `bn`: 64 or 128 where those hold all that are left."""
+    """Columns to multiply in a matrix's last tile: 64 or 128 where these cover all remaining columns, else `bn`."""
     left = columns % bn
     return next((wide for wide in (64, 128) if 0 < left <= wide < bn), bn)
 

@@ -1,4 +1,4 @@
-"""Launches Triton kernels, repeated launches with less work for the host than Triton's own launch takes.
+"""Launches Triton kernels; repeated launches take less host time than with Triton's own launch.
 
 Triton inspects every argument to find the kernel compiled for its kind, and calls launch hooks; a layer of small
 experts then waits for its host. Here a kernel that has run once with arguments of a kind is called directly: the key
@@ -37,9 +37,9 @@ def next_power_of_2(n: int) -> int:
 
 
 def divisor(*numbers: int) -> int:
-    """The power of two, 8 at most, that divides all: as many elements of 16 bits are moved at a time, 16 bytes.
+    """The largest power of two, at most 8, that divides all: the number of 16-bit elements that are moved at a time.
 
-    Triton itself compiles for numbers that 16 divides, and for others moves single elements. Kernels take this as
+    Triton itself specialises only for multiples of 16, and otherwise moves single elements. Kernels take this as
     ALIGN, for `multiple` and `load_multiple`. A number that may be 1, which Triton makes a constant, must be among
     these.
     """

@@ -407,7 +407,7 @@ def hidden_backward_(
     weights_TK: Tensor | None,
     source_R: Tensor,
 ) -> Hidden:
-    """Through the activation: z_PRF becomes its gradient dz. With the products of adapters, in two launches.
+    """The backward pass of the activation and its adapters' products, in two launches. z_PRF becomes its gradient dz.
 
     Args:
         dh_RF: gradient of each row's hidden units, not yet weighted.

@@ -149,7 +149,7 @@ def _jitter_kernel(x_ptr, key_ptr, out_ptr, stream, width, step, COLUMNS: tl.con
 
 
 def step_of(amount: float) -> int:
-    """The bits of the largest bf16 number that is `amount`, below 1, at most; but for zero, the smallest above it."""
+    """The bits of the largest bf16 number up to `amount` (below 1); for 0, those of the smallest one above 0."""
     return max(struct.unpack("<I", struct.pack("<f", amount))[0] >> 16, 1)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from foundry_moe_kernels.launch import cdiv, divisor, launch, multiple, next_power_of_2
 from torch import Tensor
 
-# From so many choices on most are taken to be absent, the last ones of each token: programs stop at the last one there
+# From this many choices on, most are assumed absent (each token's last ones): programs stop at the last present one
 _SPARSE = 17
 
 
@@ -139,7 +139,7 @@ def _blocks(width: int, element_size: int) -> tuple[int, int, int]:
 
 
 def _sparse(choices: int) -> int:
-    """The power of two of `choices` that kernels take for many; 0 for few."""
+    """`choices` rounded up to a power of two if kernels treat them as mostly absent; otherwise 0."""
     return next_power_of_2(choices) if choices >= _SPARSE else 0
 
 

@@ -204,7 +204,7 @@ def activation_backward_(
 
     Args:
         z_PRF, pairs: as in `activate`.
-        out: like z_PRF, gets its gradient in its place.
+        out: like z_PRF; receives the gradient instead of z_PRF.
 
     Returns:
         Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.

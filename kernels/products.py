@@ -6,8 +6,8 @@ them out. Where a chip has faster kernels for a whole layer (`expert_products`),
 A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
 one matrix an expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
 
-A dense operand that meets S's rows and lies along them is copied to lie across: an expert's rows begin anywhere, so
-along them kernels could only load element by element, without a pipeline.
+A dense operand that meets S's rows and is contiguous along them is copied to be contiguous across them: an expert's
+rows begin anywhere, so along them kernels could only load element by element, without a pipeline.
 
 Shapes: R rows, C columns of S, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
 """

@@ -211,7 +211,7 @@ def _keep_kernel(
     if COUNTED:
         need = tl.load(number_ptr).to(tl.int32)
     held = tl.load(scores_ptr + base + c, mask=c < columns, other=-1.0)
-    # bits of floats from 0 up have their order; the number-th largest is found bit by bit from the top
+    # non-negative floats are ordered as their bits are; the number-th largest is found bit by bit from the top
     least = tl.zeros((), tl.int32)
     for step in range(31):
         candidate = least | (1 << (30 - step))

@@ -1,7 +1,7 @@
 """Softmax, choice of the k best, combine weights and the balance and z-losses' statistics in one pass over logits.
 
-And all of their gradients in one more. No atomics: statistics are summed over programs in a second small launch,
-which makes the balance loss of these tokens too where it is one program.
+One more pass computes all of their gradients. No atomics: statistics are summed over programs in a second small
+launch, which also computes the balance loss of these tokens if it is a single program.
 
 Shapes: T tokens, E experts (1024 at most), K choices, P programs.
 """

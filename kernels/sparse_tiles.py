@@ -52,10 +52,11 @@ def fit(tile: SparseTile, block: int, itemsize: int, limit_bytes: int, operands:
     return tile
 
 
-# The tiles of chips that were measured, by capability (benchmarks/sparse_tiles.py): of a product those from an inner
-# depth on, the deepest first. dsd2 is the sum of two; `along` is any product of tf32 whose second operand lies along
-# the inner dimension, `across` one where it does not. Two warps keep Triton from Hopper's tf32 instruction, which needs
-# operands along it and has others turned four bytes at a time (H200: 41 to 158 TFLOP/s)
+# The tiles of chips that were measured, by capability (benchmarks/sparse_tiles.py): for each product, tiles and the
+# inner depth from which they are used, the deepest first. dsd2 is the sum of two; `along` is any tf32 product whose
+# second operand is contiguous along the inner dimension, `across` one where it is not. With two warps Triton avoids
+# Hopper's tf32 instruction, which needs operands contiguous along it: others would be transposed four bytes at a time
+# (H200: 41 to 158 TFLOP/s)
 MEASURED: dict[int, dict[str, tuple[tuple[int, SparseTile], ...]]] = {
     90: {
         "sdd": ((4096, SparseTile(bn=256, stages=4, warps=8, group=4)), (0, SparseTile(bn=256, stages=4, warps=8))),
@@ -98,7 +99,7 @@ def choose(
 ) -> SparseTile:  # fmt: skip
     """The tile of a product.
 
-    That is sdd, act (it and its activation), glu (two of them), dsd, dsd2 (two of them) or inner (weights' gradients).
+    `product`: sdd, act (sdd and an activation), glu (two sdd and one), dsd, dsd2 (two dsd), inner (weights' gradients).
 
     Args:
         columns, inner: of a tile's row, and how deep it is on average.

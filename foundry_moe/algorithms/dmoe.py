@@ -43,8 +43,8 @@ class DMoE(Algorithm):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`, as the next
-        self._loaded: bool | None = settings.pop(LOADED, None)
+        self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`
+        self._loaded: bool | None = settings.pop(LOADED, None)  # from `say_fresh` or `read_by_rank`
         source = settings.pop(SOURCE, None)  # from `read_by_rank`
         self._files = None if source is None else WeightsFromFiles(source)
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")

@@ -29,7 +29,7 @@ class ExpertsBase(nn.Module):
         activation: a name in `foundry_moe.config.ACTIVATIONS`.
         num_layers: layers of the model, for the scale of `w2` (see `residual_std`).
 
-    `most_rounds`: in which tokens of a call were sent and computed, since it was set to one (see `layers/dispatch.py`).
+    `most_rounds`: the most rounds that a call has taken since this was set to one (see `layers/dispatch.py`).
     `local` turns a parameter into the tensor to compute with: itself, or what placement on a mesh sets here.
     """
 

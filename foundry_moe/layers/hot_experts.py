@@ -27,8 +27,8 @@ _KEPT = 0.5  # weight of earlier steps' loads in the next plan, so that one unus
 def plan_copies(loads: Sequence[float], ranks: int, most: int) -> dict[int, list[float]]:
     """By copied expert, the share of its tokens that each rank computes.
 
-    Repeats: the rank with the most rows moves those above the mean, of its most loaded expert, to the ranks with the
-    fewest rows, each of which receives at most what it lacks to the mean.
+    Repeats: the rank with the most rows moves its rows above the mean, taken from its most loaded expert, to the ranks
+    with the fewest rows, each of which receives at most as many rows as it is below the mean.
 
     Args:
         loads: choices of each expert; rank e // (E / P) has expert e.

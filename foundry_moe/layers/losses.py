@@ -19,8 +19,8 @@ def sequence_balance_loss(
 ) -> Tensor:
     """The mean, over real tokens, of the balance loss of the sequence that a token is in.
 
-    That of DeepSeek-V3 (2412.19437, equations 17 to 20), whose sequences are of one length, and for packed documents
-    their mean weighted by length. So it is the same however a batch is divided over ranks and microbatches.
+    For sequences of one length, this is the loss of DeepSeek-V3 (2412.19437, equations 17 to 20); for packed documents,
+    it is the mean weighted by length. So it is the same however a batch is divided over ranks and microbatches.
 
     Args:
         experts_TK: -1 is no choice.

@@ -1,12 +1,13 @@
 """Finds a model's feed-forward blocks and plans the MoE layer that replaces each: its configuration and weights.
 
-Upcycling makes a dense FFN experts: copies of it, or of shards of it (granular upcycling), scaled so that they add up
-to it. Komatsuzaki et al. 2022 (Sparse Upcycling); He et al. 2024 (Upcycling Large Language Models into Mixture of
+Upcycling turns a dense FFN into experts: copies of it, or of shards of it (granular upcycling), scaled so that they add
+up to it. Komatsuzaki et al. 2022 (Sparse Upcycling); He et al. 2024 (Upcycling Large Language Models into Mixture of
 Experts, arXiv 2410.07524), section 4: with experts of 1/G of the width, expert i holds shard i mod G, the rows of the
 gate are equal within each virtual group of G experts, so that a token's top k are whole groups, and the weights are
-scaled by what the gate's weights leave out. There the scale's cube root goes to each matrix of a GLU. Here its square
-root goes to each of those that act linearly on the output, up and down (of an MLP: all of it to down), since then a
-model whose weights add up to one computes what the dense one did, exactly.
+scaled so that the weighted sum of a token's experts equals the dense output. In the paper the scale's cube root
+multiplies each matrix of a GLU. Here its square root multiplies the two that act linearly on the output, up and down
+(in an MLP, the whole scale multiplies down): a model whose combine weights add up to one then computes exactly what the
+dense model did.
 
 Shapes: E experts, D model width, F width of the dense block, f expert width, G = F / f shards.
 """
@@ -237,7 +238,7 @@ def _plan_sparse(name: str, family: Family, blocks: Blocks, config: MoEConfig) -
     for key in ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_expert_hidden_size"):
         ours, theirs = getattr(config, key), settings[key]
         if ours != theirs and ours != AUTO and not (key == "shared_expert_hidden_size" and (fresh or ours == 0)):
-            raise ValueError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}; its weights keep that")
+            raise ValueError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}, which cannot change")
     if config.bias is True:
         raise ValueError(f"bias (true): {name} is an MoE block already, without biases")
     if fresh:

@@ -100,7 +100,7 @@ class WeightPart:
 
     expert: whose matrix of `ours`; None = rows of `ours` from `first_row` on.
     shape: of this part of ours, [F, D] for an expert's `experts.w1_EFD`.
-    begin: where it begins in their tensor; dimensions that theirs has more, in front, are of size one.
+    begin: where it begins in their tensor; additional leading dimensions of theirs have size one.
     transposed: theirs holds the transpose of ours.
     fp32: kept in fp32, independent of the model's dtype.
     scale: ours is theirs times this; 1 except for experts that are copies of a dense FFN.
@@ -128,7 +128,7 @@ class WeightPart:
     def box(self, begin: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> tuple[slice, ...]:
         """The indices of their tensor that hold `sizes` elements from `begin` of this part; all of it by default.
 
-        What is read there is, reshaped, ours; with `transposed` it is ours transposed.
+        These elements, reshaped, are those of ours, or of its transpose with `transposed`.
         """
         begin = (0,) * len(self.shape) if begin is None else begin
         sizes = self.shape if sizes is None else sizes
@@ -148,7 +148,7 @@ def of_experts(blocks: Blocks, place: Callable[[str, int, tuple[int, int]], Mapp
     """The parts of all experts' matrices.
 
     Args:
-        place: of `w1`, `v1` or `w2`, the expert and the matrix's shape, where it is: fields of `WeightPart`.
+        place: a function of `w1`, `v1` or `w2`, the expert and the matrix's shape; gives its fields of `WeightPart`.
     """
     wide, tall = (blocks.expert_hidden_size, blocks.d_model), (blocks.d_model, blocks.expert_hidden_size)
     return [

@@ -75,4 +75,4 @@ def check_configuration(config: Mapping[str, Any], where: str) -> None:
     experts = next((part[key] for part in parts for key in EXPERTS if part.get(key) is not None), MOST_EXPERTS)
     for count in (part[key] for part in parts for key in TOP_K if part.get(key) is not None):
         if not (type(count) is int and 1 <= count <= experts):
-            raise ValueError(f"{where}: {shown(count)} experts for a token: there are {experts}")
+            raise ValueError(f"{where}: {shown(count)} experts for a token: there must be 1 to {experts}")

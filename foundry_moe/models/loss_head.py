@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 IGNORED = -100
-# of the memory that hidden states take: more tokens at once, so that fewer passes add to the head's fp32 gradient
+# memory of logits over that of hidden states: more tokens at once, so that fewer passes add to the head's fp32 gradient
 _LOGITS_OVER_HIDDEN = 4
 
 

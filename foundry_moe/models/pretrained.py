@@ -229,7 +229,8 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
         raise ValueError(f"{path}: no layer of this model has experts")
     if not 1 <= blocks.top_k <= blocks.num_experts <= MOST_EXPERTS:
         raise ValueError(
-            f"{path}: {blocks.top_k} of {blocks.num_experts} experts for a token, of at most {MOST_EXPERTS}"
+            f"{path}: {blocks.top_k} of {blocks.num_experts} experts for a token: there must be 1 to "
+            f"{blocks.num_experts}, of at most {MOST_EXPERTS} experts"
         )
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -135,8 +135,8 @@ def training_changes(asked: Mapping[str, Any], there: object, holds: Mapping[str
     there = _readable(there)
     holds = asked if holds is None else holds
     return [
-        f"{key}: this run says {yaml_value(asked[key])}, the checkpoint was trained with {yaml_value(there[key])}, and "
-        f"{yaml_value(holds.get(key))} holds"
+        f"{key}: this run sets {yaml_value(asked[key])}, the checkpoint was trained with {yaml_value(there[key])}, and "
+        f"{yaml_value(holds.get(key))} is used"
         for key in asked
         if key in there and asked[key] != there[key]
     ]

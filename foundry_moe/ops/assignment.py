@@ -92,7 +92,7 @@ def _auction(
 
 
 def _fill(steps: Any, values_TE: Tensor, price_E: Tensor, expert_T: Tensor, room_E: Tensor) -> None:
-    """Gives every token without a slot one at an expert with room; none is lost, so each round fills an expert."""
+    """Gives every token without a slot one at an expert with room; a round that leaves tokens over fills an expert."""
     experts = room_E.shape[0]
     load_E1 = torch.zeros(experts + 1, dtype=torch.int32, device=expert_T.device)
     assigned_T = torch.where(expert_T < 0, experts, expert_T).long()

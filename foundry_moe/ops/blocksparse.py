@@ -45,8 +45,8 @@ from foundry_moe.ops.backends import takes_hopper
 from foundry_moe.ops.operators import differentiable, is_traced, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
 
-# Rows of x copied for the weights' gradient at a time: halves of the columns above this size. The copy is what the peak
-# of the backward pass holds beside the gradients themselves.
+# Rows of x are copied for the weights' gradient, in two halves of the columns if the copy would be above this size. At
+# its peak the backward pass holds the copy beside the gradients.
 COPY_BYTES = 128 * 2**20
 
 
@@ -140,7 +140,7 @@ def _planes(w1: Tensor, v1: Tensor | None, plan: ExpertPlan | None = None) -> tu
 
 
 def _gradients_of(w1: Tensor, planes: int, plan: ExpertPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for the gradient of w1 (if v1 is apart [2, ...], of both), and its planes as products write them."""
+    """Memory for the gradient of w1 (with a separate v1, for both: [2, ...]), and its planes as products write them."""
     if planes == 2 and plan.layout == "separate":
         dw1 = w1.new_empty(planes, *w1.shape, dtype=dtype)
         return dw1, dw1
@@ -357,8 +357,8 @@ def _up_backward(
         dx_TD = permute_kernels.unpermute(dx_RD, None, plan.row_TK)
         del dx_RD
     dw1, dw_P = _gradients_of(w1, len(weights), plan, dtype)  # only now: the rows of dx and this never exist at once
-    # Gathered in the products' inner loop the rows took longer than a copy and the product together (H100, OLMoE's
-    # shape: 0.7 beside 0.2 ms)
+    # Gathering the rows in the products' inner loop took longer than a copy and the product together (H100, OLMoE's
+    # shape: 0.7 against 0.2 ms)
     for columns in [slice(None)] if x_RD is not None or plan.kernels == "padded" else column_parts(plan.rows, x_TD):
         rows = _gather(x_TD[:, columns], plan) if x_RD is None else x_RD
         if ragged is not None and turned:

@@ -1,6 +1,6 @@
 """Compiles the kernels of a layer's experts for every load when they first run, so that no later step compiles.
 
-Which kernel runs depends on rows an expert, and these on the gate. So at the first call of a kind of experts (widths,
+Which kernel runs depends on the rows per expert, and so on the gate. So at the first call of a kind of experts (widths,
 dtype, activation) their operators run on some fifty tokens once for each class of load, with the tiles of that class.
 Triton keeps what it has compiled on disk; each process of a node begins with another class, so that they share the
 work.

@@ -73,8 +73,8 @@ def plan_rounds(
 ) -> list[slice] | None:
     """The parts in which this rank sends its tokens, so that no rank gets more than its limit at once; None = one.
 
-    Of a rank's limit each sender may fill the share that it has of all that go there. So a round brings a rank as many
-    choices as its limit, and K more from each sender at most, wherever in the batch the crowd is. Waits for the device.
+    A sender's share of a rank's limit is its share of all choices for that rank. So a rank receives in one round at
+    most its limit and K more choices from each sender, however they are spread over the batch. Waits for the device.
 
     Args:
         choices_PP: choices that go from each rank to each, on the host.
@@ -95,12 +95,12 @@ def plan_rounds(
 
 
 def cut_tokens(experts_TK: Tensor, local_experts: int, most_choices: Mapping[int, int]) -> list[slice]:
-    """Consecutive parts of the tokens, none of which has more than so many choices of some ranks. Waits for the device.
+    """Consecutive parts of the tokens, none with more choices of a rank than `most_choices`. Waits for the device.
 
-    Each part has as many tokens as it may, so that there are few.
+    Each part has as many tokens as possible, so that there are few parts.
 
     Args:
-        most_choices: of a part, by rank; K or more, so that a part has a token.
+        most_choices: limits for a part, by rank; K or more, so that a part has room for a token.
     """
     tokens = len(experts_TK)
     ranks = torch.tensor(list(most_choices), device=experts_TK.device)

@@ -103,7 +103,7 @@ def gumbel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
 def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     """`x_TD` times factors from 1 - amount to 1 + amount, drawn for each element, in `x_TD`'s dtype.
 
-    A factor is one of 256, evenly spaced and as many above one as below; `amount` counts with the 8 bits of bf16.
+    A factor is one of 256, evenly spaced and as many above one as below; `amount` is rounded down to bf16.
     Differentiable in `x_TD`.
     """
     return _Jitter.apply(x_TD, keys_T, amount, stream)
@@ -137,7 +137,7 @@ def _scale_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Te
 
 
 def _changes(step: int, device: torch.device) -> Tensor:
-    """fp32 [256]: what each byte makes of one; the upper half is the lower with the other sign."""
+    """fp32 [256]: the change of a factor for each byte, factor - 1; the upper half is the lower one, negated."""
     bits_2 = torch.tensor([step << 16, (step - 1) << 16], dtype=torch.int32, device=device)
     top, below = bits_2.view(torch.float32)
     size_M = (torch.arange(128, device=device) / 128 + 1) * top - below

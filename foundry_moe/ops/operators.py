@@ -69,7 +69,7 @@ class _Schema:
 
 
 def _mark_writes(function: Callable[..., Any], mutates: Sequence[str]) -> Callable[..., Any]:
-    """The function, which also raises the versions of arguments it writes to, as PyTorch's own operators do."""
+    """The function, which also increments the versions of arguments it writes to, as PyTorch's own operators do."""
     written = [place for place, name in enumerate(inspect.signature(function).parameters) if name in mutates]
 
     def write(*args: Any) -> Any:

@@ -66,8 +66,8 @@ def softmax_topk(
 
     Args:
         normalize: divide the weights by their sum over a token's choices; then times `scale`.
-        second_by_chance: keep a second choice with probability 2 * its weight alone (GShard), drawn with this; the
-            first keeps its weight.
+        second_by_chance: keep a second choice only with probability 2 * its weight (GShard), drawn with this; the
+            first choice keeps its weight.
         counted: choices of a token, the first ones, that count in the loads; None = all.
         mask_T: True for real tokens.
         statistics: whether `mean_E`, `counts_E` and `z` are wanted; otherwise they may hold nothing.

@@ -39,14 +39,14 @@ def fit(folder: Path, lr: float, batch_size: int, batches: int, dataset: Any = N
 def test_what_a_resumed_run_trains_with_is_said_where_it_differs(tmp_path, caplog) -> None:
     fit(tmp_path, 0.01, 2, 1)
     fit(tmp_path, 0.01, 2, 2)
-    assert "this run says" not in caplog.text
+    assert "this run sets" not in caplog.text
     with caplog.at_level(logging.WARNING):
         other = fit(tmp_path, 0.02, 4, 3)
     assert other.state.timestamp.batch.value == 3 and other.state.optimizers[0].param_groups[0]["lr"] == 0.01
-    said = {record.message for record in caplog.records if "this run says" in record.message}
+    said = {record.message for record in caplog.records if "this run sets" in record.message}
     assert said >= {
-        "optimizer.lr: this run says 0.02, the checkpoint was trained with 0.01, and 0.01 holds",
-        "global_train_batch_size: this run says 4, the checkpoint was trained with 2, and 4 holds",
+        "optimizer.lr: this run sets 0.02, the checkpoint was trained with 0.01, and 0.01 is used",
+        "global_train_batch_size: this run sets 4, the checkpoint was trained with 2, and 4 is used",
     }
 
 
@@ -70,14 +70,14 @@ def test_another_schedule_split_and_seeds_are_said_with_what_holds(tmp_path, cap
     train(1, "train", 1, "2ba")
     with caplog.at_level(logging.WARNING):
         train(2, "train", 1, "2ba")
-    assert "this run says" not in caplog.text
+    assert "this run sets" not in caplog.text
     with caplog.at_level(logging.WARNING):
         other = train(3, "val", 2, "4ba")
-    said = {record.message for record in caplog.records if "this run says" in record.message}
+    said = {record.message for record in caplog.records if "this run sets" in record.message}
     assert said >= {
-        "scheduler.t_warmup: this run says 4ba, the checkpoint was trained with 2ba, and 4ba holds",
-        "train_loader.dataset.split: this run says val, the checkpoint was trained with train, and val holds",
-        "train_loader.dataset.shuffle_seed: this run says 2, the checkpoint was trained with 1, and 1 holds",
-        "seed: this run says 2, the checkpoint was trained with 1, and 1 holds",
+        "scheduler.t_warmup: this run sets 4ba, the checkpoint was trained with 2ba, and 4ba is used",
+        "train_loader.dataset.split: this run sets val, the checkpoint was trained with train, and val is used",
+        "train_loader.dataset.shuffle_seed: this run sets 2, the checkpoint was trained with 1, and 1 is used",
+        "seed: this run sets 2, the checkpoint was trained with 1, and 1 is used",
     }
     assert other.state.rank_zero_seed == 1 and other.state.train_dataloader.dataset.shuffle_seed == 1

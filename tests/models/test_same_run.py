@@ -82,9 +82,9 @@ def test_another_learning_rate_is_said_with_what_holds() -> None:
     assert before["optimizer.lr"] == 0.1 and before["optimizer.param_groups.0.weight_decay"] == 0.0
     assert training_changes(before, before) == []
     assert training_changes(asked, before, {**asked, "optimizer.lr": 0.1, "optimizer.param_groups.0.lr": 0.1}) == [
-        "global_train_batch_size: this run says 8, the checkpoint was trained with 4, and 8 holds",
-        "optimizer.lr: this run says 0.2, the checkpoint was trained with 0.1, and 0.1 holds",
-        "optimizer.param_groups.0.lr: this run says 0.2, the checkpoint was trained with 0.1, and 0.1 holds",
+        "global_train_batch_size: this run sets 8, the checkpoint was trained with 4, and 8 is used",
+        "optimizer.lr: this run sets 0.2, the checkpoint was trained with 0.1, and 0.1 is used",
+        "optimizer.param_groups.0.lr: this run sets 0.2, the checkpoint was trained with 0.1, and 0.1 is used",
     ]
 
 
@@ -97,7 +97,7 @@ def test_another_weight_of_a_loss_is_said() -> None:
 
     before, asked = describe_training(state({"balance": 0.01, "z": 0.001})), describe_training(state({"balance": 0.1}))
     assert training_changes(asked, before) == [
-        "moe.loss.balance: this run says 0.1, the checkpoint was trained with 0.01, and 0.1 holds"
+        "moe.loss.balance: this run sets 0.1, the checkpoint was trained with 0.01, and 0.1 is used"
     ]
 
 

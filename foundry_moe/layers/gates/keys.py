@@ -175,7 +175,7 @@ class KTop1Keys(LinearKeys):
 class BaseKeys(LinearKeys):
     """
     epsilon: tolerance of the auction, in standard deviations of a token's scores.
-    rounds: of the auction at most.
+    rounds: the most rounds of the auction.
     """
 
     LOSSES: ClassVar[frozenset[str]] = frozenset()

@@ -83,7 +83,7 @@ def check_freeze(settings: Mapping[str, Any], freeze: Collection[str]) -> None:
 
 def no_gate(name: str) -> ValueError:
     """The error for `freeze: [gate]` and a gate without weights."""
-    return ValueError(f"freeze (gate): gate {name} has no weights that could be frozen; take it out")
+    return ValueError(f"freeze (gate): gate {name} has no weights to freeze; remove gate from freeze")
 
 
 def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:

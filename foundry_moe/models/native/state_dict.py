@@ -62,7 +62,7 @@ class Native:
         prefixes = {match[1]: int(match[2]) for name in shapes if (match := _BLOCK.fullmatch(name))}
         if sorted(prefixes.values()) != sorted(self.blocks.layers):
             raise ValueError(
-                f"experts of layers {sorted(prefixes.values())} are there, and the model has them in "
+                f"the tensors have experts in layers {sorted(prefixes.values())}, but the model has them in "
                 f"{sorted(self.blocks.layers)}"
             )
         tied = bool(getattr(self.config, "tie_word_embeddings", False))

@@ -57,5 +57,5 @@ def test_called_with_a_configuration_the_class_makes_the_family_as_llm_foundry_d
 def test_a_state_dict_that_lacks_experts_is_refused() -> None:
     model = mpt().model
     state = {name: tensor for name, tensor in model.state_dict().items() if ".blocks.1.ffn." not in name}
-    with pytest.raises(ValueError, match=r"experts of layers \[0\] are there, and the model has them in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"tensors have experts in layers \[0\], but the model has them in \[0, 1\]"):
         type(model)(model.config).load_state_dict(state, assign=True)
