@@ -18,7 +18,7 @@ TRAINERS = {"composer", "llmfoundry"}
 # Only these folders, and files at the top of the package, may import Composer or LLM Foundry.
 MAY_IMPORT_TRAINERS = {
     *("models", "algorithms", "callbacks", "launch", "commands"),
-    *("demo", "optim", "registry", "train"),
+    *("optim", "registry", "train"),
 }
 
 CORE = {"config", "schema", "ops", "layers"}
@@ -39,7 +39,6 @@ MAY_IMPORT = {
     "callbacks": LIBRARY | {"launch", "loads", "__init__"},
     "commands": LIBRARY | {"launch", "loads", "train", "__init__"},
     "optim": set(),
-    "demo": {"launch"},
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},
     "train": LIBRARY | {"callbacks", "launch"},
     "cli": {"commands", "launch", "__init__"},

@@ -130,7 +130,7 @@ def add_plan_parser(subparsers: Any) -> None:
     parser.add_argument("--constants", type=Path, help="file written by --calibrate (default: the constants of --chip)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants and exit")
-    parser.add_argument("--out", type=local_path, help="output of --calibrate (default: beside the tuned tiles)")
+    parser.add_argument("--out", type=local_path, help="output of --calibrate (default: in ~/.cache/foundry_moe)")
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate:

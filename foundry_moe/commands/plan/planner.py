@@ -1,7 +1,7 @@
 """Plans a run from its YAML: mesh, bytes on each GPU, messages and time of a step, and warnings.
 
-The plan is arithmetic; no weights are created. Expert loads are assumed even, as with a balance loss.
-A search varies the mesh alone.
+A plan is calculated without creating weights. Expert loads are assumed to be nearly even (see `step.UNEVEN`). A search
+varies only the mesh.
 """
 
 from __future__ import annotations
