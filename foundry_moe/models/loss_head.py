@@ -60,7 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x_TD, grad_weight_VD = ctx.saved_tensors
         if grad_weight_VD is not None:
             out = torch.empty_like(grad_weight_VD, dtype=ctx.weight_dtype)
-            grad_weight_VD = torch.mul(grad_weight_VD, grads[0], out=out)
+            # by a matrix: the product with a scalar would be rounded to 16 bits before it is written to `out`
+            grad_weight_VD = torch.mul(grad_weight_VD, grads[0].reshape(1, 1), out=out)
         return grad_x_TD * grads[0], grad_weight_VD, None
 
 
