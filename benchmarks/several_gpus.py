@@ -98,12 +98,13 @@ def step(name: str, yaml: str, mesh: tuple[int, int, int], steps: int, *keys: st
 def parts_of(gpus: int) -> list[Part]:
     """What matters most first."""
     python, several = sys.executable, str(gpus)
-    verify = ["-m", "foundry_moe.cli", "verify", "--device", "cuda", "--precision", "fp32", "--mesh"]
+    # a launch that takes longer prints where its ranks are
+    verify = ["-m", "foundry_moe.cli", "verify", "--device", "cuda", "--precision", "fp32", "--timeout-s", "500"]
     meshes = [",".join(map(str, mesh)) for mesh in meshes_of(gpus)]
     compiled = "model.moe.mesh.compile=blocks"
     whole = (1, 1, gpus)
     parts = [
-        Part(name="verify", command=(python, *verify, *meshes), limit_s=600),
+        Part(name="verify", command=(python, *verify, "--mesh", *meshes), limit_s=1100),
         Part(
             name="exchange",
             command=(python, "-m", "pytest", "-m", "gpu", "tests/distributed/test_parity_exchange.py"),
