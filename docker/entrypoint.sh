@@ -17,7 +17,7 @@
 #              that are not finite with 3, a folder that another run has taken over with 4
 # NODE_CHECK   1: check this node's processors before it joins, 0: do not (default: 1 on several nodes). A node that fails
 #              exits with code 5 and should not be started again
-# HEARTBEAT    a file that is touched at each start and at each batch, for healthcheck.sh
+# HEARTBEAT    a file that is touched at each start and, with elastic_checkpoint, at each batch, for healthcheck.sh
 # SIGTERM, or another of elastic_checkpoint.signals, is passed on; the last batch is saved within elastic_checkpoint.grace,
 # and the exit code is 75: start it again
 # MASTER_PORT  default 29500

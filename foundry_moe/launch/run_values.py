@@ -27,7 +27,10 @@ _MPT_NAMES = (
 )
 _DEVICES = ("cpu", "meta", "mixed")
 _CLIPPING = ("norm", "value", "adaptive")
-_LOSSES = ("torch_crossentropy", "fused_crossentropy")
+_LOSSES = {
+    "mpt_causal_lm": ("torch_crossentropy", "fused_crossentropy"),
+    "dmoe_causal_lm": ("auto", "fused_linear_crossentropy", "torch_crossentropy", "fused_crossentropy"),
+}
 _ANY_NAMES = (
     "0",
     "_",
@@ -158,7 +161,7 @@ def _mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig | N
         if not fits(value, float) or not 0 <= value <= 1:
             yield f"model.{key} ({value!r}) must be a probability, from 0 to 1"
     if isinstance(model.get("loss_fn"), str):
-        yield from caught(one_of, "model.loss_fn", model["loss_fn"], _LOSSES)
+        yield from caught(one_of, "model.loss_fn", model["loss_fn"], _LOSSES[model["name"]])
     if bad:
         return
     longest, layers = sizes["max_seq_len"], sizes["n_layers"]

@@ -137,6 +137,12 @@ def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_e
     for name in ("shard", "replicate"):
         if widths[name] == AUTO:
             widths[name], left = left, 1
+    if left > 1 and num_experts is not None:
+        raise ValueError(
+            f"mesh.expert (auto: {widths['expert']}) x mesh.shard ({widths['shard']}) x mesh.replicate "
+            f"({widths['replicate']}) = {world_size // left}, but there are {world_size} GPUs: set mesh.shard or "
+            "mesh.replicate to auto"
+        )
     plan = MeshPlan(**widths, ranks_per_node=min(ranks_per_node, world_size))
     return replace(plan, all_to_all=_choose_all_to_all(config.all_to_all, plan))
 

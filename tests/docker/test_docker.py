@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from foundry_moe.cli import parse
 from tests.helpers.launching import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -427,6 +428,10 @@ def test_manifest_gives_what_the_entrypoint_reads() -> None:
     assert grace_s < pod["terminationGracePeriodSeconds"]
     known = ENTRYPOINT.read_text()
     assert all(name in known for name in variables if not name.startswith("PET_"))
+    path, *overrides = container["args"]
+    for nodes in range(int(variables["MIN_NODES"]), spec["completions"] + 1):
+        parsed = parse(["check", str(ROOT / path), *overrides, "--gpus", str(8 * nodes)])
+        assert parsed.run(parsed) == 0, "an error would end the job"
 
 
 @pytest.mark.quick

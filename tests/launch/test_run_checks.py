@@ -107,6 +107,11 @@ def test_a_mesh_that_does_not_fit_is_named_beside_other_mistakes(capsys: pytest.
     assert ended.value.code == 2 and all(key in errors for key in ("optimizer.lr", "max_duration", "GPUs (3)"))
 
 
+@pytest.mark.parametrize("loss", ["auto", "fused_linear_crossentropy", "torch_crossentropy"])
+def test_every_loss_of_the_model_is_known(loss: str) -> None:
+    check(f"model.loss_fn={loss}")
+
+
 def test_the_experts_of_a_model_in_a_local_folder_are_checked(tmp_path: Path) -> None:
     model = f"model={{name: hf_causal_lm, pretrained_model_name_or_path: {tmp_path}}}"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 4}))

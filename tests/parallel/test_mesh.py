@@ -124,6 +124,8 @@ def test_exchange_is_hierarchical_where_experts_fill_several_nodes(
         ({"expert": 3}, 6, 8, r"mesh.expert \(3\) must divide num_experts \(8\): use 1 or 2"),
         ({"expert": 2, "shard": 2, "replicate": 1}, 8, 8, r"= 4, but there are 8 GPUs.*mesh.shard: 4"),
         ({"expert": 16}, 8, 64, r"mesh.expert \(16\).*must divide the number of GPUs \(8\).*1, 2, 4 or 8"),
+        ({"expert": AUTO, "shard": 1}, 8, 6, r"\(auto: 2\) x .* = 2, but there are 8 GPUs: set mesh.shard or"),
+        ({"expert": AUTO, "shard": 2}, 16, 4, r"\(auto: 4\) x .* = 8, but there are 16 GPUs"),
         ({"expert": 2, "shard": 3, "replicate": AUTO}, 8, 8, r"= 6 must divide the number of GPUs \(8\)"),
         ({"expert": 12, "all_to_all": HIERARCHICAL}, 24, 24, r"must|needs mesh.expert \(12\) to fill whole nodes"),
     ],
