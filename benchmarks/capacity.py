@@ -1,6 +1,6 @@
 """On a GPU: dropless against token dropping.
 
-    python benchmarks/capacity.py data/demo/tokens.pt
+    python benchmarks/capacity.py data/demo.pt
 
 Dropless against `capacity`, at the shapes of the MegaBlocks paper (Gale et al. 2022, table 1: 64 experts, top-1,
 sequences of 1024), in bf16. First MoE-XS is trained on real text with each layout on the same tokens: loss, dropped

@@ -278,7 +278,7 @@ def table(title: str, r: dict[str, float]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512, help="512: about 1 GB of parameters and AdamW state")
+    parser.add_argument("--width", type=int, default=512, help="512: 625 MiB of parameters and AdamW state")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--store", choices=("files", "moto", "both", "s3"), default="both")
     arguments = parser.parse_args()

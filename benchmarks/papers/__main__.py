@@ -8,7 +8,7 @@ CLAIMS = (
     ("the same, transposes that no layer uses", "python benchmarks/matmul.py --cases XS,Small,Medium --transposes"),
     ("MegaBlocks, figure 4: tile sizes", "python benchmarks/sparse_tiles.py --cases XS,Small,Medium"),
     ("MegaBlocks, section 5.1: transpose indices, topology", "python -m benchmarks.papers.megablocks_indices"),
-    ("MegaBlocks, section 6.2: dropless against token dropping", "python benchmarks/capacity.py data/demo/tokens.pt"),
+    ("MegaBlocks, section 6.2: dropless against token dropping", "python benchmarks/capacity.py data/demo.pt"),
     (
         "MegaBlocks, figures 7 and 8: speed at equal loss",
         "python -m benchmarks.papers.dropping text",
