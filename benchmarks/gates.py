@@ -92,8 +92,8 @@ SEED = 17
 
 
 def read_tokens(folder: Path, split: str) -> Tensor:
-    """[N, S] int64, shuffled by the seed; `tokens.pt` is made on the first call."""
-    file = folder / "tokens.pt"
+    """[N, S] int64, shuffled by the seed; a file beside the folder is made on the first call."""
+    file = folder.with_name(f"{folder.name}.pt")
     if not file.exists():
         save_tokens(folder, file)
     tokens_NS = torch.load(file)[split].long()
