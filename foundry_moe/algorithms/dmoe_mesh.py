@@ -179,7 +179,8 @@ class MeshGradients(Algorithm):
             factor = clip_factor(norm, self.clipping_threshold)
             optimizer = state.optimizers[0]
             if isinstance(optimizer, DecoupledAdamWFused):
-                optimizer.gradient_factor = factor.float()  # scales while it reads the gradients
+                # scales while it reads the gradients; cast here, since the device is idle when the update begins
+                optimizer.gradient_factor = factor.float()
             else:
                 scale_gradients(parameters, factor)
             logger.log_metrics({"mesh/gradient_norm": norm})  # type: ignore[dict-item]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from foundry_moe.commands.verify.shrink import BATCHES, LOADER, SAVE_AFTER, SmallRun
 
@@ -62,12 +62,9 @@ def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
 
     Rank 0 counts them on a terminal.
     """
-    seen = {}
-    for number, trial in enumerate(trials, 1):
-        seen[trial.name] = train_trial(trial)
-        if os.environ["RANK"] == "0" and sys.stderr.isatty():
-            print(f"processes: {trial.processes}, runs: {number}/{len(trials)}", end="\r", file=sys.stderr, flush=True)
-    return seen
+    hidden = None if os.environ["RANK"] == "0" else True  # None: unless stderr is a terminal
+    processes = f"runs of {trials[0].processes} processes"
+    return {trial.name: train_trial(trial) for trial in tqdm(trials, processes, leave=False, disable=hidden)}
 
 
 def train_trial(trial: Trial) -> dict[str, Any]:
