@@ -1,6 +1,7 @@
 #!/bin/sh
 # Healthy: the launcher runs, and if a heartbeat file is named it was touched in the last HEARTBEAT_S seconds.
-#   HEARTBEAT    a file that a run with elastic_checkpoint touches at each batch, or its log; unset: only the launcher is looked for
+#   HEARTBEAT    a file that a run with elastic_checkpoint touches at each batch, or its log; unset: only the launcher is
+#                looked for
 #   HEARTBEAT_S  default 1800: evaluation and the first compilation are silent for minutes
 #   PROC         default /proc
 set -eu
