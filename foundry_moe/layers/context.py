@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -228,20 +228,20 @@ class BatchContext:
         An outer module whose forward takes `batch` is hooked too: it drops keys that the inner one does not take.
         """
         for module in model.modules():
-            names = signature(module.forward).parameters
-            if "input_ids" in names:
-                module.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+            takes = signature(module.forward)
+            if "input_ids" in takes.parameters:
+                module.register_forward_pre_hook(partial(self._note_batch, takes), with_kwargs=True)
                 return
-            if "batch" in names:
-                module.register_forward_pre_hook(self._note_packing, with_kwargs=True)
+            if "batch" in takes.parameters:
+                module.register_forward_pre_hook(partial(self._note_packing, takes), with_kwargs=True)
 
-    def _note_packing(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        batch = signature(module.forward).bind_partial(*args, **kwargs).arguments.get("batch")
+    def _note_packing(self, takes: Signature, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        batch = takes.bind_partial(*args, **kwargs).arguments.get("batch")
         found = batch.get("sequence_id") if isinstance(batch, Mapping) else None
         self._packed_BS = found if isinstance(found, Tensor) else None
 
-    def _note_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        bound = signature(module.forward).bind_partial(*args, **kwargs).arguments
+    def _note_batch(self, takes: Signature, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        bound = takes.bind_partial(*args, **kwargs).arguments
         found = (bound.get(name) for name in ("input_ids", "attention_mask", "sequence_id"))
         ids, mask, packed = (value if isinstance(value, Tensor) else None for value in found)
         around, self._packed_BS = self._packed_BS, None  # valid for this call only

@@ -25,6 +25,8 @@ from foundry_moe.schema import from_mapping
 
 _ATTENTION = "sdpa"
 _FUSED_LOSS = "fused_linear_crossentropy"
+# Keys of a batch that MPT's forward pass takes
+_INPUTS = ("input_ids", "attention_mask", "sequence_id", "inputs_embeds", "position_ids")
 
 
 class DMoEMPTConfig(MPTConfig):
@@ -93,7 +95,8 @@ class DMoECausalLM(ComposerMPTCausalLM):
         head = self.model.get_output_embeddings()
         head.targets = self._targets(batch)
         try:
-            outputs = super().forward(batch)
+            # not by super().forward, which searches the entry points of all installed packages: 1 ms at every step
+            outputs = self.model(**{name: batch.get(name) for name in _INPUTS})
         finally:
             head.targets = None
         return CausalLMOutputWithPast(loss=outputs.logits)
