@@ -30,6 +30,27 @@ def swizzle(local, height, wide, GROUP: tl.constexpr):
     return first + local % rows, local // rows
 
 
+@triton.jit
+def load_within(tile, within_rows, within_columns):
+    """A tile of pointers, zeros outside of the masks of its rows and columns. None: all are within."""
+    if within_rows is None and within_columns is None:
+        loaded = tl.load(tile)
+    elif within_rows is None:
+        loaded = tl.load(tile, mask=within_columns[None, :], other=0.0)
+    elif within_columns is None:
+        loaded = tl.load(tile, mask=within_rows[:, None], other=0.0)
+    else:
+        loaded = tl.load(tile, mask=within_rows[:, None] & within_columns[None, :], other=0.0)
+    return loaded
+
+
+@triton.jit
+def add_product(acc, s, b, within_k, within_i, within_j, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + SᵀB for tiles of pointers s [k, i] (TURNED: [i, k]) and b [k, j]."""
+    turned = load_within(s, within_i, within_k) if TURNED else tl.trans(load_within(s, within_k, within_i))
+    return tl.dot(turned, load_within(b, within_k, within_j), acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["block_rows", "plane"])
 def rows_kernel(
     a_ptr, b_ptr, a2_ptr, b2_ptr, out_ptr, h_ptr, source_ptr,
@@ -83,6 +104,7 @@ def rows_kernel(
         inner = width
     i, j, k = tl.arange(0, BLOCK), column * BN + tl.arange(0, BN), tl.arange(0, BK)
     keep_i, keep_j = i < size, j < columns
+    within_j = None if EVEN_N else keep_j
     # a row past the block's end is read as its last one, and never stored
     i_read = tl.minimum(i, size - 1)
     if SDD and STACKED:
@@ -109,26 +131,11 @@ def rows_kernel(
         if GLU:
             b2 = b2_ptr + b_at
         for step in range(0, inner, BK):
-            if EVEN_K:
-                a_tile = tl.load(a)
-            else:
-                keep_k = step + k < inner
-                a_tile = tl.load(a, mask=keep_k[None, :], other=0.0)
-            if EVEN_K and EVEN_N:
-                b_tile = tl.load(b)
-            elif EVEN_K:
-                b_tile = tl.load(b, mask=keep_j[None, :], other=0.0)
-            else:
-                b_tile = tl.load(b, mask=keep_k[:, None] & keep_j[None, :], other=0.0)
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+            within_k = None if EVEN_K else step + k < inner
+            a_tile = load_within(a, None, within_k)
+            acc = tl.dot(a_tile, load_within(b, within_k, within_j), acc, input_precision=PRECISION)
             if GLU:
-                if EVEN_K and EVEN_N:
-                    b_tile = tl.load(b2)
-                elif EVEN_K:
-                    b_tile = tl.load(b2, mask=keep_j[None, :], other=0.0)
-                else:
-                    b_tile = tl.load(b2, mask=keep_k[:, None] & keep_j[None, :], other=0.0)
-                acc2 = tl.dot(a_tile, b_tile, acc2, input_precision=PRECISION)
+                acc2 = tl.dot(a_tile, load_within(b2, within_k, within_j), acc2, input_precision=PRECISION)
                 b2 += BK * b_k
             a += BK * a_k
             b += BK * b_k
@@ -184,6 +191,7 @@ def inner_kernel(
     blocks = tl.load(column_offsets + n + 1) - first
     i, j, k = column * BLOCK + tl.arange(0, BLOCK), tile * BN + tl.arange(0, BN), tl.arange(0, BK)
     keep_i, keep_j = i < width, j < columns
+    within_i, within_j = None if EVEN_M else keep_i, None if EVEN_N else keep_j
     acc = tl.zeros((BLOCK, BN), tl.float32)
     if blocks > 0:
         m = tl.load(rows_Z + tl.load(transposed_Z + first))
@@ -195,17 +203,13 @@ def inner_kernel(
         else:
             s = s_ptr + origin + k.to(tl.int64)[:, None] * width + i[None, :]
         b = b_ptr + (start + k)[:, None] * b_row + j[None, :] * b_n
-        for step in range(0, rows, BK):
-            keep_k = step + k < rows
-            b_tile = tl.load(b, mask=keep_k[:, None] if EVEN_N else keep_k[:, None] & keep_j[None, :], other=0.0)
-            if TURNED:
-                turned = tl.load(s, mask=keep_k[None, :] if EVEN_M else keep_k[None, :] & keep_i[:, None], other=0.0)
-            else:
-                s_tile = tl.load(s, mask=keep_k[:, None] if EVEN_M else keep_k[:, None] & keep_i[None, :], other=0.0)
-                turned = tl.trans(s_tile)
-            acc = tl.dot(turned, b_tile, acc, input_precision=PRECISION)
+        whole = rows // BK * BK
+        for _ in range(0, whole, BK):  # without a mask of rows: a quarter faster on Hopper
+            acc = add_product(acc, s, b, None, within_i, within_j, TURNED, PRECISION)
             s += BK * width
             b += BK * b_row
+        if whole < rows:
+            acc = add_product(acc, s, b, whole + k < rows, within_i, within_j, TURNED, PRECISION)
     base = e.to(tl.int64) * out_expert if STACKED else load_multiple(columns_E + e, ALIGN).to(tl.int64) * out_column
     out = out_ptr + base + i.to(tl.int64)[:, None] * out_column + j.to(tl.int64)[None, :] * out_n
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=keep_i[:, None] & keep_j[None, :])

@@ -71,7 +71,11 @@ MEASURED: dict[int, dict[str, tuple[tuple[int, SparseTile], ...]]] = {
             (4096, SparseTile(bn=256, bk=32, stages=6, warps=8)),
             (0, SparseTile(bn=256, bk=32, stages=4, warps=8)),
         ),
-        "inner": ((512, SparseTile(group=2)), (0, SparseTile(stages=2))),
+        "inner": (
+            (1536, SparseTile(bn=256, stages=4, warps=8, group=4)),
+            (512, SparseTile(group=2)),
+            (0, SparseTile(stages=2)),
+        ),
         "glu tf32": ((0, SparseTile(bk=32, warps=8)),),
         "along": ((0, SparseTile(bn=256, bk=32, stages=4, warps=8)),),
         "across": ((0, SparseTile(bn=64, bk=16, stages=4, warps=2)),),
