@@ -56,8 +56,6 @@ def train(arguments: list[str]) -> int:
 
     from llmfoundry.command_utils import train as train_with_foundry
 
-    from foundry_moe.callbacks.run_report import TrainingComplete
-
     exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
     quiet_third_parties()
     connect(float(run.get("dist_timeout", 600.0)), launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)))
@@ -66,8 +64,6 @@ def train(arguments: list[str]) -> int:
     with destroying_process_group():
         try:
             train_with_foundry(run)
-        except TrainingComplete as done:
-            print(done)
         except ValueError as error:
             if _COMPLETE not in str(error):
                 raise
