@@ -20,7 +20,7 @@ from foundry_moe.config import (
     check_compilation,
     refuse_other_parallelism,
 )
-from foundry_moe.launch.checkpoint_settings import checkpoint_config
+from foundry_moe.launch.checkpoint_settings import WHERE, checkpoint_config
 from foundry_moe.launch.foundry_keys import key_mistakes
 from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
@@ -139,6 +139,9 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
     algorithms, callbacks = section(run, "algorithms"), section(run, "callbacks")
     if "elastic_checkpoint" in callbacks:
         yield from caught(lambda: checkpoint_config(section(callbacks, "elastic_checkpoint")))
+        folder = section(callbacks, "elastic_checkpoint").get("folder")
+        if run.get("save_folder") not in (None, "") and str(run["save_folder"]).rstrip("/") == str(folder).rstrip("/"):
+            yield f"save_folder and {WHERE}.folder are both {folder}: give each a folder of its own"
     if config is None:
         return
     version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
