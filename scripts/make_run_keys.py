@@ -29,6 +29,38 @@ EXTRA = {
     "schedulers": {"name": "str"},
     "dataloaders": {"name": "str", "label": "str"},
 }
+# what the values of a key must be, beside their kind: of a run, of each entry of a registry, of an MPT and its parts
+RUN_RULES = {
+    "global_train_batch_size": ">= 1",
+    "max_seq_len": ">= 2",  # a token is predicted from those before it
+    "seed": ">= 0",
+    "device_train_microbatch_size": "> 0 or auto",
+    "device_eval_batch_size": "> 0",
+    "dist_timeout": "> 0",
+}
+RULES = {
+    "models": {"init_device": "of cpu meta mixed"},
+    "optimizers": {"lr": ">= 0", "weight_decay": ">= 0", "eps": ">= 0"},
+    "dataloaders": {"num_workers": ">= 0"},
+    "algorithms": {"clipping_type": "of norm value adaptive", "clipping_threshold": "> 0"},
+}
+MPT_RULES = {
+    **dict.fromkeys(("d_model", "n_heads", "n_layers", "vocab_size", "max_seq_len", "head_dim"), ">= 1"),
+    **dict.fromkeys(("resid_pdrop", "emb_pdrop"), "0 to 1"),
+    "expansion_ratio": "> 0",
+    "norm_type": "in norms",
+    "loss_fn": "of torch_crossentropy fused_crossentropy",
+}
+PART_RULES = {
+    "attn_config": {
+        "attn_type": "in attention_classes",
+        "attn_impl": "in attention_implementations",
+        "attn_pdrop": "0 to 1",
+        "kv_n_heads": ">= 1",
+    },
+    "ffn_config": {"ffn_type": "in ffns"},
+    "init_config": {"name": "in param_init_fns"},
+}
 # given by LLM Foundry, not by a user
 GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
 GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
@@ -59,8 +91,8 @@ def kinds(annotation: Any) -> list[str]:
 def keys_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The shape of its keyword arguments.
 
-    keys: kinds by name (`int|null`), or the shape of a mapping; required: names without a default; open: others are
-    taken too.
+    keys: kinds by name (`int|null`, with a rule `int|null >= 1`), or the shape of a mapping; required: names without a
+    default; open: others are taken too.
     """
     owners = function.__mro__ if isinstance(function, type) else (function,)
     found: dict[str, str] = {}
@@ -122,6 +154,8 @@ def build() -> dict[str, Any]:
     run |= {"eval_loader": "dict|list|null", "icl_tasks": "list|null|str", "eval_gauntlet": "any"}
     required = [item.name for item in fields(TrainConfig) if item.default == "???"]
     fsdp2, fsdp1 = ({f.name for f in fields(c) if f.init} for c in (FSDP2Config, FSDPConfig))
+    run |= {key: "|".join(kind for kind in run[key].split("|") if kind != "null") for key in NEEDED}
+    add_rules(run, RUN_RULES)
     run["fsdp_config"] = shape_of(name for name in fsdp1 | fsdp2 if not name.startswith("_"))
     default = MPTConfig()
     entries: dict[str, Any] = {}
@@ -138,10 +172,16 @@ def build() -> dict[str, Any]:
         **keys_of(MPTConfig)["keys"],
         # the class under it takes more, which this one gives it
         **keys_of(ComposerMPTCausalLM.__init__)["keys"],
-        "attn_config": part({*default.attn_config, *keys_of(GroupedQueryAttention)["keys"]}),
-        "ffn_config": part({*default.ffn_config, "ffn_act_fn", *keys_of(MPTMLP)["keys"]}),
-        "init_config": part({*default.init_config, *init_keys}),
     }
+    add_rules(mpt, MPT_RULES)
+    parts = {
+        "attn_config": {*default.attn_config, *keys_of(GroupedQueryAttention)["keys"]},
+        "ffn_config": {*default.ffn_config, "ffn_act_fn", *keys_of(MPTMLP)["keys"]},
+        "init_config": {*default.init_config, *init_keys},
+    }
+    for key, names in parts.items():
+        mpt[key] = shape_of(names - GIVEN_TO_PARTS)
+        add_rules(mpt[key]["keys"], PART_RULES[key])
     entries["models"]["mpt_causal_lm"] = {"keys": mpt, "required": [], "open": False}
     streaming = {*keys_of(StreamingTextDataset)["keys"], "streams", "eos_token_id", "bos_token_id"}
     for name, names in {"text": streaming, "finetuning": finetuning_dataset()}.items():
@@ -149,6 +189,9 @@ def build() -> dict[str, Any]:
     for name, keys in EXTRA.items():
         for entry in entries[name].values():
             entry["keys"] |= keys
+    for name, rules in RULES.items():
+        for entry in entries[name].values():
+            add_rules(entry["keys"], rules)
     return {
         "versions": {name: version(name) for name in ("mosaicml", "llm-foundry")},
         "run": {"keys": run, "required": sorted({*required, *NEEDED} - COMPUTED), "open": True},
@@ -163,9 +206,10 @@ def shape_of(names: Iterable[str]) -> dict[str, Any]:
     return {"keys": dict.fromkeys(sorted(names), "any"), "required": [], "open": False}
 
 
-def part(names: Iterable[str]) -> dict[str, Any]:
-    """The shape of a part of an MPT."""
-    return shape_of({*names} - GIVEN_TO_PARTS)
+def add_rules(keys: dict[str, Any], rules: Mapping[str, str]) -> None:
+    """Appends rules to the kinds of the keys that are there."""
+    for key in keys.keys() & rules.keys():
+        keys[key] = f"{keys[key]} {rules[key]}"
 
 
 def finetuning_dataset() -> set[str]:

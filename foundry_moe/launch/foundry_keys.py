@@ -1,19 +1,20 @@
 """Checks a run's keys against those of Composer and LLM Foundry without importing them, which takes ten seconds.
 
-Their signatures are in run_keys.json, which scripts/make_run_keys.py writes; names of other packages are read from
-their entry points, which are not loaded. `run_values` checks the values.
+Their signatures, and rules for single values, are in run_keys.json, which scripts/make_run_keys.py writes; names of
+other packages are read from their entry points, which are not loaded. `run_values` checks values that depend on others.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.schema import caught, nearest, refuse_unknown, section
+from foundry_moe.schema import caught, fits, nearest, one_of, refuse_unknown, section
 
 # names of this package, for a checkout that is not installed
 OURS: Mapping[str, tuple[str, ...]] = {
@@ -37,6 +38,7 @@ _KINDS = {
     "dict": "a mapping of keys to values",
     "null": "null",
 }
+_LOSSES = "str of auto fused_linear_crossentropy torch_crossentropy fused_crossentropy"  # of dmoe_causal_lm
 MPTS = ("mpt_causal_lm", "dmoe_causal_lm")
 # sections whose `name` is an entry of a registry, and sections whose keys are entries of the registry of that name
 _NAMED = {
@@ -55,75 +57,117 @@ def table() -> Mapping[str, Any]:
     return json.loads(Path(__file__).with_name("run_keys.json").read_text())
 
 
-def key_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each key of a run that nothing reads, that is missing, or whose value is of another kind."""
+def key_mistakes(run: Mapping[str, Any], *, rules: bool = False) -> Iterator[str]:
+    """A sentence for each key of a run that nothing reads, that is missing, or whose value is of another kind.
+
+    Args:
+        rules: check each value by the rule for it too, where keys and kinds are right.
+    """
     shape = table()["run"]
     for key in run:
         if key not in shape["keys"]:
             meant = nearest(key, shape["keys"])
             yield f"{key} is not a key of a run; {meant}; keys of your own go under `variables`"
-    yield from _shape_mistakes("", run, shape)
-    foreign = bool(run.get("code_paths"))  # that code may register anything
+    walk = _Walk(rules=rules, foreign=bool(run.get("code_paths")))
+    yield from walk.shape("", run, shape)
     for key, registry in _NAMED.items():
         several = isinstance(run.get(key), list)  # evaluation sets
         found = {f"{key}.{i}": item for i, item in enumerate(run[key])} if several else {key: run.get(key)}
         for where, settings in found.items():
             name = settings.get("name") if isinstance(settings, Mapping) else None
             if isinstance(name, str):
-                yield from _entry_mistakes(where, name, settings, registry, foreign)
+                yield from walk.entry(where, name, settings, registry)
             elif isinstance(settings, Mapping):
                 yield f"{where}.name ({name!r}) must name one of {', '.join(known_names(registry))}"
             elif several:
                 yield f"{where} must be a mapping of keys to values, not {settings!r}"
     for key in _OF_ENTRIES:
         for name, settings in {} if caught(section, run, key) else section(run, key).items():
-            yield from _entry_mistakes(f"{key}.{name}", str(name), settings, key, foreign)
+            yield from walk.entry(f"{key}.{name}", str(name), settings, key)
     if isinstance(run.get("optimizer"), Mapping):
-        yield from _group_mistakes(run["optimizer"])
+        yield from walk.groups(run["optimizer"])
 
 
-def _entry_mistakes(where: str, name: str, settings: Any, registry: str, foreign: bool) -> Iterator[str]:
-    """Mistakes in a registered name and the keys given to it. `foreign`: the run imports code of its own."""
-    shape = _shape_of(registry, name)
-    if where in REMOVED:
-        yield f"{where} was removed: {REMOVED[where]}"
-    elif shape is None:
-        names = known_names(registry)
-        if name not in names and not foreign:
-            yield f"{where if registry in _OF_ENTRIES else f'{where}.name: {name}'} is not registered; " + nearest(
-                name, names
-            )
-    elif settings is not None and not isinstance(settings, Mapping):
-        yield f"{where} must be a mapping of keys to values, not {settings!r}"
-    else:
-        yield from _shape_mistakes(where, settings or {}, shape, name)
+@dataclass(frozen=True, kw_only=True)
+class _Walk:
+    """foreign: the run imports code of its own, which may register other names. rules: as in `key_mistakes`."""
 
+    foreign: bool
+    rules: bool
 
-def _shape_mistakes(where: str, settings: Mapping[str, Any], shape: Mapping[str, Any], name: str = "") -> Iterator[str]:
-    """Mistakes in the keys of a mapping; of nested mappings too, if their keys are known.
+    def entry(self, where: str, name: str, settings: Any, registry: str) -> Iterator[str]:
+        """Mistakes in a registered name and the keys given to it."""
+        shape = _shape_of(registry, name)
+        if where in REMOVED:
+            yield f"{where} was removed: {REMOVED[where]}"
+        elif shape is None:
+            names = known_names(registry)
+            if name not in names and not self.foreign:
+                named = where if registry in _OF_ENTRIES else f"{where}.name: {name}"
+                yield f"{named} is not registered; {nearest(name, names)}"
+        elif settings is not None and not isinstance(settings, Mapping):
+            yield f"{where} must be a mapping of keys to values, not {settings!r}"
+        else:
+            yield from self.shape(where, settings or {}, shape, name)
 
-    Args:
-        where: "" for the run itself.
-        name: of the registered entry that needs the keys.
-    """
-    keys, prefix = shape["keys"], f"{where}." if where else ""
-    if not shape["open"]:
-        yield from caught(refuse_unknown, [str(key) for key in settings if key not in keys], keys, where)
-    for key, value in settings.items():
-        known = keys.get(key, "any")
-        is_shape = isinstance(known, Mapping)
-        kinds = ["dict", "null"] if is_shape else known.split("|")
-        if (value is None and where) or "any" in kinds:
-            continue  # Python's signatures are not enforced: null often means the default
-        if _kind(value) not in kinds and not (_kind(value) == "int" and "float" in kinds):
+    def groups(self, optimizer: Mapping[str, Any]) -> Iterator[str]:
+        shape = _shape_of("optimizers", str(optimizer.get("name")))
+        groups = optimizer.get("param_groups")
+        for index, group in enumerate(groups if isinstance(groups, list) else ()):
+            where = f"optimizer.param_groups.{index}"
+            if not isinstance(group, Mapping) or not isinstance(group.get("param_str_match"), str):
+                yield f"{where} must be a mapping with param_str_match, a regular expression of names of parameters"
+            elif shape is not None:
+                yield from self.shape(where, group, {**shape, "keys": {**shape["keys"], "param_str_match": "str"}})
+
+    def shape(self, where: str, settings: Mapping[str, Any], shape: Mapping[str, Any], name: str = "") -> Iterator[str]:
+        """Mistakes in the keys of a mapping; of nested mappings too, if their keys are known.
+
+        Args:
+            where: "" for the run itself.
+            name: of the registered entry that needs the keys.
+        """
+        keys, prefix = shape["keys"], f"{where}." if where else ""
+        if not shape["open"]:
+            yield from caught(refuse_unknown, [str(key) for key in settings if key not in keys], keys, where)
+        for key, value in settings.items():
+            known = keys.get(key, "any")
+            if value is None and where:
+                continue  # Python's signatures are not enforced: null often means the default
+            if isinstance(known, str):
+                yield from self.value(f"{prefix}{key}", value, known)
+            elif value is not None and not isinstance(value, Mapping):
+                yield f"{prefix}{key} must be {_KINDS['dict']}, not {value!r}"
+            # other kinds of FFN have their own keys
+            elif value and value.get("ffn_type") in (None, "mptmlp", "mptglu"):
+                yield from self.shape(f"{prefix}{key}", value, known)
+        for key in shape["required"]:
+            if key not in settings:
+                yield f"{prefix}{key} is missing: {name or 'a run'} needs it"
+
+    def value(self, where: str, value: Any, known: str) -> Iterator[str]:
+        """Mistakes in a value. `known`: its kinds, and the rule for it: `int|float >= 1`."""
+        first, _, rule = known.partition(" ")
+        kinds = first.split("|")
+        if "any" not in kinds and _kind(value) not in kinds and not (_kind(value) == "int" and "float" in kinds):
             wanted = " or ".join(_KINDS[kind] for kind in kinds if kind != "int" or "float" not in kinds)
-            yield f"{prefix}{key} must be {wanted}, not {value!r}"
-        # other kinds of FFN have their own keys
-        elif is_shape and value and value.get("ffn_type") in (None, "mptmlp", "mptglu"):
-            yield from _shape_mistakes(f"{prefix}{key}", value, known)
-    for key in shape["required"]:
-        if key not in settings:
-            yield f"{prefix}{key} is missing: {name or 'a run'} needs it"
+            yield f"{where} must be {wanted}, not {value!r}"
+        elif rule and self.rules and value is not None:
+            yield from caught(self.check_rule, where, value, *rule.split())
+
+    def check_rule(self, where: str, value: Any, sign: str, *rest: str) -> None:
+        """Raises ValueError unless the value is `>= 1`, `> 0 or auto`, `0 to 1`, `of A B`, or `in REGISTRY`."""
+        if sign == "of":
+            one_of(where, value, rest)
+        elif sign == "in":
+            if not self.foreign:
+                one_of(where, value, known_names(rest[0]))
+        elif sign == ">=" and not (fits(value, float) and value >= int(rest[0])):
+            raise ValueError(f"{where} ({value!r}) must be {rest[0]} or more")
+        elif sign == ">" and not (value in rest[1:] or (fits(value, float) and value > int(rest[0]))):
+            raise ValueError(f"{where} ({value!r}) must be a number above {' '.join(rest)}")
+        elif sign == "0" and not (fits(value, float) and 0 <= value <= 1):
+            raise ValueError(f"{where} ({value!r}) must be a probability, from 0 to 1")
 
 
 @cache
@@ -156,16 +200,5 @@ def _shape_of(registry: str, name: str) -> Mapping[str, Any] | None:
     entries = table()["registries"][registry]
     if name == "dmoe_causal_lm":
         mpt = entries["mpt_causal_lm"]
-        return {**mpt, "keys": {**mpt["keys"], "moe": "dict|null"}}
+        return {**mpt, "keys": {**mpt["keys"], "moe": "dict|null", "loss_fn": _LOSSES}}
     return entries.get(name)
-
-
-def _group_mistakes(optimizer: Mapping[str, Any]) -> Iterator[str]:
-    shape = _shape_of("optimizers", str(optimizer.get("name")))
-    groups = optimizer.get("param_groups")
-    for index, group in enumerate(groups if isinstance(groups, list) else ()):
-        where = f"optimizer.param_groups.{index}"
-        if not isinstance(group, Mapping) or not isinstance(group.get("param_str_match"), str):
-            yield f"{where} must be a mapping with param_str_match, a regular expression of names of parameters"
-        elif shape is not None:
-            yield from _shape_mistakes(where, group, {**shape, "keys": {**shape["keys"], "param_str_match": "str"}})

@@ -127,7 +127,7 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
     named = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if experts else ()
     raise_mistakes([*experts, *(sentence for sentence in key_mistakes(run) if not sentence.startswith(named))])
     config = read_moe(run)
-    mistakes = list(own_mistakes(run, config))
+    mistakes = [*own_mistakes(run, config), *key_mistakes(run, rules=True)]
     for check in VALUE_CHECKS:
         mistakes += check(run, config)
     raise_mistakes(mistakes)

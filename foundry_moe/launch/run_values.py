@@ -1,6 +1,6 @@
 """Checks values of a run that LLM Foundry, Composer or torch refuse late, without naming the key, or not at all.
 
-`foundry_keys` has checked the keys. Each check yields a sentence for each mistake.
+`foundry_keys` checks the keys, and values that depend on no other. Each check yields a sentence for each mistake.
 """
 
 from __future__ import annotations
@@ -12,51 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from foundry_moe.config import MoEConfig, check_batch_size
-from foundry_moe.launch.foundry_keys import MPTS, known_names, table
+from foundry_moe.launch.foundry_keys import MPTS, table
 from foundry_moe.schema import caught, fits, one_of, section
 
 _TIME = re.compile(r"\s*[0-9][0-9_]*(\.[0-9]+)?(e[+-]?[0-9]+)?\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
 _CLOCK = re.compile(r"(\s*[0-9]+(\.[0-9]+)?\s*(h|hr|hour|hours|m|min|minute|minutes|s|second|seconds)\s*)+")
-# by key: the least value, or what the value must be above
-_LEAST = {
-    "global_train_batch_size": 1,
-    "seed": 0,
-    "model.d_model": 1,
-    "model.n_heads": 1,
-    "model.n_layers": 1,
-    "model.vocab_size": 1,
-    "model.max_seq_len": 1,
-    "model.head_dim": 1,
-    "model.attn_config.kv_n_heads": 1,
-    "optimizer.lr": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.eps": 0,
-    "train_loader.num_workers": 0,
-    "eval_loader.num_workers": 0,
-}
-_ABOVE = {
-    "device_train_microbatch_size": 0,
-    "device_eval_batch_size": 0,
-    "dist_timeout": 0,
-    "model.expansion_ratio": 0,
-    "algorithms.gradient_clipping.clipping_threshold": 0,
-}
-_PROBABILITIES = ("model.resid_pdrop", "model.emb_pdrop", "model.attn_config.attn_pdrop")
-_ONE_OF = {
-    "model.init_device": ("cpu", "meta", "mixed"),
-    "algorithms.gradient_clipping.clipping_type": ("norm", "value", "adaptive"),
-}
-_REGISTERED = {  # in LLM Foundry's registries of these names
-    "model.attn_config.attn_type": "attention_classes",
-    "model.attn_config.attn_impl": "attention_implementations",
-    "model.norm_type": "norms",
-    "model.ffn_config.ffn_type": "ffns",
-    "model.init_config.name": "param_init_fns",
-}
-_LOSSES = {
-    "mpt_causal_lm": ("torch_crossentropy", "fused_crossentropy"),
-    "dmoe_causal_lm": ("auto", "fused_linear_crossentropy", "torch_crossentropy", "fused_crossentropy"),
-}
 _ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # what matches these matches every name
 # names in config.json of the MoE families that models/families supports
 _HUGGING_FACE_EXPERTS = {
@@ -73,31 +33,6 @@ def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) ->
     placed = config is not None and (config.mesh is not None or "dmoe_mesh" in section(run, "algorithms"))
     if placed and used > 1 and run.get("fsdp_config") is None:
         raise ValueError("mesh needs FSDP2, which this run does not use: add `fsdp_config: {}`")
-
-
-def _bounds(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    """Numbers and names whose valid values depend on no other key."""
-    for where, least in _LEAST.items():
-        value = _at(run, where)
-        if value is not None and not _is_least(value, least):
-            yield f"{where} ({value!r}) must be {least} or more"
-    for where, limit in _ABOVE.items():
-        value, word = _at(run, where), " or auto" if where == "device_train_microbatch_size" else ""
-        if value is not None and not (value == "auto" and word) and (not fits(value, float) or value <= limit):
-            yield f"{where} ({value!r}) must be a number above {limit}{word}"
-    for where in _PROBABILITIES:
-        value = _at(run, where)
-        if value is not None and (not fits(value, float) or not 0 <= value <= 1):
-            yield f"{where} ({value!r}) must be a probability, from 0 to 1"
-    names = dict(_ONE_OF)
-    if _at(run, "model.name") in MPTS:
-        names["model.loss_fn"] = _LOSSES[run["model"]["name"]]
-        if not run.get("code_paths"):  # which may register other names
-            names |= {where: tuple(known_names(registry)) for where, registry in _REGISTERED.items()}
-    for where, known in names.items():
-        value = _at(run, where)
-        if value is not None:
-            yield from caught(one_of, where, value, known)
 
 
 def _lengths(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
@@ -229,10 +164,6 @@ def _heads(model: Mapping[str, Any], attention: Mapping[str, Any], width: int, h
 def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     optimizer = section(run, "optimizer")
     groups = optimizer.get("param_groups") or ()
-    for index, group in enumerate(groups):
-        for key in ("lr", "weight_decay", "eps"):
-            if group.get(key) is not None and not _is_least(group[key], 0):
-                yield f"optimizer.param_groups.{index}.{key} ({group[key]!r}) must be 0 or more"
     betas = optimizer.get("betas")
     if betas is not None and not (len(betas) == 2 and all(fits(b, float) and 0 <= b < 1 for b in betas)):
         yield f"optimizer.betas ({betas!r}) must be two numbers from 0 to below 1, such as [0.9, 0.95]"
@@ -265,5 +196,5 @@ def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
                 yield f"{where}.{key} ({value}) needs worker processes: with num_workers: 0 write {key}: {valid}"
 
 
-# mistakes in the numbers, times and names of a run: each gets the run and its experts, if it has any
-VALUE_CHECKS = (_bounds, _lengths, _precision, _times, _model, _optimizer, _callbacks, _loaders)
+# mistakes in values that depend on others: each gets the run and its experts, if it has any
+VALUE_CHECKS = (_lengths, _precision, _times, _model, _optimizer, _callbacks, _loaders)
