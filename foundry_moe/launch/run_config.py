@@ -222,11 +222,6 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
     )
 
 
-def check_files(run: Mapping[str, Any]) -> None:
-    """Raises ValueError for local files that do not exist: the libraries that read them do not name the key."""
-    raise_mistakes(missing_files(run))
-
-
 _NEEDS_GPU = "precision ({}) needs a GPU, and this machine has none: use precision: fp32, or start the run on a GPU"
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 
