@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from foundry_moe.callbacks.composer_checkpoints import LoadPathSkip
+from foundry_moe.callbacks.composer_checkpoints import skip_load_path
 from foundry_moe.callbacks.elastic_state import reseed
 from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
 from foundry_moe.callbacks.run_watch import RunWatch
@@ -60,7 +61,7 @@ class ElasticCheckpoint(Callback):
         self.config: CheckpointConfig = checkpoint_config(keys)
         self.resumed_from: int | None = None
         self._checkpoints: RunCheckpoints | None = None  # from `after_load` on
-        self._load_path = LoadPathSkip()
+        self._restore_loading: Callable[[], None] = lambda: None  # Composer's of `load_path`
         self._fitting = False
         self._rewound: list[int] = []  # steps that the run went back to
         # seconds since the epoch at the end of each phase of a resume, until the first batch
@@ -104,12 +105,12 @@ class ElasticCheckpoint(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.config.save_frozen and has_commits(self.config):
-            self._load_path.start(self.config.folder)
+            self._restore_loading = skip_load_path(self.config.folder)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Takes ownership of the folder, and restores its newest good commit over whatever Composer has loaded."""
         self._mark("trainer and FSDP")
-        self._load_path.end()
+        self._restore_loading()
         self._checkpoints = RunCheckpoints(self.config, state, self._watch.group())
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
@@ -201,7 +202,7 @@ class ElasticCheckpoint(Callback):
         self._watch.signals.remove()
 
     def close(self, state: State, logger: Logger) -> None:
-        self._load_path.end()
+        self._restore_loading()
         self._watch.signals.remove()
         if self._checkpoints is not None:
             self._checkpoints.close()

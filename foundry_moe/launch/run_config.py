@@ -145,7 +145,7 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
     if config is None:
         return
     version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
-    parallel = {"tensor_parallel": bool(run.get("tp_config")), "fsdp_version": version}
+    parallel: dict[str, Any] = {"tensor_parallel": bool(run.get("tp_config")), "fsdp_version": version}
     yield from caught(lambda: refuse_other_parallelism(**parallel))
     yield from caught(lambda: check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k))
     yield from caught(check_freeze, config.gate, config.freeze)
