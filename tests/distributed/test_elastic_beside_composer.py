@@ -21,6 +21,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
     keys, saver = {"interval": "1ba"}, {"save_interval": "1ba", "max_duration": "3ba"}
     theirs, first = str(root / "composer"), str(root / "composer" / "ep0-ba1-rank0.pt")
     again = {"autoresume": True, "max_duration": "4ba", "save_interval": "100ba"}
+    again["keys"] = {"keep": 9}  # batch 2 is compared below
     later = {**again, "max_duration": "5ba"}
     wanted = {
         "broken": run(root / "ours", ONE, keys=keys, save_folder=theirs, break_at=2, **saver),
