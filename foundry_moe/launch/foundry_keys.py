@@ -69,7 +69,7 @@ def key_mistakes(run: Mapping[str, Any], *, rules: bool = False) -> Iterator[str
             meant = nearest(key, shape["keys"])
             yield f"{key} is not a key of a run; {meant}; keys of your own go under `variables`"
     walk = _Walk(rules=rules, foreign=bool(run.get("code_paths")))
-    yield from walk.shape("", run, shape)
+    yield from walk.shape("", {key: value for key, value in run.items() if key not in _OF_ENTRIES}, shape)
     for key, registry in _NAMED.items():
         several = isinstance(run.get(key), list)  # evaluation sets
         found = {f"{key}.{i}": item for i, item in enumerate(run[key])} if several else {key: run.get(key)}
@@ -82,7 +82,9 @@ def key_mistakes(run: Mapping[str, Any], *, rules: bool = False) -> Iterator[str
             elif several:
                 yield f"{where} must be a mapping of keys to values, not {settings!r}"
     for key in _OF_ENTRIES:
-        for name, settings in {} if caught(section, run, key) else section(run, key).items():
+        wrong = caught(section, run, key)  # as `read_moe` says it
+        yield from wrong
+        for name, settings in {} if wrong else section(run, key).items():
             yield from walk.entry(f"{key}.{name}", str(name), settings, key)
     if isinstance(run.get("optimizer"), Mapping):
         yield from walk.groups(run["optimizer"])
