@@ -23,11 +23,18 @@ from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, set_console
 from foundry_moe.launch.ending import exit_on, is_first_rank, leave_after_handlers
-from foundry_moe.launch.run_config import check_device, check_files, check_whole_run, load_run, plain, ranks_that_train
+from foundry_moe.launch.run_config import (
+    check_device,
+    check_whole_run,
+    load_run,
+    missing_files,
+    plain,
+    ranks_that_train,
+)
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
 from foundry_moe.launch.user_errors import raise_on_all_ranks, run_cleanly
-from foundry_moe.schema import section
+from foundry_moe.schema import raise_mistakes, section
 
 USAGE = "usage: foundry-moe train RUN.yaml -n PROCESSES [key=value ...]"
 _COMPLETE = "No training would occur"  # in Composer's error for a run that has reached max_duration
@@ -56,8 +63,6 @@ def train(arguments: list[str]) -> int:
 
     from llmfoundry.command_utils import train as train_with_foundry
 
-    from foundry_moe.callbacks.run_report import TrainingComplete
-
     exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
     quiet_third_parties()
     connect(float(run.get("dist_timeout", 600.0)), launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)))
@@ -66,8 +71,6 @@ def train(arguments: list[str]) -> int:
     with destroying_process_group():
         try:
             train_with_foundry(run)
-        except TrainingComplete as done:
-            print(done)
         except ValueError as error:
             if _COMPLETE not in str(error):
                 raise
@@ -106,7 +109,7 @@ def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
     run = load_run(arguments[0], arguments[1:], USAGE)
     settings = plain(run)
     config = check_whole_run(settings)
-    check_files(settings)
+    raise_mistakes(missing_files(settings))
     ranks = ranks_that_train(settings, config)
     check_fit(settings, used=ranks, config=config)
     check_device(settings)

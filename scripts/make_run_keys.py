@@ -22,6 +22,45 @@ TABLE = Path(__file__).parents[1] / "foundry_moe" / "launch" / "run_keys.json"
 REGISTRIES = ("models", "optimizers", "schedulers", "algorithms", "callbacks", "loggers", "dataloaders")
 NAMES = ("norms", "ffns", "fcs", "attention_classes", "attention_implementations", "param_init_fns")
 KINDS = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null"}
+# keys of a registered name that its constructor does not have
+EXTRA = {
+    "models": {"name": "str", "master_weights_dtype": "str"},
+    "optimizers": {"name": "str", "disable_grad": "list|str", "param_groups": "list"},
+    "schedulers": {"name": "str"},
+    "dataloaders": {"name": "str", "label": "str"},
+}
+# what the values of a key must be, beside their kind: of a run, of each entry of a registry, of an MPT and its parts
+RUN_RULES = {
+    "global_train_batch_size": ">= 1",
+    "max_seq_len": ">= 2",  # a token is predicted from those before it
+    "seed": ">= 0",
+    "device_train_microbatch_size": "> 0 or auto",
+    "device_eval_batch_size": "> 0",
+    "dist_timeout": "> 0",
+}
+RULES = {
+    "models": {"init_device": "of cpu meta mixed"},
+    "optimizers": {"lr": ">= 0", "weight_decay": ">= 0", "eps": ">= 0"},
+    "dataloaders": {"num_workers": ">= 0"},
+    "algorithms": {"clipping_type": "of norm value adaptive", "clipping_threshold": "> 0"},
+}
+MPT_RULES = {
+    **dict.fromkeys(("d_model", "n_heads", "n_layers", "vocab_size", "max_seq_len", "head_dim"), ">= 1"),
+    **dict.fromkeys(("resid_pdrop", "emb_pdrop"), "0 to 1"),
+    "expansion_ratio": "> 0",
+    "norm_type": "in norms",
+    "loss_fn": "of torch_crossentropy fused_crossentropy",
+}
+PART_RULES = {
+    "attn_config": {
+        "attn_type": "in attention_classes",
+        "attn_impl": "in attention_implementations",
+        "attn_pdrop": "0 to 1",
+        "kv_n_heads": ">= 1",
+    },
+    "ffn_config": {"ffn_type": "in ffns"},
+    "init_config": {"name": "in param_init_fns"},
+}
 # given by LLM Foundry, not by a user
 GIVEN = {"self", "params", "tokenizer", "device_batch_size", "train_config"}
 GIVEN_TO_PARTS = {"d_model", "n_heads", "n_layers", "device", "module", "expansion_ratio", "bias", "act_fn"}
@@ -50,9 +89,13 @@ def kinds(annotation: Any) -> list[str]:
 
 
 def keys_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """keys: kinds by name; required: names without a default; open: others are taken too."""
+    """The shape of its keyword arguments.
+
+    keys: kinds by name (`int|null`, with a rule `int|null >= 1`), or the shape of a mapping; required: names without a
+    default; open: others are taken too.
+    """
     owners = function.__mro__ if isinstance(function, type) else (function,)
-    found: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
     required: set[str] = set()
     is_open = True
     for index, owner in enumerate(owners):
@@ -68,7 +111,7 @@ def keys_of(function: Callable[..., Any]) -> dict[str, Any]:
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in GIVEN:
                 continue
-            found.setdefault(parameter.name, kinds(hints.get(parameter.name, Any)))
+            found.setdefault(parameter.name, "|".join(kinds(hints.get(parameter.name, Any))))
             if parameter.default is parameter.empty and is_open and index == 0:
                 required.add(parameter.name)
         rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
@@ -107,14 +150,14 @@ def build() -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     hints = typing.get_type_hints(TrainConfig)
-    run = {item.name: kinds(hints[item.name]) for item in fields(TrainConfig)}
-    run |= {"eval_loader": ["dict", "list", "null"], "icl_tasks": ["list", "null", "str"], "eval_gauntlet": ["any"]}
+    run: dict[str, Any] = {item.name: "|".join(kinds(hints[item.name])) for item in fields(TrainConfig)}
+    run |= {"eval_loader": "dict|list|null", "icl_tasks": "list|null|str", "eval_gauntlet": "any"}
     required = [item.name for item in fields(TrainConfig) if item.default == "???"]
     fsdp2, fsdp1 = ({f.name for f in fields(c) if f.init} for c in (FSDP2Config, FSDPConfig))
-    mpt, default = keys_of(MPTConfig)["keys"], MPTConfig()
-    # the class under it takes more, which this one gives it
-    composer = keys_of(ComposerMPTCausalLM.__init__)["keys"]
-    general = [key for key in PretrainedConfig().to_dict() if key.endswith("_token_id")]
+    run |= {key: "|".join(kind for kind in run[key].split("|") if kind != "null") for key in NEEDED}
+    add_rules(run, RUN_RULES)
+    run["fsdp_config"] = shape_of(name for name in fsdp1 | fsdp2 if not name.startswith("_"))
+    default = MPTConfig()
     entries: dict[str, Any] = {}
     for name in REGISTRIES:
         known = getattr(registry, name).get_all()
@@ -123,28 +166,53 @@ def build() -> dict[str, Any]:
     # of ours, those that are their own signature; the others are checked by `MoEConfig` and its like
     entries["callbacks"] |= {key: keys_of(registry.callbacks.get(key)) for key in OUR_CALLBACKS}
     entries["optimizers"] |= {key: keys_of(registry.optimizers.get(key)) for key in ("decoupled_adamw_fused",)}
-    entries["models"]["mpt_causal_lm"] = {
-        "keys": {**{key: ["any"] for key in general}, **mpt, **composer},
-        "required": [],
-        "open": False,
-    }
     init_keys = {key for fn in layers_registry.param_init_fns.get_all().values() for key in keys_of(fn)["keys"]}
+    mpt = {
+        **dict.fromkeys((key for key in PretrainedConfig().to_dict() if key.endswith("_token_id")), "any"),
+        **keys_of(MPTConfig)["keys"],
+        # the class under it takes more, which this one gives it
+        **keys_of(ComposerMPTCausalLM.__init__)["keys"],
+    }
+    add_rules(mpt, MPT_RULES)
+    parts = {
+        "attn_config": {*default.attn_config, *keys_of(GroupedQueryAttention)["keys"]},
+        "ffn_config": {*default.ffn_config, "ffn_act_fn", *keys_of(MPTMLP)["keys"]},
+        "init_config": {*default.init_config, *init_keys},
+    }
+    for key, names in parts.items():
+        mpt[key] = shape_of(names - GIVEN_TO_PARTS)
+        add_rules(mpt[key]["keys"], PART_RULES[key])
+    entries["models"]["mpt_causal_lm"] = {"keys": mpt, "required": [], "open": False}
+    streaming = {*keys_of(StreamingTextDataset)["keys"], "streams", "eos_token_id", "bos_token_id"}
+    for name, names in {"text": streaming, "finetuning": finetuning_dataset()}.items():
+        entries["dataloaders"][name]["keys"]["dataset"] = shape_of(names)
+    for name, keys in EXTRA.items():
+        for entry in entries[name].values():
+            entry["keys"] |= keys
+    for name, rules in RULES.items():
+        for entry in entries[name].values():
+            add_rules(entry["keys"], rules)
     return {
         "versions": {name: version(name) for name in ("mosaicml", "llm-foundry")},
-        "run": {"keys": run, "required": sorted({*required, *NEEDED} - COMPUTED)},
+        "run": {"keys": run, "required": sorted({*required, *NEEDED} - COMPUTED), "open": True},
         "precision": [item.value for item in Precision],
-        "fsdp_config": sorted(name for name in fsdp1 | fsdp2 if not name.startswith("_")),
         "registries": entries,
         "names": {name: of_others(name, getattr(layers_registry, name).get_all()) for name in NAMES},
-        "attn_config": sorted({*default.attn_config, *keys_of(GroupedQueryAttention)["keys"]} - GIVEN_TO_PARTS),
-        "ffn_config": sorted({*default.ffn_config, "ffn_act_fn", *keys_of(MPTMLP)["keys"]} - GIVEN_TO_PARTS),
-        "init_config": sorted({*default.init_config, *init_keys} - GIVEN_TO_PARTS),
-        "finetuning_dataset": finetuning_dataset(),
-        "text_dataset": sorted({*keys_of(StreamingTextDataset)["keys"], "streams", "eos_token_id", "bos_token_id"}),
     }
 
 
-def finetuning_dataset() -> list[str]:
+def shape_of(names: Iterable[str]) -> dict[str, Any]:
+    """The shape of a mapping with these keys."""
+    return {"keys": dict.fromkeys(sorted(names), "any"), "required": [], "open": False}
+
+
+def add_rules(keys: dict[str, Any], rules: Mapping[str, str]) -> None:
+    """Appends rules to the kinds of the keys that are there."""
+    for key in keys.keys() & rules.keys():
+        keys[key] = f"{keys[key]} {rules[key]}"
+
+
+def finetuning_dataset() -> set[str]:
     """Keys of a `finetuning` loader's dataset: those of either source of examples, and the loader's own."""
     from llmfoundry.data.finetuning import dataloader
     from llmfoundry.data.finetuning.tasks import StreamingFinetuningDataset, dataset_constructor
@@ -153,7 +221,7 @@ def finetuning_dataset() -> list[str]:
     found = {*dataloader._ALLOWED_DATASET_KEYS, "replication", "hf_name"}
     for function in (StreamingFinetuningDataset, dataset_constructor.build_from_hf, dataloader._validate_config):
         found |= set(keys_of(function)["keys"])
-    return sorted(found - given)
+    return found - given
 
 
 def main() -> None:

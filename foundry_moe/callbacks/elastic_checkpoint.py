@@ -1,22 +1,26 @@
 """The Composer callback `elastic_checkpoint`: when a run saves, resumes, stops and rewinds.
 
-How it saves and resumes is in `run_checkpoints`, how it stops in `preemption`, how nonfinite values are detected in
-`nonfinite`, and where the time of a resume went in `timing`.
+How it saves and resumes is in `run_checkpoints`, how it stops in `preemption`, and how nonfinite values are detected in
+`nonfinite`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import psutil
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from foundry_moe.callbacks.composer_checkpoints import LoadPathSkip, check_folders, composer_folders
+from foundry_moe.callbacks.composer_checkpoints import skip_load_path
 from foundry_moe.callbacks.elastic_state import reseed
-from foundry_moe.callbacks.run_checkpoints import ResumeTimes, RunCheckpoints, has_commits
+from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
 from foundry_moe.callbacks.run_watch import RunWatch
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
@@ -46,9 +50,8 @@ class ElasticCheckpoint(Callback):
     batches in a row whose loss, gradients or weights were not finite, the run stops, or restores the last finite
     checkpoint and continues with the next data (`on_nonfinite: rewind`).
 
-    With `save_folder`, Composer also writes its own checkpoints; one folder for both is an error. `load_path` is a
-    starting point: it counts only while the folder holds no commit. It is an error if `autoresume` and `resume: auto`
-    both find something.
+    With `save_folder`, Composer also writes its own checkpoints. `load_path`, and what `autoresume` finds, count only
+    while the folder holds no commit.
 
     Raises:
         ValueError: an unknown key or an impossible value.
@@ -58,10 +61,11 @@ class ElasticCheckpoint(Callback):
         self.config: CheckpointConfig = checkpoint_config(keys)
         self.resumed_from: int | None = None
         self._checkpoints: RunCheckpoints | None = None  # from `after_load` on
-        self._load_path = LoadPathSkip()
+        self._restore_loading: Callable[[], None] = lambda: None  # Composer's of `load_path`
         self._fitting = False
         self._rewound: list[int] = []  # steps that the run went back to
-        self._times: ResumeTimes | None = ResumeTimes()  # until the first batch
+        # seconds since the epoch at the end of each phase of a resume, until the first batch
+        self._marks = {"": psutil.Process().create_time()}
         self._mark("imports and process group")
         checks_values = self.config.max_nonfinite is not None
         self._watch = RunWatch(signals=self.config.signals, grace_s=self.config.grace_s, checks_values=checks_values)
@@ -73,8 +77,8 @@ class ElasticCheckpoint(Callback):
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Where the newest checkpoint of this run is, as text; None before the first."""
-        return None if self._checkpoints is None else self._checkpoints.newest
+        """Where the newest complete checkpoint of this run is, as text; None before the first."""
+        return None if self._checkpoints is None else self._checkpoints.committed
 
     # Resuming
 
@@ -83,7 +87,6 @@ class ElasticCheckpoint(Callback):
         self._mark("data and model")
         if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
             raise ValueError(f"{WHERE} is there twice: one run has one folder")
-        check_folders(composer_folders(state), self.config)
         store = open_store(self.config.folder, self.config.store_options)
         failures: list[tuple[type[Exception], str] | None] = [None]
         if dist.get_global_rank() == 0:
@@ -102,42 +105,34 @@ class ElasticCheckpoint(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.config.save_frozen and has_commits(self.config):
-            self._load_path.start(self.config.folder)
+            self._restore_loading = skip_load_path(self.config.folder)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Takes ownership of the folder, and restores its newest good commit over whatever Composer has loaded."""
         self._mark("trainer and FSDP")
-        self._load_path.end()
+        self._restore_loading()
         self._checkpoints = RunCheckpoints(self.config, state, self._watch.group())
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
-        loaded = self._checkpoints.load(state, self.config.resume, self._times)
+        loaded = self._checkpoints.load(state, self.config.resume, lambda: self._mark("finding the checkpoint"))
         if loaded is None:
             return
         self._mark("reading it")
-        load_path = str(state.load_path or "")
-        autoresumed = any(load_path.startswith(folder) for folder in composer_folders(state))
-        if load_path and (autoresumed or isinstance(self.config.resume, int)):
-            raise ValueError(
-                f"load_path or autoresume ({load_path}) and {WHERE}.resume ({self.config.resume}) both name a "
-                "checkpoint to go on from: remove one of them"
-            )
         self._checkpoints.resume(state, loaded, logger)
         self.resumed_from = loaded.step
 
     def _mark(self, phase: str) -> None:
-        if self._times is not None:
-            self._times.mark(phase)
+        self._marks[phase] = time.time()
 
     def _log_times(self, logger: Logger) -> None:
-        """Once, after the first batch."""
+        """After the first batch of a resumed run."""
         self._mark("first batch")
-        times, self._times = self._times, None
-        if times is None or self.resumed_from is None:
-            return
-        logger.log_metrics({"checkpoint/resume_seconds": times.total_s})
+        marks = list(self._marks.items())
+        total_s = marks[-1][1] - marks[0][1]
+        parts = ", ".join(f"{phase} {end - start:.1f}" for (_, start), (phase, end) in pairwise(marks))
+        logger.log_metrics({"checkpoint/resume_seconds": total_s})
         if dist.get_global_rank() == 0:
-            log.warning("First batch after the resume, since this process began: %s.", times)
+            log.warning("First batch after the resume, since this process began: %.1f s (%s).", total_s, parts)
 
     # Saving
 
@@ -184,7 +179,8 @@ class ElasticCheckpoint(Callback):
                 self._stop(stop, state, logger)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._log_times(logger)
+        if self.resumed_from is not None and "first batch" not in self._marks:
+            self._log_times(logger)
         self._save_if_due(state, logger, epoch_ended=False)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -206,7 +202,7 @@ class ElasticCheckpoint(Callback):
         self._watch.signals.remove()
 
     def close(self, state: State, logger: Logger) -> None:
-        self._load_path.end()
+        self._restore_loading()
         self._watch.signals.remove()
         if self._checkpoints is not None:
             self._checkpoints.close()

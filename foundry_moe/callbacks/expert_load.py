@@ -81,7 +81,6 @@ class ExpertLoad(Callback):
     For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`, and:
 
     - `gate_entropy`: mean entropy of a token's probabilities, over log E; 1 = the gate has no preference.
-    - `dead_for`: for how many batches the expert that has waited longest has had no token, since this process began.
     - `dropped`: with `capacity`, the share of choices dropped.
     - `rank_max_over_mean`: where experts are divided over ranks, the rows (choices) that come to the fullest rank over
       the mean of the ranks that share the layer's experts, in the worst of these groups.
@@ -126,7 +125,7 @@ class ExpertLoad(Callback):
         self.shares = shares
         self.file = LoadFile(file) if file else None
         self.html = html
-        self.watch: CollapseWatch | None = None
+        self.watch = CollapseWatch()
         self.latest_LE: Tensor | None = None
         self.latest: dict[str, float] = {}  # metrics
 
@@ -155,12 +154,9 @@ class ExpertLoad(Callback):
         batch = state.timestamp.batch.value
         names = [layer.layer_index for layer in layers]
         per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
-        self.watch = self.watch or CollapseWatch(counts_LE.shape[0], counts_LE.shape[1], batch)
-        for sentence in self.watch.look(batch, names, counts_LE, [figures["entropy"] for figures in per_layer]):
+        for sentence in self.watch.look(names, counts_LE, [figures["entropy"] for figures in per_layer]):
             if dist.get_global_rank() == 0:
                 log.warning("%s", sentence)
-        for figures, batches in zip(per_layer, self.watch.dead_for(batch), strict=True):
-            figures["dead_for"] = float(batches)
         metrics = self.latest = self._metrics(names, counts_LE, per_layer, measured)
         logger.log_metrics(metrics)
         if self.file is not None and dist.get_global_rank() == 0:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foundry_moe.loads.history import EVEN_ENOUGH
@@ -63,33 +63,26 @@ def _batch_of(line: str) -> float | None:
 
 
 class CollapseWatch:
-    """Finds layers whose loads stay on few experts, and counts batches in which an expert has no token."""
+    """Finds layers whose loads stay on few experts."""
 
-    def __init__(self, layers: int, experts: int, batch: int) -> None:
-        self._alive_LE = torch.full((layers, experts), batch)  # the batch up to which an expert had tokens
-        self._low = [0] * layers  # looks in a row
+    def __init__(self) -> None:
+        self._low: Counter[int] = Counter()  # by layer, looks in a row
 
-    def look(self, batch: int, names: list[int], counts_LE: Tensor, entropy_L: list[float]) -> list[str]:
+    def look(self, names: list[int], counts_LE: Tensor, entropy_L: list[float]) -> list[str]:
         """A sentence for each layer that has just been found to collapse; another only once it has recovered.
 
         Args:
-            batch: up to which the loads were counted.
             names: the layers' indices.
             entropy_L: `entropy` of each layer's loads.
         """
-        self._alive_LE[counts_LE > 0] = batch
         said = []
-        for i, (counts_E, evenness) in enumerate(zip(counts_LE, entropy_L, strict=True)):
-            self._low[i] = self._low[i] + 1 if evenness < EVEN_ENOUGH else 0
-            if self._low[i] == PATIENCE:
+        for name, counts_E, evenness in zip(names, counts_LE, entropy_L, strict=True):
+            self._low[name] = self._low[name] + 1 if evenness < EVEN_ENOUGH else 0
+            if self._low[name] == PATIENCE:
                 dead = int((counts_E == 0).sum())
                 said.append(
-                    f"layer {names[i]} collapses onto few of its {len(counts_E)} experts: the entropy of its loads is "
-                    f"{evenness:.2f} (1 = even), {dead} experts have no tokens, some for {self.dead_for(batch)[i]} "
-                    "batches: raise loss.balance or lower the learning rate"
+                    f"layer {name} collapses onto few of its {len(counts_E)} experts: the entropy of its loads is "
+                    f"{evenness:.2f} (1 = even), {dead} experts have no tokens: raise loss.balance or lower the "
+                    "learning rate"
                 )
         return said
-
-    def dead_for(self, batch: int) -> list[int]:
-        """By layer: for how many batches the expert that has waited longest has had no token."""
-        return (batch - self._alive_LE.amin(1)).tolist()

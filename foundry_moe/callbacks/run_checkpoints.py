@@ -10,10 +10,9 @@ import datetime
 import logging
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as torch_dist
 from composer.core import State
@@ -37,31 +36,6 @@ log = logging.getLogger(__name__)
 
 SHUFFLE_SEED = "train_loader.dataset.shuffle_seed"
 GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
-
-
-class ResumeTimes:
-    """Seconds of this process by phase, in the order in which the phases passed.
-
-    The first phase begins when the operating system started the process; each `mark` ends one and begins the next.
-    """
-
-    def __init__(self, began_s: float | None = None) -> None:
-        self._last_s = psutil.Process().create_time() if began_s is None else began_s  # since the epoch
-        self.phases: dict[str, float] = {}
-
-    def mark(self, phase: str) -> None:
-        """Adds the time since the last mark to `phase`."""
-        now = time.time()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last_s
-        self._last_s = now
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.phases.values())
-
-    def __str__(self) -> str:
-        """`41.2 s (imports 14.1, data and model 3.2, ...)`."""
-        return f"{self.total_s:.1f} s ({', '.join(f'{phase} {seconds:.1f}' for phase, seconds in self.phases.items())})"
 
 
 class RunCheckpoints:
@@ -123,11 +97,6 @@ class RunCheckpoints:
         return {"digest": digest(frozen, self._group), "tensors": len(frozen), "from": place}
 
     @property
-    def newest(self) -> str | None:
-        """Where the newest checkpoint is, as text; None before the first. Not collective."""
-        return None if self.saved_step is None else f"{self.config.folder} (batch {self.saved_step})"
-
-    @property
     def committed(self) -> str | None:
         """Where the newest complete checkpoint is, as text; None before the first. Not collective."""
         return None if self.committed_step is None else f"{self.config.folder} (batch {self.committed_step})"
@@ -140,13 +109,16 @@ class RunCheckpoints:
 
     # Resuming
 
-    def load(self, state: State, resume: str | int, times: ResumeTimes | None = None) -> Loaded | None:
-        """Reads a checkpoint into the model, and returns the rest of the state checked; None if there is none."""
+    def load(self, state: State, resume: str | int, found: Callable[[], None] = lambda: None) -> Loaded | None:
+        """Reads a checkpoint into the model, and returns the rest of the state checked; None if there is none.
+
+        Args:
+            found: called before the checkpoint is read.
+        """
         here: dict[str, Any] = {}
 
         def target(info: Mapping[str, Any]) -> dict[str, Any]:
-            if times is not None:
-                times.mark("finding the checkpoint")
+            found()
             left_out: Collection[str] = ()
             if isinstance(info.get(FROZEN), Mapping):
                 _check_base(self._describe_base(state), info[FROZEN])

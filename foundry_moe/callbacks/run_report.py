@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.callbacks import CheckpointSaver
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import Callback, Event, State
 from composer.loggers import Logger, ProgressBarLogger
@@ -29,16 +28,12 @@ _EVAL_LOSS = "LanguageCrossEntropy"
 _SAME_AS_LOSS = ("LanguagePerplexity", "TokenAccuracy")
 
 
-class TrainingComplete(Exception):
-    """The checkpoint that was loaded is the end of the run: there is nothing to do, and that is no error."""
-
-
 class RunReport(Callback):
     """Prints a line after the first batch and every `interval`, and at the end losses, checkpoint and a text sample.
 
     The line shows batch, loss, tokens a second of all ranks, MFU (of `dmoe_causal_lm` on a GPU), the time left (ETA),
     and, with the callback `expert_load`, the largest share of a layer's tokens that one expert has and the share of
-    choices that were dropped. A run that was complete already prints its last page and ends without an error.
+    choices that were dropped.
 
     YAML::
 
@@ -80,12 +75,8 @@ class RunReport(Callback):
                 destination.hparams_already_logged_to_console = True
 
     def after_load(self, state: State, logger: Logger) -> None:
-        limit = state.max_duration
-        if limit is None or state.timestamp.batch.value == 0:
-            return
-        if state.timestamp.get(limit.unit) >= limit:
-            raise TrainingComplete(f"{self._page(state)}\nthis run is complete: {limit} are done, nothing to train")
-        _print(f"resuming at batch {state.timestamp.batch.value}")
+        if state.timestamp.batch.value:
+            _print(f"resuming at batch {state.timestamp.batch.value}")
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._clock = (state.timestamp.token.value, time.monotonic(), _part_done(state))
@@ -163,7 +154,9 @@ class RunReport(Callback):
             ("unigram loss", self.facts.get("unigram_loss")),
         ]
         lines = [f"{name} {value:.4f}" for name, value in rows if value is not None]
-        lines += [f"checkpoint {place}" for place in _checkpoints(state)]
+        saves = next((c for c in state.callbacks if isinstance(c, ElasticCheckpoint)), None)
+        if saves is not None and saves.latest_checkpoint:
+            lines.append(f"checkpoint {saves.latest_checkpoint}")
         if self.prompt:
             lines.append(f"sample {sample_text(state.model, self.prompt, self.sample_tokens)!r}")
         return "\n".join(lines)
@@ -204,19 +197,6 @@ def _mfu_of_rate(state: State) -> float | None:
     peak = get_gpu_flops_available(state)
     flops_per_token = model.flops_per_batch(state.batch) / state.batch["input_ids"].numel()
     return flops_per_token / (peak * dist.get_world_size()) if peak else None
-
-
-def _checkpoints(state: State) -> list[str]:
-    """Where the newest checkpoint of each checkpointing callback is."""
-    places = []
-    for callback in state.callbacks:
-        if isinstance(callback, CheckpointSaver):
-            folder = Path(callback.folder)
-            saved = sorted(folder.glob("*rank0*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
-            places += [str(saved[-1])] if saved else []
-        elif isinstance(callback, ElasticCheckpoint) and callback.latest_checkpoint:
-            places += [callback.latest_checkpoint]
-    return places
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ The callback `elastic_checkpoint` acts on it.
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
-SHOWN = 4  # numbers of microbatches in the error about them: a job of hundreds of ranks may have as many
 
 
 NO_NEWS, FINITE, NONFINITE = 0, 1, 2
@@ -181,19 +181,15 @@ def check_microbatches(counts: Sequence[int], batch: int, size: object) -> None:
         size: `device_train_microbatch_size`, for the error.
 
     Raises:
-        ValueError: says which ranks have how many microbatches, rarest counts first, and what to set.
+        ValueError: says which ranks have another number than most, and what to set.
     """
-    by_count: dict[int, list[int]] = {}
-    for rank, count in enumerate(counts):
-        by_count.setdefault(count, []).append(rank)
-    if len(by_count) == 1:
-        return
-    rarest = sorted(by_count.items(), key=lambda item: (len(item[1]), item[0]))  # most ranks have the right number
-    listed = "; ".join(f"{count}: {name_ranks(ranks)}" for count, ranks in rarest[:SHOWN])
-    if len(rarest) > SHOWN:
-        listed += f"; {len(rarest) - SHOWN} more counts on other ranks"
-    raise ValueError(
-        f"batch {batch} does not have the same number of microbatches on all ranks ({listed}), so that a collective "
-        f"would never complete: set train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is "
-        "at least each rank's batch"
-    )
+    usual = Counter(counts).most_common(1)[0][0]
+    others = [rank for rank, count in enumerate(counts) if count != usual]
+    if others:
+        numbers = sorted({counts[rank] for rank in others})
+        theirs = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
+        raise ValueError(
+            f"batch {batch} does not have the same number of microbatches on all ranks ({usual} on most, {theirs} on "
+            f"{name_ranks(others)}), so that a collective would never complete: set train_loader.drop_last: true, or a "
+            f"device_train_microbatch_size ({size}) that is at least each rank's batch"
+        )

@@ -9,7 +9,6 @@ from typing import Any
 
 from foundry_moe.config import MeshConfig
 from foundry_moe.launch.run_config import (
-    check_files,
     check_whole_run,
     device_notes,
     load_run,
@@ -45,7 +44,7 @@ def check_command(arguments: argparse.Namespace) -> int:
                 raise  # else it met a value of the wrong kind, which has been reported
     raise_mistakes(mistakes)
     if arguments.data:
-        check_files(run)
+        raise_mistakes(missing_files(run))
     print(f"ok: {describe(run)}{mesh}")
     for sentence in [*missing_files(run), *device_notes(run), *descriptor_notes(arguments.gpus or 1)]:
         print(f"note: {sentence}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from foundry_moe.checkpoint.errors import without_password
 from foundry_moe.checkpoint.store import FORM, StoreOptions, folder_problem
@@ -20,30 +20,36 @@ WHERE = "callbacks.elastic_checkpoint"
 FROZEN = "frozen"  # key in a checkpoint's info: digest and source of the frozen weights that it omits
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 COUNTS = ("ba", "ep", "sp", "tok")
+_FORMS = {
+    None: "must be a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)",
+    "s": "must be a time, for example 60s or 6h",
+    "ba": "must be in batches, for example 1000ba",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
+class Interval(NamedTuple):
     """`amount` of `unit`: seconds (`s`), batches, epochs, samples or tokens (`ba`, `ep`, `sp`, `tok`)."""
 
     amount: float
     unit: str
 
 
-def parse_interval(text: str, where: str) -> Interval:
-    """Reads `30m`, `500ba`, `1ep`, `2h`, `1000000tok`.
+def parse_interval(text: str, where: str, unit: str | None = None) -> Interval:
+    """Reads `30m`, `500ba`, `1ep`, `2h`, `1000000tok`. `unit`: the only one that is valid, `s` or `ba`.
 
     Raises:
         ValueError: anything else; `where` is named.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", str(text))
-    unit = match.group(2) if match else ""
-    amount = float(match.group(1)) if match else 0.0
-    if unit in SECONDS and amount > 0:
-        return Interval(amount=amount * SECONDS[unit], unit="s")
-    if unit in COUNTS and amount >= 1 and amount == int(amount):
-        return Interval(amount=int(amount), unit=unit)
-    raise ValueError(f"{where} ({text}) must be a time (90s, 30m, 2h) or a whole count (500ba, 1ep, 1000000tok)")
+    amount, given = (float(match.group(1)), match.group(2)) if match else (0.0, "")
+    found = None
+    if given in SECONDS and amount > 0:
+        found = Interval(amount * SECONDS[given], "s")
+    if given in COUNTS and amount >= 1 and amount == int(amount):
+        found = Interval(int(amount), given)
+    if found is None or found.unit != (unit or found.unit):
+        raise ValueError(f"{where} ({text}) {_FORMS[unit]}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +122,9 @@ class CheckpointConfig:
                 yield f"{name} ({getattr(self, name)}) applies to s3:// only, and folder is {self.folder}"
         yield from caught(parse_interval, self.interval, "interval")
         for name in ("timeout", "stale_after", "grace"):
-            yield from self._interval_mistakes(name, "s", "must be a time, for example 60s or 6h")
+            yield from caught(parse_interval, getattr(self, name), name, "s")
         if self.keep_every is not None:
-            yield from self._interval_mistakes("keep_every", "ba", "must be in batches, for example 1000ba")
+            yield from caught(parse_interval, self.keep_every, "keep_every", "ba")
         for name in ("keep", "max_failures"):
             if getattr(self, name) < 1:
                 yield f"{name} ({getattr(self, name)}) must be at least 1"
@@ -131,13 +137,6 @@ class CheckpointConfig:
             yield f"on_nonfinite ({self.on_nonfinite}) must be stop or rewind"
         if self.resume not in ("auto", "never") and (isinstance(self.resume, str) or self.resume < 0):
             yield f"resume ({self.resume}) must be auto, never, or a step such as 500"
-
-    def _interval_mistakes(self, name: str, unit: str, should: str) -> Iterator[str]:
-        value = getattr(self, name)
-        mistakes = caught(parse_interval, value, name)
-        yield from mistakes
-        if not mistakes and parse_interval(value, name).unit != unit:
-            yield f"{name} ({value}) {should}"
 
     @property
     def every(self) -> Interval:

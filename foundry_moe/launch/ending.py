@@ -25,7 +25,6 @@ DEFAULTS = CheckpointConfig(folder="unknown")
 PROC = Path("/proc")
 _OURS = "foundry_moe.launch"
 _COMMAND = "foundry-moe"  # `foundry-moe train`
-_LAUNCHERS = (_OURS, _COMMAND, "composer", "torchrun", "torch.distributed")
 # Composer's and torch's launchers print exit codes and tracebacks once their processes have ended, so the last line is
 # printed by a process that waits for the rank (its parent) and then, for at most `_WAIT_S`, for the launcher
 _PRINT_LAST = """
@@ -70,7 +69,7 @@ def launcher_of(pid: int) -> str:
     except OSError:
         return ""
     names = [os.path.basename(word) for word in words[:4]] if "WORLD_SIZE" in os.environ else []
-    return next((launcher for launcher in _LAUNCHERS if any(launcher in name for name in names)), "")
+    return next((launcher for launcher in _WAIT_S if any(launcher in name for name in names)), "")
 
 
 def is_first_rank() -> bool:

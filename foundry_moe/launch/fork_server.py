@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from foundry_moe.launch.console import quiet_third_parties
@@ -33,7 +33,6 @@ MODULES = (
     "foundry_moe.launch.foundry_keys:installed_names",
     "composer.utils.collect_env:get_cpu_model",
 )
-FORK_S = 10.0
 PARENT_S = 5.0
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -49,12 +48,12 @@ def serve() -> None:
     os.environ.setdefault("FSDP_VERSION", "2")
     quiet_third_parties()
     # without NVML, `torch.cuda.is_available` starts CUDA, and processes forked from this one could not use it
-    with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
-        for module, _, function in (entry.partition(":") for entry in MODULES):
-            with contextlib.suppress(Exception):  # each process reports it
-                imported = importlib.import_module(module)
-                if function:
-                    getattr(imported, function)()
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for module, _, function in (entry.partition(":") for entry in MODULES):
+        with contextlib.suppress(Exception):  # each process reports it
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
     if _cuda_is_open():
         print("fork server: an import has started CUDA; processes start without it", file=sys.stderr, flush=True)
         os._exit(0)
@@ -97,15 +96,6 @@ def _become(request: Mapping[str, str], launcher: int) -> bool:
 def _cuda_is_open() -> bool:
     files = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
     return any(file.startswith("/dev/nvidia") for file in files)
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    yield
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _receive(connection: socket.socket) -> dict[str, str] | None:

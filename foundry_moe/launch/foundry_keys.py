@@ -1,19 +1,20 @@
 """Checks a run's keys against those of Composer and LLM Foundry without importing them, which takes ten seconds.
 
-Their signatures are in run_keys.json, which scripts/make_run_keys.py writes; names of other packages are read from
-their entry points, which are not loaded. `run_values` checks the values.
+Their signatures, and rules for single values, are in run_keys.json, which scripts/make_run_keys.py writes; names of
+other packages are read from their entry points, which are not loaded. `run_values` checks values that depend on others.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.schema import caught, nearest, refuse_unknown, section
+from foundry_moe.schema import caught, fits, nearest, one_of, refuse_unknown, section
 
 # names of this package, for a checkout that is not installed
 OURS: Mapping[str, tuple[str, ...]] = {
@@ -28,12 +29,6 @@ REMOVED = {
     "callbacks.nonfinite_guard": "use elastic_checkpoint.max_nonfinite, or nan_monitor, which checks the loss only"
 }
 _GROUPS = {"callbacks": ("callbacks", "callbacks_with_config")}
-_EXTRA = {
-    "models": {"name": ["str"], "master_weights_dtype": ["str"]},
-    "optimizers": {"name": ["str"], "disable_grad": ["list", "str"], "param_groups": ["list"]},
-    "schedulers": {"name": ["str"]},
-    "dataloaders": {"name": ["str"], "label": ["str"]},
-}
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -43,8 +38,17 @@ _KINDS = {
     "dict": "a mapping of keys to values",
     "null": "null",
 }
-_MPT_PARTS = ("attn_config", "init_config", "ffn_config")
+_LOSSES = "str of auto fused_linear_crossentropy torch_crossentropy fused_crossentropy"  # of dmoe_causal_lm
 MPTS = ("mpt_causal_lm", "dmoe_causal_lm")
+# sections whose `name` is an entry of a registry, and sections whose keys are entries of the registry of that name
+_NAMED = {
+    "model": "models",
+    "optimizer": "optimizers",
+    "scheduler": "schedulers",
+    "train_loader": "dataloaders",
+    "eval_loader": "dataloaders",
+}
+_OF_ENTRIES = ("algorithms", "callbacks", "loggers")
 
 
 @cache
@@ -53,100 +57,119 @@ def table() -> Mapping[str, Any]:
     return json.loads(Path(__file__).with_name("run_keys.json").read_text())
 
 
-def key_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each key of a run that nothing reads, that is missing, or whose value is of another kind."""
-    known = table()["run"]
-    for key in run:
-        if key in ("algorithms", "callbacks", "loggers"):
-            yield from caught(section, run, key)
-        elif key in known["keys"]:
-            yield from _kind_mistake(key, run[key], known["keys"][key])
-        else:
-            meant = nearest(key, known["keys"])
-            yield f"{key} is not a key of a run; {meant}; keys of your own go under `variables`"
-    for key in known["required"]:
-        if key not in run:
-            yield f"{key} is missing: a run needs it"
-    foreign = bool(run.get("code_paths"))  # that code may register anything
-    loaders = run.get("eval_loader") or []
-    named = {
-        "model": "models",
-        "optimizer": "optimizers",
-        "scheduler": "schedulers",
-        "train_loader": "dataloaders",
-        **({f"eval_loader.{i}": "dataloaders" for i in range(len(loaders))} if isinstance(loaders, list) else {}),
-        **({"eval_loader": "dataloaders"} if isinstance(loaders, Mapping) else {}),
-    }
-    for where, registry in named.items():
-        key, _, index = where.partition(".")
-        if key in run:
-            yield from _named_mistakes(where, run[key][int(index)] if index else run[key], registry, foreign)
-    for key in ("algorithms", "callbacks", "loggers"):
-        for name, settings in {} if caught(section, run, key) else section(run, key).items():
-            yield from _entry_mistakes(f"{key}.{name}", str(name), settings, key, foreign)
-    yield from _unknown(run, "fsdp_config", table()["fsdp_config"])
-    if isinstance(run.get("optimizer"), Mapping):
-        yield from _group_mistakes(run["optimizer"])
-
-
-def _named_mistakes(where: str, settings: Any, registry: str, foreign: bool) -> Iterator[str]:
-    """Mistakes in a section whose `name` is an entry of a registry."""
-    name = settings.get("name") if isinstance(settings, Mapping) else None
-    if not isinstance(settings, Mapping):
-        yield f"{where} must be a mapping of keys to values, not {settings!r}"
-    elif not isinstance(name, str):
-        yield f"{where}.name ({name!r}) must name one of {', '.join(known_names(registry))}"
-    else:
-        yield from _entry_mistakes(where, name, settings, registry, foreign, named=True)
-
-
-def _entry_mistakes(
-    where: str, name: str, settings: Any, registry: str, foreign: bool, *, named: bool = False
-) -> Iterator[str]:
-    """Mistakes in a registered name and the keys given to it.
+def key_mistakes(run: Mapping[str, Any], *, rules: bool = False) -> Iterator[str]:
+    """A sentence for each key of a run that nothing reads, that is missing, or whose value is of another kind.
 
     Args:
-        foreign: the run imports its own code, which may register other names.
-        named: the name is a value of the section, not the section's key.
+        rules: check each value by the rule for it too, where keys and kinds are right.
     """
-    if where in REMOVED:
-        yield f"{where} was removed: {REMOVED[where]}"
-        return
-    entry = _entry(registry, name)
-    if entry is None:
-        names = known_names(registry)
-        if name not in names and not foreign:
-            yield f"{f'{where}.name: {name}' if named else where} is not registered; {nearest(name, names)}"
-        return
-    if settings is not None and not isinstance(settings, Mapping):
-        yield f"{where} must be a mapping of keys to values, not {settings!r}"
-        return
-    settings = settings or {}
-    keys = {**entry["keys"], **(_EXTRA.get(registry, {}) if named else {})}
-    if name == "dmoe_causal_lm":
-        keys["moe"] = ["dict", "null"]
-    if not entry["open"]:
-        yield from caught(refuse_unknown, [str(key) for key in settings if key not in keys], keys, where)
-    for key, value in settings.items():
-        if value is not None:  # Python's signatures are not enforced: null often means the default
-            yield from _kind_mistake(f"{where}.{key}", value, keys.get(key, ["any"]))
-    for key in entry["required"]:
-        if key not in settings:
-            yield f"{where}.{key} is missing: {name} needs it"
-    if name in MPTS:
-        for part in _MPT_PARTS:
-            kind = settings[part].get("ffn_type") if isinstance(settings.get(part), Mapping) else None
-            if kind in (None, "mptmlp", "mptglu"):  # other kinds of FFN have their own keys
-                yield from _unknown(settings, part, table()[part], "model.")
-    if registry == "dataloaders" and name in ("text", "finetuning"):
-        yield from _unknown(settings, "dataset", table()[f"{name}_dataset"], f"{where}.")
+    shape = table()["run"]
+    for key in run:
+        if key not in shape["keys"]:
+            meant = nearest(key, shape["keys"])
+            yield f"{key} is not a key of a run; {meant}; keys of your own go under `variables`"
+    walk = _Walk(rules=rules, foreign=bool(run.get("code_paths")))
+    yield from walk.shape("", {key: value for key, value in run.items() if key not in _OF_ENTRIES}, shape)
+    for key, registry in _NAMED.items():
+        several = isinstance(run.get(key), list)  # evaluation sets
+        found = {f"{key}.{i}": item for i, item in enumerate(run[key])} if several else {key: run.get(key)}
+        for where, settings in found.items():
+            name = settings.get("name") if isinstance(settings, Mapping) else None
+            if isinstance(name, str):
+                yield from walk.entry(where, name, settings, registry)
+            elif isinstance(settings, Mapping):
+                yield f"{where}.name ({name!r}) must name one of {', '.join(known_names(registry))}"
+            elif several:
+                yield f"{where} must be a mapping of keys to values, not {settings!r}"
+    for key in _OF_ENTRIES:
+        wrong = caught(section, run, key)  # as `read_moe` says it
+        yield from wrong
+        for name, settings in {} if wrong else section(run, key).items():
+            yield from walk.entry(f"{key}.{name}", str(name), settings, key)
+    if isinstance(run.get("optimizer"), Mapping):
+        yield from walk.groups(run["optimizer"])
 
 
-def _unknown(settings: Mapping[str, Any], part: str, known: Iterable[str], prefix: str = "") -> Iterator[str]:
-    """Unknown keys of a section, which may be missing; nothing if it is not a mapping, whose kind is checked before."""
-    given = settings.get(part)
-    if isinstance(given, Mapping):
-        yield from caught(refuse_unknown, [str(key) for key in given if key not in known], known, prefix + part)
+@dataclass(frozen=True, kw_only=True)
+class _Walk:
+    """foreign: the run imports code of its own, which may register other names. rules: as in `key_mistakes`."""
+
+    foreign: bool
+    rules: bool
+
+    def entry(self, where: str, name: str, settings: Any, registry: str) -> Iterator[str]:
+        """Mistakes in a registered name and the keys given to it."""
+        shape = _shape_of(registry, name)
+        if where in REMOVED:
+            yield f"{where} was removed: {REMOVED[where]}"
+        elif shape is None:
+            names = known_names(registry)
+            if name not in names and not self.foreign:
+                named = where if registry in _OF_ENTRIES else f"{where}.name: {name}"
+                yield f"{named} is not registered; {nearest(name, names)}"
+        elif settings is not None and not isinstance(settings, Mapping):
+            yield f"{where} must be a mapping of keys to values, not {settings!r}"
+        else:
+            yield from self.shape(where, settings or {}, shape, name)
+
+    def groups(self, optimizer: Mapping[str, Any]) -> Iterator[str]:
+        shape = _shape_of("optimizers", str(optimizer.get("name")))
+        groups = optimizer.get("param_groups")
+        for index, group in enumerate(groups if isinstance(groups, list) else ()):
+            where = f"optimizer.param_groups.{index}"
+            if not isinstance(group, Mapping) or not isinstance(group.get("param_str_match"), str):
+                yield f"{where} must be a mapping with param_str_match, a regular expression of names of parameters"
+            elif shape is not None:
+                yield from self.shape(where, group, {**shape, "keys": {**shape["keys"], "param_str_match": "str"}})
+
+    def shape(self, where: str, settings: Mapping[str, Any], shape: Mapping[str, Any], name: str = "") -> Iterator[str]:
+        """Mistakes in the keys of a mapping; of nested mappings too, if their keys are known.
+
+        Args:
+            where: "" for the run itself.
+            name: of the registered entry that needs the keys.
+        """
+        keys, prefix = shape["keys"], f"{where}." if where else ""
+        if not shape["open"]:
+            yield from caught(refuse_unknown, [str(key) for key in settings if key not in keys], keys, where)
+        for key, value in settings.items():
+            known = keys.get(key, "any")
+            if value is None and where:
+                continue  # Python's signatures are not enforced: null often means the default
+            if isinstance(known, str):
+                yield from self.value(f"{prefix}{key}", value, known)
+            elif value is not None and not isinstance(value, Mapping):
+                yield f"{prefix}{key} must be {_KINDS['dict']}, not {value!r}"
+            # other kinds of FFN have their own keys
+            elif value and value.get("ffn_type") in (None, "mptmlp", "mptglu"):
+                yield from self.shape(f"{prefix}{key}", value, known)
+        for key in shape["required"]:
+            if key not in settings:
+                yield f"{prefix}{key} is missing: {name or 'a run'} needs it"
+
+    def value(self, where: str, value: Any, known: str) -> Iterator[str]:
+        """Mistakes in a value. `known`: its kinds, and the rule for it: `int|float >= 1`."""
+        first, _, rule = known.partition(" ")
+        kinds = first.split("|")
+        if "any" not in kinds and _kind(value) not in kinds and not (_kind(value) == "int" and "float" in kinds):
+            wanted = " or ".join(_KINDS[kind] for kind in kinds if kind != "int" or "float" not in kinds)
+            yield f"{where} must be {wanted}, not {value!r}"
+        elif rule and self.rules and value is not None:
+            yield from caught(self.check_rule, where, value, *rule.split())
+
+    def check_rule(self, where: str, value: Any, sign: str, *rest: str) -> None:
+        """Raises ValueError unless the value is `>= 1`, `> 0 or auto`, `0 to 1`, `of A B`, or `in REGISTRY`."""
+        if sign == "of":
+            one_of(where, value, rest)
+        elif sign == "in":
+            if not self.foreign:
+                one_of(where, value, known_names(rest[0]))
+        elif sign == ">=" and not (fits(value, float) and value >= int(rest[0])):
+            raise ValueError(f"{where} ({value!r}) must be {rest[0]} or more")
+        elif sign == ">" and not (value in rest[1:] or (fits(value, float) and value > int(rest[0]))):
+            raise ValueError(f"{where} ({value!r}) must be a number above {' '.join(rest)}")
+        elif sign == "0" and not (fits(value, float) and 0 <= value <= 1):
+            raise ValueError(f"{where} ({value!r}) must be a probability, from 0 to 1")
 
 
 @cache
@@ -167,13 +190,6 @@ def installed_names() -> dict[str, list[str]]:
     return names
 
 
-def _kind_mistake(where: str, value: Any, kinds: Iterable[str]) -> Iterator[str]:
-    kinds = list(kinds)
-    if "any" not in kinds and _kind(value) not in kinds and not (_kind(value) == "int" and "float" in kinds):
-        wanted = " or ".join(_KINDS[kind] for kind in kinds if kind != "int" or "float" not in kinds)
-        yield f"{where} must be {wanted}, not {value!r}"
-
-
 def _kind(value: Any) -> str:
     for kind, types in (("null", type(None)), ("bool", bool), ("int", int), ("float", float), ("str", str)):
         if isinstance(value, types):
@@ -181,23 +197,10 @@ def _kind(value: Any) -> str:
     return "dict" if isinstance(value, Mapping) else "list"
 
 
-def _entry(registry: str, name: str) -> Mapping[str, Any] | None:
-    """keys, required and open of a name whose signature is known."""
+def _shape_of(registry: str, name: str) -> Mapping[str, Any] | None:
+    """The keys of a name whose signature is known."""
     entries = table()["registries"][registry]
     if name == "dmoe_causal_lm":
-        return entries["mpt_causal_lm"]
+        mpt = entries["mpt_causal_lm"]
+        return {**mpt, "keys": {**mpt["keys"], "moe": "dict|null", "loss_fn": _LOSSES}}
     return entries.get(name)
-
-
-def _group_mistakes(optimizer: Mapping[str, Any]) -> Iterator[str]:
-    entry = _entry("optimizers", str(optimizer.get("name")))
-    groups = optimizer.get("param_groups")
-    for index, group in enumerate(groups if isinstance(groups, list) else ()):
-        where = f"optimizer.param_groups.{index}"
-        if not isinstance(group, Mapping) or not isinstance(group.get("param_str_match"), str):
-            yield f"{where} must be a mapping with param_str_match, a regular expression of names of parameters"
-        elif entry is not None and not entry["open"]:
-            known = {**entry["keys"], "param_str_match": ["str"]}
-            yield from caught(refuse_unknown, [str(key) for key in group if key not in known], known, where)
-            for key, value in group.items():
-                yield from _kind_mistake(f"{where}.{key}", value, known.get(key, ["any"]))

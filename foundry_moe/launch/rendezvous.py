@@ -46,26 +46,13 @@ class _Client(Store):
 
     client: Store
 
-    def set(self, key: str, value: Any) -> None:
-        self.client.set(key, value)
 
-    def get(self, key: str) -> bytes:
-        return self.client.get(key)
+def _forwarding(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: getattr(self.client, name)(*arguments)
 
-    def add(self, key: str, value: int) -> int:
-        return self.client.add(key, value)
 
-    def check(self, keys: list[str]) -> bool:
-        return self.client.check(keys)
-
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self.client.wait(keys, *timeout)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self.client.compare_set(key, expected, desired)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self.client.multi_get(keys)
+for _name in ("set", "get", "add", "check", "wait", "compare_set", "multi_get"):
+    setattr(_Client, _name, _forwarding(_name))
 
 
 class RestartableBackend(RendezvousBackend):

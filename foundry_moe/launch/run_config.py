@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from foundry_moe.config import (
     check_compilation,
     refuse_other_parallelism,
 )
-from foundry_moe.launch.checkpoint_settings import checkpoint_config
-from foundry_moe.launch.foundry_keys import OURS, key_mistakes, known_names
+from foundry_moe.launch.checkpoint_settings import WHERE, checkpoint_config
+from foundry_moe.launch.foundry_keys import key_mistakes
 from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate
@@ -31,7 +30,6 @@ from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
 
 MODEL = "dmoe_causal_lm"
 MOST_BYTES = 2**22
-_ALIKE = 0.85  # as difflib counts: `moe` is this near to `dmoe`, `mpt_causal_lm` is not to `dmoe_causal_lm`
 _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
 
 
@@ -117,16 +115,6 @@ def plain(run: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
-def check_run(run: Mapping[str, Any]) -> MoEConfig | None:
-    """Checks the keys of this package; returns the run's experts as `read_moe` does.
-
-    Raises:
-        ValueError: a sentence for each mistake, with key, value and fix.
-    """
-    raise_mistakes(_own_mistakes(run))
-    return read_moe(run)
-
-
 def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
     """Checks all keys and values of a run, also those of LLM Foundry and Composer; returns as `read_moe` does.
 
@@ -139,35 +127,33 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
     named = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if experts else ()
     raise_mistakes([*experts, *(sentence for sentence in key_mistakes(run) if not sentence.startswith(named))])
     config = read_moe(run)
-    mistakes = list(_own_mistakes(run))
+    mistakes = [*own_mistakes(run, config), *key_mistakes(run, rules=True)]
     for check in VALUE_CHECKS:
         mistakes += check(run, config)
     raise_mistakes(mistakes)
     return config
 
 
-def _own_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("algorithms", "callbacks"):
-        yield from caught(section, run, key) or caught(_check_name, f"{key}.", section(run, key), key)
-    model = section(run, "model")
-    yield from caught(_check_name, "model.name: ", [model.get("name")], "models")
-    callbacks = run.get("callbacks") or {}
-    if isinstance(callbacks, Mapping) and "elastic_checkpoint" in callbacks:
-        yield from caught(lambda: checkpoint_config(section(run, "callbacks", "elastic_checkpoint")))
-    if mistakes := caught(read_moe, run):
-        yield from mistakes
-        return
-    config = read_moe(run)
+def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
+    """A sentence for each mistake in the keys of this package, whose names are known. `config`: of `read_moe`."""
+    algorithms, callbacks = section(run, "algorithms"), section(run, "callbacks")
+    if "elastic_checkpoint" in callbacks:
+        yield from caught(lambda: checkpoint_config(section(callbacks, "elastic_checkpoint")))
+        folder = section(callbacks, "elastic_checkpoint").get("folder")
+        if run.get("save_folder") not in (None, "") and str(run["save_folder"]).rstrip("/") == str(folder).rstrip("/"):
+            yield f"save_folder and {WHERE}.folder are both {folder}: give each a folder of its own"
     if config is None:
         return
-    algorithms = section(run, "algorithms")
-    yield from caught(check_surroundings, run)
+    version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
+    parallel: dict[str, Any] = {"tensor_parallel": bool(run.get("tp_config")), "fsdp_version": version}
+    yield from caught(lambda: refuse_other_parallelism(**parallel))
     yield from caught(lambda: check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k))
     yield from caught(check_freeze, config.gate, config.freeze)
     yield from caught(check_compilation, run)
     if "dmoe" not in algorithms and config.init == "upcycle":
         yield UPCYCLE_NEEDS_WEIGHTS
-    if model.get("init_device") == "meta" and config.mesh_config is None and "dmoe_mesh" not in algorithms:
+    from_meta = section(run, "model").get("init_device") == "meta"
+    if from_meta and config.mesh_config is None and "dmoe_mesh" not in algorithms:
         yield f"model.{META_NEEDS_MESH}"
     if config.mesh_config is not None:
         yield from caught(_check_mesh, run, config, config.mesh_config)
@@ -206,14 +192,6 @@ def mesh_of(run: Mapping[str, Any]) -> MeshConfig | None:
     return None if keys is None else from_mapping(MeshConfig, keys, "mesh")
 
 
-def _check_name(where: str, names: Iterable[Any], registry: str) -> None:
-    """Raises ValueError for a name that is similar to one of this package's and is not registered."""
-    for name in names:
-        near = difflib.get_close_matches(str(name), OURS[registry], n=1, cutoff=_ALIKE)
-        if near and name not in known_names(registry):
-            raise ValueError(f"{where}{name} is not registered; did you mean {near[0]!r}?")
-
-
 def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> None:
     if "WORLD_SIZE" in os.environ:
         check_fit(run, used=ranks_that_train(run, config), config=config)
@@ -242,17 +220,6 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
         num_experts=config.num_experts,
         batch_size=run.get("global_train_batch_size"),
     )
-
-
-def check_surroundings(run: Mapping[str, Any]) -> None:
-    """Raises ValueError for tensor parallelism and FSDP1, which dMoE layers do not support."""
-    version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
-    refuse_other_parallelism(tensor_parallel=bool(run.get("tp_config")), fsdp_version=version)
-
-
-def check_files(run: Mapping[str, Any]) -> None:
-    """Raises ValueError for local files that do not exist: the libraries that read them do not name the key."""
-    raise_mistakes(missing_files(run))
 
 
 _NEEDS_GPU = "precision ({}) needs a GPU, and this machine has none: use precision: fp32, or start the run on a GPU"

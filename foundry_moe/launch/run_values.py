@@ -1,6 +1,6 @@
 """Checks values of a run that LLM Foundry, Composer or torch refuse late, without naming the key, or not at all.
 
-`foundry_keys` has checked the keys. Each check yields a sentence for each mistake.
+`foundry_keys` checks the keys, and values that depend on no other. Each check yields a sentence for each mistake.
 """
 
 from __future__ import annotations
@@ -12,32 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from foundry_moe.config import MoEConfig, check_batch_size
-from foundry_moe.launch.foundry_keys import MPTS, known_names, table
+from foundry_moe.launch.foundry_keys import MPTS, table
 from foundry_moe.schema import caught, fits, one_of, section
 
 _TIME = re.compile(r"\s*[0-9][0-9_]*(\.[0-9]+)?(e[+-]?[0-9]+)?\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
 _CLOCK = re.compile(r"(\s*[0-9]+(\.[0-9]+)?\s*(h|hr|hour|hours|m|min|minute|minutes|s|second|seconds)\s*)+")
-# of `model`: its section, a key in it, and the registry with the key's values
-_MPT_NAMES = (
-    ("attn_config", "attn_type", "attention_classes"),
-    ("attn_config", "attn_impl", "attention_implementations"),
-    ("", "norm_type", "norms"),
-    ("ffn_config", "ffn_type", "ffns"),
-    ("init_config", "name", "param_init_fns"),
-)
-_DEVICES = ("cpu", "meta", "mixed")
-_CLIPPING = ("norm", "value", "adaptive")
-_LOSSES = {
-    "mpt_causal_lm": ("torch_crossentropy", "fused_crossentropy"),
-    "dmoe_causal_lm": ("auto", "fused_linear_crossentropy", "torch_crossentropy", "fused_crossentropy"),
-}
-_ANY_NAMES = (
-    "0",
-    "_",
-    "wq",
-    "model.lm_head.bias",
-    "experts.w1_A_EDL",
-)  # a pattern that matches these matches every name
+_ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # what matches these matches every name
 # names in config.json of the MoE families that models/families supports
 _HUGGING_FACE_EXPERTS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
@@ -55,21 +35,28 @@ def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) ->
         raise ValueError("mesh needs FSDP2, which this run does not use: add `fsdp_config: {}`")
 
 
-def _batches(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    for key, least, why in (
-        ("global_train_batch_size", 1, ""),
-        ("max_seq_len", 2, ": a token is predicted from those before it"),
-        ("seed", 0, ""),
-    ):
-        if key in run:
-            yield from _at_least(key, run[key], least, why)
-    micro = run.get("device_train_microbatch_size", "auto")
-    if micro != "auto":
-        yield from _above("device_train_microbatch_size", micro, 0, " or auto")
-    if "device_eval_batch_size" in run:
-        yield from _above("device_eval_batch_size", run["device_eval_batch_size"], 0)
-    if run.get("dist_timeout") is not None:
-        yield from _above("dist_timeout", run["dist_timeout"], 0)
+def _lengths(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
+    longest = section(run, "model").get("max_seq_len", 2048)
+    for where in ("max_seq_len", "train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len"):
+        length = _at(run, where)
+        if length is None or (where != "max_seq_len" and length == run["max_seq_len"]):
+            continue
+        if not _is_least(length, 2):  # a token is predicted from those before it
+            yield f"{where} ({length!r}) must be 2 or more"
+        elif _at(run, "model.name") in MPTS and fits(longest, int) and length > longest:
+            yield f"{where} ({length}) must not be above model.max_seq_len ({longest})"
+
+
+def _at(run: Mapping[str, Any], where: str) -> Any:
+    """The value of a dotted key; None where a part of the way is missing or is not a mapping."""
+    value: Any = run
+    for key in where.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _is_least(value: Any, least: int) -> bool:
+    return fits(value, float) and value >= least
 
 
 def _precision(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
@@ -103,8 +90,6 @@ def _times(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
 def _model(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     model = section(run, "model")
     name = model.get("name")
-    if "init_device" in model:
-        yield from caught(one_of, "model.init_device", model["init_device"], _DEVICES)
     upcycled = config is not None and config.init == "upcycle"
     if upcycled and name == "hf_causal_lm" and model.get("pretrained", True) is False:
         yield (
@@ -143,31 +128,12 @@ def _own_experts(model: Mapping[str, Any], config: MoEConfig) -> Iterator[str]:
 
 
 def _mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    sizes = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "vocab_size": 50368, "max_seq_len": 2048}
+    sizes = {"d_model": 2048, "n_heads": 16, "n_layers": 24}
     sizes |= {key: model[key] for key in sizes if key in model}
-    bad = [sentence for key, value in sizes.items() for sentence in _at_least(f"model.{key}", value, 1)]
-    yield from bad
-    if "expansion_ratio" in model:
-        yield from _above("model.expansion_ratio", model["expansion_ratio"], 0)
-    attention = section(model, "attn_config")
-    if not run.get("code_paths"):  # which may register other names
-        for part, key, registry in _MPT_NAMES:
-            value = (section(model, part) if part else model).get(key)
-            if value is not None:
-                where = f"model.{f'{part}.' if part else ''}{key}"
-                yield from caught(one_of, where, value, known_names(registry))
-    for settings, key in ((model, "resid_pdrop"), (model, "emb_pdrop"), (attention, "attn_pdrop")):
-        value = settings.get(key, 0)
-        if not fits(value, float) or not 0 <= value <= 1:
-            yield f"model.{key} ({value!r}) must be a probability, from 0 to 1"
-    if isinstance(model.get("loss_fn"), str):
-        yield from caught(one_of, "model.loss_fn", model["loss_fn"], _LOSSES[model["name"]])
-    if bad:
+    if not all(_is_least(size, 1) for size in sizes.values()):
         return
-    longest, layers = sizes["max_seq_len"], sizes["n_layers"]
-    if run.get("max_seq_len", 0) > longest:
-        yield f"max_seq_len ({run['max_seq_len']}) must not be above model.max_seq_len ({longest})"
-    yield from _heads(model, attention, sizes["d_model"], sizes["n_heads"])
+    layers = sizes["n_layers"]
+    yield from _heads(model, section(model, "attn_config"), sizes["d_model"], sizes["n_heads"])
     if config is not None:
         layer_mistakes = caught(config.check_layers_of, layers)
         yield from layer_mistakes
@@ -179,40 +145,28 @@ def _heads(model: Mapping[str, Any], attention: Mapping[str, Any], width: int, h
     if width % heads:
         yield f"model.n_heads ({heads}) must divide model.d_model ({width})"
         return
-    usual = width // heads
-    if attention.get("rope"):
-        rope = attention.get("rope_impl", "dail")
+    usual, rope = width // heads, attention.get("rope") and attention.get("rope_impl", "dail")
+    if rope and usual % 2:
+        yield f"model.attn_config.rope needs heads of an even width, not {usual}"
+    if rope:
         yield from caught(one_of, "model.attn_config.rope_impl", rope, ("hf", "dail"))
-        if usual % 2:
-            yield f"model.attn_config.rope needs heads of an even width, not {usual}"
     if model.get("head_dim") not in (None, usual):
-        yield from _at_least("model.head_dim", model["head_dim"], 1)
         differs = f"model.head_dim ({model['head_dim']}) differs from d_model / n_heads ({usual}), which LLM Foundry's "
         if attention.get("fused_qkv", True):
             yield f"{differs}fused queries, keys and values require: set model.attn_config.fused_qkv: false"
-        if attention.get("rope") and attention.get("rope_impl", "dail") == "dail":
+        if rope == "dail":
             yield f"{differs}rope_impl: dail requires: set model.attn_config.rope_impl: hf"
-    if attention.get("attn_type") == "grouped_query_attention":
-        kv: Any = attention.get("kv_n_heads")
-        mistakes = list(_at_least("model.attn_config.kv_n_heads", kv, 1))
-        yield from mistakes
-        if not mistakes and heads % kv:
-            yield f"model.attn_config.kv_n_heads ({kv}) must divide model.n_heads ({heads})"
+    kv: Any = attention.get("kv_n_heads")
+    if attention.get("attn_type") == "grouped_query_attention" and (not _is_least(kv, 1) or heads % kv):
+        yield f"model.attn_config.kv_n_heads ({kv}) must divide model.n_heads ({heads})"
 
 
 def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     optimizer = section(run, "optimizer")
     groups = optimizer.get("param_groups") or ()
-    for where, settings in (
-        ("optimizer", optimizer),
-        *((f"optimizer.param_groups.{i}", group) for i, group in enumerate(groups)),
-    ):
-        for key in ("lr", "weight_decay", "eps"):
-            if settings.get(key) is not None:
-                yield from _at_least(f"{where}.{key}", settings[key], 0)
-        betas = settings.get("betas")
-        if betas is not None and not (len(betas) == 2 and all(fits(b, float) and 0 <= b < 1 for b in betas)):
-            yield f"{where}.betas ({betas!r}) must be two numbers from 0 to below 1, such as [0.9, 0.95]"
+    betas = optimizer.get("betas")
+    if betas is not None and not (len(betas) == 2 and all(fits(b, float) and 0 <= b < 1 for b in betas)):
+        yield f"optimizer.betas ({betas!r}) must be two numbers from 0 to below 1, such as [0.9, 0.95]"
     given = optimizer.get("disable_grad") or []
     frozen = [given] if isinstance(given, str) else list(given)
     for pattern in [*frozen, *(group["param_str_match"] for group in groups)]:
@@ -225,52 +179,22 @@ def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
             yield f"optimizer.disable_grad ({pattern}) matches every parameter: nothing would be trained"
 
 
-def _algorithms(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    clipping = section(run, "algorithms", "gradient_clipping")
-    if clipping:
-        where = "algorithms.gradient_clipping"
-        yield from caught(one_of, f"{where}.clipping_type", clipping.get("clipping_type"), _CLIPPING)
-        yield from _above(f"{where}.clipping_threshold", clipping.get("clipping_threshold"), 0)
-
-
 def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    callbacks = section(run, "callbacks")
-    loads = section(callbacks, "expert_load")
+    loads = section(run, "callbacks", "expert_load")
     if loads.get("html") and not loads.get("file"):
         yield f"callbacks.expert_load.html ({loads['html']}) is a page of `file`: give file too"
 
 
 def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    model = section(run, "model")
-    longest = model.get("max_seq_len", 2048)
     for where in ("train_loader", "eval_loader"):
-        if not isinstance(run.get(where), Mapping):  # several evaluation sets are a list
+        loader = run.get(where)
+        if not isinstance(loader, Mapping) or loader.get("num_workers") != 0:  # several evaluation sets are a list
             continue
-        loader = section(run, where)
-        workers = loader.get("num_workers")
-        if workers is not None:
-            yield from _at_least(f"{where}.num_workers", workers, 0)
-            for key, usual, valid in (("prefetch_factor", 2, "null"), ("persistent_workers", True, "false")):
-                value = loader.get(key, usual)
-                if workers == 0 and value and loader.get("name") in ("text", "finetuning"):
-                    yield f"{where}.{key} ({value}) needs worker processes: with num_workers: 0 write {key}: {valid}"
-        length = section(loader, "dataset").get("max_seq_len")
-        if length is not None and length != run.get("max_seq_len", length):
-            mistakes = list(_at_least(f"{where}.dataset.max_seq_len", length, 2))
-            yield from mistakes
-            if not mistakes and model.get("name") in MPTS and length > longest:
-                yield f"{where}.dataset.max_seq_len ({length}) must not be above model.max_seq_len ({longest})"
+        for key, usual, valid in (("prefetch_factor", 2, "null"), ("persistent_workers", True, "false")):
+            value = loader.get(key, usual)
+            if value and loader.get("name") in ("text", "finetuning"):
+                yield f"{where}.{key} ({value}) needs worker processes: with num_workers: 0 write {key}: {valid}"
 
 
-def _at_least(where: str, value: Any, least: int, why: str = "") -> Iterator[str]:
-    if not fits(value, float) or value < least:
-        yield f"{where} ({value!r}) must be {least} or more{why}"
-
-
-def _above(where: str, value: Any, limit: int, more: str = "") -> Iterator[str]:
-    if not fits(value, float) or value <= limit:
-        yield f"{where} ({value!r}) must be a number above {limit}{more}"
-
-
-# mistakes in the numbers, times and names of a run: each gets the run and its experts, if it has any
-VALUE_CHECKS = (_batches, _precision, _times, _model, _optimizer, _algorithms, _callbacks, _loaders)
+# mistakes in values that depend on others: each gets the run and its experts, if it has any
+VALUE_CHECKS = (_lengths, _precision, _times, _model, _optimizer, _callbacks, _loaders)

@@ -11,7 +11,8 @@ from composer.core import Event
 
 from foundry_moe.algorithms import dmoe_mesh as mesh_callback
 from foundry_moe.algorithms.dmoe_mesh import MeshGradients, add_mesh_algorithm, count_samples
-from foundry_moe.launch.run_config import check_run
+from foundry_moe.launch.run_config import own_mistakes, read_moe
+from foundry_moe.schema import raise_mistakes
 
 
 class _Recorder(torch.nn.Module):
@@ -65,6 +66,10 @@ def test_mesh_of_the_model_entry_becomes_an_algorithm() -> None:
     with pytest.raises(ValueError, match="differ: keep one"):
         add_mesh_algorithm(other)
     assert add_mesh_algorithm({"model": {"name": "mpt_causal_lm"}}) == {"model": {"name": "mpt_causal_lm"}}
+
+
+def check_run(run: dict[str, Any]) -> None:
+    raise_mistakes(own_mistakes(run, read_moe(run)))
 
 
 @pytest.mark.parametrize(

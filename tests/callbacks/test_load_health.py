@@ -51,19 +51,16 @@ def test_a_file_in_a_bucket_is_refused():
 
 
 def test_a_layer_that_collapses_is_told_once_until_it_recovers():
-    watch = CollapseWatch(1, 4, 0)
+    watch = CollapseWatch()
 
-    def look(batch, counts_LE):
-        return watch.look(batch, [7], counts_LE, [entropy_of(counts_LE[0].numpy())])
+    def look(counts_LE):
+        return watch.look([7], counts_LE, [entropy_of(counts_LE[0].numpy())])
 
-    assert look(10, ONE) == [], "one look may be chance"
-    (sentence,) = look(20, ONE)
+    assert look(ONE) == [], "one look may be chance"
+    (sentence,) = look(ONE)
     assert sentence.startswith("layer 7 collapses onto few of its 4 experts: the entropy of its loads is 0.00")
-    assert "3 experts have no tokens, some for 20 batches" in sentence
-    assert look(30, ONE) == []
-    assert watch.dead_for(30) == [30]
-    assert look(40, EVEN) == [] and watch.dead_for(40) == [0]
-    assert look(50, ONE) == [] and len(look(60, ONE)) == 1
+    assert "3 experts have no tokens" in sentence
+    assert look(ONE) == look(EVEN) == look(ONE) == [] and len(look(ONE)) == 1
 
 
 def test_a_run_whose_gate_collapses_says_so(caplog):

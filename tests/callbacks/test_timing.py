@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
+from pathlib import Path
 
 import psutil
-import pytest
+import torch
+from composer import Trainer
+from torch.utils.data import DataLoader
 
-from foundry_moe.callbacks.run_checkpoints import ResumeTimes
-
-pytestmark = pytest.mark.quick
-
-
-def test_phases_add_up_to_the_age_of_the_process() -> None:
-    times = ResumeTimes()
-    times.mark("imports")
-    time.sleep(0.1)
-    times.mark("reading it")
-    times.mark("imports")
-    assert abs(times.total_s - (time.time() - psutil.Process().create_time())) < 0.1
-    assert 0.1 <= times.phases["reading it"] < 1.0
+from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from tests.helpers.line import Line
 
 
-def test_it_reads_as_a_sentence() -> None:
-    times = ResumeTimes(time.time() - 2.0)
-    times.mark("imports")
-    times.mark("first batch")
-    assert str(times) == "2.0 s (imports 2.0, first batch 0.0)"
+def test_a_resumed_run_logs_the_seconds_of_each_phase(tmp_path: Path, caplog) -> None:
+    def fit(batches: int) -> None:
+        Trainer(
+            model=Line(),
+            train_dataloader=DataLoader([{"x": torch.randn(3)} for _ in range(4)]),
+            max_duration=f"{batches}ba",
+            device="cpu",
+            run_name="line",
+            callbacks=[ElasticCheckpoint(folder=str(tmp_path))],
+            progress_bar=False,
+        ).fit()
+
+    fit(1)
+    assert "First batch after the resume" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        fit(3)
+    age_s = time.time() - psutil.Process().create_time()
+    (said,) = re.findall(r"since this process began: ([\d.]+) s \((.*)\)\.", caplog.text)
+    parts = dict(part.rsplit(" ", 1) for part in said[1].split(", "))
+    assert {"imports and process group", "finding the checkpoint", "reading it", "first batch"} < {*parts}
+    assert abs(float(said[0]) - sum(map(float, parts.values()))) < 1
+    assert age_s - 10 < float(said[0]) <= age_s + 0.1

@@ -95,12 +95,11 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
     raw[len(raw) // 2] ^= 1
     data.write_bytes(raw)
     folder = tmp_path / "flipped"
-    flipped, step, never, both, missing, wrong_model, other_formula, new = launch(
+    flipped, step, never, missing, wrong_model, other_formula, new = launch(
         1,
         run(folder, (1, 1, 1)),
         run(root / "broken", (1, 1, 1), keys={"resume": 2}, max_duration="3ba"),
         run(root / "broken", (1, 1, 1), keys={"resume": "never"}, may_fail=True),
-        run(tmp_path / "c", (1, 1, 1), save_folder=str(tmp_path / "c"), may_fail=True),
         run(root / "broken", (1, 1, 1), keys={"resume": 5}, may_fail=True),
         run(root / "broken", (1, 1, 1), may_fail=True, **{"model.n_layers": 1}),
         run(root / "broken", (1, 1, 1), may_fail=True, **{"model.n_heads": 4}),
@@ -109,7 +108,6 @@ def test_damage_falls_back_and_conflicts_are_one_sentence(four, tmp_path) -> Non
     assert flipped["began_at"] == 2 and flipped["error"] is None
     assert step["began_at"] == 2 and sorted(step["losses"]) == [3]
     assert "holds" in never["error"] and "resume is never" in never["error"]
-    assert "save_folder and callbacks.elastic_checkpoint.folder are both" in both["error"]
     assert "holds no checkpoint of step 5; it holds: 2, 3, 4" in missing["error"]
     assert "belongs to another model" in wrong_model["error"] and "blocks.1" in wrong_model["error"]
     assert "model.n_heads (4): the checkpoint was trained with 2" in other_formula["error"]

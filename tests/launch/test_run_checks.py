@@ -81,8 +81,8 @@ def mistakes_of(*overrides: str) -> list[str]:
 def test_all_mistakes_in_keys_types_and_experts_are_named_at_once() -> None:
     assert mistakes_of("optimzer.lr=3", "model.n_heads=x", "max_seq_len=long", "model.moe={top_k: 99, drop: x}") == [
         *["model.moe:"] * 2,
-        "max_seq_len",
         "optimzer",
+        "max_seq_len",
         "model.n_heads",
         "model.max_seq_len",
     ]
@@ -94,9 +94,9 @@ def test_all_mistakes_in_values_are_named_at_once() -> None:
         "callbacks.elastic_checkpoint:",
         "gate.name:",
         "model.moe.init",
-        "max_duration",
         "optimizer.lr",
         "train_loader.num_workers",
+        "max_duration",
     ]
 
 
