@@ -25,8 +25,8 @@ import torch
 from foundry_moe.commands.plan.shape import HUGGING_FACE
 from foundry_moe.commands.verify.cases import DEFAULT_MESHES, small_cases
 from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, formula_rows, resume_rows, step_zero_row
-from foundry_moe.commands.verify.shrink import SmallRun, changes, moe_keys, set_mesh, shrink
-from foundry_moe.commands.verify.trial import PRELOAD, SAVE_AFTER, Trial, train_trials, trial_of
+from foundry_moe.commands.verify.shrink import SAVE_AFTER, SmallRun, changes, moe_keys, shrink
+from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials, trial_of
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.launch.run_config import check_run, check_whole_run, load_run, plain, read_moe
 from foundry_moe.parallel.mesh import Mesh, can_replicate
@@ -167,9 +167,9 @@ def _trials_of(run: SmallRun, saved: str) -> dict[str, Trial]:
     one process, from the checkpoint of `mesh`.
     """
     other = _other_mesh(run)
-    resume = partial(_trial_alone, run) if other is None else partial(_trial, run, other)
+    resume = partial(_trial_alone, run) if other is None else partial(trial_of, run, other)
     trials = {
-        "mesh": _trial(run, run.mesh, f"mesh {run.mesh}", folder=saved),
+        "mesh": trial_of(run, run.mesh, f"mesh {run.mesh}", folder=saved),
         "alone": _trial_alone(run, "alone", with_formula=True),
         "resumed": resume(f"resumed {run.mesh}", folder=saved, resume=SAVE_AFTER),
     }
@@ -178,16 +178,7 @@ def _trials_of(run: SmallRun, saved: str) -> dict[str, Trial]:
     return trials
 
 
-def _trial(run: SmallRun, mesh: Mesh | None, name: str, **more: Any) -> Trial:
-    """One training on a mesh, or by data parallelism as the run has it."""
-    keys = copy.deepcopy(dict(run.run))
-    if mesh is not None:
-        set_mesh(keys, mesh)
-    values: dict[str, Any] = {"processes": run.processes, "microbatch": run.microbatch, **more}
-    return trial_of(run, f"{run.name}, {name}", keys, **values)
-
-
-def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
+def _trial_alone(run: SmallRun, name: str, *, microbatch: int = 0, **more: Any) -> Trial:
     """One training on one process, with nothing compiled. Meshes of as many sequences share it."""
     keys = copy.deepcopy(dict(run.run))
     for mesh in (moe_keys(keys).get("mesh"), section(keys, "algorithms").get("dmoe_mesh")):
@@ -195,7 +186,8 @@ def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
             mesh["compile"] = "none"
     keys.pop("compile_config", None)
     name = f"{name}, {run.batch} sequences"
-    return _trial(replace(run, run=keys), (1, 1, 1), name, **{"processes": 1, "microbatch": run.alone, **more})
+    alone = replace(run, run=keys)
+    return trial_of(alone, (1, 1, 1), name, processes=1, microbatch=microbatch or run.alone, **more)
 
 
 def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any]]) -> Certificate:

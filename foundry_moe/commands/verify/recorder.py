@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foundry_moe.commands.verify.formula import Capture
-from foundry_moe.commands.verify.trial import SAVE_AFTER
+from foundry_moe.commands.verify.shrink import SAVE_AFTER
 from foundry_moe.layers.lookup import named_moe_layers, plain_name
 
 KINDS = {"gate": "gate", "experts": "experts", "shared_expert": "shared"}

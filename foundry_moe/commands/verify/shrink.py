@@ -25,6 +25,8 @@ LEARNING_RATE = 0.01  # so that three steps move the weights
 # AdamW's usual 1e-8 would turn a gradient that is rounding alone into a step of +-LEARNING_RATE
 EPSILON = 1e-4
 THRESHOLD = {"norm": 0.1, "value": 1e-3}  # of clipping; low enough that gradients are clipped
+BATCHES = 4  # three to compare, and the one after a resumption
+SAVE_AFTER = BATCHES - 1
 # keys of the training step; all others are of data, loggers, checkpoints and evaluation
 _KEPT = {
     *("accumulate_train_batch_on_tokens", "algorithms", "code_paths", "compile_config", "fsdp_config"),

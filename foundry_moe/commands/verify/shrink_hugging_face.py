@@ -13,16 +13,7 @@ from typing import Any
 import torch
 
 from foundry_moe.commands.plan.shape import read_config
-from foundry_moe.commands.verify.shrink import (
-    HEAD,
-    LAYERS,
-    VOCABULARY,
-    changes,
-    even_width,
-    moe_keys,
-    shrink_heads,
-    shrink_layers,
-)
+from foundry_moe.commands.verify import shrink
 from foundry_moe.config import MoEConfig
 from foundry_moe.models.families import FAMILIES
 from foundry_moe.schema import section
@@ -60,7 +51,7 @@ def write_small_model(
     for key in ("config_overrides", "use_auth_token", "trust_remote_code", "load_in_8bit"):
         model.pop(key, None)
     keeps = model.get("pretrained", True) and (config.model_type in FAMILIES or experts.init != "random")
-    return small, scale, str(folder) if keeps else "", tuple(changes(before, config.to_dict(), "config."))
+    return small, scale, str(folder) if keeps else "", tuple(shrink.changes(before, config.to_dict(), "config."))
 
 
 def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> float:
@@ -72,14 +63,14 @@ def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> float:
         raise ValueError(f"{where}: {config.model_type} has sizes that verify does not know: {error}") from None
     attention: Any = getattr(config, "attn_config", None)
     kv_heads = getattr(attention, "kv_n_heads", None) or getattr(config, "num_key_value_heads", None) or heads
-    small, small_heads, small_kv = shrink_heads(width, heads, kv_heads)
+    small, small_heads, small_kv = shrink.shrink_heads(width, heads, kv_heads)
     few = _few_layers(run, config, experts, layers)
     for key, value in vars(config).copy().items():
         if isinstance(value, list) and len(value) == layers and key != "mlp_only_layers":
             setattr(config, key, value[:few])  # one entry a layer
     if small < width:
         if getattr(config, "head_dim", None):
-            config.head_dim = HEAD
+            config.head_dim = shrink.HEAD
         if hasattr(attention, "kv_n_heads"):
             attention.kv_n_heads = small_kv
         elif getattr(config, "num_key_value_heads", None):
@@ -90,7 +81,7 @@ def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> float:
             config.qk_head_dim = config.qk_rope_head_dim + config.qk_nope_head_dim
             config.head_dim = config.qk_rope_head_dim
     config.hidden_size, config.num_attention_heads, config.num_hidden_layers = small, small_heads, few
-    config.vocab_size = VOCABULARY
+    config.vocab_size = shrink.VOCABULARY
     _replace(config, _TOKENS)
     scaling = getattr(config, "rope_scaling", None)
     if isinstance(scaling, dict) and any(isinstance(value, list) for value in scaling.values()):
@@ -109,10 +100,10 @@ def _replace(config: Any, values: Mapping[str, Any]) -> None:
 
 def _few_layers(run: dict[str, Any], config: Any, experts: MoEConfig, layers: int) -> int:
     """As many as keep a dense layer beside one with experts, where there are both."""
-    few = min(layers, max(shrink_layers(run, experts, layers), getattr(config, "decoder_sparse_step", 1) or 1))
+    few = min(layers, max(shrink.shrink_layers(run, experts, layers), getattr(config, "decoder_sparse_step", 1) or 1))
     if getattr(config, "first_k_dense_replace", 0):
         config.first_k_dense_replace = 1
-        few = min(layers, max(few, LAYERS))
+        few = min(layers, max(few, shrink.LAYERS))
     dense = getattr(config, "mlp_only_layers", None)
     if dense:
         kept = [layer for layer in dense if layer < few]
@@ -124,14 +115,14 @@ def _set_widths(run: dict[str, Any], config: Any, experts: MoEConfig, scale: flo
     before = getattr(config, "intermediate_size", None)
     for key in _WIDTHS:
         if isinstance(getattr(config, key, None), int):
-            setattr(config, key, even_width(getattr(config, key) * scale))
+            setattr(config, key, shrink.even_width(getattr(config, key) * scale))
     ffn: Any = getattr(config, "ffn_config", None)
     if isinstance(getattr(ffn, "ffn_hidden_size", None), int):
-        ffn.ffn_hidden_size = even_width(ffn.ffn_hidden_size * scale)
+        ffn.ffn_hidden_size = shrink.even_width(ffn.ffn_hidden_size * scale)
     if config.model_type in FAMILIES:
         for key in ("expert_hidden_size", "shared_expert_hidden_size"):
-            moe_keys(run).pop(key, None)  # the family's own
+            shrink.moe_keys(run).pop(key, None)  # the family's own
         return
     width = experts.expert_hidden_size
     if isinstance(width, int) and before and before % width == 0:  # shards of the dense block stay shards of it
-        config.intermediate_size = even_width(width * scale) * (before // width)
+        config.intermediate_size = shrink.even_width(width * scale) * (before // width)

@@ -6,6 +6,7 @@ trials are compared.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -16,13 +17,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from foundry_moe.commands.verify.shrink import VOCABULARY, SmallRun
+from foundry_moe.commands.verify.shrink import BATCHES, SAVE_AFTER, VOCABULARY, SmallRun, set_mesh
+from foundry_moe.parallel.mesh import Mesh
 
 # modules that the fork server imports once for all children
 PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
 RECORDER, LOADER = "trial_recorder", "synthetic_tokens"
-BATCHES = 4  # three to compare, and the one after a resumption
-SAVE_AFTER = BATCHES - 1
 # keys of every trial: a constant learning rate, no evaluation and no output
 _KEYS: Mapping[str, Any] = {
     "tokenizer": {},
@@ -48,11 +48,11 @@ class Trial:
 
 def trial_of(
     small: SmallRun,
+    mesh: Mesh | None,
     name: str,
-    run: Mapping[str, Any],
     *,
-    processes: int,
-    microbatch: int,
+    processes: int = 0,
+    microbatch: int = 0,
     steps: int = BATCHES,
     with_formula: bool = False,
     folder: str = "",
@@ -61,24 +61,24 @@ def trial_of(
     """A small run with data and callbacks.
 
     Args:
-        run: the keys of `small` with this trial's mesh.
-        microbatch: sequences of a rank.
+        mesh: None = data parallelism, as the run has it.
+        processes, microbatch: sequences of a rank; 0 = those of the small run.
         with_formula: compare the layers' first step with `formula`; on one process.
         folder: of checkpoints; empty = none.
         resume: the step to go on from; 0 = a new run.
     """
+    run = copy.deepcopy(dict(small.run))
+    if mesh is not None:
+        set_mesh(run, mesh)
+    processes, microbatch = processes or small.processes, microbatch or small.microbatch
     length, vocabulary = run["max_seq_len"], run["model"].get("vocab_size", VOCABULARY)
     data = {"length": length, "vocabulary": vocabulary, "steps": steps, "microbatch": microbatch}
-    microbatches = small.batch // processes // microbatch
-    source = small.source if with_formula else ""
-    callbacks: dict[str, Any] = {
-        RECORDER: {"microbatches": microbatches, "with_formula": with_formula, "source": source}
-    }
+    recorded = {"microbatches": small.batch // processes // microbatch, "with_formula": with_formula}
+    callbacks: dict[str, Any] = {RECORDER: {**recorded, "source": small.source if with_formula else ""}}
     if folder:
         saving = {"folder": folder, "interval": f"{SAVE_AFTER}ba", "keep": 4, "resume": resume or "never"}
         callbacks["elastic_checkpoint"] = saving
-    keys = {
-        **run,
+    run |= {
         **_KEYS,
         "global_train_batch_size": small.batch,
         "device_train_microbatch_size": microbatch,
@@ -86,7 +86,7 @@ def trial_of(
         "train_loader": {"name": LOADER, **data},
         "callbacks": callbacks,
     }
-    return Trial(name=name, run=keys, processes=processes, precision=small.precision)
+    return Trial(name=f"{small.name}, {name}", run=run, processes=processes, precision=small.precision)
 
 
 def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
