@@ -126,16 +126,15 @@ def add_plan_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--constants", type=Path, help="file written by --calibrate (default: the constants of --chip)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants and exit")
-    parser.add_argument("--out", type=local_path, help="output of --calibrate (default: in ~/.cache/foundry_moe)")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine's constants, print and save them"
+    )
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate:
             if arguments.yaml is not None or arguments.search or arguments.json:
                 parser.error("--calibrate takes no run: remove the YAML, --search and --json")
             return command_of("commands.plan.calibrate", "calibrate_command")(arguments)
-        if arguments.out is not None:
-            parser.error("--out belongs to --calibrate: add --calibrate")
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
         return command_of("commands.plan.command", "plan_command")(arguments)
