@@ -14,7 +14,7 @@ from foundry_moe.commands.plan.constants import CHIPS, constants_of
 from foundry_moe.commands.plan.planner import Machine, RunPlan, plan_run, search_meshes, why_not
 from foundry_moe.commands.plan.shape import ModelShape
 from foundry_moe.commands.plan.step import GIB, message_s
-from foundry_moe.launch.run_config import check_run, load_run, plain
+from foundry_moe.launch.run_config import check_whole_run, load_run, plain
 from foundry_moe.ops.backends import describe_backend
 from foundry_moe.parallel.mesh import DIMENSIONS, Mesh
 
@@ -22,7 +22,7 @@ from foundry_moe.parallel.mesh import DIMENSIONS, Mesh
 def plan_command(arguments: argparse.Namespace) -> int:
     """`foundry-moe plan`: 0 if the run fits, 1 if not."""
     run = plain(load_run(arguments.yaml, arguments.overrides))
-    check_run(run)
+    check_whole_run(run)
     machine = Machine(
         gpus=arguments.gpus,
         gpus_per_node=arguments.gpus_per_node,
