@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,7 @@ from foundry_moe.commands.argument_types import DTYPES
 from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.export_adapter import convert_adapter, frozen_sources, merge, write_adapter
 from foundry_moe.commands.export_certificate import Exported, certify
-from foundry_moe.commands.exported_files import Weights, write_targets
+from foundry_moe.commands.exported_files import Weights, beside, write_targets
 from foundry_moe.launch.checkpoint_settings import FROZEN
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
@@ -39,7 +35,7 @@ def export_command(arguments: argparse.Namespace) -> int:
     """
     out, form, dtype = arguments.out, arguments.format, DTYPES.get(arguments.dtype)
     if arguments.adapter and (Path(arguments.run_folder) / "adapter_config.json").is_file():
-        with _beside(out.resolve()) as partial:
+        with beside(out) as partial:
             said = convert_adapter(Path(arguments.run_folder), partial, arguments.base, form, dtype)
         print(f"{out}: {said}")
         return 0
@@ -48,11 +44,11 @@ def export_command(arguments: argparse.Namespace) -> int:
     def write(found: Found) -> str:
         if arguments.adapter:
             architecture, weights = _read(store, found)
-            with _beside(out.resolve()) as partial:
+            with beside(out) as partial:
                 return write_adapter(architecture, weights, partial, form=form, dtype=dtype)
         exported = plan_export(store, found, dtype, merged=arguments.merge, base=arguments.base)
         tokenizer = read_tokenizer(arguments.tokenizer, exported.architecture.tokenizer)
-        return _said(export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9)))
+        return _said(export_to(exported, out, tokenizer, arguments.certify, arguments.file_gb * 1e9))
 
     print(f"{out}: {with_checkpoint(ledger, arguments.step, write)}")
     return 0
@@ -119,7 +115,7 @@ def export_to(
     out: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     with_logits: bool | None,
-    file_bytes: int,
+    file_bytes: float,
 ) -> dict[str, Any]:
     """Writes the folder beside `out`, certifies it and renames it to `out`; returns the certificate.
 
@@ -136,7 +132,7 @@ def export_to(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name, None) is None or exported.architecture.model_type == "mpt":
                 setattr(config, name, getattr(tokenizer, name))
-    with _beside(out.resolve()) as partial:
+    with beside(out) as partial:
         write_targets(exported.weights, exported.targets, partial, dtype=exported.dtype, file_bytes=file_bytes)
         config.save_pretrained(partial)
         GenerationConfig.from_model_config(config).save_pretrained(partial)
@@ -149,22 +145,6 @@ def export_to(
                 + "; ".join(certificate["problems"][:3])
             )
     return certificate
-
-
-@contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-    """A new folder next to `out`, renamed to `out` at the end, or removed after an error."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: name a new folder")
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase | None:
