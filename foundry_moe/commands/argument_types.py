@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as torch names them
 
 
 def _number(kind: type, is_valid: Callable[[Any], bool], words: str) -> Callable[[str], Any]:
@@ -23,19 +23,6 @@ def _number(kind: type, is_valid: Callable[[Any], bool], words: str) -> Callable
 
 positive = _number(float, lambda value: 0 < value < float("inf"), "a finite number above 0")
 positive_int = _number(int, lambda value: value >= 1, "1 or more")
-file_size_gb = _number(float, lambda value: 1e-6 <= value <= 1e6, "a size in GB between 0.000001 and 1000000")
-
-
-def dtype_named(name: str | None) -> str | None:
-    """A floating-point dtype as torch names it.
-
-    Raises:
-        ValueError: there is no such dtype.
-    """
-    dtype = _SHORT_DTYPES.get(name, name) if name is not None else None
-    if dtype not in (None, *_SHORT_DTYPES.values(), "float64"):
-        raise ValueError(f"--dtype ({name}) must be bf16, fp16 or fp32")
-    return dtype
 
 
 def add_command(commands: Any, name: str, help: str, description: str = "", *, example: str) -> argparse.ArgumentParser:

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +10,13 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from foundry_moe.checkpoint.errors import CheckpointError
-from foundry_moe.checkpoint.ledger import Found, Ledger
+from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
-from foundry_moe.commands.argument_types import dtype_named
-from foundry_moe.commands.chosen_checkpoint import with_checkpoint
+from foundry_moe.commands.argument_types import DTYPES
+from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.export_adapter import convert_adapter, frozen_sources, merge, write_adapter
-from foundry_moe.commands.export_certificate import AS_TRAINED, ExportCertificate, Exported, certify
-from foundry_moe.commands.export_certificate import FILE as CERTIFICATE
-from foundry_moe.commands.exported_files import INDEX, Weights, write_targets
+from foundry_moe.commands.export_certificate import Exported, certify
+from foundry_moe.commands.exported_files import Weights, beside, write_targets
 from foundry_moe.launch.checkpoint_settings import FROZEN
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
@@ -32,7 +25,7 @@ from foundry_moe.models.native.state_dict import native_of
 NO_TOKENIZER = "none"
 
 
-def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) -> int:
+def export_command(arguments: argparse.Namespace) -> int:
     """Exports, certifies, and renames the folder last.
 
     Raises:
@@ -40,40 +33,24 @@ def export_command(arguments: argparse.Namespace, store: Store, ledger: Ledger) 
         CheckpointError: the checkpoint is not there or damaged, `out` is in use, no space is left, or the folder fails
             its certificate. The partial folder is removed.
     """
-    dtype = dtype_named(arguments.dtype)
-    step, out = arguments.step, arguments.out
-
-    def write_adapters(found: Found) -> str:
-        architecture, weights = _read(store, found)
-        with _beside(out.resolve()) as partial:
-            return write_adapter(architecture, weights, partial, form=arguments.format, dtype=dtype)
-
-    if arguments.adapter:
-        print(f"{out}: {with_checkpoint(ledger, step, write_adapters)}")
+    out, form, dtype = arguments.out, arguments.format, DTYPES.get(arguments.dtype)
+    if arguments.adapter and (Path(arguments.run_folder) / "adapter_config.json").is_file():
+        with beside(out) as partial:
+            said = convert_adapter(Path(arguments.run_folder), partial, arguments.base, form, dtype)
+        print(f"{out}: {said}")
         return 0
-    if arguments.check:
-        step, dtype = _exported_as(out, step, dtype)
+    store, ledger = open_folder(arguments.run_folder, arguments)
 
-    def write(found: Found) -> ExportCertificate:
+    def write(found: Found) -> str:
+        if arguments.adapter:
+            architecture, weights = _read(store, found)
+            with beside(out) as partial:
+                return write_adapter(architecture, weights, partial, form=form, dtype=dtype)
         exported = plan_export(store, found, dtype, merged=arguments.merge, base=arguments.base)
-        if arguments.check:
-            return certify(exported, out, with_logits=arguments.certify)
         tokenizer = read_tokenizer(arguments.tokenizer, exported.architecture.tokenizer)
-        return export_to(exported, out, tokenizer, arguments.certify, int(arguments.file_gb * 10**9))
+        return _said(export_to(exported, out, tokenizer, arguments.certify, arguments.file_gb * 1e9))
 
-    return _print_result(with_checkpoint(ledger, step, write), out)
-
-
-def convert_command(arguments: argparse.Namespace) -> int:
-    """`--adapter` of a PEFT folder: the same adapters in another format.
-
-    Raises:
-        ValueError: see `convert_adapter`.
-    """
-    folder, dtype = Path(arguments.run_folder), dtype_named(arguments.dtype)
-    with _beside(arguments.out.resolve()) as partial:
-        said = convert_adapter(folder, partial, arguments.base, arguments.format, dtype)
-    print(f"{arguments.out}: {said}")
+    print(f"{out}: {with_checkpoint(ledger, arguments.step, write)}")
     return 0
 
 
@@ -94,25 +71,6 @@ def _read(store: Store, found: Found) -> tuple[Architecture, Weights]:
         )
     named = {n.removeprefix(prefix): source for n, source in weights.sources.items() if n.startswith(prefix)}
     return architecture, replace(weights, sources=named)
-
-
-def _exported_as(out: Path, step: int | None, dtype: str | None) -> tuple[int | None, str | None]:
-    """The step and dtype of an exported folder, by its certificate; without one, the arguments.
-
-    Raises:
-        ValueError: no such folder, or one of another step or dtype than the arguments.
-    """
-    if not (out / INDEX).is_file():
-        raise ValueError(f"--check: {out} is no exported folder: it has no {INDEX}")
-    try:
-        certificate = json.loads((out / CERTIFICATE).read_text())
-        recorded = int(certificate["checkpoint"]["step"]), str(certificate["dtype"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return step, dtype
-    was = None if recorded[1] == AS_TRAINED else dtype_named(recorded[1])
-    if step not in (None, recorded[0]) or dtype not in (None, was):
-        raise ValueError(f"--check: {out} is of step {recorded[0]}, {recorded[1]}: leave out --step and --dtype")
-    return recorded[0], was
 
 
 def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, base: str | None) -> Exported:
@@ -157,9 +115,9 @@ def export_to(
     out: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     with_logits: bool | None,
-    file_bytes: int,
-) -> ExportCertificate:
-    """Writes the folder beside `out`, certifies it and renames it to `out`.
+    file_bytes: float,
+) -> dict[str, Any]:
+    """Writes the folder beside `out`, certifies it and renames it to `out`; returns the certificate.
 
     Raises:
         CheckpointError: see `export_command`.
@@ -174,35 +132,19 @@ def export_to(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name, None) is None or exported.architecture.model_type == "mpt":
                 setattr(config, name, getattr(tokenizer, name))
-    with _beside(out.resolve()) as partial:
+    with beside(out) as partial:
         write_targets(exported.weights, exported.targets, partial, dtype=exported.dtype, file_bytes=file_bytes)
         config.save_pretrained(partial)
         GenerationConfig.from_model_config(config).save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         certificate = certify(exported, partial, with_logits=with_logits)
-        if not certificate.good:
+        if not certificate["good"]:
             raise CheckpointError(
                 f"{out} is not written: the exported tensors or logits differ from the checkpoint: "
-                + "; ".join(certificate.problems[:3])
+                + "; ".join(certificate["problems"][:3])
             )
     return certificate
-
-
-@contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-    """A new folder next to `out`, renamed to `out` at the end, or removed after an error."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: name a new folder")
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase | None:
@@ -224,18 +166,12 @@ def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase 
         ) from error
 
 
-def _print_result(certificate: ExportCertificate, out: Path) -> int:
-    logits: dict[str, Any] = certificate.logits
-    for problem in certificate.problems:
-        print(f"  {problem}", file=sys.stderr)
-    if not certificate.good:
-        print(f"error: {out} is not the checkpoint's model", file=sys.stderr)
-        return 1
+def _said(certificate: dict[str, Any]) -> str:
+    logits = certificate["logits"]
     compared = f"logits were not compared: {logits.get('why')}"
-    if logits.get("compared"):
+    if logits["compared"]:
         compared = f"logits differ by {logits['largest_difference']:.1e} of their standard deviation"
-    print(
-        f"{out}: step {certificate.checkpoint['step']} as {certificate.family}; {len(certificate.tensors)} tensors are "
-        f"the checkpoint's; {compared}"
+    return (
+        f"step {certificate['checkpoint']['step']} as {certificate['family']}; {len(certificate['tensors'])} tensors "
+        f"are the checkpoint's; {compared}"
     )
-    return 0

@@ -7,8 +7,8 @@ which; the logits check that.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import psutil
 import torch
 import transformers
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,32 +28,12 @@ from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import Native
 from foundry_moe.models.native.targets import Target, assemble
 
-AS_TRAINED = "as trained"  # in place of a dtype
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
 TOKENS = (2, 16)  # sequences and positions
 # In standard deviations of the logits. Both models compute in fp32, with sums in different orders; swapped experts, a
 # transposed matrix, or gate and up exchanged moved logits by 1e-2 and more in the tests' small random models.
 TOLERANCE = 1e-3
 HEADROOM = 1.5  # over the fp32 model, for activations and buffers of a load
-
-
-@dataclass(kw_only=True)
-class ExportCertificate:
-    """What `certificate.json` holds.
-
-    tensors: for each tensor of the folder the hash (xxh3, 128 bits) of its bytes, which is also that of the same
-        elements in the checkpoint, cast to the folder's dtype.
-    logits: of both models on the same tokens, or why they were not compared.
-    """
-
-    good: bool = False
-    checkpoint: dict[str, Any] = field(default_factory=dict)
-    family: str = ""
-    dtype: str = ""
-    experts: dict[str, int] = field(default_factory=dict)
-    logits: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    tensors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +51,7 @@ class Exported:
     dtype: str | None
 
 
-def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> ExportCertificate:
+def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> dict[str, Any]:
     """Compares a folder with the checkpoint, and writes the certificate to the folder.
 
     Writes our model's logits, too, so that those of other programs can be compared with them.
@@ -80,72 +60,57 @@ def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None
         with_logits: None = where the model in fp32 fits into this machine's free memory.
 
     Returns:
-        The certificate, `good` or with its problems.
+        What `certificate.json` holds. `good`: there are no `problems`. `tensors`: for each tensor of the folder the
+        hash (xxh3, 128 bits) of its bytes, which is also that of the same elements in the checkpoint, cast to the
+        folder's dtype. `logits`: of both models on the same tokens, or why they were not compared.
     """
     blocks, commit = exported.native.blocks, exported.weights.found.commit
-    certificate = ExportCertificate(
-        checkpoint={
+    hashes: dict[str, str] = {}
+    problems = _compare_tensors(exported, folder, hashes)
+    needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
+    if with_logits is False:
+        logits: dict[str, Any] = {"compared": False, "why": "not asked for"}
+    elif with_logits is None and needed > psutil.virtual_memory().available:
+        why = f"the model needs {needed / 1e9:.1f} GB in fp32, more than is free"
+        logits = {"compared": False, "why": why}
+    else:
+        logits = _compare_logits(exported, folder, problems)
+    certificate = {
+        "good": not problems,
+        "checkpoint": {
             "folder": exported.weights.store.url,
             "step": commit.step,
             "attempt": commit.attempt,
             "manifest_xxh3": commit.manifest_hash,
         },
-        family=exported.native.family.name,
-        dtype=exported.dtype or AS_TRAINED,
-        experts={"layers": len(blocks.layers), "each": blocks.num_experts},
-    )
-    certificate.problems += _compare_tensors(exported, folder, certificate.tensors)
-    needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
-    if with_logits is False:
-        certificate.logits = {"compared": False, "why": "not asked for"}
-    elif with_logits is None and needed > psutil.virtual_memory().available:
-        why = f"the model needs {needed / 1e9:.1f} GB in fp32, more than is free"
-        certificate.logits = {"compared": False, "why": why}
-    else:
-        certificate.logits = _compare_logits(exported, folder, certificate.problems)
-    certificate.good = not certificate.problems
-    (folder / FILE).write_text(json.dumps(asdict(certificate), indent=1) + "\n")
+        "family": exported.native.family.name,
+        "dtype": exported.dtype or "as trained",
+        "experts": {"layers": len(blocks.layers), "each": blocks.num_experts},
+        "logits": logits,
+        "problems": problems,
+        "tensors": hashes,
+    }
+    (folder / FILE).write_text(json.dumps(certificate, indent=1) + "\n")
     return certificate
 
 
 def _compare_tensors(exported: Exported, folder: Path, hashes: dict[str, str]) -> list[str]:
-    try:
-        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
-        return [f"{folder / INDEX} cannot be read: {error}"]
-    wanted = {target.name for target in exported.targets}
-    problems = [f"{name} is not in the folder" for name in sorted(wanted - weight_map.keys())]
-    problems += [
-        f"{name} is in the folder, and the model has no such tensor" for name in sorted(weight_map.keys() - wanted)
-    ]
-    for target, tensor in _from_checkpoint(exported):
-        if target.name not in weight_map:
-            continue
-        try:
-            with safe_open(folder / weight_map[target.name], framework="pt") as file:
-                there = file.get_tensor(target.name)
-        except (SafetensorError, OSError) as error:
-            problems.append(f"{target.name} cannot be read from {weight_map[target.name]}: {error}")
-            continue
-        hashes[target.name] = _hash(there)
-        if there.dtype != tensor.dtype or there.shape != tensor.shape or hashes[target.name] != _hash(tensor):
-            shapes = f": it has the shape {list(there.shape)}, not {list(target.shape)}"
-            why = "" if there.shape == tensor.shape else shapes
-            problems.append(f"{target.name} is not what the checkpoint has{why}")
+    """Fills `hashes`; memory holds one file and the checkpoint's tensors that it is made of."""
+    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    targets = {target.name: target for target in exported.targets}
+    problems = [f"{name} is not in the folder" for name in targets if name not in weight_map]
+    problems += [f"{name} is in the folder, and the model has no such tensor" for name in weight_map.keys() - targets]
+    for file in sorted(set(weight_map.values())):
+        there = load_file(folder / file)
+        group = [targets[name] for name in there if name in targets]
+        held = exported.weights.read({part.ours for target in group for part in target.parts})
+        for target in group:
+            tensor, written = _cast(assemble(target, held.__getitem__), target, exported.dtype), there[target.name]
+            hashes[target.name] = _hash(written)
+            if written.dtype != tensor.dtype or written.shape != tensor.shape or hashes[target.name] != _hash(tensor):
+                shapes = "" if written.shape == tensor.shape else f": it has the shape {list(written.shape)}"
+                problems.append(f"{target.name} is not what the checkpoint has{shapes}")
     return problems
-
-
-def _from_checkpoint(exported: Exported) -> Iterator[tuple[Target, Tensor]]:
-    """Each target as the checkpoint has it; memory holds the sources of one layer's experts at most."""
-    held: dict[str, Tensor] = {}
-    for target in exported.targets:
-        needed = {part.ours for part in target.parts}
-        if not needed <= held.keys():
-            block = next((name.partition(".experts.")[0] for name in needed if ".experts." in name), "")
-            held = {name: tensor for name, tensor in held.items() if name.startswith(block + ".experts.")}
-            more = [name for name in needed if name not in held]
-            held |= exported.weights.read(more)
-        yield target, _cast(assemble(target, held.__getitem__), target, exported.dtype)
 
 
 def _cast(tensor: Tensor, target: Target, dtype: str | None) -> Tensor:

@@ -6,10 +6,12 @@ holds one file and what it is made of, not the model.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,27 +96,46 @@ class Weights:
         return tensors
 
 
-def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: int) -> dict[str, str]:
-    """Writes a section of a commit below `out`, as it is; returns the file of each tensor, as the index has it.
+@contextmanager
+def beside(out: Path, *, folder: bool = True) -> Iterator[Path]:
+    """A new folder next to `out`; it, or the file of `out`'s name in it, becomes `out` at the end. No error leaves it.
+
+    Raises:
+        CheckpointError: `out` is in use or cannot be written.
+    """
+    out = out.resolve()
+    if out.exists() and (not folder or not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty: name a new path")
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        (partial if folder else partial / out.name).rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def export(store: Store, found: Found, out: Path, *, section: str = "model", file_bytes: float) -> dict[str, str]:
+    """Writes a section of a commit to the folder `out`, as it is; returns the file of each tensor, as the index has it.
 
     Args:
         file_bytes: a file ends before it would grow beyond this; one tensor may.
 
     Raises:
-        CheckpointError: there is no such section, `out` holds an export already, or data is damaged: then no file
-            stays.
+        CheckpointError: there is no such section, `out` is in use, or data is damaged: then nothing is written.
     """
     weights = Weights.of(store, found, section)
-    if (out / INDEX).exists():
-        raise CheckpointError(f"{out / INDEX} exists: export to an empty folder")
     targets = targets_of(whole(name, name, *source.shape) for name, source in weights.sources.items())
-    return write_targets(weights, targets, out, file_bytes=file_bytes)
+    with beside(out) as partial:
+        return write_targets(weights, targets, partial, file_bytes=file_bytes)
 
 
 def write_targets(
-    weights: Weights, targets: Sequence[Target], out: Path, *, dtype: str | None = None, file_bytes: int
+    weights: Weights, targets: Sequence[Target], out: Path, *, dtype: str | None = None, file_bytes: float
 ) -> dict[str, str]:
-    """Writes tensors below `out`, each assembled from parts of a commit's tensors, and then their index.
+    """Writes tensors to the folder `out`, each assembled from parts of a commit's tensors, and then their index.
 
     Args:
         dtype: floating-point tensors are cast to it; None = as they are.
@@ -124,7 +145,6 @@ def write_targets(
     """
     dtypes = {target.name: _dtype_of(target, weights.sources, dtype) for target in targets}
     sizes = {target.name: target.count * dtypes[target.name].itemsize for target in targets}
-    out.mkdir(parents=True, exist_ok=True)
     groups: list[list[Target]] = [[]]
     filled = 0
     for target in targets:
@@ -134,18 +154,15 @@ def write_targets(
         groups[-1].append(target)
         filled += sizes[target.name]
     names: dict[str, str] = {}
-    with contextlib.ExitStack() as undo:  # what was written goes if one file fails
-        for number, group in enumerate(groups, 1):
-            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            undo.callback((out / name).unlink, missing_ok=True)
-            held = weights.read({part.ours for target in group for part in target.parts})
-            tensors = {target.name: assemble(target, held.__getitem__, dtypes[target.name]) for target in group}
-            try:
-                save_file(tensors, out / name, {"format": "pt", "step": str(weights.found.commit.step)})
-            except (SafetensorError, OSError, KeyError) as error:
-                raise CheckpointError(f"{out / name} cannot be written: {error}") from error
-            names |= {target.name: name for target in group}
-        undo.pop_all()
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        held = weights.read({part.ours for target in group for part in target.parts})
+        tensors = {target.name: assemble(target, held.__getitem__, dtypes[target.name]) for target in group}
+        try:
+            save_file(tensors, out / name, {"format": "pt", "step": str(weights.found.commit.step)})
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"{out / name} cannot be written: {error}") from error
+        names |= {target.name: name for target in group}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": names}
     (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
     return names
@@ -164,11 +181,8 @@ def export_state(store: Store, found: Found, out: Path, kind: str, section: str 
         section: this part of the state alone, for example `model`.
 
     Raises:
-        CheckpointError: `out` exists, there is no such section, or data is damaged: then nothing is written.
+        CheckpointError: `out` is in use, there is no such section, or data is damaged: then nothing is written.
     """
-    there = out / ".metadata" if kind == "dcp" else out
-    if there.exists():
-        raise CheckpointError(f"{there} exists: name a new path")
     contents = Contents(found.manifest)
     paths = {name: path for name, path in contents.paths.items() if section in (None, path[0])}
     if not paths:
@@ -178,17 +192,14 @@ def export_state(store: Store, found: Found, out: Path, kind: str, section: str 
     state: dict[str, Any] = {}
     for name, path in paths.items():
         set_element(state, path, stored[name] if name in stored else contents.value(name))
-    if kind == "dcp":
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
-                dcp.save(state, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
-            except CheckpointException as failed:
-                reason, _ = next(iter(failed.failures.values()))
-                raise CheckpointError(f"{out} cannot be written: {reason}") from failed
-    else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(out.name + ".partial")
-        torch.save(state, partial)
-        partial.rename(out)
+    with beside(out, folder=kind == "dcp") as partial, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            if kind == "dcp":
+                dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), no_dist=True)
+            else:
+                torch.save(state, partial / out.name)
+        except CheckpointException as failed:
+            reason, _ = next(iter(failed.failures.values()))
+            raise CheckpointError(f"{out} cannot be written: {reason}") from failed
     return sum(isinstance(contents.leaves[name], Tensor) for name in paths)

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from foundry_moe.commands.argument_types import (
+    DTYPES,
     add_command,
     add_store_arguments,
-    dtype_named,
-    file_size_gb,
     local_path,
     positive,
     positive_int,
 )
 from foundry_moe.commands.plan.constants import CHIPS
-from foundry_moe.config import BACKENDS
 from foundry_moe.parallel.mesh import parse_mesh
 
 
@@ -98,7 +96,6 @@ def add_verify_parser(subparsers: Any) -> None:
         choices=("fp64", "fp32"),
         help="tolerances are 1e-10 and 1e-4 (default: fp32; without a run, fp64 on cpu)",
     )
-    parser.add_argument("--backend", choices=BACKENDS, help="of the experts, without a run (default: auto)")
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
     parser.set_defaults(run=command_of("commands.verify.certify", "verify_command"))
 
@@ -129,16 +126,15 @@ def add_plan_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--constants", type=Path, help="file written by --calibrate (default: the constants of --chip)")
     parser.add_argument("--json", action="store_true", help="print all numbers as one JSON object")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine's constants and exit")
-    parser.add_argument("--out", type=local_path, help="output of --calibrate (default: in ~/.cache/foundry_moe)")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine's constants, print and save them"
+    )
 
     def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate:
             if arguments.yaml is not None or arguments.search or arguments.json:
                 parser.error("--calibrate takes no run: remove the YAML, --search and --json")
             return command_of("commands.plan.calibrate", "calibrate_command")(arguments)
-        if arguments.out is not None:
-            parser.error("--out belongs to --calibrate: add --calibrate")
         if arguments.yaml is None or arguments.gpus is None:
             parser.error("a run's YAML and --gpus are needed, or --calibrate")
         return command_of("commands.plan.command", "plan_command")(arguments)
@@ -179,13 +175,12 @@ def add_export_parser(subparsers: Any) -> None:
     )
     parser.add_argument("out", metavar="OUT", type=local_path, help="a new folder")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint that is good")
-    parser.add_argument("--dtype", help="bf16, fp16 or fp32 (default: as it was trained)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: as they were trained)")
     parser.add_argument(
         "--certify",
         action=argparse.BooleanOptionalAction,
         help="compare logits too (default: where the model fits into free memory); hashes are compared always",
     )
-    parser.add_argument("--check", action="store_true", help="write nothing but the certificate: OUT is there already")
     parser.add_argument("--tokenizer", help="its folder or name, or none (default: the run's)")
     lora = parser.add_mutually_exclusive_group()
     lora.add_argument("--merge", action="store_true", help="add LoRA adapters to the experts' weights")
@@ -203,21 +198,6 @@ def add_export_parser(subparsers: Any) -> None:
         help="format of --adapter: peft (default), fused tensors for transformers 5, or per-expert, one pair for each "
         "expert's matrix, for vLLM and SGLang; for GPT-OSS, peft is for vLLM and per-expert for SGLang",
     )
-    parser.add_argument("--file-gb", type=file_size_gb, default=5.0, help="size of one file in GB (default: 5)")
+    parser.add_argument("--file-gb", type=positive, default=5.0, help="size of one file in GB (default: 5)")
     add_store_arguments(parser)
-
-    def run(arguments: argparse.Namespace) -> int:
-        from foundry_moe.commands.chosen_checkpoint import open_folder
-
-        if arguments.adapter and (Path(arguments.run_folder) / "adapter_config.json").is_file():
-            from foundry_moe.commands.export import convert_command
-
-            return convert_command(arguments)
-        dtype_named(arguments.dtype)  # both before imports that take many seconds
-        folder = open_folder(arguments.run_folder, arguments)
-
-        from foundry_moe.commands.export import export_command
-
-        return export_command(arguments, *folder)
-
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=command_of("commands.export", "export_command"))

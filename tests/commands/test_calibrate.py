@@ -127,19 +127,19 @@ def test_the_command_writes_what_it_prints(
             main(["plan", "--calibrate", *words])
         return ended.value.code, *capsys.readouterr()
 
-    out = tmp_path / "new" / "h200.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, _, error = run("--out", str(out))
+    code, _, error = run()
     assert code == 2 and "torch sees no GPU" in error
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("foundry_moe.commands.plan.calibrate.calibrate", lambda *_: constants_of("h200"))
-    code, _, error = run("--gpus", "3", "--out", str(out))
+    shipped = constants_of("h200")
+    monkeypatch.setattr("foundry_moe.commands.plan.calibrate.calibrate", lambda *_: shipped)
+    code, _, error = run("--gpus", "3")
     assert code == 2 and "--gpus (3): this machine has 2" in error
-    code, text, error = run("--out", "/proc/x")
-    assert code == 2 and "--out (/proc/x) cannot be written" in error and json.loads(text)["format"] == 1
-    code, text, _ = run("--out", str(out))
-    assert code == 0 and text.startswith(out.read_text()) and read_constants(out) == constants_of("h200")
+    code, text, error = run()
+    out = default_path("h200")
+    assert code == 0 and error == f"wrote {out}\n" and text == out.read_text() and read_constants(out) == shipped
 
 
 def test_it_needs_no_trainer() -> None:

@@ -71,11 +71,11 @@ def test_commands_that_need_no_tensors_import_no_torch(folder, command) -> None:
     assert ended.returncode == 0 and ended.stdout.endswith("False\n"), ended
 
 
-@pytest.mark.parametrize("size", ["1e300", "0", "nan", "-1"])
+@pytest.mark.parametrize("size", ["inf", "0", "nan", "-1"])
 def test_a_size_of_files_that_cannot_be_is_refused(folder, tmp_path, capsys, size) -> None:
     with pytest.raises(SystemExit) as ended:
         tool("export", folder, tmp_path / "out", f"--file-gb={size}")
-    assert ended.value.code == 2 and "must be a size in GB between" in capsys.readouterr().err
+    assert ended.value.code == 2 and "must be a finite number above 0" in capsys.readouterr().err
 
 
 def test_meshes_that_can_hold_it_divide_the_sizes_of_its_experts(folder) -> None:
@@ -171,7 +171,7 @@ def test_export_is_the_model_bit_for_bit_in_files_of_a_size(folder, tmp_path, ca
     for name, tensor in expected.items():
         assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
-    assert tool("export", folder, out) == 1 and "exists: export to an empty folder" in capsys.readouterr().err
+    assert tool("export", folder, out) == 1 and "exists and is not empty: name a new path" in capsys.readouterr().err
 
 
 def test_export_passes_over_damage_or_writes_no_index(folder, tmp_path, capsys) -> None:
@@ -185,7 +185,7 @@ def test_export_passes_over_damage_or_writes_no_index(folder, tmp_path, capsys) 
     assert tool("export", folder, tmp_path / "bad", "--step", 2) == 1
     told = capsys.readouterr().err
     assert "do not have the recorded hash" in told and "other steps: 1, 3" in told
-    assert not list((tmp_path / "bad").iterdir())
+    assert not (tmp_path / "bad").exists()
     assert tool("export", folder, tmp_path / "bad") == 0
     told = capsys.readouterr()
     assert "step 2 is damaged, trying the one before" in told.err and "step 1:" in told.out
@@ -225,7 +225,7 @@ def test_export_to_pytorchs_formats_and_back(folder, tmp_path, capsys) -> None:
     capsys.readouterr()
     for words in ((stock, "--format", "dcp"), (single, "--format", "torch"), (tmp_path / "x", "--section", "models")):
         assert tool("export", folder, *words) == 1
-    assert capsys.readouterr().err.count("exists: ") == 2
+    assert capsys.readouterr().err.count("exists and is not empty: ") == 2
 
 
 def test_a_damaged_block_leaves_no_stock_checkpoint(folder, tmp_path, capsys) -> None:

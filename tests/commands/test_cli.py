@@ -167,7 +167,6 @@ def test_a_mesh_that_does_not_fit_the_gpus_is_refused(capsys, arguments, sentenc
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--mesh", "1,3,2"], "shard (3) must divide the rows of the experts' matrices (16 and 24): use 1, 2, 4 or 8"),
         (["--mesh", "1,1,3"], "mesh.expert (3) must divide num_experts (8): use 1"),
         (["--mesh", "1,1,64", "--device", "cuda"], "--mesh 1,1,64 needs 64 GPUs"),
     ],
@@ -198,18 +197,19 @@ def test_a_plan_of_an_impossible_machine_is_refused(capsys, value):
     ("arguments", "sentence"),
     [
         (["verify", "--timeout-s", "0"], "argument --timeout-s: 0 must be a finite number above 0"),
-        (["export", "RUN", "OUT", "--dtype", "int8"], "--dtype (int8) must be bf16, fp16 or fp32"),
-        (["export", "RUN", "OUT", "--file-gb", "nan"], "argument --file-gb: nan must be a size in GB"),
-        (["checkpoints", "export", "RUN", "OUT", "--file-gb", "0"], "argument --file-gb: 0 must be a size in GB"),
+        (["export", "RUN", "OUT", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["export", "RUN", "OUT", "--file-gb", "nan"], "argument --file-gb: nan must be a finite number above 0"),
+        (
+            ["checkpoints", "export", "RUN", "OUT", "--file-gb", "0"],
+            "argument --file-gb: 0 must be a finite number above 0",
+        ),
         (["checkpoints", "show", "RUN", "--gpus", "-2"], "argument --gpus: -2 must be 1 or more"),
         (["export", "RUN", "s3://bucket/out"], "s3://bucket/out must be a path of this host"),
         (["checkpoints", "gc", "RUN", "--keep", "0"], "argument --keep: 0 must be 1 or more"),
         (["export", "RUN", "OUT"], "error: there is nothing at"),
-        (["plan", "--calibrate", "--out", "."], "--out (.) is a folder: name a file"),
         (["plan", "--calibrate", "--search"], "--calibrate takes no run: remove the YAML, --search and --json"),
         (["plan", "--calibrate", str(YAMLS[0])], "--calibrate takes no run: remove the YAML, --search and --json"),
         (["check"], "the following arguments are required: yaml\n"),
-        (["plan", str(YAMLS[0]), "--gpus", "2", "--out", "x"], "--out belongs to --calibrate: add --calibrate"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_anything_runs(capsys, arguments, sentence):

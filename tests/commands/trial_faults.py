@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from foundry_moe.commands.verify.cases import small_runs
-from foundry_moe.commands.verify.certify import certify, certify_run
+from foundry_moe.commands.verify.cases import small_cases
+from foundry_moe.commands.verify.certify import certify
 from foundry_moe.commands.verify.trial import Trial, train_trials
 
 YAML = Path(__file__).parents[1] / "distributed" / "tiny.yaml"
@@ -156,15 +156,20 @@ def converted_run(folder: Path) -> dict[str, Any]:
 
 def certify_all(out: Path) -> None:
     """Each case's certificate, or the error's sentence, as JSON."""
+
+    def certified(run: dict[str, Any], **options: Any) -> Any:
+        (certificate,) = certify({"run": run}, **options)
+        return json.loads(certificate.as_json())
+
     found: dict[str, Any] = {}
-    cases = small_runs([(1, 1, 2)], precision="fp64", backend="auto")
-    found["cases"] = [json.loads(certificate.as_json()) for certificate in certify(list(cases), train=checked)]
-    found["clean, fp64"] = json.loads(certify_run(run_with(), precision="fp64").as_json())
-    found["converted"] = json.loads(certify_run(converted_run(out.parent / "llama")).as_json())
+    cases = certify(small_cases(), [(1, 1, 2)], precision="fp64", train=checked)
+    found["cases"] = [json.loads(certificate.as_json()) for certificate in cases]
+    found["clean, fp64"] = certified(run_with(), precision="fp64")
+    found["converted"] = certified(converted_run(out.parent / "llama"))
     for name, (moe, train) in CASES.items():
-        found[name] = json.loads(certify_run(copy.deepcopy(run_with(**moe)), train=train).as_json())
+        found[name] = certified(copy.deepcopy(run_with(**moe)), train=train)
     try:
-        certify_run(run_with(), train=failing)
+        certify({"run": run_with()}, train=failing)
     except ValueError as error:
         found["failing"] = str(error)
     out.write_text(json.dumps(found))

@@ -127,7 +127,7 @@ NOT_RUN = {  # and why; their arguments are parsed
     "pytest --slow tests/docker/test_slurm.py": "needs Slurm",
     "python -m benchmarks.papers.dropping TEXT": GPU,
     "python -m benchmarks.papers.hetumoe_layer": GPU,
-    "python -m foundry_moe.cli plan --calibrate --out h200.json": GPU,
+    "python -m foundry_moe.cli plan --calibrate > h200.json": GPU,
     "python -m tests.helpers.transformers_experts": "needs transformers 5",
     "python benchmarks/layer.py": GPU,
     "sbatch docker/slurm.sbatch": "needs Slurm",

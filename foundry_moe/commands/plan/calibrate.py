@@ -1,4 +1,4 @@
-"""`foundry-moe plan --calibrate`: measures this machine's constants in about a minute and writes them to a file.
+"""`foundry-moe plan --calibrate`: measures this machine's constants in about a minute, prints them and writes them.
 
 Imports torch and the kernels only, so that it runs on a machine without Composer.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
@@ -252,24 +253,18 @@ def _contention(device: torch.device, whole: Tensor, part: Tensor) -> float:
 
 
 def calibrate_command(arguments: argparse.Namespace) -> int:
-    """Measures the constants of this machine's GPUs, prints them and writes them."""
-    if arguments.out is not None and arguments.out.is_dir():
-        raise ValueError(f"--out ({arguments.out}) is a folder: name a file")
+    """Measures the constants of this machine's GPUs, prints them and writes them to `default_path`."""
     if not torch.cuda.is_available():
         raise ValueError("--calibrate: torch sees no GPU on this machine")
     present = torch.cuda.device_count()
     gpus = present if arguments.gpus is None else arguments.gpus
     if not 1 <= gpus <= present:
         raise ValueError(f"--gpus ({gpus}): this machine has {present}")
-    began = time.perf_counter()
     constants = calibrate(torch.device("cuda"), gpus)
-    out = arguments.out or default_path(chip_of(constants.device))
     text = json.dumps(asdict(constants), indent=1) + "\n"
-    print(text, end="")  # first, in case the file cannot be written
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--out ({out}) cannot be written: {error.strerror or error}") from error
-    print(f"wrote {out} after {time.perf_counter() - began:.0f} s")
+    print(text, end="", flush=True)  # first, in case the file cannot be written
+    out = default_path(chip_of(constants.device))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(f"wrote {out}", file=sys.stderr)
     return 0

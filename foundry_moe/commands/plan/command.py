@@ -105,24 +105,20 @@ def search_rows(plans: list[RunPlan], invalid: Mapping[Mesh, str]) -> list[dict[
     ]
 
 
+COUNTS = {"B": 1e9, "M": 1e6, "": 1}
+SIZES = {"GiB": GIB, "MiB": 2**20}
+BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6}
+
+
 def _count(number: float, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 'es' if thing.endswith('ch') else 's'}"
 
 
-def _short(number: float) -> str:
-    """A count in millions or billions."""
-    for size, unit in ((1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.3f} {unit}"
-    return f"{number:,.0f}"
-
-
-def _size(bytes_: float) -> str:
-    return f"{bytes_ / GIB:8.2f} GiB" if bytes_ >= 0.1 * GIB else f"{bytes_ / 2**20:8.2f} MiB"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:8.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:8.1f} us"
+def _scaled(number: float, units: Mapping[str, float]) -> str:
+    """Four digits in the largest of the units that the number reaches, or else in the last."""
+    unit = next((unit for unit, size in units.items() if number >= size), list(units)[-1])
+    return f"{number / units[unit]:,.4g} {unit}".rstrip()
 
 
 def _sharded(ranks: int) -> str:
@@ -132,6 +128,7 @@ def _sharded(ranks: int) -> str:
 def format_plan(plan: RunPlan) -> str:
     """The plan as text."""
     mesh, shape, step, constants = plan.mesh, plan.shape, plan.step, plan.machine.constants
+    total, active, experts = (_scaled(count, COUNTS) for count in (shape.total, shape.active, shape.experts))
     at_most = "at most " if plan.sequences % plan.microbatch else ""
     lines = [
         f"mesh: replicate {mesh.replicate} x shard {mesh.shard} x expert {mesh.expert} = "
@@ -139,25 +136,23 @@ def format_plan(plan: RunPlan) -> str:
         + (f"; {_count(plan.spares, 'GPU')} idle as spares" if plan.spares else ""),
         f"  experts: {shape.moe.num_experts // mesh.expert} of {shape.moe.num_experts} in each layer on a GPU, "
         f"{_sharded(mesh.shard)}; other parameters: {_sharded(mesh.dense_shard)}",
-        f"parameters: {_short(shape.total)}, {_short(shape.active)} active; {_short(shape.experts)} in experts "
-        f"({shape.moe_layers} of {shape.layers} layers)",
+        f"parameters: {total}, {active} active; {experts} in experts ({shape.moe_layers} of {shape.layers} layers)",
         f"step: {_count(step.microbatches, 'microbatch')} of {at_most}{_count(plan.microbatch, 'sequence')} of "
-        f"{shape.sequence:,} tokens on a GPU, {_short(plan.step_tokens)} tokens in all",
+        f"{shape.sequence:,} tokens on a GPU, {_scaled(plan.step_tokens, COUNTS)} tokens in all",
         "memory of a GPU:",
-        *(f"  {name:28}{_size(size)}" for name, size in plan.memory.items()),
-        f"  {'in all':28}{_size(plan.memory_bytes)}",
+        *(f"  {name:28}{_scaled(size, SIZES):>12}" for name, size in plan.memory.items()),
+        f"  {'in all':28}{_scaled(plan.memory_bytes, SIZES):>12}",
     ]
     if plan.messages:
         lines.append("messages of a GPU in a step:")
     for message in plan.messages:
         where = f"to {message.ranks} ranks, {'between nodes' if message.network_bytes else 'within a node'}"
-        took = _time(message_s(message, constants)).strip()
-        size = f"{message.bytes / 1e6:10.3f} MB" if message.bytes >= 1e5 else f"{message.bytes / 1e3:10.3f} kB"
-        lines.append(f"  {message.count:6} x {message.name:34} {size} {where}, {took}")
+        size, took = _scaled(message.bytes, BYTES), _scaled(message_s(message, constants), TIMES)
+        lines.append(f"  {message.count:6} x {message.name:34}{size:>12} {where}, {took}")
     lines += [
         f"time of a step, by the constants of {constants.device} ({constants.source}):",
-        *(f"  {name:28}{_time(seconds)}" for name, seconds in plan.time.items()),
-        f"  {'in all':28}{_time(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s a GPU",
+        *(f"  {name:28}{_scaled(seconds, TIMES):>12}" for name, seconds in plan.time.items()),
+        f"  {'in all':28}{_scaled(plan.step_s, TIMES):>12}, {plan.tokens_per_s:,.0f} tokens/s a GPU",
     ]
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +37,11 @@ CHIPS = {
 }
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not fits(value, float) or value <= 0:
-        raise ValueError(f"{name} ({value!r}) must be a number above 0")
+def _check_positive(values: Mapping[str, object]) -> None:
+    """Raises ValueError for a value that is not a number above 0."""
+    for name, value in values.items():
+        if not fits(value, float) or value <= 0:  # type: ignore[operator]
+            raise ValueError(f"{name} ({value!r}) must be a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,7 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _check_positive("latency_s", self.latency_s)
-        _check_positive("bytes_per_s", self.bytes_per_s)
+        _check_positive(asdict(self))
 
     def seconds(self, sent_bytes: float, messages: int) -> float:
         """Of messages with `sent_bytes` in all."""
@@ -97,16 +98,13 @@ class Constants:
             )
         if self.contention < 0:
             raise ValueError(f"contention ({self.contention}) must be 0 or more")
-        for name in ("gpus", "attention_flops_per_s", "memory_bytes_per_s", "launch_s"):
-            _check_positive(name, getattr(self, name))
+        _check_positive({name: getattr(self, name) for name in ("gpus", "launch_s")})
+        _check_positive({name: getattr(self, name) for name in ("attention_flops_per_s", "memory_bytes_per_s")})
         for name in ("dense_flops_per_s", "expert_flops_per_s"):
             rates = getattr(self, name)
-            if not rates or not all(str(width).isdigit() and int(width) for width in rates):
-                raise ValueError(
-                    f"{name} ({rates}) must have a rate for at least one width, such as {{'2048': 6.0e14}}"
-                )
-            for width, rate in rates.items():
-                _check_positive(f"{name}.{width}", rate)
+            if not rates or not all(width.isdigit() for width in rates):
+                raise ValueError(f"{name} ({rates}) must have a rate for at least one width, such as {{'2048': 6e14}}")
+            _check_positive({f"{name}.{width}": rate for width, rate in rates.items()})
 
 
 def rate_at(rates: Mapping[str, float], width: float) -> float:

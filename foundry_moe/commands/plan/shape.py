@@ -16,7 +16,7 @@ from typing import Any
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_config import MODEL, read_moe
-from foundry_moe.schema import fits, section
+from foundry_moe.schema import raise_mistakes, section
 
 HUGGING_FACE = "hf_causal_lm"
 ADAPTER = r"_[AB]_E[DF]L$"
@@ -133,10 +133,10 @@ class ModelShape:
 
 
 def read_shape(run: Mapping[str, Any]) -> ModelShape:
-    """The shape of a run's model with its experts.
+    """The shape of a run's model with its experts; `check_whole_run` checks the values.
 
     Raises:
-        ValueError: no experts, a kind of model that is not supported, or an invalid value.
+        ValueError: no experts, a kind of model that is not supported, or a size that is missing.
     """
     moe, model = read_moe(run), section(run, "model")
     if moe is None:
@@ -155,21 +155,15 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
 def _read_mpt(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     """MPT's formulas, in the names and defaults of LLM Foundry's keys."""
     model = section(run, "model")
-    sizes: list[Any] = []
-    for key in ("d_model", "n_layers", "n_heads", "vocab_size"):
-        sizes.append(model.get(key))
-        if not fits(sizes[-1], int) or sizes[-1] < 1:
-            raise ValueError(f"model.{key} ({sizes[-1]!r}) must be a whole number of 1 or more")
-    d_model, layers, n_heads, vocab_size = sizes
+    needed = ("d_model", "n_layers", "n_heads", "vocab_size")
+    raise_mistakes(f"model.{key} is missing: plan needs it" for key in needed if key not in model)
+    d_model, layers, n_heads, vocab_size = (model[key] for key in needed)
     moe.check_layers_of(layers)
     attention, ffn = section(run, "model", "attn_config"), section(run, "model", "ffn_config")
     kv_heads = {"multihead_attention": n_heads, "multiquery_attention": 1}.get(
         attention.get("attn_type", "multihead_attention"), attention.get("kv_n_heads") or n_heads
     )
-    ratio = model.get("expansion_ratio", 4)
-    if not fits(ratio, float) or ratio <= 0:
-        raise ValueError(f"model.expansion_ratio ({ratio!r}) must be a number above 0")
-    hidden = int(ffn.get("ffn_hidden_size") or d_model * ratio)
+    hidden = int(ffn.get("ffn_hidden_size") or d_model * model.get("expansion_ratio", 4))
     gated_ffn = ffn.get("ffn_type", "mptmlp") == "mptglu"
     ffn_matrices = 3 if gated_ffn else 2
     biased = not model.get("no_bias", False)

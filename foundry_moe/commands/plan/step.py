@@ -15,7 +15,7 @@ from foundry_moe.commands.plan.shape import ModelShape
 from foundry_moe.config import MeshConfig
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan
 
-GATHER, REDUCE, ALL_REDUCE, TOKENS, COUNTS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "counts"
+GATHER, REDUCE, ALL_REDUCE, TOKENS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 GIB = 2**30
 CONTEXT_BYTES = 1 * GIB  # an allowance for memory that CUDA and NCCL take outside torch's allocator
 # reads and writes of a block's residual, queries and keys between matrix products, forward and backward
@@ -89,7 +89,7 @@ class Message:
 
 
 def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message, ...]:
-    """The messages that one GPU sends in a step."""
+    """The messages that one GPU sends in a step, without the sum of the experts' counts (under 0.3% of its time)."""
     gathers = step.microbatches * (2 if step.resharded else 1)
     # FSDP's units: their number, the parameters of one, those with gradients, the ranks that shard it, and the
     # distance between these ranks
@@ -109,16 +109,7 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
         ]
     if mesh.expert > 1:
         found += _token_messages(shape, mesh, step)
-    counts = Message(
-        name="all-reduce expert counts",
-        kind=COUNTS,
-        count=shape.moe_layers * step.microbatches,
-        ranks=mesh.world_size,
-        nodes=mesh.nodes,
-        bytes=8 * shape.moe.num_experts,
-        network_bytes=8 * shape.moe.num_experts if mesh.nodes > 1 else 0,
-    )
-    return tuple(message for message in [*found, counts] if message.ranks > 1)
+    return tuple(message for message in found if message.ranks > 1)
 
 
 def _collective(
@@ -264,7 +255,7 @@ def step_time(
     """
     parts = _work(shape, mesh, step, constants)
     waits = shape.moe_layers * step.microbatches * (1 + step.checkpointed) if mesh.expert > 1 else 0
-    tokens_s = sum(message_s(m, constants) for m in messages if m.kind in (TOKENS, COUNTS))
+    tokens_s = sum(message_s(m, constants) for m in messages if m.kind == TOKENS)
     all_to_all = tokens_s + waits * LAUNCHES_WAITED * constants.launch_s
     exposed = _exposed_s(step, messages, sum(parts.values()) + all_to_all, constants)
     once = trained_parameters(shape, mesh) * (CLIP_BYTES + STEP_BYTES + step.state_bytes)

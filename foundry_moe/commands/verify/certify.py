@@ -1,13 +1,14 @@
 """`foundry-moe verify`: compares small runs on their meshes with the same runs on one process.
 
-The small runs are shrunk copies of a user's run, or those of `cases`. Launches the trials and builds a certificate of
-each run from their results. Must not know how a trial trains.
+The small runs are shrunk copies of a user's run, or of those of `cases`. Launches the trials and builds a certificate
+of each run from their results. Must not know how a trial trains.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
@@ -22,12 +23,12 @@ from typing import Any
 import torch
 
 from foundry_moe.commands.plan.shape import HUGGING_FACE
-from foundry_moe.commands.verify.cases import check_mesh, default_meshes, small_runs
+from foundry_moe.commands.verify.cases import DEFAULT_MESHES, small_cases
 from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, formula_rows, resume_rows, step_zero_row
-from foundry_moe.commands.verify.shrink import SAVE_AFTER, SmallRun, moe_keys, set_mesh, shrink
-from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials
+from foundry_moe.commands.verify.shrink import SAVE_AFTER, SmallRun, changes, moe_keys, shrink
+from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials, trial_of
 from foundry_moe.launch.processes import run_processes
-from foundry_moe.launch.run_config import check_whole_run, load_run, plain
+from foundry_moe.launch.run_config import check_run, check_whole_run, load_run, plain, read_moe
 from foundry_moe.parallel.mesh import Mesh, can_replicate
 from foundry_moe.schema import section
 
@@ -80,61 +81,62 @@ class Certificate:
         return json.dumps({**asdict(self), "rows": rows, "verdict": self.verdict})
 
 
-def certify_run(
-    run: Mapping[str, Any],
+def certify(
+    runs: Mapping[str, Mapping[str, Any]],
+    meshes: Sequence[Mesh | None] = (None,),
     *,
-    name: str = "run",
-    mesh: Mesh | None = None,
     device: str = "cpu",
     precision: str = "fp32",
     timeout_s: float = 600.0,
     train: Train = train_trials,
-) -> Certificate:
-    """Trains a shrunk copy of the run on its mesh and on one process, and compares the two.
+) -> list[Certificate]:
+    """Trains shrunk copies of runs on meshes and on one process, and compares the two.
+
+    Every number of processes is launched once.
 
     Args:
-        run: resolved and plain, as of `plain`.
-        mesh: None = the run's, shrunk.
+        runs: resolved and plain, as of `plain`, by name.
+        meshes: of every run; None = the run's, shrunk.
         precision: fp64 | fp32.
         train: what the child processes run; tests plant faults with it.
 
     Raises:
-        ValueError: the run is invalid, with the sentence of `check`, or the shrunk run fails.
-    """
-    config = check_whole_run(run)
-    if config is None:
-        raise ValueError("the run has no experts to verify: neither algorithms.dmoe nor model.moe is there")
-    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        scale, source, notes = 1.0, "", ()  # type: tuple[float, str, tuple[str, ...]]
-        if section(run, "model").get("name") == HUGGING_FACE:
-            from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
-
-            run, scale, source, notes = write_small_model(run, config, Path(folder))
-        small = shrink(run, config, mesh=mesh, device=device, precision=precision, scale=scale)
-        small = replace(small, name=name, source=source, notes=(*notes, *small.notes))
-        return certify([small], device=device, timeout_s=timeout_s, train=train)[0]
-
-
-def certify(
-    runs: Sequence[SmallRun], *, device: str = "cpu", timeout_s: float = 600.0, train: Train = train_trials
-) -> list[Certificate]:
-    """A certificate of each run, with one launch for each number of processes.
-
-    Raises:
-        ValueError: a trial fails.
+        ValueError: a run has no experts or does not fit a mesh, or one of its trials fails.
     """
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        trials = [_trials_of(run, f"{folder}/{index}") for index, run in enumerate(runs)]
+        options = {"device": device, "precision": precision}
+        chosen = itertools.product(meshes, runs.items())
+        small = [
+            _small_run(name, run, mesh, Path(folder, f"model-{index}"), options)
+            for index, (mesh, (name, run)) in enumerate(chosen)
+        ]
+        trials = [_trials_of(run, f"{folder}/{index}") for index, run in enumerate(small)]
         named = {trial.name: trial for roles in trials for trial in roles.values()}
         seen: dict[str, dict[str, Any]] = {}
         # one process resumes what several have saved
         for processes in sorted({trial.processes for trial in named.values()}, reverse=True):
-            chosen = [trial for trial in named.values() if trial.processes == processes]
-            seen |= _launch(train, chosen, processes, device, timeout_s)
+            together = [trial for trial in named.values() if trial.processes == processes]
+            seen |= _launch(train, together, processes, device, timeout_s)
     return [
         _certificate(run, device, {role: seen[trial.name] for role, trial in roles.items()})
-        for run, roles in zip(runs, trials, strict=True)
+        for run, roles in zip(small, trials, strict=True)
     ]
+
+
+def _small_run(
+    name: str, run: Mapping[str, Any], mesh: Mesh | None, folder: Path, options: Mapping[str, Any]
+) -> SmallRun:
+    config = read_moe(run)
+    if config is None:
+        raise ValueError("the run has no experts to verify: neither algorithms.dmoe nor model.moe is there")
+    given, scale, source, notes = run, 1.0, "", ()  # type: tuple[Mapping[str, Any], float, str, tuple[str, ...]]
+    if section(run, "model").get("name") == HUGGING_FACE:
+        from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
+
+        given, scale, source, notes = write_small_model(run, config, folder)
+    small = shrink(given, mesh=mesh, scale=scale, **options)
+    check_run(small.run)
+    return replace(small, name=name, source=source, notes=(*changes(run, small.run), *notes))
 
 
 def _launch(
@@ -162,32 +164,21 @@ def _trials_of(run: SmallRun, saved: str) -> dict[str, Trial]:
     """The trainings that a certificate compares, by their role.
 
     mesh: on the mesh. alone: on one process. more: one process with twice the microbatches. resumed: another mesh, or
-    one process, from the checkpoint of `mesh`. beside: another mesh.
+    one process, from the checkpoint of `mesh`.
     """
     other = _other_mesh(run)
-    resume = partial(_trial_alone, run) if other is None else partial(_trial, run, other)
+    resume = partial(_trial_alone, run) if other is None else partial(trial_of, run, other)
     trials = {
-        "mesh": _trial(run, run.mesh, f"mesh {run.mesh}", folder=saved),
+        "mesh": trial_of(run, run.mesh, f"mesh {run.mesh}", folder=saved),
         "alone": _trial_alone(run, "alone", with_formula=True),
         "resumed": resume(f"resumed {run.mesh}", folder=saved, resume=SAVE_AFTER),
     }
     if run.alone > 1:
         trials["more"] = _trial_alone(run, "more", with_formula=True, steps=1, microbatch=run.alone // 2)
-    if _shuffles(run) and other is not None:
-        trials["beside"] = _trial(run, other, f"beside {run.mesh}")
     return trials
 
 
-def _trial(run: SmallRun, mesh: Mesh | None, name: str, **more: Any) -> Trial:
-    """One training on a mesh, or by data parallelism as the run has it."""
-    keys = copy.deepcopy(dict(run.run))
-    if mesh is not None:
-        set_mesh(keys, mesh)
-    values: dict[str, Any] = {"processes": run.processes, "microbatch": run.microbatch, **more}
-    return Trial(name=f"{run.name}, {name}", small=run, run=keys, **values)
-
-
-def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
+def _trial_alone(run: SmallRun, name: str, *, microbatch: int = 0, **more: Any) -> Trial:
     """One training on one process, with nothing compiled. Meshes of as many sequences share it."""
     keys = copy.deepcopy(dict(run.run))
     for mesh in (moe_keys(keys).get("mesh"), section(keys, "algorithms").get("dmoe_mesh")):
@@ -195,33 +186,23 @@ def _trial_alone(run: SmallRun, name: str, **more: Any) -> Trial:
             mesh["compile"] = "none"
     keys.pop("compile_config", None)
     name = f"{name}, {run.batch} sequences"
-    return _trial(replace(run, run=keys), (1, 1, 1), name, **{"processes": 1, "microbatch": run.alone, **more})
+    alone = replace(run, run=keys)
+    return trial_of(alone, (1, 1, 1), name, processes=1, microbatch=microbatch or run.alone, **more)
 
 
 def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any]]) -> Certificate:
-    other, notes, tolerance = _other_mesh(run), run.notes, TOLERANCE[run.precision]
-    expected = seen.get("beside", seen["alone"])
+    tolerance = TOLERANCE[run.precision]
     clips = "gradient_clipping" in section(run.run, "algorithms")
-    compared = compare_trials(seen["mesh"], expected, steps=SAVE_AFTER, clips=clips, tolerance=tolerance)
-    if _shuffles(run):
+    rows = compare_trials(seen["mesh"], seen["alone"], steps=SAVE_AFTER, clips=clips, tolerance=tolerance)
+    if run.config.gate["name"] == "base" and run.processes > 1:
         why = "gate base shuffles tokens over ranks, where they compete"
-        peer = f"mesh {other}" if other else "nothing"
-        notes = (*notes, f"{why}: compared with {peer} in place of one process")
-        if other is None:
-            compared = [Row(quantity=row.quantity, why=why) for row in compared]
-    rows = [
-        *compared,
-        *formula_rows(seen, tolerance),
-        *resume_rows(seen["mesh"], seen["resumed"], SAVE_AFTER, str(other or "one process"), tolerance),
-        step_zero_row(seen["alone"], converted="pretrained_model_name_or_path" in run.run["model"]),
-    ]
-    where = str(run.mesh) if run.mesh else "2 processes of data parallelism"
-    return Certificate(run=run.name, mesh=where, device=device, notes=notes, rows=tuple(rows))
-
-
-def _shuffles(run: SmallRun) -> bool:
-    """Whether tokens compete with those of other ranks, so that one process trains differently."""
-    return run.config.gate["name"] == "base" and run.processes > 1
+        rows = [Row(quantity=row.quantity, why=why) for row in rows]
+    where = str(_other_mesh(run) or "one process")
+    rows += formula_rows(seen, tolerance)
+    rows += resume_rows(seen["mesh"], seen["resumed"], SAVE_AFTER, where, tolerance)
+    rows.append(step_zero_row(seen["alone"]))
+    mesh = str(run.mesh) if run.mesh else "2 processes of data parallelism"
+    return Certificate(run=run.name, mesh=mesh, device=device, notes=run.notes, rows=tuple(rows))
 
 
 def _other_mesh(run: SmallRun) -> Mesh | None:
@@ -245,25 +226,26 @@ def verify_command(arguments: argparse.Namespace) -> int:
     """
     started = time.monotonic()
     os.environ["PYTHONWARNINGS"] = "ignore"  # of what the fork server imports
-    devices = torch.cuda.device_count() if arguments.device == "cuda" else None
+    devices = torch.cuda.device_count() if arguments.device == "cuda" else math.inf
     for mesh in arguments.mesh or ():
-        if devices is not None and math.prod(mesh) > devices:
+        if math.prod(mesh) > devices:
             named = ",".join(map(str, mesh))
             raise ValueError(f"--mesh {named} needs {math.prod(mesh)} GPUs and {devices} are here: use --device cpu")
-    options = {"device": arguments.device, "timeout_s": arguments.timeout_s}
     if arguments.yaml is None:
-        meshes = arguments.mesh or default_meshes(devices)
-        for mesh in meshes:
-            check_mesh(mesh)
-        precision = arguments.precision or ("fp64" if devices is None else "fp32")
-        runs = list(small_runs(meshes, precision=precision, backend=arguments.backend or "auto"))
-        certificates = certify(runs, **options)
+        runs, precision = small_cases(), "fp64" if arguments.device == "cpu" else "fp32"
+        fitting = [mesh for mesh in DEFAULT_MESHES if math.prod(mesh) <= max(devices, 1)]
+        meshes = arguments.mesh or [mesh for mesh in fitting if mesh[0] == 1 or can_replicate(arguments.device)]
     else:
-        if arguments.backend is not None:
-            raise ValueError("--backend is for verify without a run: a run takes algorithms.dmoe.backend=NAME")
         run = plain(load_run(arguments.yaml, arguments.overrides))
-        options |= {"name": arguments.yaml, "precision": arguments.precision or "fp32"}
-        certificates = [certify_run(run, mesh=mesh, **options) for mesh in arguments.mesh or [None]]
+        check_whole_run(run)
+        runs, meshes, precision = {arguments.yaml: run}, arguments.mesh or [None], "fp32"
+    certificates = certify(
+        runs,
+        meshes,
+        device=arguments.device,
+        precision=arguments.precision or precision,
+        timeout_s=arguments.timeout_s,
+    )
     for certificate in certificates:
         if arguments.json:
             print(certificate.as_json())

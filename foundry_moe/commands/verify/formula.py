@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,25 +34,7 @@ _POINTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
 _GATES = ("topk", "switch")  # tests/layers/gates compares the others with their papers' formulas
 
 
-@dataclass(frozen=True, kw_only=True)
-class Formula:
-    """One layer.
-
-    keys: of its gate, with defaults.
-    weights: fp64, by the layer's own names: `gate.weight_ED`, `experts.w1_EFD`, `shared_expert.w1.weight`, ...
-    losses: weights of auxiliary losses.
-    bias_E: of the choice, not of the weight.
-    """
-
-    config: MoEConfig
-    keys: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
-    losses: Mapping[str, float]
-    bias_E: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routed:
+class Routed(NamedTuple):
     """probs_TE: for balance losses. chosen_TE: 0 or 1. weights_TE: 0 if not chosen."""
 
     logits_TE: Tensor
@@ -82,83 +64,87 @@ def _best(scores_TX: Tensor, k: int) -> Tensor:
     return torch.zeros_like(scores_TX).scatter(-1, chosen, 1.0)
 
 
-def route(formula: Formula, x_TD: Tensor) -> Routed:
-    """The gate: from (jittered) tokens to weights of all experts."""
-    logits_TE = x_TD @ formula.weights["gate.weight_ED"].T
-    keys = formula.keys
-    softmax_TE = (logits_TE - logits_TE.logsumexp(-1, keepdim=True)).exp()
-    scores_TE = 1 / (1 + (-logits_TE).exp()) if keys.get("score") == "sigmoid" else softmax_TE
-    probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-    ranked_TE = scores_TE.detach()
-    if formula.bias_E is not None:
-        ranked_TE = ranked_TE + formula.bias_E
-    groups, limit = int(keys.get("groups", 1)), int(keys.get("group_limit", 0))
-    if 0 < limit < groups:
-        by_group_TGM = ranked_TE.view(len(x_TD), groups, -1)
-        worth_TG = by_group_TGM.sort(-1, descending=True).values[..., :2].sum(-1)
-        inside_TE = _best(worth_TG, limit).repeat_interleave(formula.config.num_experts // groups, dim=1)
-        ranked_TE = ranked_TE.masked_fill(inside_TE == 0, -torch.inf)
-    chosen_TE = _best(ranked_TE, formula.config.top_k)
-    weights_TE = scores_TE * chosen_TE
-    if formula.config.gate["name"] == "topk" and keys.get("normalize", True):
-        weights_TE = weights_TE / weights_TE.sum(-1, keepdim=True)
-    weights_TE = weights_TE * float(keys.get("scale", 1.0))
-    return Routed(logits_TE=logits_TE, probs_TE=probs_TE, chosen_TE=chosen_TE, weights_TE=weights_TE)
+class Formula:
+    """One layer: its weights in fp64 under its own names (`gate.weight_ED`, `experts.w1_EFD`, ...), and what they give.
 
-
-def experts_output(formula: Formula, x_TD: Tensor, weights_TE: Tensor) -> Tensor:
-    """sum over e of weight[t, e] * FFN_e(x[t]), and the shared expert's output."""
-    pointwise, weights = _POINTWISE[ACTIVATIONS[formula.config.activation].pointwise], formula.weights
-    lora = formula.config.lora_config
-
-    def bias(name: str) -> Tensor | float:
-        return weights[name][:, None] if name in weights else 0.0
-
-    def matrices(name: str, inputs: str, outputs: str) -> Tensor:
-        base = weights[f"experts.{name}_E{outputs}{inputs}"]
-        a, b = (weights.get(f"experts.{name}_{factor}L") for factor in (f"A_E{inputs}", f"B_E{outputs}"))
-        return base if lora is None or a is None or b is None else base + lora.scale * b @ a.mT
-
-    h_ETF = pointwise(torch.einsum("td,efd->etf", x_TD, matrices("w1", "D", "F")) + bias("experts.w1_bias_EF"))
-    if "experts.v1_EFD" in weights:
-        h_ETF = h_ETF * (torch.einsum("td,efd->etf", x_TD, matrices("v1", "D", "F")) + bias("experts.v1_bias_EF"))
-    out_ETD = torch.einsum("etf,edf->etd", h_ETF, matrices("w2", "F", "D")) + bias("experts.w2_bias_ED")
-    y_TD = torch.einsum("te,etd->td", weights_TE, out_ETD)
-    if "shared_expert.w1.weight" in weights:
-        h_TF = pointwise(x_TD @ weights["shared_expert.w1.weight"].T)
-        if "shared_expert.v1.weight" in weights:
-            h_TF = h_TF * (x_TD @ weights["shared_expert.v1.weight"].T)
-        shared_TD = h_TF @ weights["shared_expert.w2.weight"].T
-        if "shared_expert.gate.weight" in weights:
-            shared_TD = shared_TD / (1 + (-(x_TD @ weights["shared_expert.gate.weight"].T)).exp())
-        y_TD = y_TD + shared_TD
-    return y_TD
-
-
-def auxiliary_losses(
-    formula: Formula, routed: Routed, sequences: int, batch_counts_E: Tensor | None = None
-) -> dict[str, Tensor]:
-    """The wanted losses of one microbatch, times their weights.
-
-    Args:
-        sequences: that the tokens are in, all of one length.
-        batch_counts_E: choices of the whole batch, for a balance loss over it; None = those of these tokens.
+    keys: of its gate, with defaults.
     """
-    losses = {}
 
-    def balance(probs_TE: Tensor, counts_E: Tensor) -> Tensor:
-        return formula.config.num_experts * (counts_E / counts_E.sum() * probs_TE.mean(0)).sum()
+    def __init__(self, layer: MoELayer, keys: Mapping[str, Any]) -> None:
+        self.config, self.keys, self.loss_weights = layer.config, keys, layer.loss_weights
+        self.weights = {name: _whole(w).requires_grad_(w.requires_grad) for name, w in layer.named_parameters()}
+        bias: Any = getattr(layer.gate, "bias_E", None)  # of the choice, not of the weight
+        self.bias_E = None if bias is None else _whole(bias)
 
-    if formula.config.balance_over == "sequence":
-        by_sequence = zip(routed.probs_TE.chunk(sequences), routed.chosen_TE.chunk(sequences), strict=True)
-        losses["balance"] = torch.stack([balance(p, c.sum(0)) for p, c in by_sequence]).mean()
-    else:
-        counts_E = routed.chosen_TE.sum(0) if batch_counts_E is None else batch_counts_E
-        losses["balance"] = balance(routed.probs_TE, counts_E)
-    losses["z"] = routed.logits_TE.logsumexp(-1).square().mean()
-    importance_E = routed.weights_TE.sum(0)
-    losses["importance"] = importance_E.var(correction=0) / importance_E.mean().square()
-    return {name: losses[name] * weight for name, weight in formula.losses.items()}
+    def route(self, x_TD: Tensor) -> Routed:
+        """The gate: from (jittered) tokens to weights of all experts."""
+        keys, config = self.keys, self.config
+        logits_TE = x_TD @ self.weights["gate.weight_ED"].T
+        softmax_TE = (logits_TE - logits_TE.logsumexp(-1, keepdim=True)).exp()
+        scores_TE = 1 / (1 + (-logits_TE).exp()) if keys.get("score") == "sigmoid" else softmax_TE
+        probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        ranked_TE = scores_TE.detach()
+        if self.bias_E is not None:
+            ranked_TE = ranked_TE + self.bias_E
+        groups, limit = int(keys.get("groups", 1)), int(keys.get("group_limit", 0))
+        if 0 < limit < groups:
+            by_group_TGM = ranked_TE.view(len(x_TD), groups, -1)
+            worth_TG = by_group_TGM.sort(-1, descending=True).values[..., :2].sum(-1)
+            inside_TE = _best(worth_TG, limit).repeat_interleave(config.num_experts // groups, dim=1)
+            ranked_TE = ranked_TE.masked_fill(inside_TE == 0, -torch.inf)
+        chosen_TE = _best(ranked_TE, config.top_k)
+        weights_TE = scores_TE * chosen_TE
+        if config.gate["name"] == "topk" and keys.get("normalize", True):
+            weights_TE = weights_TE / weights_TE.sum(-1, keepdim=True)
+        return Routed(logits_TE, probs_TE, chosen_TE, weights_TE * float(keys.get("scale", 1.0)))
+
+    def output(self, x_TD: Tensor, weights_TE: Tensor) -> Tensor:
+        """sum over e of weight[t, e] * FFN_e(x[t]), and the shared expert's output."""
+        pointwise, weights = _POINTWISE[ACTIVATIONS[self.config.activation].pointwise], self.weights
+        lora = self.config.lora_config
+
+        def product(subscripts: str, x: Tensor, name: str, inputs: str, outputs: str) -> Tensor:
+            weight = weights[f"experts.{name}_E{outputs}{inputs}"]
+            a, b = (weights.get(f"experts.{name}_{factor}L") for factor in (f"A_E{inputs}", f"B_E{outputs}"))
+            if lora is not None and a is not None and b is not None:
+                weight = weight + lora.scale * b @ a.mT
+            bias = weights.get(f"experts.{name}_bias_E{outputs}")
+            return torch.einsum(subscripts, x, weight) + (0.0 if bias is None else bias[:, None])
+
+        h_ETF = pointwise(product("td,efd->etf", x_TD, "w1", "D", "F"))
+        if "experts.v1_EFD" in weights:
+            h_ETF = h_ETF * product("td,efd->etf", x_TD, "v1", "D", "F")
+        y_TD = torch.einsum("te,etd->td", weights_TE, product("etf,edf->etd", h_ETF, "w2", "F", "D"))
+        if "shared_expert.w1.weight" in weights:
+            h_TF = pointwise(x_TD @ weights["shared_expert.w1.weight"].T)
+            if "shared_expert.v1.weight" in weights:
+                h_TF = h_TF * (x_TD @ weights["shared_expert.v1.weight"].T)
+            shared_TD = h_TF @ weights["shared_expert.w2.weight"].T
+            if "shared_expert.gate.weight" in weights:
+                shared_TD = shared_TD * torch.sigmoid(x_TD @ weights["shared_expert.gate.weight"].T)
+            y_TD = y_TD + shared_TD
+        return y_TD
+
+    def auxiliary_losses(self, routed: Routed, sequences: int, batch_counts_E: Tensor) -> dict[str, Tensor]:
+        """The wanted losses of one microbatch, times their weights.
+
+        Args:
+            sequences: that the tokens are in, all of one length.
+            batch_counts_E: choices of the whole batch, for a balance loss over it.
+        """
+        over, probs_TE, chosen_TE = self.config.balance_over, routed.probs_TE, routed.chosen_TE
+        parts = [(probs_TE, batch_counts_E if over == "batch" else chosen_TE.sum(0))]
+        if over == "sequence":
+            by_sequence = zip(probs_TE.chunk(sequences), chosen_TE.chunk(sequences), strict=True)
+            parts = [(probs_SE, chosen_SE.sum(0)) for probs_SE, chosen_SE in by_sequence]
+        shares = [(counts_E / counts_E.sum() * probs_SE.mean(0)).sum() for probs_SE, counts_E in parts]
+        importance_E = routed.weights_TE.sum(0)
+        losses = {
+            "balance": self.config.num_experts * torch.stack(shares).mean(),
+            "z": routed.logits_TE.logsumexp(-1).square().mean(),
+            "importance": importance_E.var(correction=0) / importance_E.mean().square(),
+        }
+        return {name: losses[name] * weight for name, weight in self.loss_weights.items()}
 
 
 @dataclass(kw_only=True)
@@ -233,26 +219,22 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
         why = "the layer's output has no gradient"
     if why or not passes:
         return {"why": why or "the layer was not run"}
-    weights = {key: _whole(tensor).requires_grad_(tensor.requires_grad) for key, tensor in layer.named_parameters()}
-    bias = getattr(gate, "bias_E", None)
-    bias_E = None if bias is None else _whole(bias)
-    formula = Formula(config=config, keys=keys, weights=weights, losses=layer.loss_weights, bias_E=bias_E)
+    formula = Formula(layer, keys)
     tokens = sum(len(seen.x_TD) for seen in passes)
-    routed = [route(formula, seen.gate_TD) for seen in passes]
-    counts_E = torch.stack([one.chosen_TE.sum(0) for one in routed]).sum(0) if config.balance_over == "batch" else None
+    routed = [formula.route(seen.gate_TD) for seen in passes]
+    counts_E = torch.stack([one.chosen_TE.sum(0) for one in routed]).sum(0)
     output = 0.0
     main = torch.zeros((), dtype=torch.float64)
     losses: dict[str, Tensor] = {}
-    one: Routed
     for seen, one in zip(passes, routed, strict=True):
-        y_TD = experts_output(formula, seen.x_TD, one.weights_TE)
+        y_TD = formula.output(seen.x_TD, one.weights_TE)
         output = max(output, difference(seen.y_TD, y_TD.detach()))
         assert seen.dy_TD is not None
         main = main + (y_TD * seen.dy_TD).sum()
         # a microbatch weighs as its share of the batch's tokens, as the trainer weighs its loss
-        for loss, value in auxiliary_losses(formula, one, seen.sequences, counts_E).items():
+        for loss, value in formula.auxiliary_losses(one, seen.sequences, counts_E).items():
             losses[loss] = losses.get(loss, 0.0) + value * len(seen.x_TD) / tokens
-    trained = {key: weight for key, weight in weights.items() if weight.requires_grad}
+    trained = {key: weight for key, weight in formula.weights.items() if weight.requires_grad}
     weight_ED = trained.get("gate.weight_ED")
     by_loss = {
         loss: torch.autograd.grad(value, weight_ED, retain_graph=True, allow_unused=True)[0]

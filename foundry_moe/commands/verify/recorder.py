@@ -5,7 +5,7 @@ Shapes: T tokens, D model width, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import llmfoundry.command_utils  # noqa: F401  (once in the fork server, not in each child)
@@ -16,7 +16,6 @@ from composer.utils import dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foundry_moe.commands.verify.formula import Capture
@@ -149,33 +148,16 @@ def _logits_of_both(model: nn.Module, source: str) -> tuple[Tensor, Tensor]:
     return ours, theirs(input_ids=ids).logits.float().cpu()
 
 
-class Slots(DistributedSampler):
-    """A rank's sequences: of each microbatch of the job, which is consecutive sequences, its own consecutive part."""
-
-    def __init__(self, data: Any, microbatch: int) -> None:
-        super().__init__(data, num_replicas=dist.get_world_size(), rank=dist.get_global_rank(), shuffle=False)
-        self.microbatch = microbatch
-
-    def __iter__(self) -> Iterator[int]:
-        size = self.microbatch
-        for first in range(self.rank * size, len(self.dataset), self.num_replicas * size):  # type: ignore[arg-type]
-            yield from range(first, first + size)
-
-
-def _collate(samples: list[Tensor]) -> dict[str, Tensor]:
-    input_ids = torch.stack(samples)
-    return {"input_ids": input_ids, "labels": input_ids.clone(), "attention_mask": torch.ones_like(input_ids)}
-
-
 def build_loader(
     device_batch_size: int, length: int, vocabulary: int, steps: int, microbatch: int, tokenizer: Any = None
 ) -> DataSpec:
-    """LLM Foundry's constructor of the loader: tokens uniform below `vocabulary`, without 0, some models' padding."""
-    data: Any = [
-        torch.randint(1, vocabulary, (length,), generator=torch.Generator().manual_seed(index))
-        for index in range(steps * device_batch_size * dist.get_world_size())
-    ]
-    sampler = Slots(data, microbatch)
-    return DataSpec(
-        DataLoader(data, batch_size=device_batch_size, sampler=sampler, collate_fn=_collate, drop_last=True)
-    )
+    """LLM Foundry's constructor of the loader: tokens uniform below `vocabulary`, without 0, some models' padding.
+
+    A microbatch of the job is consecutive sequences, of which each rank has a consecutive part.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_global_rank()
+    own = [i for i in range(steps * device_batch_size * ranks) if i // microbatch % ranks == rank]
+    drawn = [torch.randint(1, vocabulary, (length,), generator=torch.Generator().manual_seed(i)) for i in own]
+    batches = torch.stack(drawn).split(device_batch_size)
+    keys = [{"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)} for ids in batches]
+    return DataSpec(keys)

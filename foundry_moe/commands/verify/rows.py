@@ -163,12 +163,10 @@ def resume_rows(
     ]
 
 
-def step_zero_row(alone: Mapping[str, Any], *, converted: bool) -> Row:
+def step_zero_row(alone: Mapping[str, Any]) -> Row:
     """A converted model's logits against those of the model that it came from."""
     quantity = "step 0 of the converted model against its source"
     if "converted" not in alone:
-        return Row(
-            quantity=quantity, why="nothing is loaded" if converted else "the model is not converted from another"
-        )
+        return Row(quantity=quantity, why="the model is not converted from another")
     ours, theirs = alone["converted"]
     return Row(quantity=quantity, difference=difference(ours, theirs))

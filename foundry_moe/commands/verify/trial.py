@@ -6,6 +6,7 @@ trials are compared.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from foundry_moe.commands.verify.shrink import BATCHES, LOADER, SAVE_AFTER, SmallRun
+from foundry_moe.commands.verify.shrink import BATCHES, SAVE_AFTER, VOCABULARY, SmallRun, set_mesh
+from foundry_moe.parallel.mesh import Mesh
 
 # modules that the fork server imports once for all children
 PRELOAD = ("foundry_moe.registry", "foundry_moe.commands.verify.trial", "foundry_moe.commands.verify.recorder")
-RECORDER = "trial_recorder"
+RECORDER, LOADER = "trial_recorder", "synthetic_tokens"
 # keys of every trial: a constant learning rate, no evaluation and no output
 _KEYS: Mapping[str, Any] = {
     "tokenizer": {},
@@ -36,25 +38,55 @@ _KEYS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training.
-
-    run: the keys of `small` with this trial's mesh, without data, callbacks and `_KEYS`.
-    processes: one or more, which train together.
-    microbatch: sequences of a rank.
-    with_formula: compare the layers' first step with `formula`; on one process.
-    folder: of checkpoints; empty = none.
-    resume: the step to go on from; 0 = a new run.
-    """
+    """One training: a run of LLM Foundry's, the number of processes that train together, and fp64 | fp32."""
 
     name: str
-    small: SmallRun
     run: Mapping[str, Any]
     processes: int
-    microbatch: int
-    steps: int = BATCHES
-    with_formula: bool = False
-    folder: str = ""
-    resume: int = 0
+    precision: str
+
+
+def trial_of(
+    small: SmallRun,
+    mesh: Mesh | None,
+    name: str,
+    *,
+    processes: int = 0,
+    microbatch: int = 0,
+    steps: int = BATCHES,
+    with_formula: bool = False,
+    folder: str = "",
+    resume: int = 0,
+) -> Trial:
+    """A small run with data and callbacks.
+
+    Args:
+        mesh: None = data parallelism, as the run has it.
+        processes, microbatch: sequences of a rank; 0 = those of the small run.
+        with_formula: compare the layers' first step with `formula`; on one process.
+        folder: of checkpoints; empty = none.
+        resume: the step to go on from; 0 = a new run.
+    """
+    run = copy.deepcopy(dict(small.run))
+    if mesh is not None:
+        set_mesh(run, mesh)
+    processes, microbatch = processes or small.processes, microbatch or small.microbatch
+    length, vocabulary = run["max_seq_len"], run["model"].get("vocab_size", VOCABULARY)
+    data = {"length": length, "vocabulary": vocabulary, "steps": steps, "microbatch": microbatch}
+    recorded = {"microbatches": small.batch // processes // microbatch, "with_formula": with_formula}
+    callbacks: dict[str, Any] = {RECORDER: {**recorded, "source": small.source if with_formula else ""}}
+    if folder:
+        saving = {"folder": folder, "interval": f"{SAVE_AFTER}ba", "keep": 4, "resume": resume or "never"}
+        callbacks["elastic_checkpoint"] = saving
+    run |= {
+        **_KEYS,
+        "global_train_batch_size": small.batch,
+        "device_train_microbatch_size": microbatch,
+        "max_duration": f"{steps}ba",
+        "train_loader": {"name": LOADER, **data},
+        "callbacks": callbacks,
+    }
+    return Trial(name=f"{small.name}, {name}", run=run, processes=processes, precision=small.precision)
 
 
 def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
@@ -68,13 +100,13 @@ def train_trials(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
 
 
 def train_trial(trial: Trial) -> dict[str, Any]:
-    """One training; see `trial_recorder.Recorder` for what it returns."""
+    """One training; see `recorder.Recorder` for what it returns."""
     os.environ.update(FSDP_VERSION="2", NODE_RANK="0")  # Composer reads NODE_RANK when it saves
     # warnings of the trainer would hide the table
     warnings.showwarning = lambda *_, **__: None
     logging.disable(logging.WARNING)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_default_dtype(torch.float64 if trial.small.precision == "fp64" else torch.float32)
+    torch.set_default_dtype(torch.float64 if trial.precision == "fp64" else torch.float32)
     torch.set_num_threads(1)  # products are tiny: more threads cost more than they save
     from llmfoundry import registry
     from llmfoundry.command_utils import train
@@ -85,34 +117,7 @@ def train_trial(trial: Trial) -> dict[str, Any]:
     if LOADER not in registry.dataloaders.get_all():
         registry.dataloaders.register(LOADER, func=build_loader)
         registry.callbacks.register(RECORDER, func=Recorder)
-    trainer = train(OmegaConf.create(_with_data(trial)))
+    trainer = train(OmegaConf.create(dict(trial.run)))
     seen = Recorder.last.seen
     trainer.close()
     return seen
-
-
-def _with_data(trial: Trial) -> dict[str, Any]:
-    callbacks: dict[str, Any] = {
-        RECORDER: {
-            "microbatches": trial.small.batch // trial.processes // trial.microbatch,
-            "with_formula": trial.with_formula,
-            "source": trial.small.source if trial.with_formula else "",
-        }
-    }
-    if trial.folder:
-        callbacks["elastic_checkpoint"] = {
-            "folder": trial.folder,
-            "interval": f"{SAVE_AFTER}ba",
-            "keep": 4,
-            "resume": trial.resume or "never",
-        }
-    loader = {"name": LOADER, "length": trial.run["max_seq_len"], "vocabulary": trial.small.vocabulary}
-    return {
-        **trial.run,
-        **_KEYS,
-        "global_train_batch_size": trial.small.batch,
-        "device_train_microbatch_size": trial.microbatch,
-        "max_duration": f"{trial.steps}ba",
-        "train_loader": {**loader, "steps": trial.steps, "microbatch": trial.microbatch},
-        "callbacks": callbacks,
-    }
