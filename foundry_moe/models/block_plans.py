@@ -49,40 +49,19 @@ class LayerPlan:
     fresh_shared_expert: bool = False
 
 
-def _source_of(model: nn.Module) -> str:
-    """The name or path that a Hugging Face model was read from, as its configuration records it; empty for none."""
-    for module in model.modules():
+def source_of(model: nn.Module, loaded: bool | None) -> str:
+    """The name or path that a model's weights were loaded from; empty if they were not loaded.
+
+    Args:
+        loaded: whether they were; None: they were if a Hugging Face configuration records a source.
+    """
+    for module in model.modules() if loaded is not False else ():
         if not callable(getattr(module, "save_pretrained", None)):
             continue  # a part of one: MPT's rotary embedding has a configuration that raises for what it lacks
         name = getattr(getattr(module, "config", None), "_name_or_path", "")
         if isinstance(name, str) and name:
             return name
-    return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightOrigin:
-    """Where a dense model's weights come from, on which the initialization of its experts depends.
-
-    source: what they were loaded from; empty if they were not loaded.
-    from_files: weights on the meta device are read from files later.
-    init: random | upcycle.
-    """
-
-    source: str
-    from_files: bool
-    init: str
-
-
-def origin_of(model: nn.Module, config: MoEConfig, loaded: bool | None) -> WeightOrigin:
-    """The origin of the model's weights.
-
-    Args:
-        loaded: whether weights were loaded; None: they were if the configuration names a source.
-    """
-    source = "" if loaded is False else _source_of(model) or ("the model" if loaded else "")
-    upcycled = "upcycle" if source else "random"
-    return WeightOrigin(source=source, from_files=bool(loaded), init=upcycled if config.init == AUTO else config.init)
+    return "the model" if loaded else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +79,20 @@ class FFNBlock:
     def sparse(self) -> bool:
         return self.family is not None
 
-    def plan(self, config: MoEConfig, origin: WeightOrigin) -> LayerPlan:
-        """The layer that replaces this block; ValueError if the configuration does not fit the block."""
+    def plan(self, config: MoEConfig, source: str, *, from_files: bool) -> LayerPlan:
+        """The layer that replaces this block.
+
+        Args:
+            source: of `source_of`.
+            from_files: weights on the meta device are read from files later.
+
+        Raises:
+            ValueError: the configuration does not fit the block.
+        """
         if self.family is not None and self.blocks is not None:
             return _plan_sparse(self.name, self.family, self.blocks, config)
         assert self.dense is not None
-        return _plan_dense(self.name, self.dense, config, origin)
+        return _plan_dense(self.name, self.dense, config, source, from_files=from_files)
 
 
 def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] | None) -> list[FFNBlock]:
@@ -146,10 +133,10 @@ def _find_sparse(model: nn.Module) -> list[FFNBlock]:
         family = FAMILIES.get(_model_type(module))
         if family is None:
             continue
-        blocks = family.read(module.config)
-        place = family.block if _has(module, family.block_name(0)) else family.block.partition(".")[2]
+        place = family.block.partition(".")[2]  # below the base model
         if not _has(module, place.format(layer=0)):
             continue
+        blocks = family.read(module.config)
         found = []
         for layer in range(blocks.num_layers):
             name = f"{prefix}.{place}".strip(".").format(layer=layer)
@@ -196,7 +183,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOrigin) -> LayerPlan:
+def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, source: str, *, from_files: bool) -> LayerPlan:
     activation = block.activation if config.activation == AUTO else config.activation
     if activation is None:
         raise ValueError(
@@ -207,7 +194,7 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOri
     config = replace(config, activation=activation, expert_hidden_size=hidden)
     if block.dropout:
         warnings.warn(f"{name} drops {block.dropout} of its output in training, which experts do not", stacklevel=4)
-    if origin.init == "random":
+    if config.init == "random" or (config.init == AUTO and not source):
         return LayerPlan(d_model=block.d_model, config=replace(config, bias=config.bias is True))
     try:
         shards = check_upcycle(name, block, config)
@@ -215,10 +202,10 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOri
         if config.init != AUTO:
             raise
         raise ValueError(
-            f"init (auto): the feed-forward weights of {origin.source} would not be used, since they cannot be copied: "
+            f"init (auto): the feed-forward weights of {source} would not be used, since they cannot be copied: "
             f"{error}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
         ) from None
-    if block.weight("w1").is_meta and not origin.from_files:
+    if block.weight("w1").is_meta and not from_files:
         raise ValueError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
     config = replace(config, bias=bool(block.biases) or config.bias is True)
     return LayerPlan(
