@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from foundry_moe.config import (
-    MeshConfig,
-    refuse_dropout_over_ranks,
-    refuse_hot_experts_of_several_widths,
-)
+from foundry_moe.config import MeshConfig
 from foundry_moe.layers.experts import MixedExperts
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
@@ -129,13 +125,9 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
                          " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
     plan = plans.pop()
     for layer in layers:
+        layer.config.check_mesh(replace(mesh_config, expert=plan.expert))
         if isinstance(layer.experts, MixedExperts):
             check_expert_widths(layer.experts.widths, plan.expert)
-            refuse_hot_experts_of_several_widths(mesh_config.hot_experts)
-        elif layer.experts.lora is not None:
-            refuse_dropout_over_ranks(layer.experts.lora.dropout, plan.expert)
-            if mesh_config.hot_experts:
-                raise ValueError(f"mesh.hot_experts ({mesh_config.hot_experts}) supports no lora: use hot_experts: 0")
     return plan
 
 
