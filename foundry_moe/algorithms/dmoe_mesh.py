@@ -222,7 +222,7 @@ def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: both are given and differ; or `compile_config` with experts.
     """
     model = config.get("model") or {}
-    mesh = (model.get("moe") or model.get("ffn_config") or {}).get("mesh")
+    mesh = (model.get("moe") or {}).get("mesh")
     if model.get("name") == "dmoe_causal_lm" or (config.get("algorithms") or {}).get("dmoe") is not None:
         check_compilation(config)
     if mesh is None or model.get("name") != "dmoe_causal_lm":

@@ -15,8 +15,8 @@ from composer.utils import dist
 from torch import Tensor
 
 from foundry_moe.algorithms.dmoe_mesh import count_samples
-from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules, say_fresh
-from foundry_moe.algorithms.weights_from_files import read_by_rank
+from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
+from foundry_moe.algorithms.weights_from_files import describe_weights
 from foundry_moe.layers.context import BatchContext, stay, unchanged
 from foundry_moe.layers.lookup import batch_context, moe_layers, note_loads, step_gates
 from foundry_moe.layers.moe import MoELayer
@@ -213,4 +213,4 @@ def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         algorithms = dict(config.get("algorithms") or {})
         algorithms.setdefault("dmoe_steps", {})
         config["algorithms"] = algorithms
-    return pass_rules(say_fresh(read_by_rank(config)))
+    return pass_rules(describe_weights(config))
