@@ -6,6 +6,7 @@ Depends on MoE layers: `experts` (a module whose parameters have the experts fir
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -116,14 +117,8 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     """
     world_size = dist.get_world_size()
     ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    plans = {
-        plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=layer.num_experts)
-        for layer in layers
-    }
-    if len(plans) > 1:
-        raise ValueError(f"mesh.expert: auto differs from layer to layer ({listed(sorted(p.expert for p in plans))}):"
-                         " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
-    plan = plans.pop()
+    num_experts = math.gcd(*(layer.num_experts for layer in layers))  # which a mesh of all layers divides
+    plan = plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=num_experts)
     for layer in layers:
         layer.config.check_mesh(replace(mesh_config, expert=plan.expert))
         if isinstance(layer.experts, MixedExperts):
