@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -104,8 +104,11 @@ class Family:
                 )
         written = self.write_layers(blocks)
         for key, name in (_KEYS | self.keys).items():
-            part, _, last = name.rpartition(".")
-            (written.setdefault(part, {}) if part else written)[last] = self.to_theirs(key, found[key])
+            *parts, last = name.split(".")
+            inner = written
+            for part in parts:
+                inner = inner.setdefault(part, {})
+            inner[last] = self.to_theirs(key, found[key])
         return written
 
     def parts(self, blocks: Blocks) -> list[WeightPart]:
@@ -149,7 +152,7 @@ class Family:
 
 def _get(config: Any, name: str) -> Any:
     for part in name.split("."):
-        config = getattr(config, part)
+        config = config[part] if isinstance(config, Mapping) else getattr(config, part)
     return config
 
 
@@ -164,13 +167,6 @@ class _Qwen(Family):
     def write_layers(self, blocks: Blocks) -> dict[str, Any]:
         dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-class _Qwen2(_Qwen):
-    def write(self, blocks: Blocks) -> dict[str, Any]:
-        if not blocks.shared_expert_hidden_size:
-            raise ValueError(f"shared_expert_hidden_size (0): {self.name} has a shared expert; use 1 or more")
-        return super().write(blocks)
 
 
 class _DeepSeek(Family):
@@ -239,15 +235,12 @@ class _DBRX(Family):
                 f"{self.name}: ffn_config.moe_normalize_expert_weights ({value}) divides by another norm than the sum; "
                 "1 or null can be taken over"
             )
-        if key == "gate.normalize":
-            return value is not None
-        return super().to_ours(key, value.get("name", "silu") if key == "activation" else value)
+        return value is not None if key == "gate.normalize" else super().to_ours(key, value)
 
     def to_theirs(self, key: str, value: Any) -> Any:
         if key == "gate.normalize":
             return 1.0 if value else None
-        theirs = super().to_theirs(key, value)
-        return {"name": theirs} if key == "activation" else theirs
+        return super().to_theirs(key, value)
 
 
 _QWEN_KEYS = {
@@ -281,7 +274,7 @@ FAMILIES: dict[str, Family] = {
         # Qwen 2025
         _Qwen(name="Qwen3-MoE", model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", keys=_QWEN_KEYS),
         # Qwen 2024: a shared expert times sigmoid(x w)
-        _Qwen2(
+        _Qwen(
             name="Qwen2-MoE",
             model_type="qwen2_moe",
             architecture="Qwen2MoeForCausalLM",
@@ -318,7 +311,7 @@ FAMILIES: dict[str, Family] = {
                 "num_experts": "ffn_config.moe_num_experts",
                 "top_k": "ffn_config.moe_top_k",
                 "expert_hidden_size": "ffn_config.ffn_hidden_size",
-                "activation": "ffn_config.ffn_act_fn",
+                "activation": "ffn_config.ffn_act_fn.name",
                 "gate.normalize": "ffn_config.moe_normalize_expert_weights",
             },
             jitter="ffn_config.moe_jitter_eps",
