@@ -10,10 +10,12 @@ from typing import Any, Literal
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.models.blocks import (
     Blocks,
+    Place,
     WeightPart,
     each_expert,
     gate_above_up,
     gate_keys,
+    of_experts,
     shared_expert,
     side_by_side,
     whole,
@@ -59,7 +61,8 @@ class Family:
     jitter: its key for the gate's jitter in training, which is read and not written.
     gate_output: see `Blocks`.
     gate: name of the gate's matrix in a block.
-    experts, beside: the parts of a block's experts, and of what else it has.
+    experts: where the matrices of a block's experts are.
+    beside: the parts of what else a block has.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Family:
     jitter: str = ""
     gate_output: Literal["logits", "probabilities", "none"] = "logits"
     gate: str = "gate.weight"
-    experts: Callable[[Blocks], list[WeightPart]] = each_expert
+    experts: Place = each_expert
     beside: Callable[[Blocks], list[WeightPart]] = lambda blocks: []
 
     def read(self, config: Any) -> Blocks:
@@ -114,7 +117,7 @@ class Family:
     def parts(self, blocks: Blocks) -> list[WeightPart]:
         """All tensors of one sparse block, each element of ours and of theirs in exactly one part."""
         gate = whole("gate.weight_ED", self.gate, blocks.num_experts, blocks.d_model)
-        return [gate, *self.experts(blocks), *self.beside(blocks)]
+        return [gate, *of_experts(blocks, self.experts), *self.beside(blocks)]
 
     def block_name(self, layer: int) -> str:
         """The name of a layer's FFN in the model's state dict, for example `model.layers.3.mlp`."""
@@ -262,7 +265,7 @@ FAMILIES: dict[str, Family] = {
             keys=_LOCAL,
             fixed={"gate.normalize": True},
             jitter="router_jitter_noise",
-            experts=partial(each_expert, w1="w1", v1="w3", w2="w2"),
+            experts=partial(each_expert, names={"w1": "w1", "v1": "w3", "w2": "w2"}),
         ),
         # Muennighoff et al. 2024
         Family(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from foundry_moe.checkpoint.strict import shown
+from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.strict import mapping, parse_json, shown
 from foundry_moe.config import MOST_EXPERTS
 from foundry_moe.layers.lookup import named_moe_layers, plain_name
 from foundry_moe.models.blocks import WeightPart, whole
@@ -201,11 +202,9 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     if not path.is_file():
         return None
     try:
-        config = json.loads(path.read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError("it is not a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        config = mapping(parse_json(path.read_bytes(), str(path)), str(path))
+    except DamagedError as error:
+        raise ValueError(str(error)) from None
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         log.warning(
@@ -222,8 +221,6 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     try:
         blocks = family.read(AutoConfig.from_pretrained(folder))
     except Exception as error:  # transformers raises many types for an invalid configuration
-        if isinstance(error, ValueError) and str(error).startswith(f"{family.name}: "):
-            raise
         raise ValueError(f"{path} is no configuration of {model_type}: {str(error).partition(chr(10))[0]}") from error
     if not blocks.layers:
         raise ValueError(f"{path}: no layer of this model has experts")
