@@ -137,10 +137,7 @@ class MeshConfig:
             yield f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows"
         if self.hot_experts < 0:
             yield f"mesh.hot_experts ({self.hot_experts}) must be 0 or more"
-        if self.all_to_all == "direct":
-            yield "mesh.all_to_all: direct was removed, since it was no faster than flat: use all_to_all: auto"
-        else:
-            yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
+        yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         yield from caught(one_of, "mesh.compile", self.compile, COMPILE)
         if self.spares and self.shard == AUTO:
             yield "mesh.spares needs a number in mesh.shard: auto uses all GPUs"
@@ -275,15 +272,10 @@ class MoEConfig:
         raise_mistakes(self._mistakes())
 
     def _mistakes(self) -> Iterator[str]:
-        if self.top_k < 1:
-            yield f"top_k ({self.top_k}) must be at least 1"
         if not 1 <= self.num_experts <= MOST_EXPERTS:
             yield f"num_experts ({self.num_experts}) must be from 1 to {MOST_EXPERTS}"
-        elif self.top_k > self.num_experts:
-            yield (
-                f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts}): lower top_k or raise "
-                "num_experts"
-            )
+        elif not 1 <= self.top_k <= self.num_experts:
+            yield f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts})"
         yield from self._width_mistakes()
         if self.shared_expert_hidden_size < 0:
             yield f"shared_expert_hidden_size ({self.shared_expert_hidden_size}) must be 0 or more"
@@ -299,10 +291,7 @@ class MoEConfig:
         ):
             yield from caught(one_of, name, getattr(self, name), known)
         for part in self.freeze:
-            if part == "router":
-                yield "freeze (router) was renamed: use freeze: [gate]"
-            else:
-                yield from caught(one_of, "freeze", part, FREEZABLE)
+            yield from caught(one_of, "freeze", part, FREEZABLE)
         yield from caught(self.check_mesh)
         yield from self._lora_mistakes()
         if self.init_std <= 0:
