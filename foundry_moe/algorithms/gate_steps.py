@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry_moe.algorithms.dmoe_mesh import count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
-from foundry_moe.layers.context import BatchContext, stay, unchanged
+from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.lookup import batch_context, moe_layers, note_loads, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
@@ -114,7 +114,8 @@ class GateSteps(Algorithm):
             self._ours = {"experts": describe_experts(layers), "model": describe_model(state.model)}
             for where, described in self._ours.items():
                 check_model(described, self._loaded.get(where), where)
-            _share(context)
+            if dist.get_world_size() > 1:
+                GateCollectives().connect(context)
             log_backends(state)
         elif event == Event.BATCH_START:
             context.progress = progress_of(state)
@@ -170,19 +171,6 @@ def _describe_backend(layer: MoELayer) -> str:
         hidden=config.expert_hidden_size,
         capacity=config.capacity,
     )
-
-
-def _share(context: BatchContext) -> None:
-    """Gives gates collectives over all ranks, unless they have others."""
-    if dist.get_world_size() == 1:
-        return
-    ranks = GateCollectives()
-    if context.sum_over_ranks is unchanged:
-        context.sum_over_ranks = ranks.sum
-    if context.max_over_ranks is unchanged:
-        context.max_over_ranks = ranks.largest
-    if context.shuffle is stay:
-        context.shuffle = ranks.shuffle
 
 
 def _count_ahead(state: State, context: BatchContext) -> None:

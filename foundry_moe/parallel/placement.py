@@ -130,8 +130,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
     """Gives layers their collectives: sums for losses and gates, and the dispatcher."""
     everyone = GateCollectives()
     for layer in layers:
-        layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
-        layer.context.shuffle = everyone.shuffle
+        everyone.connect(layer.context)
         # Not compiled: FSDP2's hooks on experts break the graph, and numbers of rows are read on the host. As one
         # call, a compiled block's graph breaks once.
         layer.compute_experts = torch.compiler.disable(layer.compute_experts)
