@@ -27,7 +27,7 @@ from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.models.blocks import Blocks, WeightPart
-from foundry_moe.models.families import FAMILIES, Family, family_of
+from foundry_moe.models.families import FAMILIES, Family
 from foundry_moe.models.ffn import DenseFFN, check_nothing_else, describe, holds_experts, read_dense
 from foundry_moe.schema import nearest
 
@@ -118,8 +118,6 @@ def _find_dense(model: nn.Module) -> list[FFNBlock]:
             inside = (*inside, f"{name}.")
             found.append(FFNBlock(name=name, module=module, layer=len(found), dense=dense))
         elif holds_experts(module):
-            for model_type in filter(None, map(_model_type, model.modules())):
-                family_of(model_type)  # its error is specific to this model type
             raise ValueError(
                 f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
                 "docs/how-to/hugging_face.md for those that can be taken over"

@@ -336,27 +336,14 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-# model_type of other MoE models -> why they are not supported
-_OTHERS = {
-    "granitemoeshared": "its shared expert is outside the block, which has not been tried",
-    "jamba": "its MoE layers are between Mamba layers, which has not been tried",
-    "jetmoe": "its attention has experts too, with biases",
-    "llama4": "a combine weight multiplies the expert's input, not its output",
-    "llama4_text": "a combine weight multiplies the expert's input, not its output",
-    "nllb-moe": "it is an encoder-decoder model that drops tokens",
-    "phimoe": "its gate is SparseMixer's, which no gate of ours computes",
-    "switch_transformers": "it is an encoder-decoder model that drops tokens",
-}
-
 
 def family_of(model_type: str) -> Family:
     """The family of a Hugging Face `model_type`.
 
     Raises:
-        ValueError: another model; with the reason if it is known.
+        ValueError: another model.
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(family.name for family in FAMILIES.values())
-    reason = f": {_OTHERS[model_type]}" if model_type in _OTHERS else " is no family of MoE models that is known"
-    raise ValueError(f"model_type ({model_type}){reason}; these can be taken over and exported: {known}")
+    raise ValueError(f"model_type ({model_type}) cannot be taken over or exported; these families can: {known}")
