@@ -269,18 +269,12 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
         ValueError: a width, number, gate, activation or bias that experts made of this block cannot have.
     """
     width, dense = config.expert_hidden_size, block.hidden_size
-    if isinstance(width, tuple):
-        raise ValueError(
-            f"expert_hidden_size ({list(width)}): experts that are made of {name} have one width; leave it auto, or "
-            "use init: random"
-        )
-    assert isinstance(width, int)
     if config.activation != block.activation:
         raise ValueError(
             f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
             "leave it auto"
         )
-    if dense % width:
+    if not isinstance(width, int) or dense % width:
         raise ValueError(
             f"expert_hidden_size ({width}) must be that of {name} ({dense}) or a fraction of it for init: upcycle; "
             "leave it auto"
@@ -288,15 +282,13 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
     if block.biases and config.bias is False:
         raise ValueError(f"bias (false): {name} has biases, which init: upcycle copies; leave bias out, or write true")
     shards = dense // width
-    if shards == 1:
-        return 1
     for key, value in (("num_experts", config.num_experts), ("top_k", config.top_k)):
         if value % shards:
             raise ValueError(
                 f"{key} ({value}) must be a multiple of {shards} for init: upcycle, since {name} ({dense} wide) is "
                 f"cut into {shards} experts of {width}"
             )
-    if config.gate["name"] != "topk":
+    if shards > 1 and config.gate["name"] != "topk":
         raise ValueError(
             f"gate.name ({config.gate['name']}): init: upcycle with experts of 1/{shards} of the width needs topk"
         )

@@ -6,10 +6,15 @@ Shapes: E experts, D model width, F expert width, S width of a shared expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from foundry_moe.config import MoEConfig
+
+_OF_CONFIG = (  # fields of `Blocks` that are keys of `MoEConfig` with the same meaning
+    *("num_experts", "top_k", "expert_hidden_size", "activation", "gate"),
+    *("shared_expert_hidden_size", "shared_expert_gate"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +40,7 @@ class Blocks:
 
     def settings(self) -> dict[str, Any]:
         """The blocks as keys of `MoEConfig`, without `layers`."""
-        keys = asdict(self)
-        for name in ("d_model", "num_layers", "layers", "gate_output"):
-            del keys[name]
-        return keys
+        return {key: getattr(self, key) for key in _OF_CONFIG}
 
 
 def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_layers: int) -> Blocks:
@@ -56,23 +58,12 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
             f"expert_hidden_size ({list(config.expert_hidden_size)}): no Hugging Face model has experts of different "
             "widths; use one width"
         )
-    assert isinstance(config.expert_hidden_size, int), "resolve `auto` first"
     if config.bias is True:
         raise ValueError("bias (true): experts of Hugging Face's families have no biases; use false")
     if config.capacity is not None and config.capacity != "dynamic":
         raise ValueError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; use null")
-    return Blocks(
-        d_model=d_model,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        expert_hidden_size=config.expert_hidden_size,
-        activation=config.activation,
-        gate=config.gate,
-        shared_expert_hidden_size=config.shared_expert_hidden_size,
-        shared_expert_gate=config.shared_expert_gate,
-        layers=layers,
-        num_layers=num_layers,
-    )
+    same = {key: getattr(config, key) for key in _OF_CONFIG}
+    return Blocks(**same, d_model=d_model, layers=layers, num_layers=num_layers)
 
 
 def gate_keys(blocks: Blocks) -> dict[str, Any]:
