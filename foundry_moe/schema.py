@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class MistakesError(ValueError):
-    """Several mistakes, a sentence each."""
+    """Mistakes of a user, a sentence each."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
         self.sentences = tuple(dict.fromkeys(sentences))
@@ -33,10 +33,10 @@ def sentences_of(error: ValueError) -> tuple[str, ...]:
 
 
 def raise_mistakes(sentences: Iterable[str]) -> None:
-    """Raises ValueError for one sentence, `MistakesError` for several."""
-    found = list(dict.fromkeys(sentences))
+    """Raises MistakesError if there are any sentences."""
+    found = list(sentences)
     if found:
-        raise ValueError(found[0]) if len(found) == 1 else MistakesError(found)
+        raise MistakesError(found)
 
 
 def caught(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:

@@ -234,26 +234,23 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
         """Removes tensors from its argument layer by layer, so that only one layer is in memory twice."""
         renamed = {}
         _check_attention(config, tensors, path)
+        parts = family.parts(blocks)
+        shapes = {part.theirs: part.their_shape for part in parts}
         for layer in blocks.layers:
             prefix = family.block_name(layer) + "."
-            for ours, parts in by_tensor(family.parts(blocks)).items():
-                for part in parts:
-                    found = tensors.get(prefix + part.theirs)
-                    if found is None or tuple(found.shape) != part.their_shape:
-                        has = "no tensor" if found is None else f"shape {list(found.shape)} for"
-                        raise ValueError(
-                            f"{folder} has {has} {prefix}{part.theirs}, where its configuration has "
-                            f"{list(part.their_shape)}"
-                        )
-                first = parts[0]
+            theirs: dict[str, Tensor] = {}
+            for name, shape in shapes.items():
+                found = tensors.pop(prefix + name, None)
+                if found is None or tuple(found.shape) != shape:
+                    has = "no tensor" if found is None else f"shape {list(found.shape)} for"
+                    raise ValueError(f"{folder} has {has} {prefix}{name}, where its configuration has {list(shape)}")
+                theirs[name] = found
+            for ours, its_parts in by_tensor(parts).items():
+                first = its_parts[0]
                 shape = first.shape if first.expert is None else (blocks.num_experts, *first.shape)
-                dtype = torch.float32 if first.fp32 else tensors[prefix + first.theirs].dtype
-                filled = torch.empty(shape, dtype=dtype)
-                below = {part.theirs: tensors[prefix + part.theirs] for part in parts}
-                fill(filled, (0,) * len(shape), parts, below.__getitem__)
+                filled = torch.empty(shape, dtype=torch.float32 if first.fp32 else theirs[first.theirs].dtype)
+                fill(filled, (0,) * len(shape), its_parts, theirs.__getitem__)
                 renamed[f"{_ROOT}{prefix}{ours}"] = filled
-            for part in family.parts(blocks):
-                tensors.pop(prefix + part.theirs, None)
         return renamed | {_ROOT + name: tensor for name, tensor in tensors.items()}
 
     return rename
