@@ -132,7 +132,7 @@ def _find_sparse(model: nn.Module) -> list[FFNBlock]:
         if family is None:
             continue
         place = family.block.partition(".")[2]  # below the base model
-        if not _has(module, place.format(layer=0)):
+        if place.format(layer=0) not in dict(module.named_modules()):
             continue
         blocks = family.read(module.config)
         found = []
@@ -151,13 +151,6 @@ def _model_type(module: nn.Module) -> str:
     except KeyError:  # MPT's blocks hold a configuration that raises errors of its own
         return ""
     return found if isinstance(found, str) else ""
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    try:
-        return module.get_submodule(name) is not None
-    except AttributeError:
-        return False
 
 
 def _find_named(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None]) -> list[FFNBlock]:
