@@ -57,23 +57,6 @@ UPCYCLE_NEEDS_WEIGHTS = (
 )
 
 
-def refuse_hot_experts_of_several_widths(hot_experts: int) -> None:
-    """Raises ValueError for copies of experts of different widths."""
-    if hot_experts:
-        raise ValueError(
-            f"mesh.hot_experts ({hot_experts}) supports no experts of different widths: use hot_experts: 0"
-        )
-
-
-def refuse_dropout_over_ranks(dropout: float, expert: int) -> None:
-    """Raises ValueError for LoRA's dropout with expert parallelism, whose rounds are computed twice."""
-    if dropout and expert > 1:
-        raise ValueError(
-            f"lora.dropout ({dropout}) supports no mesh.expert ({expert}) above 1: rows that are dispatched in rounds "
-            "are computed again, with other random numbers; use lora.dropout: 0.0 or mesh.expert: 1"
-        )
-
-
 def can_cut_rows(rows: int, *, shard: int, expert: int) -> bool:
     """Whether `shard` divides the rows of an expert's matrix evenly; if not, FSDP2 would pad them.
 
@@ -154,10 +137,7 @@ class MeshConfig:
             yield f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows"
         if self.hot_experts < 0:
             yield f"mesh.hot_experts ({self.hot_experts}) must be 0 or more"
-        if self.all_to_all == "direct":
-            yield "mesh.all_to_all: direct was removed, since it was no faster than flat: use all_to_all: auto"
-        else:
-            yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
+        yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         yield from caught(one_of, "mesh.compile", self.compile, COMPILE)
         if self.spares and self.shard == AUTO:
             yield "mesh.spares needs a number in mesh.shard: auto uses all GPUs"
@@ -292,15 +272,10 @@ class MoEConfig:
         raise_mistakes(self._mistakes())
 
     def _mistakes(self) -> Iterator[str]:
-        if self.top_k < 1:
-            yield f"top_k ({self.top_k}) must be at least 1"
         if not 1 <= self.num_experts <= MOST_EXPERTS:
             yield f"num_experts ({self.num_experts}) must be from 1 to {MOST_EXPERTS}"
-        elif self.top_k > self.num_experts:
-            yield (
-                f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts}): lower top_k or raise "
-                "num_experts"
-            )
+        elif not 1 <= self.top_k <= self.num_experts:
+            yield f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts})"
         yield from self._width_mistakes()
         if self.shared_expert_hidden_size < 0:
             yield f"shared_expert_hidden_size ({self.shared_expert_hidden_size}) must be 0 or more"
@@ -316,18 +291,9 @@ class MoEConfig:
         ):
             yield from caught(one_of, name, getattr(self, name), known)
         for part in self.freeze:
-            if part == "router":
-                yield "freeze (router) was renamed: use freeze: [gate]"
-            else:
-                yield from caught(one_of, "freeze", part, FREEZABLE)
-        mesh_mistakes = caught(lambda: self.mesh_config)
-        yield from mesh_mistakes
-        hot_experts = 0 if mesh_mistakes or self.mesh_config is None else self.mesh_config.hot_experts
-        if hot_experts > max(self.num_experts, 0):
-            yield f"mesh.hot_experts ({hot_experts}) must be at most num_experts ({self.num_experts})"
-        yield from self._lora_mistakes(hot_experts)
-        if isinstance(self.expert_hidden_size, tuple):
-            yield from caught(refuse_hot_experts_of_several_widths, hot_experts)
+            yield from caught(one_of, "freeze", part, FREEZABLE)
+        yield from caught(self.check_mesh)
+        yield from self._lora_mistakes()
         if self.init_std <= 0:
             yield f"init_std ({self.init_std}) must be above 0"
         yield from self._layer_mistakes()
@@ -342,7 +308,7 @@ class MoEConfig:
         if self.drop == "weight" and not factor:
             yield f"drop ({self.drop}) needs a capacity factor: set capacity ({self.capacity}) to a number such as 1.25"
 
-    def _lora_mistakes(self, hot_experts: int) -> Iterator[str]:
+    def _lora_mistakes(self) -> Iterator[str]:
         mistakes = caught(lambda: self.lora_config)
         yield from mistakes
         if mistakes or self.lora_config is None:
@@ -351,8 +317,6 @@ class MoEConfig:
             yield from caught(self.lora_config.targets_of, self.activation)
         if isinstance(self.expert_hidden_size, tuple):
             yield "lora supports no experts of different widths: give expert_hidden_size one number, or delete lora"
-        if hot_experts:
-            yield f"mesh.hot_experts ({hot_experts}) supports no lora: use hot_experts: 0"
 
     def _width_mistakes(self) -> Iterator[str]:
         widths = self.expert_hidden_size
@@ -397,6 +361,24 @@ class MoEConfig:
     def lora_config(self) -> LoRAConfig | None:
         """The parsed `lora`, or None."""
         return None if self.lora is None else from_mapping(LoRAConfig, self.lora, "lora")
+
+    def check_mesh(self, mesh: MeshConfig | None = None) -> None:
+        """Raises ValueError for a mesh, by default that of `mesh`, with a key that these experts do not support."""
+        mesh = mesh or self.mesh_config
+        if mesh is None:
+            return
+        hot = mesh.hot_experts
+        if hot > max(self.num_experts, 0):
+            raise ValueError(f"mesh.hot_experts ({hot}) must be at most num_experts ({self.num_experts})")
+        if hot and (isinstance(self.expert_hidden_size, tuple) or self.lora is not None):
+            what = "experts of different widths" if self.lora is None else "lora"
+            raise ValueError(f"mesh.hot_experts ({hot}) supports no {what}: use hot_experts: 0")
+        if self.lora_config is not None and self.lora_config.dropout and mesh.expert not in (AUTO, 1):
+            raise ValueError(
+                f"lora.dropout ({self.lora_config.dropout}) supports no mesh.expert ({mesh.expert}) above 1: rows that "
+                "are dispatched in rounds are computed again, with other random numbers; use lora.dropout: 0.0 or "
+                "mesh.expert: 1"
+            )
 
     def check_layers_of(self, num_layers: int) -> None:
         """Raises ValueError if `layers` has an index that a model of `num_layers` does not have."""

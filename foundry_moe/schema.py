@@ -13,14 +13,14 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
 
 
 class MistakesError(ValueError):
-    """Several mistakes, a sentence each."""
+    """Mistakes of a user, a sentence each."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
         self.sentences = tuple(dict.fromkeys(sentences))
@@ -33,10 +33,10 @@ def sentences_of(error: ValueError) -> tuple[str, ...]:
 
 
 def raise_mistakes(sentences: Iterable[str]) -> None:
-    """Raises ValueError for one sentence, `MistakesError` for several."""
-    found = list(dict.fromkeys(sentences))
+    """Raises MistakesError if there are any sentences."""
+    found = list(sentences)
     if found:
-        raise ValueError(found[0]) if len(found) == 1 else MistakesError(found)
+        raise MistakesError(found)
 
 
 def caught(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
@@ -91,20 +91,28 @@ def suggests_keys(cls: type[T]) -> type[T]:
     A value of the wrong type raises a TypeError too.
     """
     create: Callable[..., None] = cls.__init__
-    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
 
     @functools.wraps(create)
     def checked(self: T, *arguments: Any, **keys: Any) -> None:
-        hints = typing.get_type_hints(cls)
-        for key, value in keys.items():
-            if key not in known:
-                raise TypeError(f"{key} is not a key of {cls.__name__}; {nearest(key, known)}")
-            if not fits(value, hints[key]):
-                raise TypeError(f"{key} must be {known[key].metadata.get('form') or _plain(hints[key])}, not {value!r}")
+        if wrong := _mistakes_of_keys(cls, keys, cls.__name__):
+            raise TypeError("; ".join(wrong.values()))
         create(self, *arguments, **keys)
 
     cls.__init__ = checked  # type: ignore[method-assign, assignment]
     return cls
+
+
+def _mistakes_of_keys(cls: type, given: Mapping[str, Any], where: str) -> dict[str, str]:
+    """A sentence for each key that `cls` does not have, or whose value has another type."""
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for key, value in given.items():
+        if key not in known:
+            found[key] = f"{where}.{key} is not a key of {where}; {nearest(key, known)}"
+        elif not fits(value, hints[key]):
+            found[key] = f"{where}.{key} must be {_form_of(known[key], hints[key])}, not {value!r}"
+    return found
 
 
 def form(text: str) -> dict[str, str]:
@@ -132,6 +140,10 @@ def fits(value: Any, annotation: Any) -> bool:
     if annotation is type(None):
         return value is None
     return isinstance(value, annotation) if isinstance(annotation, type) else True
+
+
+def _form_of(item: Field, annotation: Any) -> str:
+    return item.metadata.get("form") or _plain(annotation)
 
 
 def _plain(annotation: Any) -> str:
@@ -173,26 +185,25 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         mapping = {}
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where} must be a mapping of keys to values, not {mapping!r}")
-    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
-    forms = {name: f.metadata.get("form") or _plain(hints[name]) for name, f in known.items()}
     removed = getattr(cls, "REMOVED", {})
+    given = {key: value for key, value in mapping.items() if key not in removed}
+    wrong = _mistakes_of_keys(cls, given, where)
+    required = [name for name, item in known.items() if item.default is item.default_factory is MISSING]
+    missing = [name for name in required if name not in given]
     mistakes = [f"{where}.{key} was removed: {removed[key]}" for key in mapping if key in removed]
-    unknown = [str(key) for key in mapping if key not in {*known, *removed}]
-    mistakes += caught(refuse_unknown, unknown, known, where)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in mapping.items() if key in known}
-    wrong = [key for key, value in values.items() if not fits(value, hints[key])]
-    mistakes += [f"{where}.{key} must be {forms[key]}, not {mapping[key]!r}" for key in wrong]
-    required = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
-    missing = [name for name in required if name not in mapping]
-    mistakes += [f"{where}.{name} is missing: give it {forms[name]}" for name in missing]
-    replaced = [key for key in (*wrong, *missing) if key in required]
+    mistakes += wrong.values()
+    mistakes += [f"{where}.{name} is missing: give it {_form_of(known[name], hints[name])}" for name in missing]
+    replaced = [name for name in required if name in wrong or name in missing]
     if any(hints[key] not in (int, float, str) for key in replaced):
         raise_mistakes(mistakes)
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if key not in wrong}
     values |= {key: hints[key](1) for key in replaced}  # so that the values of other keys are checked too
     try:
-        made = cls(**{key: value for key, value in values.items() if key not in wrong or key in required})
+        made = cls(**values)
     except ValueError as error:
+        unknown = [str(key) for key in wrong if key not in known]
         meant = [word for key in unknown for word in difflib.get_close_matches(key, known, n=1) if word not in values]
         named = {*wrong, *missing, *meant}  # a sentence about one of these may speak of its default
         found = [text for text in sentences_of(error) if named.isdisjoint(re.findall(r"\w+", text))]
@@ -201,27 +212,11 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     return made
 
 
-_KEY_HELP = re.compile(r"^(\w+(?:, \w+)*): ")
-
-
 def with_keys(text: str | None, cls: type) -> str:
-    """A docstring with the keys of `cls` below it and their defaults, for `llmfoundry registry find`."""
-    defaults = {}
-    for item in fields(cls):  # type: ignore[arg-type]
-        given = item.default if item.default_factory is MISSING else item.default_factory()
-        defaults[item.name] = "required" if given is MISSING else yaml_value(given)
-    lines: list[str] = []
-    inside = False
-    for line in inspect.getdoc(cls).splitlines():  # type: ignore[union-attr]
-        found = _KEY_HELP.match(line)
-        if found and found.group(1) in defaults:
-            lines.append(f"{found.group(1)} ({defaults[found.group(1)]}): {line[found.end() :]}")
-            inside = True
-        elif inside and line.startswith(" "):
-            lines[-1] += f" {line.strip()}"
-        else:
-            inside = False
-    return "\n".join([inspect.cleandoc(text or ""), "", "Keys, with their defaults:", "", *lines])
+    """A docstring with that of `cls`, which explains its keys, and their defaults, for `llmfoundry registry find`."""
+    defaults = {item.name: item.default for item in fields(cls) if item.default is not MISSING}  # type: ignore[arg-type]
+    listed = ", ".join(f"{key} {yaml_value(value)}" for key, value in defaults.items())
+    return "\n\n".join([inspect.cleandoc(text or ""), "Keys:", inspect.getdoc(cls) or "", f"Defaults: {listed}"])
 
 
 def yaml_value(value: Any) -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,16 @@ def train(arguments: list[str]) -> int:
     connect(float(run.get("dist_timeout", 600.0)), launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)))
     if is_first_rank():
         print(f"run {arguments[0]}, {len(arguments) - 1} overrides, {ranks} processes", flush=True)
-    with destroying_process_group():
-        try:
-            train_with_foundry(run)
-        except ValueError as error:
-            if _COMPLETE not in str(error):
-                raise
-            if is_first_rank():
-                print(f"this run is complete: max_duration ({settings['max_duration']}) is reached, nothing to train")
+    # exit handlers run in reverse order: Composer registers its own later, and so closes callbacks and loggers first
+    atexit.register(_destroy_process_group)
+    try:
+        train_with_foundry(run)
+    except BaseException as error:
+        if not isinstance(error, ValueError) or _COMPLETE not in str(error):
+            atexit.unregister(_destroy_process_group)  # other ranks may wait in a collective
+            raise
+        if is_first_rank():
+            print(f"this run is complete: max_duration ({settings['max_duration']}) is reached, nothing to train")
     dismiss(launched - ranks)
     return 0
 
@@ -142,22 +143,8 @@ def connect(timeout_s: float, several_nodes: bool) -> None:
         log_network_speed()
 
 
-@contextlib.contextmanager
-def destroying_process_group() -> Iterator[None]:
-    """Destroys the process group at exit if the block ends without an error; NCCL warns if it is not destroyed.
-
-    Exit handlers run in reverse order: Composer registers its own inside the block, so it closes callbacks and loggers
-    first. After an error other ranks may wait in a collective, and the group is left as it is.
-    """
-    atexit.register(_destroy_process_group)
-    try:
-        yield
-    except BaseException:
-        atexit.unregister(_destroy_process_group)
-        raise
-
-
 def _destroy_process_group() -> None:
+    """Destroys the process group at exit; NCCL warns if it is not destroyed."""
     from torch import distributed
 
     if distributed.is_initialized():

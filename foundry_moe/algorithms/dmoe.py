@@ -11,8 +11,8 @@ from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
 from foundry_moe.algorithms.gate_steps import GateSteps
-from foundry_moe.algorithms.parameter_rules import LOADED, RULES, apply_rules
-from foundry_moe.algorithms.weights_from_files import SOURCE, WeightsFromFiles
+from foundry_moe.algorithms.parameter_rules import RULES, apply_rules
+from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles
 from foundry_moe.config import MoEConfig, refuse_other_parallelism
 from foundry_moe.layers.lookup import batch_context
 from foundry_moe.layers.moe import MoELayer
@@ -44,8 +44,8 @@ class DMoE(Algorithm):
 
     def __init__(self, **settings: Any) -> None:
         self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`
-        self._loaded: bool | None = settings.pop(LOADED, None)  # from `say_fresh` or `read_by_rank`
-        source = settings.pop(SOURCE, None)  # from `read_by_rank`
+        self._loaded: bool | None = settings.pop(LOADED, None)  # from `describe_weights`, as the next
+        source = settings.pop(SOURCE, None)
         self._files = None if source is None else WeightsFromFiles(source)
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
         self._settings = settings

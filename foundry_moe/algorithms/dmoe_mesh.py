@@ -21,7 +21,7 @@ from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.optim import DecoupledAdamWFused
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
 from foundry_moe.parallel.mesh import plan_mesh
-from foundry_moe.parallel.placement import Placement, parallelize
+from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import compile_blocks, prefetch_in_order
 from foundry_moe.schema import from_mapping, with_keys
 
@@ -30,13 +30,10 @@ log = logging.getLogger(__name__)
 CLIPPING = ("norm", "value")
 
 
-def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
+def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     """At `Event.INIT`: places the experts on the mesh, and leaves all other modules to Composer's FSDP2.
 
     Composer's `GradientClipping` fails on parameters of different meshes and is replaced by `MeshGradients`.
-
-    Returns:
-        None on a single process.
 
     Raises:
         ValueError: no FSDP2 configuration, a mesh that does not fit the job or the model, adaptive clipping.
@@ -48,7 +45,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
         if fused and all(clipping.clipping_type in CLIPPING for clipping in _clippings(state)):
             _replace_clipping(state, replicated=False)
         _compile(state, mesh_config)
-        return None
+        return
     if not isinstance(state.fsdp_config, FSDP2Config):
         raise ValueError(
             "mesh needs FSDP2: give the run `fsdp_config: {}`, or pass parallelism_config={'fsdp': FSDP2Config()} to "
@@ -69,7 +66,6 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> Placement | None:
     _compile(state, mesh_config)
     if dist.get_global_rank() == 0:
         log.warning("mesh %s, all_to_all %s", placement.plan, placement.plan.all_to_all)
-    return placement
 
 
 def _leave_unwrapped(model: nn.Module) -> None:
@@ -222,7 +218,7 @@ def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: both are given and differ; or `compile_config` with experts.
     """
     model = config.get("model") or {}
-    mesh = (model.get("moe") or model.get("ffn_config") or {}).get("mesh")
+    mesh = (model.get("moe") or {}).get("mesh")
     if model.get("name") == "dmoe_causal_lm" or (config.get("algorithms") or {}).get("dmoe") is not None:
         check_compilation(config)
     if mesh is None or model.get("name") != "dmoe_causal_lm":

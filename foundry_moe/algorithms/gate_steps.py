@@ -15,9 +15,8 @@ from composer.utils import dist
 from torch import Tensor
 
 from foundry_moe.algorithms.dmoe_mesh import count_samples
-from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules, say_fresh
-from foundry_moe.algorithms.weights_from_files import read_by_rank
-from foundry_moe.layers.context import BatchContext, stay, unchanged
+from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
+from foundry_moe.algorithms.weights_from_files import describe_weights
 from foundry_moe.layers.lookup import moe_layers, note_loads, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
@@ -116,7 +115,8 @@ class GateSteps(Algorithm):
             self._ours = {"experts": describe_experts(layers), "model": describe_model(state.model)}
             for where, described in self._ours.items():
                 check_model(described, self._loaded.get(where), where)
-            _share(context)
+            if dist.get_world_size() > 1:
+                GateCollectives().connect(context)
             log_backends(state)
         elif event == Event.BATCH_START:
             context.progress = progress_of(state)
@@ -174,19 +174,6 @@ def _describe_backend(layer: MoELayer) -> str:
     )
 
 
-def _share(context: BatchContext) -> None:
-    """Gives gates collectives over all ranks, unless they have others."""
-    if dist.get_world_size() == 1:
-        return
-    ranks = GateCollectives()
-    if context.sum_over_ranks is unchanged:
-        context.sum_over_ranks = ranks.sum
-    if context.max_over_ranks is unchanged:
-        context.max_over_ranks = ranks.largest
-    if context.shuffle is stay:
-        context.shuffle = ranks.shuffle
-
-
 def _count_ahead(state: State, layers: list[MoELayer]) -> None:
     """With `balance_over: batch` and several microbatches, counts the choices of the whole batch before the first."""
     context = layers[0].context
@@ -214,4 +201,4 @@ def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         algorithms = dict(config.get("algorithms") or {})
         algorithms.setdefault("dmoe_steps", {})
         config["algorithms"] = algorithms
-    return pass_rules(say_fresh(read_by_rank(config)))
+    return pass_rules(describe_weights(config))

@@ -6,7 +6,6 @@ them again, with LLM Foundry's semantics, to the model with experts.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from foundry_moe.schema import nearest
+
 KEYS = ("disable_grad", "param_groups")
-# internal keys of algorithms.dmoe, the first of algorithms.dmoe_steps too
-RULES, LOADED = "parameter_rules", "weights_loaded"
+RULES = "parameter_rules"  # internal key of algorithms.dmoe and algorithms.dmoe_steps
 
 
 def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
@@ -27,31 +27,23 @@ def pass_rules(config: dict[str, Any]) -> dict[str, Any]:
     name = "dmoe" if "dmoe" in algorithms else "dmoe_steps"
     if not rules or (name == "dmoe_steps" and (config.get("model") or {}).get("name") != "dmoe_causal_lm"):
         return config
+    frozen = rules.get("disable_grad", [])
     copied = {
-        "disable_grad": _patterns(rules.get("disable_grad")),
+        "disable_grad": [frozen] if isinstance(frozen, str) else list(frozen),
         "param_groups": [group["param_str_match"] for group in rules.get("param_groups", ())],
     }
     config["algorithms"] = {**algorithms, name: {**(algorithms.get(name) or {}), RULES: copied}}
     return config
 
 
-def say_fresh(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: records `model.pretrained: false`, which the built model does not show."""
-    algorithms, model = config.get("algorithms") or {}, config.get("model") or {}
-    if isinstance(algorithms.get("dmoe"), Mapping) and model.get("pretrained") is False:
-        config["algorithms"] = {**algorithms, "dmoe": {LOADED: False, **algorithms["dmoe"]}}
-    return config
-
-
 def check_rules(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> None:
     """Raises ValueError for a rule that matches no parameter; names the nearest parts of names."""
     names = [name for name, _ in model.named_parameters()]
+    parts = {part for name in names for part in name.split(".") if not part.isdigit()}
     for key in KEYS:
         for pattern in rules.get(key, ()):
             if not any(re.search(pattern, name) for name in names):
-                raise ValueError(
-                    f"optimizer.{key} ({pattern}) matches no parameter; near it: {', '.join(_near(pattern, names))}"
-                )
+                raise ValueError(f"optimizer.{key} ({pattern}) matches no parameter; {nearest(pattern, parts)}")
 
 
 def apply_rules(model: nn.Module, optimizers: Iterable[Optimizer], rules: Mapping[str, Sequence[str]]) -> None:
@@ -76,12 +68,3 @@ def apply_rules(model: nn.Module, optimizers: Iterable[Optimizer], rules: Mappin
             groups[index].append(parameter)
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
-
-
-def _patterns(given: Any) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or ())
-
-
-def _near(pattern: str, names: Iterable[str]) -> list[str]:
-    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-    return difflib.get_close_matches(pattern, parts, n=3, cutoff=0.4) or parts[:8]

@@ -16,26 +16,26 @@ from composer.core import State
 from composer.distributed import prepare_distributed
 from torch import nn
 
-from foundry_moe.algorithms.parameter_rules import LOADED
 from foundry_moe.models.pretrained import SafetensorsFolder, materialize, read_pretrained
 
-SOURCE = "weights_source"  # internal key of algorithms.dmoe
+LOADED, SOURCE = "weights_loaded", "weights_source"  # internal keys of algorithms.dmoe
 
 
-def read_by_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Part of a config transform: on several processes `algorithms.dmoe` reads the weights, not LLM Foundry."""
+def describe_weights(config: dict[str, Any]) -> dict[str, Any]:
+    """Part of a config transform: records what the built model does not show of a Hugging Face model's weights.
+
+    They may be fresh (`model.pretrained: false`); or `algorithms.dmoe` reads them, on several processes.
+    """
     model, algorithms = config.get("model") or {}, config.get("algorithms") or {}
-    if (
-        model.get("name") != "hf_causal_lm"
-        or model.get("init_device") != "meta"
-        or not model.get("pretrained", True)
-        or not isinstance(algorithms.get("dmoe"), Mapping)
-        or int(os.environ.get("WORLD_SIZE", "1")) == 1
-    ):
+    if model.get("name") != "hf_causal_lm" or not isinstance(algorithms.get("dmoe"), Mapping):
         return config
-    keys = {SOURCE: model.get("pretrained_model_name_or_path"), LOADED: True}
-    config["model"] = {**model, "pretrained": False}
-    config["algorithms"] = {**algorithms, "dmoe": {**algorithms["dmoe"], **keys}}
+    keys: dict[str, Any] = {}
+    if not model.get("pretrained", True):
+        keys = {LOADED: False}
+    elif model.get("init_device") == "meta" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        keys = {LOADED: True, SOURCE: model.get("pretrained_model_name_or_path")}
+        config["model"] = {**model, "pretrained": False}
+    config["algorithms"] = {**algorithms, "dmoe": {**keys, **algorithms["dmoe"]}}
     return config
 
 

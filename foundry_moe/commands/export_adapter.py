@@ -6,7 +6,6 @@ Shapes: E experts, K inputs and N outputs of a matrix, L rank.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.commands.exported_files import Source, Weights
-from foundry_moe.models.adapters import Factors, factors_of, read_folder
+from foundry_moe.models.adapters import Factors, factors_of, read_folder, scale_of
 from foundry_moe.models.blocks import WeightPart
 from foundry_moe.models.conversion import apply_dmoe
 from foundry_moe.models.families import Family, family_of
@@ -176,8 +175,7 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
         family = family_of(kind)
         parts = family.parts(family.read(AutoConfig.for_model(**config)))
         pairs = partial(_per_expert, family, [part for part in parts if part.expert is not None])
-    scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    _write(factors, out, scale, dtype, pairs=pairs, interleaved=interleaved)
+    _write(factors, out, scale_of(settings), dtype, pairs=pairs, interleaved=interleaved)
     return f"adapters of {len(layers)} layers of {kind} in the format {form}"
 
 

@@ -6,9 +6,9 @@ Shapes: E experts, K inputs and N outputs of a matrix, M rank of the folder, L r
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from foundry_moe.config import LoRAConfig
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.pretrained import local_box
@@ -42,17 +43,15 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     tensors, config = read_folder(folder)
     layers = {layer.layer_index: layer for layer in moe_layers(model)}
-    rank = int(config["r"])
-    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    rank, scale = int(config["r"]), scale_of(config)
     counts = {layer.num_experts for layer in layers.values()}
     factors = factors_of(tensors, rank, max(counts, default=1), folder)
-    used = set()
     for index, layer in layers.items():
         experts = layer.experts
         if not isinstance(experts, Experts) or experts.lora is None:
             continue
         for matrix, names in experts.adapter_names.items():
-            pair = [factors.get((index, matrix, factor)) for factor in "AB"]
+            pair = [factors.pop((index, matrix, factor), None) for factor in "AB"]
             if pair[0] is None or pair[1] is None:
                 raise ValueError(f"lora.start: {folder} has no adapter of {matrix} in layer {index}")
             a_EKM, b_ENM = _of_rank(pair[0], pair[1], matrix, experts.lora.r, folder)
@@ -67,8 +66,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
                 for dim, first in enumerate(begin):
                     whole = whole.narrow(dim, first, local.shape[dim])
                 local.copy_(whole)
-            used |= {(index, matrix, factor) for factor in "AB"}
-    left = sorted({key[:2] for key, factor in factors.items() if key not in used and key[2] == "B" and factor.any()})
+    left = sorted(key for key, factor in factors.items() if key[2] == "B" and factor.any())
     if left:
         raise ValueError(
             f"lora.start: {folder} adapts {left[0][1]} of layer {left[0][0]}, which the run does not: add it to "
@@ -81,11 +79,16 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
-        if not int(config["r"]) > 0 or not float(config["lora_alpha"]) > 0:
-            raise ValueError("r and lora_alpha must be above 0")
+        scale_of(config)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"lora.start ({folder}) cannot be read as a PEFT folder: {error!r}") from None
     return tensors, config
+
+
+def scale_of(config: Mapping[str, Any]) -> float:
+    """The scale of the products B A, from the configuration of a PEFT folder."""
+    lora = LoRAConfig(r=int(config["r"]), alpha=float(config["lora_alpha"]), rslora=bool(config.get("use_rslora")))
+    return lora.scale
 
 
 def factors_of(
@@ -102,28 +105,26 @@ def factors_of(
         pair, fused, stacked = _PAIR.search(name), _FUSED.search(name), _STACKED.search(name)
         if pair and pair[3] in _MATRICES:
             pairs[int(pair[1]), _MATRICES[pair[3]], pair[4]][int(pair[2])] = tensor.mT if pair[4] == "A" else tensor
-        elif fused and tensor.dim() == 2:
-            layer, up, factor = int(fused[1]), fused[2] is not None, fused[3]
+            continue
+        if fused and tensor.dim() == 2:
+            layer, wide, factor = int(fused[1]), fused[2] is not None, fused[3]
             if tensor.shape[0 if factor == "A" else 1] != rank * experts:
                 raise ValueError(f"lora.start: {name} {list(tensor.shape)} of {folder} is not of {experts} experts")
-            if factor == "A":  # expert e in rows e * M and on; gate and up share it
-                whole = tensor.view(experts, rank, -1).mT
-                factors |= {(layer, matrix, factor): whole for matrix in (("w1", "v1") if up else ("w2",))}
-            else:  # expert e in columns e, e + E, ...; gate above up
-                whole = tensor.view(-1, rank, experts).permute(2, 0, 1)
-                pairs_ENM = (whole[:, 0::2], whole[:, 1::2]) if interleaved else whole.chunk(2, dim=1)
-                halves = pairs_ENM if up else (whole,)
-                factors |= {
-                    (layer, matrix, factor): half
-                    for matrix, half in zip(("w1", "v1") if up else ("w2",), halves, strict=True)
-                }
-        elif stacked and tensor.dim() == 3:  # by expert, gate above up
-            layer, matrices = int(stacked[1]), ("w1", "v1") if stacked[2] == "gate_up" else ("w2",)
-            whole = tensor.mT if stacked[3] == "A" else tensor
-            halves = (whole, whole) if stacked[3] == "A" else whole.chunk(len(matrices), dim=1)
-            factors |= {(layer, matrix, stacked[3]): half for matrix, half in zip(matrices, halves, strict=False)}
+            # A: expert e in rows e * M and on; B: in columns e, e + E, ...
+            by_expert = tensor.view(experts, rank, -1) if factor == "A" else tensor.view(-1, rank, experts)
+            whole = by_expert.mT if factor == "A" else by_expert.permute(2, 0, 1)
+        elif stacked and tensor.dim() == 3:
+            layer, wide, factor = int(stacked[1]), stacked[2] == "gate_up", stacked[3]
+            whole = tensor.mT if factor == "A" else tensor
         else:
             raise ValueError(f"lora.start: {name} of {folder} is not an adapter of experts")
+        matrices = ("w1", "v1") if wide else ("w2",)
+        halves = whole.chunk(len(matrices), dim=1)  # gate above up
+        if factor == "A":
+            halves = (whole,) * len(matrices)  # gate and up share it
+        elif wide and fused and interleaved:
+            halves = (whole[:, 0::2], whole[:, 1::2])
+        factors |= {(layer, matrix, factor): half for matrix, half in zip(matrices, halves, strict=True)}
     for key, found in pairs.items():
         if sorted(found) != list(range(experts)):
             raise ValueError(

@@ -27,7 +27,7 @@ from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.models.blocks import Blocks, WeightPart
-from foundry_moe.models.families import FAMILIES, Family, family_of
+from foundry_moe.models.families import FAMILIES, Family
 from foundry_moe.models.ffn import DenseFFN, check_nothing_else, describe, holds_experts, read_dense
 from foundry_moe.schema import nearest
 
@@ -49,40 +49,19 @@ class LayerPlan:
     fresh_shared_expert: bool = False
 
 
-def _source_of(model: nn.Module) -> str:
-    """The name or path that a Hugging Face model was read from, as its configuration records it; empty for none."""
-    for module in model.modules():
+def source_of(model: nn.Module, loaded: bool | None) -> str:
+    """The name or path that a model's weights were loaded from; empty if they were not loaded.
+
+    Args:
+        loaded: whether they were; None: they were if a Hugging Face configuration records a source.
+    """
+    for module in model.modules() if loaded is not False else ():
         if not callable(getattr(module, "save_pretrained", None)):
             continue  # a part of one: MPT's rotary embedding has a configuration that raises for what it lacks
         name = getattr(getattr(module, "config", None), "_name_or_path", "")
         if isinstance(name, str) and name:
             return name
-    return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightOrigin:
-    """Where a dense model's weights come from, on which the initialization of its experts depends.
-
-    source: what they were loaded from; empty if they were not loaded.
-    from_files: weights on the meta device are read from files later.
-    init: random | upcycle.
-    """
-
-    source: str
-    from_files: bool
-    init: str
-
-
-def origin_of(model: nn.Module, config: MoEConfig, loaded: bool | None) -> WeightOrigin:
-    """The origin of the model's weights.
-
-    Args:
-        loaded: whether weights were loaded; None: they were if the configuration names a source.
-    """
-    source = "" if loaded is False else _source_of(model) or ("the model" if loaded else "")
-    upcycled = "upcycle" if source else "random"
-    return WeightOrigin(source=source, from_files=bool(loaded), init=upcycled if config.init == AUTO else config.init)
+    return "the model" if loaded else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +79,20 @@ class FFNBlock:
     def sparse(self) -> bool:
         return self.family is not None
 
-    def plan(self, config: MoEConfig, origin: WeightOrigin) -> LayerPlan:
-        """The layer that replaces this block; ValueError if the configuration does not fit the block."""
+    def plan(self, config: MoEConfig, source: str, *, from_files: bool) -> LayerPlan:
+        """The layer that replaces this block.
+
+        Args:
+            source: of `source_of`.
+            from_files: weights on the meta device are read from files later.
+
+        Raises:
+            ValueError: the configuration does not fit the block.
+        """
         if self.family is not None and self.blocks is not None:
             return _plan_sparse(self.name, self.family, self.blocks, config)
         assert self.dense is not None
-        return _plan_dense(self.name, self.dense, config, origin)
+        return _plan_dense(self.name, self.dense, config, source, from_files=from_files)
 
 
 def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] | None) -> list[FFNBlock]:
@@ -131,8 +118,6 @@ def _find_dense(model: nn.Module) -> list[FFNBlock]:
             inside = (*inside, f"{name}.")
             found.append(FFNBlock(name=name, module=module, layer=len(found), dense=dense))
         elif holds_experts(module):
-            for model_type in filter(None, map(_model_type, model.modules())):
-                family_of(model_type)  # its error is specific to this model type
             raise ValueError(
                 f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
                 "docs/how-to/hugging_face.md for those that can be taken over"
@@ -146,10 +131,10 @@ def _find_sparse(model: nn.Module) -> list[FFNBlock]:
         family = FAMILIES.get(_model_type(module))
         if family is None:
             continue
-        blocks = family.read(module.config)
-        place = family.block if _has(module, family.block_name(0)) else family.block.partition(".")[2]
-        if not _has(module, place.format(layer=0)):
+        place = family.block.partition(".")[2]  # below the base model
+        if place.format(layer=0) not in dict(module.named_modules()):
             continue
+        blocks = family.read(module.config)
         found = []
         for layer in range(blocks.num_layers):
             name = f"{prefix}.{place}".strip(".").format(layer=layer)
@@ -166,13 +151,6 @@ def _model_type(module: nn.Module) -> str:
     except KeyError:  # MPT's blocks hold a configuration that raises errors of its own
         return ""
     return found if isinstance(found, str) else ""
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    try:
-        return module.get_submodule(name) is not None
-    except AttributeError:
-        return False
 
 
 def _find_named(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None]) -> list[FFNBlock]:
@@ -196,7 +174,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOrigin) -> LayerPlan:
+def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, source: str, *, from_files: bool) -> LayerPlan:
     activation = block.activation if config.activation == AUTO else config.activation
     if activation is None:
         raise ValueError(
@@ -207,7 +185,7 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOri
     config = replace(config, activation=activation, expert_hidden_size=hidden)
     if block.dropout:
         warnings.warn(f"{name} drops {block.dropout} of its output in training, which experts do not", stacklevel=4)
-    if origin.init == "random":
+    if config.init == "random" or (config.init == AUTO and not source):
         return LayerPlan(d_model=block.d_model, config=replace(config, bias=config.bias is True))
     try:
         shards = check_upcycle(name, block, config)
@@ -215,10 +193,10 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, origin: WeightOri
         if config.init != AUTO:
             raise
         raise ValueError(
-            f"init (auto): the feed-forward weights of {origin.source} would not be used, since they cannot be copied: "
+            f"init (auto): the feed-forward weights of {source} would not be used, since they cannot be copied: "
             f"{error}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
         ) from None
-    if block.weight("w1").is_meta and not origin.from_files:
+    if block.weight("w1").is_meta and not from_files:
         raise ValueError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
     config = replace(config, bias=bool(block.biases) or config.bias is True)
     return LayerPlan(
@@ -284,18 +262,12 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
         ValueError: a width, number, gate, activation or bias that experts made of this block cannot have.
     """
     width, dense = config.expert_hidden_size, block.hidden_size
-    if isinstance(width, tuple):
-        raise ValueError(
-            f"expert_hidden_size ({list(width)}): experts that are made of {name} have one width; leave it auto, or "
-            "use init: random"
-        )
-    assert isinstance(width, int)
     if config.activation != block.activation:
         raise ValueError(
             f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
             "leave it auto"
         )
-    if dense % width:
+    if not isinstance(width, int) or dense % width:
         raise ValueError(
             f"expert_hidden_size ({width}) must be that of {name} ({dense}) or a fraction of it for init: upcycle; "
             "leave it auto"
@@ -303,15 +275,13 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
     if block.biases and config.bias is False:
         raise ValueError(f"bias (false): {name} has biases, which init: upcycle copies; leave bias out, or write true")
     shards = dense // width
-    if shards == 1:
-        return 1
     for key, value in (("num_experts", config.num_experts), ("top_k", config.top_k)):
         if value % shards:
             raise ValueError(
                 f"{key} ({value}) must be a multiple of {shards} for init: upcycle, since {name} ({dense} wide) is "
                 f"cut into {shards} experts of {width}"
             )
-    if config.gate["name"] != "topk":
+    if shards > 1 and config.gate["name"] != "topk":
         raise ValueError(
             f"gate.name ({config.gate['name']}): init: upcycle with experts of 1/{shards} of the width needs topk"
         )

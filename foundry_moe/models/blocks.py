@@ -6,10 +6,15 @@ Shapes: E experts, D model width, F expert width, S width of a shared expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from foundry_moe.config import MoEConfig
+
+_OF_CONFIG = (  # fields of `Blocks` that are keys of `MoEConfig` with the same meaning
+    *("num_experts", "top_k", "expert_hidden_size", "activation", "gate"),
+    *("shared_expert_hidden_size", "shared_expert_gate"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +40,7 @@ class Blocks:
 
     def settings(self) -> dict[str, Any]:
         """The blocks as keys of `MoEConfig`, without `layers`."""
-        keys = asdict(self)
-        for name in ("d_model", "num_layers", "layers", "gate_output"):
-            del keys[name]
-        return keys
+        return {key: getattr(self, key) for key in _OF_CONFIG}
 
 
 def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_layers: int) -> Blocks:
@@ -56,23 +58,12 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
             f"expert_hidden_size ({list(config.expert_hidden_size)}): no Hugging Face model has experts of different "
             "widths; use one width"
         )
-    assert isinstance(config.expert_hidden_size, int), "resolve `auto` first"
     if config.bias is True:
         raise ValueError("bias (true): experts of Hugging Face's families have no biases; use false")
     if config.capacity is not None and config.capacity != "dynamic":
         raise ValueError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; use null")
-    return Blocks(
-        d_model=d_model,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        expert_hidden_size=config.expert_hidden_size,
-        activation=config.activation,
-        gate=config.gate,
-        shared_expert_hidden_size=config.shared_expert_hidden_size,
-        shared_expert_gate=config.shared_expert_gate,
-        layers=layers,
-        num_layers=num_layers,
-    )
+    same = {key: getattr(config, key) for key in _OF_CONFIG}
+    return Blocks(**same, d_model=d_model, layers=layers, num_layers=num_layers)
 
 
 def gate_keys(blocks: Blocks) -> dict[str, Any]:
@@ -144,54 +135,44 @@ def whole(ours: str, theirs: str, *shape: int, fp32: bool = False) -> WeightPart
     return WeightPart(ours=ours, shape=shape, theirs=theirs, their_shape=shape, begin=(0,) * len(shape), fp32=fp32)
 
 
-def of_experts(blocks: Blocks, place: Callable[[str, int, tuple[int, int]], Mapping[str, Any]]) -> list[WeightPart]:
-    """The parts of all experts' matrices.
+# of `w1`, `v1` or `w2`, the expert and the matrix's shape: its fields of `WeightPart`
+Place = Callable[[Blocks, str, int, tuple[int, int]], Mapping[str, Any]]
 
-    Args:
-        place: a function of `w1`, `v1` or `w2`, the expert and the matrix's shape; gives its fields of `WeightPart`.
-    """
+
+def of_experts(blocks: Blocks, place: Place) -> list[WeightPart]:
+    """The parts of all experts' matrices."""
     wide, tall = (blocks.expert_hidden_size, blocks.d_model), (blocks.d_model, blocks.expert_hidden_size)
     return [
-        WeightPart(ours=f"experts.{matrix}_{axes}", expert=e, shape=shape, **place(matrix, e, shape))
+        WeightPart(ours=f"experts.{matrix}_{axes}", expert=e, shape=shape, **place(blocks, matrix, e, shape))
         for e in range(blocks.num_experts)
         for matrix, axes, shape in (("w1", "EFD", wide), ("v1", "EFD", wide), ("w2", "EDF", tall))
     ]
 
 
+_LLAMAS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
+
+
 def each_expert(
-    blocks: Blocks, *, w1: str = "gate_proj", v1: str = "up_proj", w2: str = "down_proj"
-) -> list[WeightPart]:
+    blocks: Blocks, matrix: str, e: int, shape: tuple[int, int], names: Mapping[str, str] = _LLAMAS
+) -> dict[str, Any]:
     """A tensor for each matrix of each expert, as in `experts.3.gate_proj.weight`."""
-    names = {"w1": w1, "v1": v1, "w2": w2}
-
-    def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
-        return {"theirs": f"experts.{e}.{names[matrix]}.weight", "their_shape": shape, "begin": (0, 0)}
-
-    return of_experts(blocks, place)
+    return {"theirs": f"experts.{e}.{names[matrix]}.weight", "their_shape": shape, "begin": (0, 0)}
 
 
-def gate_above_up(blocks: Blocks) -> list[WeightPart]:
+def gate_above_up(blocks: Blocks, matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
     """A tensor holds the gate and up projections of all experts, another one their down projections."""
-    experts, width, d_model = blocks.num_experts, blocks.expert_hidden_size, blocks.d_model
-
-    def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
-        if matrix == "w2":
-            return {"theirs": "output_linear.weight", "their_shape": (experts, d_model, width), "begin": (e, 0, 0)}
-        begin = (e, width if matrix == "v1" else 0, 0)
-        return {"theirs": "input_linear.weight", "their_shape": (experts, 2 * width, d_model), "begin": begin}
-
-    return of_experts(blocks, place)
+    rows, columns = shape
+    if matrix == "w2":
+        return {"theirs": "output_linear.weight", "their_shape": (blocks.num_experts, *shape), "begin": (e, 0, 0)}
+    begin = (e, rows if matrix == "v1" else 0, 0)
+    return {"theirs": "input_linear.weight", "their_shape": (blocks.num_experts, 2 * rows, columns), "begin": begin}
 
 
-def side_by_side(blocks: Blocks) -> list[WeightPart]:
+def side_by_side(blocks: Blocks, matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
     """A tensor [E * F, D] for each of the three matrices holds those of all experts; down is transposed."""
-    experts, width, d_model = blocks.num_experts, blocks.expert_hidden_size, blocks.d_model
-
-    def place(matrix: str, e: int, shape: tuple[int, int]) -> dict[str, Any]:
-        where = {"their_shape": (experts * width, d_model), "begin": (e * width, 0)}
-        return {"theirs": f"experts.mlp.{matrix}", "transposed": matrix == "w2", **where}
-
-    return of_experts(blocks, place)
+    width = blocks.expert_hidden_size
+    where = {"their_shape": (blocks.num_experts * width, blocks.d_model), "begin": (e * width, 0)}
+    return {"theirs": f"experts.mlp.{matrix}", "transposed": matrix == "w2", **where}
 
 
 def shared_expert(blocks: Blocks, prefix: str) -> list[WeightPart]:

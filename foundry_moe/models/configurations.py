@@ -16,15 +16,24 @@ WIDTH, HEADS, LAYERS = (
     ("n_heads", "num_attention_heads"),
     ("n_layers", "num_hidden_layers"),
 )
+_EXPERTS = (  # of a layer, and of a token
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    *("num_experts_per_tok", "moe_top_k"),
+)
+_POSITIVE = ("norm_eps", "rms_norm_eps", "rope_theta")  # may not be null
 _SIZES = (
-    *(*WIDTH, *HEADS, *LAYERS, "vocab_size", "max_seq_len", "max_position_embeddings", "num_key_value_heads"),
+    *(*WIDTH, *HEADS, "vocab_size", "max_seq_len", "max_position_embeddings", "num_key_value_heads"),
     *("kv_n_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "n_group", "topk_group"),
 )
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "moe_top_k")
-_MAY_LACK = ("num_key_value_heads", *_SIZES[_SIZES.index("kv_n_heads") :])
-_POSITIVE = ("norm_eps", "rms_norm_eps", "rope_theta")
 _CHANCES = ("attn_pdrop", "resid_pdrop", "emb_pdrop", "attention_dropout", "hidden_dropout")
+# key -> types, smallest and largest value
+_LIMITS: dict[str, tuple[tuple[type, ...], float, float]] = {
+    **dict.fromkeys(_SIZES, ((int,), 1, MOST_SIZE)),
+    **dict.fromkeys(LAYERS, ((int,), 1, MOST_LAYERS)),
+    **dict.fromkeys(_EXPERTS, ((int,), 1, MOST_EXPERTS)),
+    **dict.fromkeys(_POSITIVE, ((int, float), 1e-30, MOST_NUMBER)),
+    **dict.fromkeys(_CHANCES, ((int, float), 0, 1)),
+}
 _PARTS = ("attn_config", "ffn_config", "init_config", "rope_scaling", "rope_hf_config", "rope_dail_config")
 
 
@@ -46,18 +55,11 @@ def check_configuration(config: Mapping[str, Any], where: str) -> None:
         key = name.rpartition(".")[2]
         if key in _PARTS and not (value is None or isinstance(value, Mapping)):
             raise ValueError(f"{name} ({shown(value)}) must be a mapping")
-        if key in _POSITIVE and not (type(value) in (int, float) and value > 0):
-            raise ValueError(f"{name} ({shown(value)}) must be a number above 0")
-        if key in _CHANCES and not (value is None or (type(value) in (int, float) and 0 <= value <= 1)):
-            raise ValueError(f"{name} ({shown(value)}) must be a number from 0 to 1")
-        if (
-            key in _SIZES
-            and not (value is None and key in _MAY_LACK)
-            and not (type(value) is int and 1 <= value <= MOST_SIZE)
-        ):
-            raise ValueError(f"{name} ({shown(value)}) must be a whole number from 1 to {MOST_SIZE}")
-        if isinstance(value, int | float) and not abs(value) <= MOST_NUMBER:
-            raise ValueError(f"{name} ({shown(value)}) must be a number of at most {MOST_NUMBER}")
+        kinds, least, most = _LIMITS.get(key, ((), -MOST_NUMBER, MOST_NUMBER))
+        wrong = kinds and type(value) not in kinds and (value is not None or key in _POSITIVE)
+        if wrong or (isinstance(value, int | float) and not least <= value <= most):
+            kind = "whole number" if kinds == (int,) else "number"
+            raise ValueError(f"{name} ({shown(value)}) must be a {kind} from {least} to {most}")
         if isinstance(value, Mapping):
             todo.extend((f"{name}.{shown(inner)[1:-1]}", item) for inner, item in value.items())
     heads, width, groups = (first_of(config, keys) for keys in (HEADS, WIDTH, ("num_key_value_heads",)))
@@ -65,14 +67,3 @@ def check_configuration(config: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: {heads} heads of a model of width {width}")
     if groups is not None and heads is not None and heads % groups:
         raise ValueError(f"{where}.num_key_value_heads ({groups}) must divide the {heads} heads")
-    layers = first_of(config, LAYERS)
-    if layers is not None and layers > MOST_LAYERS:
-        raise ValueError(f"{where}: {layers} layers are more than {MOST_LAYERS}")
-    parts = (config, config.get("ffn_config") or {})
-    for count in (part[key] for part in parts for key in EXPERTS if part.get(key) is not None):
-        if not (type(count) is int and 1 <= count <= MOST_EXPERTS):
-            raise ValueError(f"{where}: {shown(count)} experts: there must be 1 to {MOST_EXPERTS}")
-    experts = next((part[key] for part in parts for key in EXPERTS if part.get(key) is not None), MOST_EXPERTS)
-    for count in (part[key] for part in parts for key in TOP_K if part.get(key) is not None):
-        if not (type(count) is int and 1 <= count <= experts):
-            raise ValueError(f"{where}: {shown(count)} experts for a token: there must be 1 to {experts}")

@@ -14,7 +14,7 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.models.block_plans import FFNBlock, WeightOrigin, find_blocks, origin_of
+from foundry_moe.models.block_plans import FFNBlock, LayerPlan, find_blocks, source_of
 from foundry_moe.models.pretrained import by_tensor, fill
 
 log = logging.getLogger(__name__)
@@ -69,16 +69,16 @@ def apply_dmoe(
     if not chosen:
         warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(found)}", stacklevel=2)
         return []
-    origin = origin_of(model, config, loaded)
-    if origin.source and config.init == "random" and not chosen[0].sparse:
+    source = source_of(model, loaded)
+    if source and config.init == "random" and not chosen[0].sparse:
         warnings.warn(
-            f"init (random): experts are drawn anew, and the feed-forward weights of {origin.source} are not used",
+            f"init (random): experts are drawn anew, and the feed-forward weights of {source} are not used",
             stacklevel=2,
         )
     context = BatchContext()
     layers = []
     for block in chosen:
-        layer = _build_layer(block, config, origin, len(found), context)
+        layer = _build_layer(block, block.plan(config, source, from_files=bool(loaded)), len(found), context)
         layer.train(block.module.training)
         parent, _, child = block.name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
@@ -109,10 +109,7 @@ def _without_dense(chosen: list[FFNBlock], found: Sequence[FFNBlock], config: Mo
     return [block for block in chosen if block.sparse]
 
 
-def _build_layer(
-    block: FFNBlock, config: MoEConfig, origin: WeightOrigin, num_layers: int, context: BatchContext
-) -> MoELayer:
-    plan = block.plan(config, origin)
+def _build_layer(block: FFNBlock, plan: LayerPlan, num_layers: int, context: BatchContext) -> MoELayer:
     weight = next(block.module.parameters())
     layer = MoELayer(
         plan.d_model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -10,10 +10,12 @@ from typing import Any, Literal
 from foundry_moe.config import ACTIVATIONS
 from foundry_moe.models.blocks import (
     Blocks,
+    Place,
     WeightPart,
     each_expert,
     gate_above_up,
     gate_keys,
+    of_experts,
     shared_expert,
     side_by_side,
     whole,
@@ -59,7 +61,8 @@ class Family:
     jitter: its key for the gate's jitter in training, which is read and not written.
     gate_output: see `Blocks`.
     gate: name of the gate's matrix in a block.
-    experts, beside: the parts of a block's experts, and of what else it has.
+    experts: where the matrices of a block's experts are.
+    beside: the parts of what else a block has.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Family:
     jitter: str = ""
     gate_output: Literal["logits", "probabilities", "none"] = "logits"
     gate: str = "gate.weight"
-    experts: Callable[[Blocks], list[WeightPart]] = each_expert
+    experts: Place = each_expert
     beside: Callable[[Blocks], list[WeightPart]] = lambda blocks: []
 
     def read(self, config: Any) -> Blocks:
@@ -104,14 +107,17 @@ class Family:
                 )
         written = self.write_layers(blocks)
         for key, name in (_KEYS | self.keys).items():
-            part, _, last = name.rpartition(".")
-            (written.setdefault(part, {}) if part else written)[last] = self.to_theirs(key, found[key])
+            *parts, last = name.split(".")
+            inner = written
+            for part in parts:
+                inner = inner.setdefault(part, {})
+            inner[last] = self.to_theirs(key, found[key])
         return written
 
     def parts(self, blocks: Blocks) -> list[WeightPart]:
         """All tensors of one sparse block, each element of ours and of theirs in exactly one part."""
         gate = whole("gate.weight_ED", self.gate, blocks.num_experts, blocks.d_model)
-        return [gate, *self.experts(blocks), *self.beside(blocks)]
+        return [gate, *of_experts(blocks, self.experts), *self.beside(blocks)]
 
     def block_name(self, layer: int) -> str:
         """The name of a layer's FFN in the model's state dict, for example `model.layers.3.mlp`."""
@@ -149,7 +155,7 @@ class Family:
 
 def _get(config: Any, name: str) -> Any:
     for part in name.split("."):
-        config = getattr(config, part)
+        config = config[part] if isinstance(config, Mapping) else getattr(config, part)
     return config
 
 
@@ -164,13 +170,6 @@ class _Qwen(Family):
     def write_layers(self, blocks: Blocks) -> dict[str, Any]:
         dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-class _Qwen2(_Qwen):
-    def write(self, blocks: Blocks) -> dict[str, Any]:
-        if not blocks.shared_expert_hidden_size:
-            raise ValueError(f"shared_expert_hidden_size (0): {self.name} has a shared expert; use 1 or more")
-        return super().write(blocks)
 
 
 class _DeepSeek(Family):
@@ -239,15 +238,12 @@ class _DBRX(Family):
                 f"{self.name}: ffn_config.moe_normalize_expert_weights ({value}) divides by another norm than the sum; "
                 "1 or null can be taken over"
             )
-        if key == "gate.normalize":
-            return value is not None
-        return super().to_ours(key, value.get("name", "silu") if key == "activation" else value)
+        return value is not None if key == "gate.normalize" else super().to_ours(key, value)
 
     def to_theirs(self, key: str, value: Any) -> Any:
         if key == "gate.normalize":
             return 1.0 if value else None
-        theirs = super().to_theirs(key, value)
-        return {"name": theirs} if key == "activation" else theirs
+        return super().to_theirs(key, value)
 
 
 _QWEN_KEYS = {
@@ -269,7 +265,7 @@ FAMILIES: dict[str, Family] = {
             keys=_LOCAL,
             fixed={"gate.normalize": True},
             jitter="router_jitter_noise",
-            experts=partial(each_expert, w1="w1", v1="w3", w2="w2"),
+            experts=partial(each_expert, names={"w1": "w1", "v1": "w3", "w2": "w2"}),
         ),
         # Muennighoff et al. 2024
         Family(
@@ -281,7 +277,7 @@ FAMILIES: dict[str, Family] = {
         # Qwen 2025
         _Qwen(name="Qwen3-MoE", model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", keys=_QWEN_KEYS),
         # Qwen 2024: a shared expert times sigmoid(x w)
-        _Qwen2(
+        _Qwen(
             name="Qwen2-MoE",
             model_type="qwen2_moe",
             architecture="Qwen2MoeForCausalLM",
@@ -318,7 +314,7 @@ FAMILIES: dict[str, Family] = {
                 "num_experts": "ffn_config.moe_num_experts",
                 "top_k": "ffn_config.moe_top_k",
                 "expert_hidden_size": "ffn_config.ffn_hidden_size",
-                "activation": "ffn_config.ffn_act_fn",
+                "activation": "ffn_config.ffn_act_fn.name",
                 "gate.normalize": "ffn_config.moe_normalize_expert_weights",
             },
             jitter="ffn_config.moe_jitter_eps",
@@ -340,27 +336,14 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-# model_type of other MoE models -> why they are not supported
-_OTHERS = {
-    "granitemoeshared": "its shared expert is outside the block, which has not been tried",
-    "jamba": "its MoE layers are between Mamba layers, which has not been tried",
-    "jetmoe": "its attention has experts too, with biases",
-    "llama4": "a combine weight multiplies the expert's input, not its output",
-    "llama4_text": "a combine weight multiplies the expert's input, not its output",
-    "nllb-moe": "it is an encoder-decoder model that drops tokens",
-    "phimoe": "its gate is SparseMixer's, which no gate of ours computes",
-    "switch_transformers": "it is an encoder-decoder model that drops tokens",
-}
-
 
 def family_of(model_type: str) -> Family:
     """The family of a Hugging Face `model_type`.
 
     Raises:
-        ValueError: another model; with the reason if it is known.
+        ValueError: another model.
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(family.name for family in FAMILIES.values())
-    reason = f": {_OTHERS[model_type]}" if model_type in _OTHERS else " is no family of MoE models that is known"
-    raise ValueError(f"model_type ({model_type}){reason}; these can be taken over and exported: {known}")
+    raise ValueError(f"model_type ({model_type}) cannot be taken over or exported; these families can: {known}")

@@ -137,13 +137,9 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
                 "{w1: ..., w2: ..., activation: gelu}, and v1 for a GLU"
             )
         return found
-    for key in parts:
-        if key not in ("w1", "v1", "w2", "activation"):
-            raise ValueError(f"blocks: {name}: {key} is not one of w1, v1, w2, activation")
     names = {role: parts[role] for role in ("w1", "v1", "w2") if parts.get(role) is not None}
-    for role in ("w1", "w2"):
-        if role not in names:
-            raise ValueError(f"blocks: {name}: {role} must name a linear map of {type(module).__name__}")
+    if not {"w1", "w2"} <= parts.keys() <= {"w1", "v1", "w2", "activation"}:
+        raise ValueError(f"blocks: {name} ({', '.join(parts)}) must have w1 and w2, and may have v1 and activation")
     kind = _linears(module, tuple(names.values()))
     if kind is None:
         raise ValueError(

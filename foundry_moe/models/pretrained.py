@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from foundry_moe.checkpoint.strict import shown
+from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.strict import mapping, parse_json, shown
 from foundry_moe.config import MOST_EXPERTS
 from foundry_moe.layers.lookup import named_moe_layers, plain_name
 from foundry_moe.models.blocks import WeightPart, whole
@@ -201,11 +202,9 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     if not path.is_file():
         return None
     try:
-        config = json.loads(path.read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError("it is not a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        config = mapping(parse_json(path.read_bytes(), str(path)), str(path))
+    except DamagedError as error:
+        raise ValueError(str(error)) from None
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         log.warning(
@@ -222,8 +221,6 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     try:
         blocks = family.read(AutoConfig.from_pretrained(folder))
     except Exception as error:  # transformers raises many types for an invalid configuration
-        if isinstance(error, ValueError) and str(error).startswith(f"{family.name}: "):
-            raise
         raise ValueError(f"{path} is no configuration of {model_type}: {str(error).partition(chr(10))[0]}") from error
     if not blocks.layers:
         raise ValueError(f"{path}: no layer of this model has experts")
@@ -237,26 +234,23 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
         """Removes tensors from its argument layer by layer, so that only one layer is in memory twice."""
         renamed = {}
         _check_attention(config, tensors, path)
+        parts = family.parts(blocks)
+        shapes = {part.theirs: part.their_shape for part in parts}
         for layer in blocks.layers:
             prefix = family.block_name(layer) + "."
-            for ours, parts in by_tensor(family.parts(blocks)).items():
-                for part in parts:
-                    found = tensors.get(prefix + part.theirs)
-                    if found is None or tuple(found.shape) != part.their_shape:
-                        has = "no tensor" if found is None else f"shape {list(found.shape)} for"
-                        raise ValueError(
-                            f"{folder} has {has} {prefix}{part.theirs}, where its configuration has "
-                            f"{list(part.their_shape)}"
-                        )
-                first = parts[0]
+            theirs: dict[str, Tensor] = {}
+            for name, shape in shapes.items():
+                found = tensors.pop(prefix + name, None)
+                if found is None or tuple(found.shape) != shape:
+                    has = "no tensor" if found is None else f"shape {list(found.shape)} for"
+                    raise ValueError(f"{folder} has {has} {prefix}{name}, where its configuration has {list(shape)}")
+                theirs[name] = found
+            for ours, its_parts in by_tensor(parts).items():
+                first = its_parts[0]
                 shape = first.shape if first.expert is None else (blocks.num_experts, *first.shape)
-                dtype = torch.float32 if first.fp32 else tensors[prefix + first.theirs].dtype
-                filled = torch.empty(shape, dtype=dtype)
-                below = {part.theirs: tensors[prefix + part.theirs] for part in parts}
-                fill(filled, (0,) * len(shape), parts, below.__getitem__)
+                filled = torch.empty(shape, dtype=torch.float32 if first.fp32 else theirs[first.theirs].dtype)
+                fill(filled, (0,) * len(shape), its_parts, theirs.__getitem__)
                 renamed[f"{_ROOT}{prefix}{ours}"] = filled
-            for part in family.parts(blocks):
-                tensors.pop(prefix + part.theirs, None)
         return renamed | {_ROOT + name: tensor for name, tensor in tensors.items()}
 
     return rename

@@ -78,32 +78,38 @@ class Exchange:
 # A link is an empty tensor: the edge of the graph from the node that starts a message to the node that waits for it.
 
 
-class _Send(torch.autograd.Function):
-    """Starts to send the rows of x_TD, gathered already: a link. Backward: waits for gradients, sums each token's."""
+class _Start(torch.autograd.Function):
+    """Starts to send rows of x: a link. Backward: waits for gradients, and sums each token's."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, rows_SD: Tensor, exchange: Exchange, message: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, exchange: Exchange, message: str) -> Tensor:
         ctx.exchange, ctx.message = exchange, message
-        exchange.start(message, rows_SD)
-        return x_TD.new_empty(0)
+        exchange.start(message, rows, back=message == RESULTS)
+        return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_rows(ctx.exchange.wait(ctx.message), ctx.exchange.row_TC), None, None, None
+        arrived = ctx.exchange.wait(ctx.message)
+        # y_QD of results has one row for each row that is sent
+        return arrived if ctx.message == RESULTS else sum_rows(arrived, ctx.exchange.row_TC), None, None, None
 
 
-class _ReceiveTokens(torch.autograd.Function):
-    """Waits for rows: x_QD. Backward: starts to send their gradients back."""
+class _Wait(torch.autograd.Function):
+    """Waits for tokens: x_QD; or for results, and sums each token's: y_TD. Backward: starts to send gradients."""
 
     @staticmethod
-    def forward(ctx: Any, link: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.wait(TOKENS)
+    def forward(ctx: Any, link: Tensor, exchange: Exchange, message: str) -> Tensor:
+        ctx.exchange, ctx.message = exchange, message
+        arrived = exchange.wait(message)
+        return sum_rows(arrived, exchange.row_TC) if message == RESULTS else arrived
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.exchange.start(TOKENS, grads[0], back=True)
-        return grads[0].new_empty(0), None
+        exchange, rows = ctx.exchange, grads[0]
+        if ctx.message == RESULTS:
+            rows = gather_rows(rows, exchange.row_TC, exchange.sent)
+        exchange.start(ctx.message, rows, back=ctx.message == TOKENS)
+        return grads[0].new_empty(0), None, None
 
 
 class _ReceiveChoices(torch.autograd.Function):
@@ -120,35 +126,6 @@ class _ReceiveChoices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.exchange.start(CHOICES, grads[0], back=True)
-        return grads[0].new_empty(0), None
-
-
-class _SendBack(torch.autograd.Function):
-    """Starts to send results back: a link. Backward: waits for their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, y_QD: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.start(RESULTS, y_QD, back=True)
-        return y_QD.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.wait(RESULTS), None
-
-
-class _Combine(torch.autograd.Function):
-    """Waits for results, sums each token's: y_TD. Backward: copies gradients to rows and starts to send them."""
-
-    @staticmethod
-    def forward(ctx: Any, link: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return sum_rows(exchange.wait(RESULTS), exchange.row_TC)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange = ctx.exchange
-        exchange.start(RESULTS, gather_rows(grads[0], exchange.row_TC, exchange.sent))
         return grads[0].new_empty(0), None
 
 
@@ -201,8 +178,8 @@ class AllToAllDispatcher(Dispatcher):
             return Dispatched(x_TD, weights_TK[:0], rounds=rounds, choices=choices)
         exchange = self.plan_exchange(counts_PP2, row_TC)
         return Dispatched(
-            weights=_Send.apply(weights_TK, packed[: exchange.sent], exchange, CHOICES),
-            x=_Send.apply(x_TD, rows_SD[: exchange.sent], exchange, TOKENS),
+            weights=_Start.apply(weights_TK, packed[: exchange.sent], exchange, CHOICES),
+            x=_Start.apply(x_TD, rows_SD[: exchange.sent], exchange, TOKENS),
             exchange=exchange,
         )
 
@@ -210,16 +187,16 @@ class AllToAllDispatcher(Dispatcher):
         exchange = rows.exchange
         weights_QK, experts_QK = _ReceiveChoices.apply(rows.weights, exchange)
         plan = plan_permute(experts_QK, self.local_experts, exchange.received_choices)  # while tokens travel
-        return rows._replace(x=_ReceiveTokens.apply(rows.x, exchange), weights=weights_QK, plan=plan)
+        return rows._replace(x=_Wait.apply(rows.x, exchange, TOKENS), weights=weights_QK, plan=plan)
 
     def send_back(self, y_QD: Tensor, rows: Dispatched) -> Dispatched:
-        return Dispatched(_SendBack.apply(y_QD, rows.exchange), exchange=rows.exchange)
+        return Dispatched(_Start.apply(y_QD, y_QD, rows.exchange, RESULTS), exchange=rows.exchange)
 
     @torch.compiler.disable
     def combine(self, results: Dispatched) -> Tensor:
         if results.exchange is None:  # rounds were combined one by one
             return results.x
-        return _Combine.apply(results.x, results.exchange)
+        return _Wait.apply(results.x, results.exchange, RESULTS)
 
     def gather_counts(self, counts_P2: Tensor) -> Callable[[], Tensor]:
         """Starts to gather the counts of all ranks on each of them, and to copy them to the host.

@@ -1,4 +1,4 @@
-"""An all-to-all of rows, collectives of gates, the time limit of process groups. Independent of layers and Composer.
+"""An all-to-all of rows, collectives of gates, the time limit of process groups. Independent of Composer.
 
 Shapes: T tokens of this rank, S tokens received, X numbers a row, P ranks.
 """
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from foundry_moe.layers.context import BatchContext
 
 
 def all_to_all(
@@ -43,6 +45,10 @@ class GateCollectives:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
+
+    def connect(self, context: BatchContext) -> None:
+        """Makes the gates that share a context use these over all ranks."""
+        context.sum_over_ranks, context.max_over_ranks, context.shuffle = self.sum, self.largest, self.shuffle
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks of a tensor that carries no gradient."""

@@ -122,33 +122,20 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, i
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector, each element counted once however many ranks hold it: fp64 scalar.
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients as one vector, each element counted once however many ranks hold it: fp64 scalar.
 
     Every rank of the job must call this; all get the same value. One message, no host synchronisation.
-
-    Args:
-        norm_type: above 0; `inf` is the largest magnitude.
     """
-    parts = _local_gradients(parameters)
-    device = parts[0][0].device if parts else _default_device()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    distributed = dist.is_initialized() and dist.get_world_size() > 1
-    parts = [(grad, held) for grad, held in parts if grad.numel()]
-    norms = torch._foreach_norm([grad for grad, _ in parts], norm_type) if parts else ()
-    if math.isinf(norm_type):
-        if norms:
-            total = torch.stack(norms).max().double()
-        if distributed:
-            dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        return total
-    if norms:
-        for copies in sorted({held for _, held in parts}):  # not a tensor: its copy to the device would block the host
-            same = [norm for norm, (_, held) in zip(norms, parts, strict=True) if held == copies]
-            total += (torch.stack(same).double() ** norm_type).sum() / copies
-    if distributed:
+    parts = [(grad, held) for grad, held in _local_gradients(parameters) if grad.numel()]
+    total = torch.zeros((), dtype=torch.float64, device=parts[0][0].device if parts else _default_device())
+    norms = torch._foreach_norm([grad for grad, _ in parts]) if parts else ()
+    for copies in sorted({held for _, held in parts}):  # not a tensor: its copy to the device would block the host
+        same = [norm for norm, (_, held) in zip(norms, parts, strict=True) if held == copies]
+        total += torch.stack(same).double().square().sum() / copies
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
-    return total ** (1.0 / norm_type)
+    return total.sqrt()
 
 
 def _default_device() -> torch.device:
@@ -159,14 +146,14 @@ def _default_device() -> torch.device:
 
 
 @torch.no_grad()
-def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scales all gradients so that their norm is `max_norm` at most, as `torch.nn.utils.clip_grad_norm_` does.
+def clip_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scales all gradients so that their 2-norm is `max_norm` at most, as `torch.nn.utils.clip_grad_norm_` does.
 
     Returns:
         The norm before clipping, fp64 scalar.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters, norm_type)
+    norm = gradient_norm(parameters)
     scale_gradients(parameters, clip_factor(norm, max_norm))
     return norm
 

@@ -6,9 +6,10 @@ Depends on MoE layers: `experts` (a module whose parameters have the experts fir
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from foundry_moe.config import (
-    MeshConfig,
-    refuse_dropout_over_ranks,
-    refuse_hot_experts_of_several_widths,
-)
+from foundry_moe.config import MeshConfig
 from foundry_moe.layers.experts import MixedExperts
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
@@ -120,22 +117,12 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     """
     world_size = dist.get_world_size()
     ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    plans = {
-        plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=layer.num_experts)
-        for layer in layers
-    }
-    if len(plans) > 1:
-        raise ValueError(f"mesh.expert: auto differs from layer to layer ({listed(sorted(p.expert for p in plans))}):"
-                         " layers have different numbers of experts, so give mesh.expert a number")  # fmt: skip
-    plan = plans.pop()
+    num_experts = math.gcd(*(layer.num_experts for layer in layers))  # which a mesh of all layers divides
+    plan = plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=num_experts)
     for layer in layers:
+        layer.config.check_mesh(replace(mesh_config, expert=plan.expert))
         if isinstance(layer.experts, MixedExperts):
             check_expert_widths(layer.experts.widths, plan.expert)
-            refuse_hot_experts_of_several_widths(mesh_config.hot_experts)
-        elif layer.experts.lora is not None:
-            refuse_dropout_over_ranks(layer.experts.lora.dropout, plan.expert)
-            if mesh_config.hot_experts:
-                raise ValueError(f"mesh.hot_experts ({mesh_config.hot_experts}) supports no lora: use hot_experts: 0")
     return plan
 
 
@@ -143,8 +130,7 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
     """Gives layers their collectives: sums for losses and gates, and the dispatcher."""
     everyone = GateCollectives()
     for layer in layers:
-        layer.context.sum_over_ranks, layer.context.max_over_ranks = everyone.sum, everyone.largest
-        layer.context.shuffle = everyone.shuffle
+        everyone.connect(layer.context)
         # Not compiled: FSDP2's hooks on experts break the graph, and numbers of rows are read on the host. As one
         # call, a compiled block's graph breaks once.
         layer.compute_experts = torch.compiler.disable(layer.compute_experts)

@@ -203,28 +203,31 @@ def test_logits_beside_the_folder_are_ours(good: tuple[Path, Path]) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_config": {"rope": False}, "learned_pos_emb": True}, "model.attn_config.rope (false)"),
-    ({"attn_config": {"rope": False, "alibi": True}}, "alibi have no counterpart"),
+    ({"attn_config": {"rope": False, "alibi": True}}, "model.attn_config.rope (false)"),
     (
         {"norm_type": "layernorm"},
-        "model.norm_type (layernorm): no Hugging Face MoE family computes this; use rmsnorm",
+        "model.norm_type (layernorm): the model would be exported as Mixtral, which does not compute this; use rmsnorm",
     ),
-    ({"no_bias": False}, "model.no_bias (false): no Hugging Face MoE family computes this; use true"),
+    ({"no_bias": False}, "model.no_bias (false): the model would be exported as Mixtral"),
     ({"logit_scale": 0.5}, "model.logit_scale (0.5)"),
     ({"attn_config": {"clip_qkv": 6.0}}, "model.attn_config.clip_qkv (6.0)"),
     ({"attn_config": {"softmax_scale": 0.3}}, "model.attn_config.softmax_scale (0.3)"),
     (
         {"head_dim": 16, "attn_config": {"fused_qkv": False, "qk_gn": True, "norm_type": "rmsnorm"}},
-        "model.attn_config.softmax_scale (null): no Hugging Face MoE family computes this; use 0.25, one over the root",
+        "which does not compute this; use 0.25, one over the root of model.head_dim (16)",
     ),
     (
         {
             "head_dim": 16,
             "attn_config": {"fused_qkv": False, "softmax_scale": 0.25, "qk_ln": True, "norm_type": "rmsnorm"},
         },
-        "model.head_dim (16): with model.attn_config.qk_ln the model is exported as OLMoE, whose heads are d_model",
+        "model.head_dim (16): the model would be exported as OLMoE, which does not compute this; use d_model / n_heads",
     ),
-    ({"attn_config": {"qk_ln": True}}, "model.attn_config.norm_type (low_precision_layernorm), of queries and keys"),
-    ({"attn_config": {"qk_ln": True, "norm_type": "rmsnorm"}}, "gate.normalize (true): with model.attn_config.qk_ln"),
+    ({"attn_config": {"qk_ln": True}}, "use low_precision_rmsnorm for queries and keys"),
+    (
+        {"attn_config": {"qk_ln": True, "norm_type": "rmsnorm"}},
+        "gate.normalize (true): the model would be",
+    ),
     ({"attn_config": {"rope_hf_config": {"type": "linear", "factor": 2.0}}}, "model.attn_config.rope_hf_config.type"),
     ({"moe": {"gate": {"name": "topk", "normalize": False}}}, "gate.normalize (false)"),
     ({"moe": {"gate": {"name": "topk", "score": "sigmoid"}}}, "gate.score (sigmoid)"),
@@ -253,7 +256,7 @@ def test_a_rope_that_turns_a_part_of_a_head_is_named() -> None:
     architecture = architecture_of(mpt(**MPTS["qwen3_moe, wide heads"]))
     assert architecture is not None
     attention = {**architecture.config["attn_config"], "rope_impl": "dail"}
-    with pytest.raises(ValueError, match=r"rope_impl \(dail\) turns 8 of a head's 16 elements .* use hf"):
+    with pytest.raises(ValueError, match=r"rope_impl \(dail\): .* use hf, which rotates all of a head \(16\)"):
         native_of(replace(architecture, config={**architecture.config, "attn_config": attention}))
 
 

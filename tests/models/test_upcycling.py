@@ -185,8 +185,8 @@ def test_an_opt_layer_is_not_taken_for_its_feed_forward_block() -> None:
         ({"layers.*.fff": None}, r"blocks: layers.\*.fff names no module of Odd; did you mean 'layers.\d.ff'\?"),
         ({"layers.*.ff": None}, r"layers.0.ff \(ModuleDict\) is not a feed-forward block that is known; say what"),
         ({"layers.*.ff": {"w1": "one", "w2": "three"}}, r"layers.0.ff \(ModuleDict\): one, three are not all linear"),
-        ({"layers.*.ff": {"w1": "one"}}, r"layers.0.ff: w2 must name a linear map of ModuleDict"),
-        ({"layers.*.ff": {"w9": "one"}}, r"layers.0.ff: w9 is not one of w1, v1, w2, activation"),
+        ({"layers.*.ff": {"w1": "one"}}, r"layers.0.ff \(w1\) must have w1 and w2"),
+        ({"layers.*.ff": {"w9": "one"}}, r"layers.0.ff \(w9\) must have w1 and w2, and may have v1"),
         ({"layers.*.ff": {"w1": "one", "w2": "two"}}, r"activation \(auto\): that of layers.0.ff is not one of"),
     ],
 )

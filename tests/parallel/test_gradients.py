@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -23,16 +22,14 @@ def _parameters(seed: int) -> list[torch.nn.Parameter]:
     return parameters
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
-def test_clip_norm_equals_torch(norm_type: float, max_norm: float) -> None:
-    ours = _parameters(1)
-    theirs = [p for p in _parameters(1) if p.numel()]  # torch has no largest magnitude of an empty tensor
-    norm = clip_norm(ours, max_norm, norm_type)
-    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
+def test_clip_norm_equals_torch(max_norm: float) -> None:
+    ours, theirs = _parameters(1), _parameters(1)
+    norm = clip_norm(ours, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     # fp32 norms, summed in fp64 here and in fp32 there
     torch.testing.assert_close(norm.float(), expected, rtol=1e-6, atol=0)
-    for a, b in zip([p for p in ours if p.numel()], theirs, strict=True):
+    for a, b in zip(ours, theirs, strict=True):
         if b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
 
@@ -47,7 +44,7 @@ def test_clip_value_equals_torch() -> None:
 
 def test_norm_of_no_gradients_is_zero() -> None:
     assert gradient_norm([torch.nn.Parameter(torch.zeros(3))]).item() == 0
-    assert gradient_norm([], math.inf).item() == 0
+    assert gradient_norm([]).item() == 0
 
 
 def test_local_weight_divides_the_gradient_alone() -> None:

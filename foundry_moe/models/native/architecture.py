@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from foundry_moe.checkpoint.strict import shown
+from foundry_moe.checkpoint.errors import DamagedError
+from foundry_moe.checkpoint.strict import integer, mapping, sequence, shown, text
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.configurations import LAYERS, MOST_LAYERS, WIDTH, check_configuration, first_of
@@ -66,28 +67,24 @@ class Architecture:
                 f"{where} does not record its model, as imported weights do not: start the run from it and export the "
                 "run's first checkpoint"
             )
-        known = {field.name for field in fields(Architecture)}
-        if not isinstance(found, Mapping) or not found.keys() <= known or not isinstance(found.get("config"), Mapping):
-            raise ValueError(f"{where}: its {KEY} is not in the form that this version reads")
-        lacking = {"experts", "layers", "num_layers", "prefix"} - found.keys()
-        if lacking:
-            raise ValueError(f"{where}: its {KEY} lacks {sorted(lacking)[0]}")
-        layers, num_layers = found["layers"], found["num_layers"]
-        if type(num_layers) is not int or not 1 <= num_layers <= MOST_LAYERS:
-            raise ValueError(f"{where}: {KEY}.num_layers ({shown(num_layers)}) must be from 1 to {MOST_LAYERS}")
-        if not isinstance(layers, list) or not all(type(n) is int and 0 <= n < num_layers for n in layers):
-            raise ValueError(f"{where}: {KEY}.layers ({shown(layers)}) must be a list of layers below {num_layers}")
-        for name in ("prefix", "tokenizer"):
-            if not isinstance(found.get(name, ""), str):
-                raise ValueError(f"{where}: {KEY}.{name} ({shown(found[name])}) must be a text")
-        check_configuration(found["config"], f"{where}: {KEY}.config")
+        within = f"{where}: {KEY}"
+        try:
+            found = mapping(found, within, ("config", "experts", "layers", "num_layers", "prefix"))
+            config = mapping(found["config"], f"{within}.config")
+            num_layers = integer(found["num_layers"], f"{within}.num_layers", least=1, most=MOST_LAYERS)
+            layers = sequence(found["layers"], f"{within}.layers")
+            layers = [integer(layer, f"an index in {within}.layers", most=num_layers - 1) for layer in layers]
+            prefix, tokenizer = (text(found.get(name, ""), f"{within}.{name}") for name in ("prefix", "tokenizer"))
+        except DamagedError as error:
+            raise ValueError(str(error)) from None
+        check_configuration(config, f"{within}.config")
         return Architecture(
-            config=found["config"],
+            config=config,
             experts=from_mapping(MoEConfig, found["experts"], f"{where}: experts"),
             layers=tuple(layers),
             num_layers=num_layers,
-            prefix=found["prefix"],
-            tokenizer=found.get("tokenizer", ""),
+            prefix=prefix,
+            tokenizer=tokenizer,
         )
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -70,22 +70,12 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
         ValueError: there is none; names the key that prevents it and a valid value.
     """
     attention = config["attn_config"]
-    for key, valid in _WANTED.items():
-        part = [*key.split("."), ""][1]
-        if part in _UNREAD and attention.get("rope_impl") != _UNREAD[part]:
-            continue
-        value = _value(config, key, valid)
-        if value != valid and not (key == "norm_type" and value in _RMS_NORMS):
-            raise ValueError(
-                f"model.{key} ({yaml_value(value)}): no Hugging Face MoE family computes this; "
-                f"{_hint(config, key, valid)}"
-            )
-    _check_heads(config)
-    family = FAMILIES[_family_type(attention, blocks)]
-    if family.model_type != "mixtral":
-        _check_query_key_norms(config)
-    if family.model_type == "olmoe":
-        _check_olmoe(config, blocks)
+    family = FAMILIES["qwen3_moe" if attention.get("qk_gn") else "olmoe" if attention.get("qk_ln") else "mixtral"]
+    for key, value, valid in _differences(config, family, normalize=gate_keys(blocks)["normalize"]):
+        raise ValueError(
+            f"{key} ({yaml_value(value)}): the model would be exported as {family.name}, which does not compute this; "
+            f"use {valid}"
+        )
     keys = {
         "vocab_size": config["vocab_size"],
         "num_attention_heads": config["n_heads"],
@@ -127,75 +117,47 @@ def rename_mpt(config: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], li
     return rename
 
 
-def _family_type(attention: Mapping[str, Any], blocks: Blocks) -> str:
-    if attention.get("qk_gn"):
-        return "qwen3_moe"
-    if attention.get("qk_ln"):
-        return "olmoe"
-    if not gate_keys(blocks)["normalize"]:
-        raise ValueError(
-            "gate.normalize (false): of the Hugging Face MoE families only those that normalise queries and keys take "
-            "weights as they are; use model.attn_config.qk_ln: true (OLMoE), qk_gn: true (Qwen3-MoE), or "
-            "gate.normalize: true (Mixtral)"
-        )
-    return "mixtral"
+def _differences(config: Mapping[str, Any], family: Family, *, normalize: bool) -> Iterator[tuple[str, Any, str]]:
+    """Keys with values that the family does not have, their values, and what to use.
+
+    Of OLMoE, also what transformers and vLLM (`vllm/model_executor/models/olmoe.py`) assume and do not read.
+    """
+    attention = config["attn_config"]
+    for key, valid in _WANTED.items():
+        part = [*key.split("."), ""][1]
+        if part in _UNREAD and attention.get("rope_impl") != _UNREAD[part]:
+            continue
+        value = _value(config, key, valid)
+        if value != valid and not (key == "norm_type" and value in _RMS_NORMS):
+            yield f"model.{key}", value, yaml_value(valid)
+    # families scale scores by the head's width and rotate all of it; MPT uses d_model / n_heads for both
+    head, usual, scale = _head_width(config), config["d_model"] // config["n_heads"], attention.get("softmax_scale")
+    if not math.isclose(usual**-0.5 if scale is None else scale, head**-0.5, rel_tol=1e-6):
+        valid = "null" if head == usual else f"{head**-0.5}, one over the root of model.head_dim ({head})"
+        yield "model.attn_config.softmax_scale", scale, valid
+    if head != usual and attention.get("rope_impl") != "hf":
+        yield "model.attn_config.rope_impl", attention.get("rope_impl"), f"hf, which rotates all of a head ({head})"
+    if family.model_type == "mixtral":
+        if not normalize:
+            yield "gate.normalize", False, "true, or model.attn_config.qk_ln: true (OLMoE) or qk_gn: true (Qwen3-MoE)"
+        return
+    # of queries and keys, which MPT does not read from model.norm_type and model.norm_eps
+    kind, epsilon = attention.get("norm_type", "low_precision_layernorm"), attention.get("norm_eps", 1e-5)
+    if kind not in _RMS_NORMS:
+        yield "model.attn_config.norm_type", kind, "low_precision_rmsnorm for queries and keys"
+    if epsilon != config["norm_eps"]:
+        yield "model.attn_config.norm_eps", epsilon, f"that of model.norm_eps ({config['norm_eps']})"
+    if family.model_type == "olmoe":
+        if head != usual:
+            yield "model.head_dim", head, f"d_model / n_heads ({usual}), or qk_gn in place of qk_ln (Qwen3-MoE)"
+        if config["norm_eps"] != _OLMOE_EPS:
+            yield "model.norm_eps", config["norm_eps"], f"{_OLMOE_EPS}, or qk_gn in place of qk_ln (Qwen3-MoE)"
+        if normalize:
+            yield "gate.normalize", True, "false, or qk_gn in place of qk_ln (Qwen3-MoE), or neither (Mixtral)"
 
 
 def _head_width(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["d_model"] // config["n_heads"])
-
-
-def _check_heads(config: Mapping[str, Any]) -> None:
-    """Families scale scores by the head's width and rotate all of it; MPT uses d_model / n_heads for both."""
-    attention, head, usual = config["attn_config"], _head_width(config), config["d_model"] // config["n_heads"]
-    scale = attention.get("softmax_scale")
-    if not math.isclose(usual**-0.5 if scale is None else scale, head**-0.5, rel_tol=1e-6):
-        valid = "null" if head == usual else f"{head**-0.5}, one over the root of model.head_dim ({head})"
-        raise ValueError(
-            f"model.attn_config.softmax_scale ({yaml_value(scale)}): no Hugging Face MoE family computes this; "
-            f"use {valid}"
-        )
-    if head != usual and attention.get("rope_impl") != "hf":
-        raise ValueError(
-            f"model.attn_config.rope_impl ({attention.get('rope_impl')}) turns {usual} of a head's {head} elements "
-            "(model.head_dim), which no Hugging Face MoE family does; use hf"
-        )
-
-
-def _check_query_key_norms(config: Mapping[str, Any]) -> None:
-    """MPT reads `norm_type` and `norm_eps` of these norms from `attn_config`, not from the model."""
-    attention = config["attn_config"]
-    kind, epsilon = attention.get("norm_type", "low_precision_layernorm"), attention.get("norm_eps", 1e-5)
-    if kind not in _RMS_NORMS:
-        raise ValueError(
-            f"model.attn_config.norm_type ({kind}), of queries and keys: no Hugging Face MoE family computes this; "
-            "use low_precision_rmsnorm"
-        )
-    if epsilon != config["norm_eps"]:
-        raise ValueError(
-            f"model.attn_config.norm_eps ({epsilon}), of queries and keys, must be model.norm_eps "
-            f"({config['norm_eps']}) in every Hugging Face MoE family; use {config['norm_eps']}"
-        )
-
-
-def _check_olmoe(config: Mapping[str, Any], blocks: Blocks) -> None:
-    """Checks what transformers and vLLM (`vllm/model_executor/models/olmoe.py`) assume and do not read."""
-    usual = config["d_model"] // config["n_heads"]
-    if _head_width(config) != usual:
-        raise ValueError(
-            f"model.head_dim ({config['head_dim']}): with model.attn_config.qk_ln the model is exported as OLMoE, "
-            f"whose heads are d_model / n_heads ({usual}) wide; use {usual}, or qk_gn for qk_ln (Qwen3-MoE)"
-        )
-    if config["norm_eps"] != _OLMOE_EPS:
-        raise ValueError(
-            f"model.norm_eps ({config['norm_eps']}): with attn_config.qk_ln the model is exported as OLMoE, for which "
-            f"servers take {_OLMOE_EPS}; use {_OLMOE_EPS}, or qk_gn in place of qk_ln (Qwen3-MoE)"
-        )
-    if gate_keys(blocks)["normalize"]:
-        raise ValueError(
-            "gate.normalize (true): with model.attn_config.qk_ln the model is exported as OLMoE, for which servers "
-            "take weights as they are; use false, or qk_gn in place of qk_ln (Qwen3-MoE), or neither (Mixtral)"
-        )
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:
@@ -227,10 +189,3 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
             return default
         inner = inner[part]
     return inner
-
-
-def _hint(config: Mapping[str, Any], key: str, valid: Any) -> str:
-    if key == "attn_config.rope":
-        what = "alibi" if _value(config, "attn_config.alibi", False) else "learned positions"
-        return f"{what} have no counterpart; use attn_config: {{rope: true, rope_impl: hf}}"
-    return f"use {yaml_value(valid)}"

@@ -37,10 +37,12 @@ def let_save(model: nn.Module) -> None:
     """
     found: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for number, module in enumerate(found):
-        if number == 0 and type(module).__name__.endswith("ForCausalLM"):
-            _convert_class(module)
-        else:
-            module.save_pretrained = partial(_refuse, type(module).__name__)
+        was = type(module)
+        if number or not was.__name__.endswith("ForCausalLM"):
+            module.save_pretrained = partial(_refuse, was.__name__)
+        elif not issubclass(was, SavesNative):
+            names = {"__module__": was.__module__, "__qualname__": was.__qualname__}
+            module.__class__ = type(was.__name__, (SavesNative, was), {**names, "_converted": weakref.ref(module)})
 
 
 def native_of_model(model: nn.Module) -> Native:
@@ -93,48 +95,32 @@ class SavesNative(nn.Module):
         model.save_pretrained(save_directory, *arguments, **keys)
 
 
-class _TakesOurs(nn.Module):
-    """Mixed into a family's class: `load_state_dict` takes the tensors of a model with dMoE layers."""
-
-    native: Native
-    config: Any
-    get_output_embeddings: Any
-
-    def __init__(self, *arguments: Any, **keys: Any) -> None:
-        if not hasattr(self, "_modules"):  # FSDP2's classes call it once more, with the converted model's configuration
-            super().__init__(*arguments, **keys)
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Takes the tensors out of `state_dict`, so that both formats are never whole in memory at once."""
-        targets = self.native.targets({name: tuple(tensor.shape) for name, tensor in state_dict.items()})
-        left = Counter(part.ours for target in targets for part in target.parts)
-        theirs: dict[str, Tensor] = {}
-        for target in targets:
-            theirs[target.name] = assemble(target, state_dict.__getitem__).clone()
-            for part in target.parts:
-                left[part.ours] -= 1
-                if not left[part.ours] and isinstance(state_dict, dict):
-                    del state_dict[part.ours]
-        tied = self.get_output_embeddings()
-        if getattr(self.config, "tie_word_embeddings", False) and tied is not None:
-            theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
-        return super().load_state_dict(theirs, strict=strict, assign=assign)
-
-
-def _convert_class(model: Any) -> None:
-    was = type(model)
-    if issubclass(was, SavesNative):
-        return
-    attributes = {"__module__": was.__module__, "__qualname__": was.__qualname__, "_converted": weakref.ref(model)}
-    model.__class__ = type(was.__name__, (SavesNative, was), attributes)
-
-
 def _native_model(converted: nn.Module) -> Any:
-    """The family's model without weights, which takes ours."""
+    """The family's model without weights; its `load_state_dict` takes the tensors of a model with dMoE layers."""
     from llmfoundry.models.utils import init_empty_weights
 
     native = native_of_model(converted)
-    theirs = getattr(transformers, native.family.architecture)
-    cls = type(theirs.__name__, (_TakesOurs, theirs), {"__module__": theirs.__module__, "native": native})
     with init_empty_weights():
-        return cls(native.config)
+        model = getattr(transformers, native.family.architecture)(native.config)
+    model.load_state_dict = partial(_load_ours, model, native)
+    # FSDP2's classes call it once more, with the converted model's configuration
+    model.__init__ = lambda *_, **__: None
+    return model
+
+
+def _load_ours(
+    model: Any, native: Native, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+) -> Any:
+    """Takes the tensors out of `state_dict`, so that both formats are never whole in memory at once."""
+    targets = native.targets({name: tuple(tensor.shape) for name, tensor in state_dict.items()})
+    left = Counter(part.ours for target in targets for part in target.parts)
+    theirs: dict[str, Tensor] = {}
+    for target in targets:
+        theirs[target.name] = assemble(target, state_dict.__getitem__).clone()
+        for part in target.parts:
+            left[part.ours] -= 1
+            if not left[part.ours] and isinstance(state_dict, dict):
+                del state_dict[part.ours]
+    if getattr(model.config, "tie_word_embeddings", False) and model.get_output_embeddings() is not None:
+        theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
+    return type(model).load_state_dict(model, theirs, strict=strict, assign=assign)

@@ -66,25 +66,19 @@ class Native:
                 f"{sorted(self.blocks.layers)}"
             )
         tied = bool(getattr(self.config, "tie_word_embeddings", False))
-        of_block = self.family.parts(self.blocks)
-        parts: list[WeightPart] = []
+        parts = [
+            replace(part, ours=f"{prefix}.{part.ours}", theirs=f"{self.family.block_name(layer)}.{part.theirs}")
+            for prefix, layer in prefixes.items()
+            for part in self.family.parts(self.blocks)
+        ]
         used: dict[str, tuple[int, ...]] = {}
-        done: set[str] = set()
         for name, shape in shapes.items():
-            if tied and name == "lm_head.weight":
-                continue  # the embedding's: files hold it once
-            prefix = next((p for p in prefixes if name.startswith(p + ".")), None)
-            if prefix is not None and name.endswith(_TRAINING_ONLY):
-                continue
+            inside = name.startswith(tuple(f"{prefix}." for prefix in prefixes))
+            if (tied and name == "lm_head.weight") or (inside and name.endswith(_TRAINING_ONLY)):
+                continue  # files hold an embedding once
             used[name] = shape
-            if prefix is None:
+            if not inside:
                 parts += self.rename(name, shape)
-            elif prefix not in done:
-                done.add(prefix)
-                block = self.family.block_name(prefixes[prefix])
-                parts += [
-                    replace(part, ours=f"{prefix}.{part.ours}", theirs=f"{block}.{part.theirs}") for part in of_block
-                ]
         targets = targets_of(parts)
         check_targets(targets, used)
         return targets

@@ -76,7 +76,7 @@ def test_a_forged_configuration_is_a_sentence_in_time(model_type: str, tmp_path:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"num_experts_per_tok": 6}, "6 experts for a token: there must be 1 to 5"),
+        ({"num_experts_per_tok": 6}, "6 of 5 experts for a token: there must be 1 to 5"),
         ({"num_attention_heads": 16, "num_key_value_heads": 16}, "16 heads would make"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, r"must divide the 3 heads"),
         ({"num_key_value_heads": 1}, "1 heads would make"),
