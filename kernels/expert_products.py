@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,35 +111,9 @@ def packed_size(experts: int, num_rows: int) -> int:
 
 
 def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
-    """The tables of `ragged_rows` as one int32 tensor, for all products of a layer. Reads nothing on the host.
-
-    With FOUNDRY_MOE_DEBUG=1 in the environment it also reads the offsets and checks them.
-
-    Raises:
-        ValueError: offsets of another shape or dtype; when debugging, offsets that fall or run past `num_rows`.
-    """
-    if offsets_E.dim() != 1 or offsets_E.dtype is not torch.int32 or not offsets_E.is_contiguous():
-        raise ValueError(f"offsets must be contiguous int32 [experts], not {offsets_E.dtype} {tuple(offsets_E.shape)}")
-    if os.environ.get("FOUNDRY_MOE_DEBUG") == "1":
-        ends = [0, *offsets_E.tolist()]
-        if ends != sorted(ends) or ends[-1] > num_rows:
-            raise ValueError(
-                f"offsets {ends[1:]} must not fall and must end at {num_rows} (the rows there are) at most"
-            )
+    """The tables of `ragged_rows` as one int32 tensor, for all products of a layer. Reads nothing on the host."""
+    assert offsets_E.dtype is torch.int32 and offsets_E.is_contiguous()
     return block_row_tables(offsets_E, num_rows, (BLOCK, TALL))
-
-
-def _check_operands(a_PRK: Tensor | Tokens, weights: tuple[Tensor, ...], rows: RaggedRows, k: int) -> None:
-    experts = rows.offsets_E.shape[0]
-    if a_PRK.shape[-2:] != (rows.num_rows, k):
-        raise ValueError(
-            f"the rows {tuple(a_PRK.shape)} must be [planes, {rows.num_rows}, {k}] to fit the plan and the weights"
-        )
-    for weight in weights:
-        if weight.shape != weights[0].shape or weight.shape[0] != experts or weight.stride() != weights[0].stride():
-            raise ValueError(f"weights must be alike, one matrix for each of {experts} experts: {tuple(weight.shape)}")
-        if weight.dtype != a_PRK.dtype or weight.device != a_PRK.device:
-            raise ValueError(f"rows are {a_PRK.dtype} on {a_PRK.device}, weights {weight.dtype} on {weight.device}")
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -201,7 +174,10 @@ def _rows_product(
 
     `low` is added to c.
     """
-    _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
+    shape = (rows.offsets_E.shape[0], *((n, a_PRK.shape[-1]) if transposed else (a_PRK.shape[-1], n)))
+    assert a_PRK.shape[-2] == rows.num_rows
+    for weight in weights:
+        assert weight.shape == shape and weight.stride() == weights[0].stride() and weight.dtype == a_PRK.dtype
     if descriptors.plane_stride(weights) is None:  # too far apart for one tensor map
         weights = tuple(torch.stack(weights))
     glu = h_RN is not None
@@ -391,11 +367,7 @@ def weight_gradient(
     """
     planes, _, m = a_PRM.shape
     n = b_RN.shape[1]
-    if a_PRM.shape[1] != rows.num_rows or b_RN.shape[0] != rows.num_rows or a_PRM.dtype != b_RN.dtype:
-        raise ValueError(
-            f"a {tuple(a_PRM.shape)} {a_PRM.dtype} and b {tuple(b_RN.shape)} {b_RN.dtype} must share "
-            f"{rows.num_rows} rows and a dtype"
-        )
+    assert a_PRM.shape[1] == b_RN.shape[0] == rows.num_rows and a_PRM.dtype == b_RN.dtype
     experts = rows.offsets_E.shape[0]
     if out is None:
         out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)

@@ -188,10 +188,7 @@ def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int
         offsets_E: the row after the last one of each expert, int32.
         num_rows: R, rows allocated; the loads may add up to less.
         widths: columns of each expert (equal or not, multiples of the block or not).
-        block: B, a power of two.
-
-    Raises:
-        ValueError: a block that is no power of two, a width that is not positive.
+        block: B, a power of two, 16 or more.
     """
     return unpack_topology(pack_topology(offsets_E, num_rows, widths, block), num_rows, widths, block)
 
@@ -223,10 +220,6 @@ def _split(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> 
 
 def pack_topology(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Tensor:
     """The tables that depend on the loads, as one int32 tensor that all products of a layer share."""
-    if block < 16 or block & (block - 1):
-        raise ValueError(f"block ({block}) must be a power of two, 16 or more")
-    if any(width < 1 for width in widths):
-        raise ValueError(f"every expert's width must be positive: {list(widths)}")
     device, experts = offsets_E.device, len(widths)
     widths_E = column_tables(tuple(widths), block, device)[0]
     packed = torch.empty(packed_topology_size(num_rows, widths, block), dtype=torch.int32, device=device)
