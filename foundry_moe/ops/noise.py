@@ -9,6 +9,7 @@ Shapes: T tokens, N numbers a token, B sequences, S positions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,16 +74,12 @@ def bits(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return mix(mix(keys_T + stream)[:, None] ^ mix(column_N * _signed(_GOLDEN) ^ stream))
 
 
-def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    """fp32 [T, N], uniform in the open interval (0, 1): (m + 1/2) / 2^23 for whole m, all exact in fp32."""
-    return _uniform(keys_T, columns, stream)
-
-
 def _uniform_plain(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return (_shifted(bits(keys_T, columns, stream), 9).float() + 0.5) * 2.0**-23
 
 
-_uniform = twins(
+# (keys_T, columns, stream) -> fp32 [T, N]
+uniform = twins(
     "uniform",
     triton=kernels.uniform,
     plain=_uniform_plain,
@@ -100,30 +97,7 @@ def gumbel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return -torch.log(-torch.log(uniform(keys_T, columns, stream)))
 
 
-def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    """`x_TD` times factors from 1 - amount to 1 + amount, drawn for each element, in `x_TD`'s dtype.
-
-    A factor is one of 256, evenly spaced and as many above one as below; `amount` is rounded down to bf16.
-    Differentiable in `x_TD`.
-    """
-    return _Jitter.apply(x_TD, keys_T, amount, stream)
-
-
-class _Jitter(torch.autograd.Function):
-    """Draws the factors again in the backward pass: [T, D] numbers are cheaper to compute than to keep."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-        ctx.save_for_backward(keys_T)
-        ctx.settings = (amount, stream)
-        return _scale(x_TD, keys_T, amount, stream)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scale(grads[0], *ctx.saved_tensors, *ctx.settings), None, None, None
-
-
-def _scale_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+def _jitter_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     pair_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) // 2
     column_D = (pair_D + 1) * _signed(_GOLDEN)
@@ -145,10 +119,19 @@ def _changes(step: int, device: torch.device) -> Tensor:
     return torch.cat([size_M, -size_M])
 
 
-_scale = twins(
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.settings = inputs[2:]
+    ctx.save_for_backward(inputs[1])
+
+
+# (x_TD, keys_T, amount, stream) -> x_TD times factors, differentiable in x_TD
+jitter: Callable[..., Any] = twins(
     "jitter",
     triton=kernels.jitter,
-    plain=_scale_plain,
+    plain=_jitter_plain,
     fake=lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
     takes=on_gpu(torch.float32, torch.float16, torch.bfloat16),
+    save=_save,
+    # draws the factors again: [T, D] numbers are cheaper to compute than to keep
+    backward=lambda ctx, dx_TD: (jitter(dx_TD, *ctx.saved_tensors, *ctx.settings), None, None, None),
 )
