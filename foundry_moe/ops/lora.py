@@ -15,6 +15,7 @@ columns in kernels (see `foundry_moe_kernels.low_rank`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from foundry_moe_kernels.expert_products import LowRank, Tokens
 from foundry_moe_kernels.low_rank import Factors, columns_of, hidden_backward_, outer, pack, project
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
@@ -185,48 +187,18 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
 def _gradient(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy_TD is None:
         return (None,) * 5
-    z_PRF, u_RL, down_u_RL, *saved = take_saved(ctx)
-    # detached, z is the same memory and version: what autograd saved becomes the gradient
-    return _from_saved(ctx, dy_TD, (z_PRF.detach(), u_RL, down_u_RL), saved)
-
-
-def _from_saved(ctx: Any, dy_TD: Tensor, made: Sequence[Tensor], saved: Sequence[Any]) -> tuple[Any, ...]:
-    """The gradients of `_forward`'s arguments."""
-    (x_TD, weights_TK), factors = saved[:2], Factors(*saved[2:8])
-    frozen, plan = _constants(ctx, saved)
-    z_PRF, u_RL, down_u_RL = made
+    z_PRF, u_RL, down_u_RL, x_TD, weights_TK, *saved = take_saved(ctx)
+    scale, settings = ctx.settings
+    factors, frozen = Factors(*saved[:6]), Frozen(saved[6], saved[7], saved[8], scale)
+    plan = ExpertPlan._make([*saved[9:], *settings])
     needed = ctx.needs_input_grad
+    # detached, z is the same memory and version: what autograd saved becomes the gradient
     dx_TD, dweights_TK, d_up_a, d_up_b, d_down_a, d_down_b = _backward_(
-        dy_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, weights_TK), factors, frozen, plan, needed[0]
+        dy_TD, z_PRF.detach(), Kept(u_RL, down_u_RL, x_TD, weights_TK), factors, frozen, plan, needed[0]
     )
     by_factor = (d_up_a[0], d_up_b[0], d_up_a[-1], d_up_b[-1], d_down_a, d_down_b)
     of_factors = [grad if wanted else None for grad, wanted in zip(by_factor, needed[2:], strict=False)]
     return dx_TD if needed[0] else None, dweights_TK if needed[1] else None, Factors(*of_factors), None, None
-
-
-def _constants(ctx: Any, saved: Sequence[Any]) -> tuple[Frozen, ExpertPlan]:
-    scale, settings = ctx.settings
-    return Frozen(saved[8], saved[9], saved[10], scale), ExpertPlan._make([*saved[11:], *settings])
-
-
-def _fake_recompute(x_TD, weights_TK, factors, frozen, plan):  # type: ignore[no-untyped-def]
-    return x_TD.new_empty(plan.row_TK.shape[0], frozen.w2.shape[1])
-
-
-@operator("lora_experts_recompute", _fake_recompute)
-def _recompute(x_TD: Tensor, weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan) -> Tensor:
-    """y_TD in a node that saves x alone."""
-    return _forward(x_TD, weights_TK, factors, frozen, plan)[0]
-
-
-def _save_recompute(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    _save(ctx, inputs, (output,))
-
-
-def _recompute_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    made = _forward(*saved[:2], Factors(*saved[2:8]), *_constants(ctx, saved))[1:]
-    return _from_saved(ctx, dy_TD, made, saved)
 
 
 def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: ExpertPlan) -> None:
@@ -274,8 +246,9 @@ def lora_mlp(
     widths = (frozen.w1.shape[1],) * plan.num_experts
     table = _table(plan.offsets_E, plan.num_rows, "hopper", widths)
     experts = ExpertPlan(plan.source_R, plan.row_TK, plan.offsets_E, table, "hopper", widths, activation)
-    if memory == "recompute":
-        return lora_recompute(x_TD, weights_TK, factors, frozen, experts)
+    if memory == "recompute" and torch.is_grad_enabled():
+        run = partial(checkpoint, lora_experts, use_reentrant=False, preserve_rng_state=False)
+        return run(x_TD, weights_TK, factors, frozen, experts)[0]
     return lora_experts(x_TD, weights_TK, factors, frozen, experts)[0]
 
 
@@ -288,4 +261,3 @@ def supports(x_TD: Tensor, weights: tuple[Tensor, Tensor | None, Tensor], adapte
 
 
 lora_experts = differentiable(_forward, _save, _gradient)
-lora_recompute = differentiable(_recompute, _save_recompute, _recompute_gradient)
