@@ -298,12 +298,8 @@ def _down_backward_into(
             dots = pointwise.values_backward_(
                 h_V, z_PV, topology, plan.activation, weights_TK, plan.source_R, out=dz_PV
             )
-        if turned:
-            products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=True, tf32=_tf32(), out=dw2.mT)
-        elif stacked:
-            products.dds(dy_RD, h_V, topology, trans_a=True, stacked=True, tf32=_tf32(), out=dw2)
-        else:
-            products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=_tf32(), out=dw2)
+        out = dw2.mT if stacked else dw2
+        products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=out)
     else:
         dy_ECD = dy_RD.view(w2.shape[0], -1, w2.shape[1])
         h_ECF = torch.bmm(dy_ECD, w2)
