@@ -14,7 +14,7 @@ columns in kernels (see `foundry_moe_kernels.low_rank`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
-from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _gather, _planes, _table, few_rows
+from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _as_tokens, _gather, _planes, _table, _tokens, few_rows
 from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
 
@@ -76,17 +76,6 @@ class Frozen(NamedTuple):
     scale: float
 
 
-def _rows_of(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens | Tensor:
-    """Tokens where the Hopper products gather them, else their rows."""
-    if hopper.gathers(matrix_TD, plan.widths[0]):
-        return _as_tokens(matrix_TD, plan)
-    return _gather(matrix_TD, plan)
-
-
-def _as_tokens(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens:
-    return Tokens(x_TD=matrix_TD, source_R=plan.source_R, choices=plan.row_TK.shape[1])
-
-
 class Kept(NamedTuple):
     """Tensors that the backward pass reads beside z, whose memory it overwrites."""
 
@@ -116,7 +105,7 @@ def _forward(
         made = _fake_forward(x_TD, weights_TK, factors, frozen, plan)
         return made[0].zero_(), *made[1:]
     _compile_ahead(frozen, factors.rank, weights_TK, plan)
-    ragged, x_RD, w1s = plan.ragged, _rows_of(x_TD, plan), _planes(frozen.w1, frozen.v1)
+    ragged, x_RD, w1s = plan.ragged, _tokens(x_TD, plan) or _gather(x_TD, plan), _planes(frozen.w1, frozen.v1)
     packed = pack(factors, frozen.w2, len(w1s), frozen.scale)
     u_RL = project(x_RD, packed.up_a, ragged)
     z_PRF, h_RF = hopper.up(x_RD, w1s, ragged, plan.activation, low=LowRank(a_RL=u_RL, b=packed.up_b))
@@ -150,7 +139,7 @@ def _backward_(
     weighted: dict[str, Any] = {"weights_TK": weights_TK, "source_R": plan.source_R}
     ragged, rank = plan.ragged, factors.rank
     packed = pack(factors, frozen.w2, len(z_PRF), frozen.scale)
-    dy_RD = _rows_of(dy_TD, plan)
+    dy_RD = _tokens(dy_TD, plan) or _gather(dy_TD, plan)
     d_down_b, down_v_RL = outer(
         dy_RD, kept.down_u_RL, ragged, rank, scale=frozen.scale, factor_EKL=packed.down_b[0], **weighted
     )
@@ -207,7 +196,7 @@ def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: E
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
     dtype = None if weights_TK is None else weights_TK.dtype
 
-    def prepare() -> Callable[[], None]:
+    def run() -> None:
         few = (experts - 1) % 4 + 1  # whose tables are aligned as those of all are
         some = few_rows(plan, ahead.TOKENS, few, w2.device)
         down, up = w2.new_zeros(w2[:few].shape), w2.new_zeros(planes, few, *w2.shape[:0:-1])
@@ -219,15 +208,11 @@ def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: E
         x_TD = w2.new_zeros(ahead.TOKENS, width)
         ones_TK = None if dtype is None else torch.ones(ahead.TOKENS, choices, dtype=dtype, **like)
         base = Frozen(up[0], up[1] if planes == 2 else None, down, frozen.scale)
-
-        def run() -> None:
-            y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, factors, base, some)
-            _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), factors, base, some, True)
-
-        return run
+        y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, factors, base, some)
+        _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), factors, base, some, True)
 
     key = ("lora", w2.device, w2.dtype, dtype, w2.shape, planes, rank, choices, plan.activation)
-    ahead.run_once(key, w2.device, experts, choices, prepare)
+    ahead.run_once(key, w2.device, experts, choices, run)
 
 
 def lora_mlp(

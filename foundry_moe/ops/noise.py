@@ -63,22 +63,13 @@ def token_keys(token_ids_BS: Tensor) -> Tensor:
     return mix(sequence_B1 ^ position_S).reshape(-1)
 
 
-def bits(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    """int32 [T, N], uniform over all int32.
-
-    Args:
-        keys_T: int32, from `token_keys`.
-        stream: from `stream_of`; other streams give independent numbers.
-    """
-    column_N = torch.arange(columns, dtype=torch.int32, device=keys_T.device)
-    return mix(mix(keys_T + stream)[:, None] ^ mix(column_N * _signed(_GOLDEN) ^ stream))
-
-
 def _uniform_plain(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    return (_shifted(bits(keys_T, columns, stream), 9).float() + 0.5) * 2.0**-23
+    column_N = torch.arange(columns, dtype=torch.int32, device=keys_T.device)
+    bits_TN = mix(mix(keys_T + stream)[:, None] ^ mix(column_N * _signed(_GOLDEN) ^ stream))
+    return (_shifted(bits_TN, 9).float() + 0.5) * 2.0**-23
 
 
-# (keys_T, columns, stream) -> fp32 [T, N]
+# (keys_T: from `token_keys`, columns, stream: from `stream_of`) -> fp32 [T, N]; streams are independent
 uniform = twins(
     "uniform",
     triton=kernels.uniform,
