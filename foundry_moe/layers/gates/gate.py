@@ -76,8 +76,6 @@ class Gate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(config, GateKeys):
-            config.check(num_experts, top_k)
         self.config = config
         self.d_model = d_model
         self.num_experts = num_experts
@@ -181,10 +179,11 @@ class LinearGate(Gate):
         )
         counted = options.get("counted")
         experts_TK, counts_E = selection.experts_TK, selection.counts_E
+        counted_TK = experts_TK if counted is None else experts_TK[:, :counted]
         return Choices(
             experts_TK=experts_TK,
             weights_TK=selection.weights_TK,
-            losses=self.common_losses(logits_TE, None, counts_E, context, experts_TK[:, :counted], selection),
+            losses=self.common_losses(logits_TE, None, counts_E, context, counted_TK, selection),
             logits_TE=logits_TE,
             counts_E=counts_E if context.losses and counted is None else None,
         )
