@@ -17,11 +17,11 @@ from foundry_moe_kernels import descriptors, tuning
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_products import ragged_inner_kernel, ragged_rows_kernel
-from foundry_moe_kernels.topology import block_row_tables, packed_block_rows, split_block_rows
+from foundry_moe_kernels.topology import BLOCK_ROWS, pack_rows, split_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
-BLOCK, TALL = 128, 192  # rows of a tile: tiles of three consumers are tall
+BLOCK, TALL = BLOCK_ROWS
 WARPS = 8  # of a tile that is not specialised
 # Rows that are no multiple of a cache line (of 16-bit floats) take more of L2, so that tall tiles win: a layer of 60
 # experts of 1092 rows, 2120 x 1000, takes 0.94 of the time (H200) and 0.88 (H100). Fewer rows were not measured
@@ -97,23 +97,11 @@ def copies(tokens: Tokens) -> bool:
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:
-    """The block rows of experts whose rows end at `offsets_E` (int32 [E]), made here or by `pack_rows` before."""
+    """The block rows of experts whose rows end at `offsets_E` (int32 [E]); packed: from `pack_rows`, if made before."""
     if packed is None:
         packed = pack_rows(offsets_E, num_rows)
-    *tables, order_E = split_block_rows(packed, num_rows, offsets_E.shape[0], (BLOCK, TALL))
-    blocks = dict(zip((BLOCK, TALL), tables, strict=True))
-    return RaggedRows(offsets_E=offsets_E, blocks=blocks, order_E=order_E, num_rows=num_rows)
-
-
-def packed_size(experts: int, num_rows: int) -> int:
-    """Integers of `pack_rows`."""
-    return packed_block_rows(num_rows, experts, (BLOCK, TALL))
-
-
-def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
-    """The tables of `ragged_rows` as one int32 tensor, for all products of a layer. Reads nothing on the host."""
-    assert offsets_E.dtype is torch.int32 and offsets_E.is_contiguous()
-    return block_row_tables(offsets_E, num_rows, (BLOCK, TALL))
+    short, tall, order_E = split_rows(packed, num_rows, offsets_E.shape[0])
+    return RaggedRows(offsets_E=offsets_E, blocks={BLOCK: short, TALL: tall}, order_E=order_E, num_rows=num_rows)
 
 
 def supported(*tensors: Tensor) -> bool:

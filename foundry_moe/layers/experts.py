@@ -132,17 +132,16 @@ class Experts(ExpertsBase):
     ) -> None:
         super().__init__(activation=activation, **settings)
         self.with_copies: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]] = tuple
-        wide = (num_experts, hidden_size, d_model)
-        self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
-        self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if self.gated else None
-        self.w2_EDF = nn.Parameter(torch.empty(num_experts, d_model, hidden_size, device=device, dtype=dtype))
 
-        def bias_of(size: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(num_experts, size, device=device, dtype=dtype)) if bias else None
+        def new(*sizes: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *sizes, device=device, dtype=dtype))
 
-        self.w1_bias_EF = bias_of(hidden_size)
-        self.v1_bias_EF = bias_of(hidden_size) if self.gated else None
-        self.w2_bias_ED = bias_of(d_model)
+        self.w1_EFD = new(hidden_size, d_model)
+        self.v1_EFD = new(hidden_size, d_model) if self.gated else None
+        self.w2_EDF = new(d_model, hidden_size)
+        self.w1_bias_EF = new(hidden_size) if bias else None
+        self.v1_bias_EF = new(hidden_size) if bias and self.gated else None
+        self.w2_bias_ED = new(d_model) if bias else None
         self.lora = lora
         self.adapter_names: dict[str, tuple[str, str]] = {}
         if lora is not None:
@@ -152,8 +151,8 @@ class Experts(ExpertsBase):
                 inputs, outputs = ("F", "D") if target == "w2" else ("D", "F")
                 names = f"{target}_A_E{inputs}L", f"{target}_B_E{outputs}L"
                 for name, axis in zip(names, (inputs, outputs), strict=True):
-                    shape = (num_experts, d_model if axis == "D" else hidden_size, lora.r)
-                    self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=precise)))
+                    size = d_model if axis == "D" else hidden_size
+                    self.register_parameter(name, new(size, lora.r, dtype=precise))
                 self.adapter_names[target] = names
 
     def extra_repr(self) -> str:

@@ -33,7 +33,9 @@ from foundry_moe_kernels.activations import NAMES
 from foundry_moe_kernels.sparse_tiles import BLOCK
 from foundry_moe_kernels.topology import (
     Topology,
+    pack_rows,
     pack_topology,
+    packed_size,
     packed_topology_size,
     topology_from_offsets,
     unpack_topology,
@@ -166,7 +168,7 @@ def _as_tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens:
 
 def _fake_table(offsets_E, rows, kernels, widths):  # type: ignore[no-untyped-def]
     if kernels == "hopper":
-        return offsets_E.new_empty(hopper.packed_size(offsets_E.shape[0], rows))
+        return offsets_E.new_empty(packed_size(rows, offsets_E.shape[0]))
     return offsets_E.new_empty(packed_topology_size(rows, widths, block_of(offsets_E.device)))
 
 
@@ -174,7 +176,7 @@ def _fake_table(offsets_E, rows, kernels, widths):  # type: ignore[no-untyped-de
 def _table(offsets_E: Tensor, rows: int, kernels: str, widths: Sequence[int]) -> Tensor:
     """`ExpertPlan.table`."""
     if kernels == "hopper":
-        return hopper.pack_rows(offsets_E, rows)
+        return pack_rows(offsets_E, rows)
     return pack_topology(offsets_E, rows, widths, block_of(offsets_E.device))
 
 

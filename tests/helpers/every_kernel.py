@@ -114,7 +114,7 @@ def launch_experts(dtype: torch.dtype) -> None:
         pointwise.activation_backward_(
             h, pairs, offsets_E, "silu 1.702 7.0 1.0", weights_TK, source_R, pairs=order
         )  # fmt: skip
-    topology.block_row_tables(offsets_E, R, (BLOCK, 2 * BLOCK))
+    topology.pack_rows(offsets_E, R)
     permute.permute(x[:T], row_TK, offsets_E)
     permute.unpermute(x, weights_TK, row_TK)
     permute.unpermute_backward(x[:T], x, weights_TK, row_TK, offsets_E)

@@ -7,6 +7,7 @@ on Hopper they run in bf16 with tiles of every kind that training uses.
 import pytest
 import torch
 from foundry_moe_kernels import expert_products as ep
+from foundry_moe_kernels import topology
 from foundry_moe_kernels.tuning import Tile
 
 from tests.helpers import kernel_twins as reference
@@ -48,6 +49,7 @@ if CUDA:
 def small_blocks(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(ep, "BLOCK", 32)
+        monkeypatch.setattr(topology, "BLOCK_ROWS", (32, ep.TALL))
         monkeypatch.setattr(ep.tuning, "tile_of", lambda *a, **k: SMALL)
 
 
