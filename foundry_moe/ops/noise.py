@@ -97,14 +97,15 @@ def _jitter_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> T
     # multiplication by odd numbers: cheaper than another `mix`, and a byte of its upper half for each column
     number_TD = (keys_T * (_signed(stream) | 1) + stream)[:, None] * column_D
     shift_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) % 2 * 8 + 16
-    factor_B = 1 + _changes(kernels.step_of(amount), x_TD.device).to(dtype)
+    factor_B = 1 + _changes(amount, x_TD.device).to(dtype)
     return (x_TD * factor_B[((number_TD >> shift_D) & 0xFF).long()]).to(x_TD.dtype)
 
 
-def _changes(step: int, device: torch.device) -> Tensor:
+def _changes(amount: float, device: torch.device) -> Tensor:
     """fp32 [256]: the change of a factor for each byte, factor - 1; the upper half is the lower one, negated."""
-    bits_2 = torch.tensor([step << 16, (step - 1) << 16], dtype=torch.int32, device=device)
-    top, below = bits_2.view(torch.float32)
+    # `kernels.step_of`, which torch.compile cannot trace
+    step = (torch.tensor(amount, dtype=torch.float32, device=device).view(torch.int32) >> 16).clamp(min=1)
+    top, below = (torch.stack([step, step - 1]) << 16).view(torch.float32)
     size_M = (torch.arange(128, device=device) / 128 + 1) * top - below
     size_M = size_M.bfloat16().float()
     return torch.cat([size_M, -size_M])
