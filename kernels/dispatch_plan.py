@@ -95,8 +95,6 @@ def count_rows(experts_TK: Tensor, local_experts: int, ranks: int, nodes: int = 
         counts_P2: int64; by slot, rows for that rank and choices among them.
         counts_PN: rows of each block of tokens, for `assign_rows`.
     """
-    if experts_TK.is_floating_point() or experts_TK.dim() != 2 or not experts_TK.is_contiguous():
-        raise ValueError(f"experts_TK must be contiguous integers [T, K], not {experts_TK.dtype} {experts_TK.shape}")
     tokens, choices = experts_TK.shape
     blocks = cdiv(tokens, BLOCK)
     counts_P2 = torch.zeros(ranks, 2, dtype=torch.int64, device=experts_TK.device)

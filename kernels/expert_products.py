@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,11 @@ from foundry_moe_kernels import descriptors, tuning
 from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from foundry_moe_kernels.pointwise import activate, activation_backward_
 from foundry_moe_kernels.ragged_products import ragged_inner_kernel, ragged_rows_kernel
-from foundry_moe_kernels.topology import block_row_tables, packed_block_rows, split_block_rows
+from foundry_moe_kernels.topology import BLOCK_ROWS, pack_rows, split_rows
 from foundry_moe_kernels.tuning import Tile
 from torch import Tensor
 
-BLOCK, TALL = 128, 192  # rows of a tile: tiles of three consumers are tall
+BLOCK, TALL = BLOCK_ROWS
 WARPS = 8  # of a tile that is not specialised
 # Rows that are no multiple of a cache line (of 16-bit floats) take more of L2, so that tall tiles win: a layer of 60
 # experts of 1092 rows, 2120 x 1000, takes 0.94 of the time (H200) and 0.88 (H100). Fewer rows were not measured
@@ -98,49 +97,11 @@ def copies(tokens: Tokens) -> bool:
 
 
 def ragged_rows(offsets_E: Tensor, num_rows: int, packed: Tensor | None = None) -> RaggedRows:
-    """The block rows of experts whose rows end at `offsets_E` (int32 [E]), made here or by `pack_rows` before."""
+    """The block rows of experts whose rows end at `offsets_E` (int32 [E]); packed: from `pack_rows`, if made before."""
     if packed is None:
         packed = pack_rows(offsets_E, num_rows)
-    *tables, order_E = split_block_rows(packed, num_rows, offsets_E.shape[0], (BLOCK, TALL))
-    blocks = dict(zip((BLOCK, TALL), tables, strict=True))
-    return RaggedRows(offsets_E=offsets_E, blocks=blocks, order_E=order_E, num_rows=num_rows)
-
-
-def packed_size(experts: int, num_rows: int) -> int:
-    """Integers of `pack_rows`."""
-    return packed_block_rows(num_rows, experts, (BLOCK, TALL))
-
-
-def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
-    """The tables of `ragged_rows` as one int32 tensor, for all products of a layer. Reads nothing on the host.
-
-    With FOUNDRY_MOE_DEBUG=1 in the environment it also reads the offsets and checks them.
-
-    Raises:
-        ValueError: offsets of another shape or dtype; when debugging, offsets that fall or run past `num_rows`.
-    """
-    if offsets_E.dim() != 1 or offsets_E.dtype is not torch.int32 or not offsets_E.is_contiguous():
-        raise ValueError(f"offsets must be contiguous int32 [experts], not {offsets_E.dtype} {tuple(offsets_E.shape)}")
-    if os.environ.get("FOUNDRY_MOE_DEBUG") == "1":
-        ends = [0, *offsets_E.tolist()]
-        if ends != sorted(ends) or ends[-1] > num_rows:
-            raise ValueError(
-                f"offsets {ends[1:]} must not fall and must end at {num_rows} (the rows there are) at most"
-            )
-    return block_row_tables(offsets_E, num_rows, (BLOCK, TALL))
-
-
-def _check_operands(a_PRK: Tensor | Tokens, weights: tuple[Tensor, ...], rows: RaggedRows, k: int) -> None:
-    experts = rows.offsets_E.shape[0]
-    if a_PRK.shape[-2:] != (rows.num_rows, k):
-        raise ValueError(
-            f"the rows {tuple(a_PRK.shape)} must be [planes, {rows.num_rows}, {k}] to fit the plan and the weights"
-        )
-    for weight in weights:
-        if weight.shape != weights[0].shape or weight.shape[0] != experts or weight.stride() != weights[0].stride():
-            raise ValueError(f"weights must be alike, one matrix for each of {experts} experts: {tuple(weight.shape)}")
-        if weight.dtype != a_PRK.dtype or weight.device != a_PRK.device:
-            raise ValueError(f"rows are {a_PRK.dtype} on {a_PRK.device}, weights {weight.dtype} on {weight.device}")
+    short, tall, order_E = split_rows(packed, num_rows, offsets_E.shape[0])
+    return RaggedRows(offsets_E=offsets_E, blocks={BLOCK: short, TALL: tall}, order_E=order_E, num_rows=num_rows)
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -201,7 +162,10 @@ def _rows_product(
 
     `low` is added to c.
     """
-    _check_operands(a_PRK, weights, rows, weights[0].shape[2 if transposed else 1])
+    shape = (rows.offsets_E.shape[0], *((n, a_PRK.shape[-1]) if transposed else (a_PRK.shape[-1], n)))
+    assert a_PRK.shape[-2] == rows.num_rows
+    for weight in weights:
+        assert weight.shape == shape and weight.stride() == weights[0].stride() and weight.dtype == a_PRK.dtype
     if descriptors.plane_stride(weights) is None:  # too far apart for one tensor map
         weights = tuple(torch.stack(weights))
     glu = h_RN is not None
@@ -391,11 +355,7 @@ def weight_gradient(
     """
     planes, _, m = a_PRM.shape
     n = b_RN.shape[1]
-    if a_PRM.shape[1] != rows.num_rows or b_RN.shape[0] != rows.num_rows or a_PRM.dtype != b_RN.dtype:
-        raise ValueError(
-            f"a {tuple(a_PRM.shape)} {a_PRM.dtype} and b {tuple(b_RN.shape)} {b_RN.dtype} must share "
-            f"{rows.num_rows} rows and a dtype"
-        )
+    assert a_PRM.shape[1] == b_RN.shape[0] == rows.num_rows and a_PRM.dtype == b_RN.dtype
     experts = rows.offsets_E.shape[0]
     if out is None:
         out = torch.empty(planes, experts, m, n, dtype=a_PRM.dtype, device=a_PRM.device)

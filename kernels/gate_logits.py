@@ -10,6 +10,7 @@ Shapes: T tokens, D model width, E experts, S spans of tokens, P parts of an fp3
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,13 +41,15 @@ _INPUT_GRADIENT = _Tile(tokens=128, experts=32, columns=128, warps=4, stages=3)
 _WEIGHT_GRADIENT = _Tile(tokens=64, experts=64, columns=128, span=1024, warps=4, stages=3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Jitter:
-    """`foundry_moe_kernels.noise.jitter` of the input: its numbers, from int32 keys of the tokens and a stream."""
+class Jitter(NamedTuple):
+    """`foundry_moe_kernels.noise.jitter` of the input: its numbers, from int32 keys of the tokens and a stream.
 
-    keys_T: Tensor
-    amount: float
-    stream: int
+    keys_T: contiguous; None = no jitter.
+    """
+
+    keys_T: Tensor | None = None
+    amount: float = 0.0
+    stream: int = 0
 
 
 @triton.jit
@@ -183,9 +186,9 @@ def _sum_spans_kernel(parts_ptr, out_ptr, spans, numbers, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numbers)
 
 
-def _with_keys(jitter: Jitter | None, out: Tensor) -> tuple[Tensor, Tensor, int, int]:
+def _with_keys(jitter: Jitter, out: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Keys, the output, stream and the bits of the amount, as kernels take them."""
-    if jitter is None:
+    if jitter.keys_T is None:
         return out, out, 0, 1  # not read
     return jitter.keys_T, out, jitter.stream, step_of(jitter.amount)
 
@@ -203,7 +206,7 @@ def _expert_block(experts: int, tile: _Tile) -> int:
     return min(max(next_power_of_2(experts), 16), tile.experts)
 
 
-def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
+def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
     """x Wᵀ, fp32 [T, E].
 
     Args:
@@ -220,13 +223,13 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -
         launch(
             _logits_kernel, (cdiv(tokens, tile.tokens), cdiv(experts, block)),
             x_TD, weight_ED, *_with_keys(jitter, out_TE), tokens, experts, width,
-            JITTER=jitter is not None, PACKED=_packed(x_TD), PARTS=parts,
+            JITTER=jitter.keys_T is not None, PACKED=_packed(x_TD), PARTS=parts,
             BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out_TE
 
 
-def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
+def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter, dtype: torch.dtype) -> Tensor:
     """dx_TD in x's dtype."""
     tokens, experts = dlogits_TE.shape
     width = weight_ED.shape[1]
@@ -239,13 +242,13 @@ def input_gradient(dlogits_TE: Tensor, weight_ED: Tensor, jitter: Jitter | None,
         launch(
             _input_gradient_kernel, (cdiv(width, tile.columns), cdiv(tokens, tile.tokens)),
             dlogits_TE, weight_ED, *_with_keys(jitter, dx_TD), tokens, experts, width,
-            JITTER=jitter is not None, PACKED=_packed(dx_TD), PARTS=parts, BT=tile.tokens,
+            JITTER=jitter.keys_T is not None, PACKED=_packed(dx_TD), PARTS=parts, BT=tile.tokens,
             BE=_expert_block(experts, tile), BD=tile.columns, num_warps=warps, num_stages=tile.stages,
         )  # fmt: skip
     return dx_TD
 
 
-def weight_gradient(dlogits_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dtype: torch.dtype) -> Tensor:
+def weight_gradient(dlogits_TE: Tensor, x_TD: Tensor, jitter: Jitter, dtype: torch.dtype) -> Tensor:
     """dW [E, D] in the weight's dtype."""
     tokens, experts = dlogits_TE.shape
     width = x_TD.shape[1]
@@ -264,7 +267,7 @@ def weight_gradient(dlogits_TE: Tensor, x_TD: Tensor, jitter: Jitter | None, dty
     launch(
         _weight_gradient_kernel, (cdiv(width, tile.columns), cdiv(experts, block), spans),
         parts_PTE, x_TD, *_with_keys(jitter, sums_SED), tokens, experts, width, numbers,
-        JITTER=jitter is not None, PACKED=_packed(x_TD), PARTS=parts, SPAN=tile.span,
+        JITTER=jitter.keys_T is not None, PACKED=_packed(x_TD), PARTS=parts, SPAN=tile.span,
         BT=tile.tokens, BE=block, BD=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     numbers = experts * width

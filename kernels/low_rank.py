@@ -219,14 +219,14 @@ def _span(offsets_ptr, expert):
     return first, tl.load(offsets_ptr + expert)
 
 
-@triton.jit
-def _outer_rows(
+@triton.jit(do_not_specialize=["num_rows"])
+def _outer_kernel(
     a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
     num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
     CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The work of a program for columns of `a` and an expert. low is [R, PLANES * L], and out [PLANES, E, K, rank].
+    """A program has columns of `a` and an expert. low is [R, PLANES * L], and out [PLANES, E, K, rank].
 
     PROJECTED: also partial[chunk of columns, R] = a factor, of those columns; there is one plane then.
     """
@@ -267,20 +267,6 @@ def _outer_rows(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _outer_kernel(
-    a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
-    num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
-    CHOICES: tl.constexpr, PLANES: tl.constexpr, WEIGHTED: tl.constexpr, PROJECTED: tl.constexpr, L: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    _outer_rows(
-        a_ptr, source_ptr, low_ptr, weights_ptr, factor_ptr, partial_ptr, out_ptr, offsets_ptr,
-        num_rows, width, stride, low_stride, factor_stride, rank, plane_size, scale,
-        CHOICES, PLANES, WEIGHTED, PROJECTED, L, ROWS, COLUMNS, EVEN,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_rows"])
 def _planes_outer_kernel(
     z_ptr, u_ptr, b_ptr, partial_ptr, out_ptr, offsets_ptr, num_rows, width, rank, plane_size, scale,
     PLANES: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
@@ -288,7 +274,7 @@ def _planes_outer_kernel(
     """Each plane of z [PLANES, R, F] with its columns of u; out is [PLANES, E, F, rank]."""
     plane = tl.program_id(2).to(tl.int64)
     WIDE: tl.constexpr = PLANES * L
-    _outer_rows(
+    _outer_kernel(
         z_ptr + plane * num_rows * width, None, u_ptr + plane * L, None,
         b_ptr + plane * tl.num_programs(1) * width * WIDE + plane * L, partial_ptr + plane * L,
         out_ptr + plane * plane_size, offsets_ptr, num_rows, width, width, WIDE, WIDE, rank, plane_size, scale,

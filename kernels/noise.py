@@ -154,7 +154,7 @@ def step_of(amount: float) -> int:
 
 
 def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    """fp32 [T, N] in the open interval (0, 1).
+    """fp32 [T, N], uniform in the open interval (0, 1): (m + 1/2) / 2^23 for whole m, all exact in fp32.
 
     Args:
         keys_T: int32.
@@ -169,7 +169,9 @@ def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
 
 
 def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    """`x_TD` times factors between 1 - amount and 1 + amount, see `jittered`, in `x_TD`'s dtype.
+    """`x_TD` times factors from 1 - amount to 1 + amount, drawn for each element, in `x_TD`'s dtype.
+
+    A factor is one of 256, evenly spaced and as many above one as below; `amount` is rounded down to bf16.
 
     Args:
         x_TD: fp32, fp16 or bf16.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from foundry_moe_kernels import permute_plan
 from foundry_moe_kernels.launch import divisor, multiple
 from torch import Tensor
 
@@ -50,44 +49,32 @@ def _gather_kernel(
     tl.store(out_ptr + r.to(tl.int64)[:, None] * width + d[None, :], x, mask=keep & (r < rows)[:, None])
 
 
-class Sorted:
-    """Choices sorted by expert, in the order in which they are given slots: what `assign_slots` needs beside C.
+def assign_slots(
+    experts_A: Tensor, row_A: Tensor, offsets_E: Tensor, order_A: Tensor | None, shape: torch.Size, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: experts_TK and row_TK (e * C + slot), both -1 for dropped choices, and source_R (-1: unused).
 
     Args:
-        experts_TK: integers in [-1, E).
-        order_A: the order, as numbers k * T + t; None = all first choices before all second ones, by token.
+        experts_A, row_A, offsets_E: of `permute_plan.plan_permute`, for choices in the order in which they get slots.
+        order_A: that order, as numbers k * T + t; None = all first choices before all second ones, by token.
+        shape: [T, K].
     """
-
-    def __init__(self, experts_TK: Tensor, num_experts: int, order_A: Tensor | None = None) -> None:
-        experts_A = experts_TK.t().reshape(-1)
-        if order_A is not None:
-            experts_A = experts_A[order_A]
-        self.tokens, self.choices = experts_TK.shape
-        self.order_A = order_A
-        self.experts_A, self.loads_E, self.offsets_E, _, self.row_A = permute_plan.plan_permute(
-            experts_A[:, None], num_experts
-        )
-
-    def assign_slots(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """int32: experts_TK and row_TK (e * C + slot), both -1 for dropped choices, and source_R (-1: unused)."""
-        shape, device = (self.tokens, self.choices), self.experts_A.device
-        experts_TK = torch.empty(shape, dtype=torch.int32, device=device)
-        row_TK = torch.empty_like(experts_TK)
-        rows = self.loads_E.shape[0] * capacity
-        source_R = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        if experts_TK.numel():
-            block = 256
-            _slot_kernel[(triton.cdiv(experts_TK.numel(), block),)](
-                self.experts_A, self.row_A, self.offsets_E, self.order_A, experts_TK, row_TK, source_R,
-                self.tokens, self.choices, capacity, ORDERED=self.order_A is not None, BLOCK=block,
-            )  # fmt: skip
-        return experts_TK, row_TK, source_R
+    tokens, choices = shape
+    experts_TK = torch.empty(shape, dtype=torch.int32, device=experts_A.device)
+    row_TK = torch.empty_like(experts_TK)
+    rows = offsets_E.shape[0] * capacity
+    source_R = torch.full((rows,), -1, dtype=torch.int32, device=experts_A.device)
+    if experts_TK.numel():
+        block = 256
+        _slot_kernel[(triton.cdiv(experts_TK.numel(), block),)](
+            experts_A, row_A, offsets_E, order_A, experts_TK, row_TK, source_R, tokens, choices, capacity,
+            ORDERED=order_A is not None, BLOCK=block,
+        )  # fmt: skip
+    return experts_TK, row_TK, source_R
 
 
 def gather(x_TD: Tensor, source_R: Tensor, choices: int) -> Tensor:
-    """x_RD: the token source // K of each row, zeros where source is -1."""
-    if x_TD.dim() != 2 or (x_TD.stride(1) != 1 and x_TD.shape[1] > 1):
-        raise ValueError(f"needs a matrix with unit stride along its rows, not {tuple(x_TD.shape)} {x_TD.stride()}")
+    """x_RD: the token source // K of each row, zeros where source is -1. Rows of x are contiguous."""
     rows, width = source_R.shape[0], x_TD.shape[1]
     out = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
     if out.numel():

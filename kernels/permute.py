@@ -143,29 +143,17 @@ def _sparse(choices: int) -> int:
     return next_power_of_2(choices) if choices >= _SPARSE else 0
 
 
-def _check(matrix: Tensor, row_TK: Tensor) -> None:
-    if matrix.dim() != 2 or (matrix.stride(1) != 1 and matrix.shape[1] > 1):
-        raise ValueError(
-            f"needs a matrix with unit stride along its rows, not {tuple(matrix.shape)} strided {matrix.stride()}"
-        )
-    if row_TK.dim() != 2 or row_TK.is_floating_point() or not row_TK.is_contiguous():
-        raise ValueError(f"row_TK must be contiguous integers [T, K], not {row_TK.dtype} {tuple(row_TK.shape)}")
-    if row_TK.device != matrix.device:
-        raise ValueError(f"row_TK is on {row_TK.device}, the matrix on {matrix.device}")
-
-
 def permute(x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor | None, rows: int | None = None) -> Tensor:
     """x_RD: each token copied to the rows of its choices. Reads every token once.
 
     Args:
-        row_TK: the row of each choice, -1 for none.
+        x_TD: its rows are contiguous.
+        row_TK: the row of each choice, -1 for none; contiguous here and below.
         offsets_E: row ends of the experts; rows past the last one are zeros. None = unused rows are undefined.
         rows: R, at most T * K; None = T * K.
     """
-    _check(x_TD, row_TK)
     tokens, choices = row_TK.shape
-    if x_TD.shape[0] != tokens:
-        raise ValueError(f"x_TD has {x_TD.shape[0]} tokens, row_TK {tokens}")
+    assert x_TD.shape[0] == tokens and row_TK.is_contiguous() and (x_TD.stride(1) == 1 or x_TD.shape[1] == 1)
     rows = tokens * choices if rows is None else rows
     width = x_TD.shape[1]
     out = torch.empty(rows, width, dtype=x_TD.dtype, device=x_TD.device)
@@ -183,9 +171,9 @@ def permute(x_TD: Tensor, row_TK: Tensor, offsets_E: Tensor | None, rows: int | 
 
 def unpermute(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
     """y_TD: the weighted sum of each token's rows, accumulated in fp32 (fp64 for fp64). None weighs all by one."""
-    _check(y_RD, row_TK)
     tokens, choices = row_TK.shape
     width = y_RD.shape[1]
+    assert row_TK.is_contiguous()
     out = torch.empty(tokens, width, dtype=y_RD.dtype, device=y_RD.device)
     if out.numel() == 0:
         return out
@@ -203,9 +191,9 @@ def unpermute_backward(
     dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `unpermute`: dy_RD (zeros past the end) and dweights_TK (zeros where there is no choice)."""
-    _check(y_RD, row_TK)
     tokens, choices = row_TK.shape
     width = y_RD.shape[1]
+    assert row_TK.is_contiguous()
     y_RD = y_RD.contiguous()
     out = torch.empty_like(y_RD)
     dweights = torch.empty(tokens, choices, dtype=weights_TK.dtype, device=weights_TK.device)

@@ -129,8 +129,6 @@ def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
         int32: experts_TK, tokens_per_expert_E, offsets_E (row ends), source_R (assignment of each row, -1 past the
         end), row_TK (-1 without choice).
     """
-    if experts_TK.is_floating_point():
-        raise ValueError(f"experts_TK must be integers, not {experts_TK.dtype}")
     experts_TK = experts_TK.contiguous()
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts ({num_experts}) must be 1 to {MAX_EXPERTS}")

@@ -210,10 +210,8 @@ def activation_backward_(
         Given weights, fp32 [1, R]: dot(dh, h) of each row, from dh before it was weighted.
     """
     rows, width = dh_RF.shape
-    if not (
-        dh_RF.is_contiguous() and z_PRF.is_contiguous() and z_PRF.shape[1:] == (rows, 2 * width if pairs else width)
-    ):
-        raise ValueError(f"dh {tuple(dh_RF.shape)} and z {tuple(z_PRF.shape)} must be contiguous and of one [R, F]")
+    assert z_PRF.shape[1:] == (rows, 2 * width if pairs else width)
+    assert dh_RF.is_contiguous() and z_PRF.is_contiguous()
     dots = torch.empty(1, rows, dtype=torch.float32, device=dh_RF.device) if weights_TK is not None else None
     if rows and width:
         # the widest part that leaves the fewest threads idle: 768 as 3 x 256

@@ -14,6 +14,8 @@ Shapes: R rows, C columns of S, E experts, D model width, F expert width, P plan
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,6 @@ from foundry_moe_kernels.sparse_tiles import SparseTile, choose
 from foundry_moe_kernels.topology import Topology
 from torch import Tensor
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TRANSPOSED = 64  # rows and columns of a program: lines of 128 bytes on both sides for 16-bit elements
 
 
@@ -55,27 +56,9 @@ def row_major(matrix_RN: Tensor) -> Tensor:
     return out_RN
 
 
-def _check_columns(matrix: Tensor, topology: Topology, name: str) -> None:
-    columns = matrix.shape[0] if matrix.dim() == 2 else matrix.shape[0] * matrix.shape[1]
-    if matrix.dim() not in (2, 3) or columns != topology.num_columns:
-        raise ValueError(
-            f"{name} {tuple(matrix.shape)} (after transposing) must meet the topology's {topology.num_columns} "
-            f"columns: [{topology.num_columns}, n] or [experts, width, n]"
-        )
-
-
-def _check_same(a: Tensor, b: Tensor) -> None:
-    if a.dtype != b.dtype or a.dtype not in _DTYPES:
-        raise ValueError(f"operands must share one dtype of fp32, fp16, bf16, not {a.dtype} and {b.dtype}")
-    if a.device != b.device:
-        raise ValueError(f"operands are on {a.device} and {b.device}")
-
-
-def _check_values(s: Tensor, topology: Topology) -> None:
-    if not s.is_contiguous() or s.numel() != topology.num_values:
-        raise ValueError(
-            f"values {tuple(s.shape)} must be contiguous and hold {topology.num_values} elements, as `sdd` makes them"
-        )
+def _meets_columns(matrix_CN: Tensor, topology: Topology) -> bool:
+    """Whether a dense operand, one matrix or a stack, has the columns of S."""
+    return math.prod(matrix_CN.shape[:-1]) == topology.num_columns
 
 
 def _strides(matrix: Tensor) -> tuple[int, int, int]:
@@ -170,18 +153,11 @@ def sdd(
         b: [K, C] or [E, K, F] (with `trans_b` [C, K] or [E, F, K]).
         tf32: fp32 operands are rounded to tf32.
         zero_tail: rows past the loads' end are zeros, otherwise undefined.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
     """
     a_RK = a.mT if trans_a else a
     b_KC = b.mT if trans_b else b
-    _check_same(a, b)
-    _check_columns(b_KC.mT, topology, "b")
-    if a_RK.shape != (topology.num_rows, b_KC.shape[-2]):
-        raise ValueError(
-            f"op(a) {tuple(a_RK.shape)} must be [{topology.num_rows}, {b_KC.shape[-2]}]: topology's rows, op(b)'s depth"
-        )
+    assert a.dtype == b.dtype and _meets_columns(b_KC.mT, topology)
+    assert a_RK.shape == (topology.num_rows, b_KC.shape[-2])
     s = _empty_values(topology, a, zero_tail)
     if s.numel():
         a_RK, b_KC = row_major(a_RK), _by_expert(b_KC, topology, 1)
@@ -213,7 +189,7 @@ def sdd_act(
 
     Rows past the loads' end are undefined.
     """
-    _check_same(a, weights[0])
+    assert a.dtype == weights[0].dtype
     shape = (topology.num_rows, topology.widths[0]) if topology.uniform else (topology.num_values,)
     z_PRF = torch.empty(len(weights), *shape, dtype=a.dtype, device=a.device)
     h_RF = torch.empty_like(z_PRF[0])
@@ -253,25 +229,19 @@ def dsd(
             [E, F, N] if `stacked`.
         zero_tail: rows of the result past the loads' end are zeros, otherwise undefined.
         out: the result's place, with `trans_s` and `stacked`; in fp32 it gets the sums unrounded.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
     """
     s_P = s if isinstance(s, tuple) else (s,)
     b_P = tuple(matrix.mT if trans_b else matrix for matrix in (b if isinstance(b, tuple) else (b,)))
     for values, matrix in zip(s_P, b_P, strict=True):
-        _check_same(values, matrix)
-        _check_values(values, topology)
-        if matrix.shape != b_P[0].shape or matrix.stride() != b_P[0].stride():
-            raise ValueError(f"operands to add must be alike, not {tuple(matrix.shape)} and {tuple(b_P[0].shape)}")
+        assert values.dtype == matrix.dtype and values.is_contiguous() and values.numel() == topology.num_values
+        assert matrix.shape == b_P[0].shape and matrix.stride() == b_P[0].stride()
     if topology.uniform:
         s_P = tuple(values.view(topology.num_rows, -1) for values in s_P)
     s, b_in, n = s_P[0], b_P[0], b_P[0].shape[-1]
     if trans_s:
-        if b_in.dim() != 2 or b_in.shape[0] != topology.num_rows or len(b_P) > 1:
-            raise ValueError(f"op(b) {tuple(b_in.shape)} must have the topology's {topology.num_rows} rows")
+        assert b_in.shape == (topology.num_rows, n) and len(b_P) == 1
         return _inner(s, b_in, topology, stacked=stacked, tf32=tf32, out=out, tile=tile)
-    _check_columns(b_in, topology, "b")
+    assert _meets_columns(b_in, topology)
     result = (torch.zeros if zero_tail else torch.empty)(topology.num_rows, n, dtype=s.dtype, device=s.device)
     if result.numel():
         b_P = tuple(_by_expert(matrix, topology, 0) for matrix in b_P)
@@ -289,13 +259,11 @@ def _inner(
 ) -> Tensor:  # fmt: skip
     """Sᵀ b: [C, N], or [E, F, N]. Experts without rows get zeros."""
     n, width = b_RN.shape[1], topology.widths[0]
-    if stacked and not topology.uniform:
-        raise ValueError(f"a stack needs experts of one width, not {sorted(set(topology.widths))}")
+    assert topology.uniform or not stacked
     shape = (len(topology.widths), width, n) if stacked else (topology.num_columns, n)
     if out is None:
         out = torch.empty(shape, dtype=s.dtype, device=s.device)
-    elif out.shape != shape or out.dtype not in (s.dtype, torch.float32):
-        raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {shape} {s.dtype} or fp32")
+    assert out.shape == shape and out.dtype in (s.dtype, torch.float32)
     if out.numel():
         b_RN = row_major(b_RN)
         deep = tuning.per_expert(topology.num_rows, len(topology.widths))

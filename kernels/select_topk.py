@@ -1,6 +1,6 @@
-"""The k largest of each token's scores in one pass: their softmax too, and gates' statistics of all scores.
+"""The k largest of each token's scores in one pass.
 
-Shapes: T tokens, E experts (1024 at most), K choices, P programs.
+Shapes: T tokens, E experts (1024 at most), K choices.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def best_keys(key, K: tl.constexpr, KP: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _topk_kernel(
-    scores_ptr, values_ptr, experts_ptr, tokens, num_experts, K: tl.constexpr, KP: tl.constexpr, SOFTMAX: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    scores_ptr, values_ptr, experts_ptr, tokens, num_experts, K: tl.constexpr, KP: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
@@ -66,14 +66,6 @@ def _topk_kernel(
     chosen = best_keys(key, K, KP, TOKENS)
     values = score_of(chosen)
     live = k[None, :] < K
-    if SOFTMAX != "none":
-        peak = score_of(tl.max(key, axis=1))
-        exps = tl.where(live, tl.exp(values - peak[:, None]), 0.0)
-        if SOFTMAX == "all":
-            total = tl.sum(tl.exp(raw - peak[:, None]), axis=1)
-        else:
-            total = tl.sum(exps, axis=1)
-        values = exps / total[:, None]
     at = t.to(tl.int64)[:, None] * K + k[None, :]
     write = (t < tokens)[:, None] & live
     tl.store(values_ptr + at, values, mask=write)
@@ -101,38 +93,21 @@ def _sort_kernel(
     tl.store(experts_ptr + out, experts, mask=write)
 
 
-def _check(scores_TE: Tensor, k: int) -> None:
-    if scores_TE.dim() != 2 or not scores_TE.is_floating_point():
-        raise ValueError(f"scores_TE must be contiguous floats [T, E], not {scores_TE.dtype} {tuple(scores_TE.shape)}")
-    if not 1 <= k <= scores_TE.shape[1] <= MAX_EXPERTS:
-        raise ValueError(f"needs 1 <= k ({k}) <= experts ({scores_TE.shape[1]}) <= {MAX_EXPERTS}")
-
-
 def _results(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    assert 1 <= k <= scores_TE.shape[1] <= MAX_EXPERTS
     shape, device = (scores_TE.shape[0], k), scores_TE.device
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int64, device=device)
 
 
-def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, Tensor]:
-    """The k largest scores of each token, largest first, ties towards the lower expert.
+def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores of each token, largest first, ties towards the lower expert: fp32 [T, K] and int64 [T, K].
 
     Args:
         scores_TE: fp32, bf16 or fp16, contiguous.
         k: 1 to E.
-        softmax: none = the scores themselves; all = their softmax over all E; chosen = over the k chosen.
-
-    Returns:
-        fp32 [T, K] and int64 [T, K].
-
-    Raises:
-        ValueError: more than 1024 experts, k out of range, a layout or `softmax` that it does not know.
     """
-    if not scores_TE.is_contiguous():
-        raise ValueError(f"scores_TE must be contiguous floats [T, E], not strided {scores_TE.stride()}")
-    _check(scores_TE, k)
-    if softmax not in ("none", "all", "chosen"):
-        raise ValueError(f"softmax ({softmax!r}) must be none, all or chosen")
-    if softmax == "none" and k >= _SORTED:
+    assert scores_TE.is_contiguous()
+    if k >= _SORTED:
         return ranked(scores_TE, k, absent_below_zero=False)
     tokens, experts = scores_TE.shape
     values_TK, experts_TK = _results(scores_TE, k)
@@ -141,8 +116,8 @@ def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, T
         block = max(1, min(_ELEMENTS // wide, 16))
         launch(
             _topk_kernel, (cdiv(tokens, block),),
-            scores_TE, values_TK, experts_TK, tokens, experts, K=k, KP=next_power_of_2(k), SOFTMAX=softmax,
-            TOKENS=block, EXPERTS=wide, num_warps=4,
+            scores_TE, values_TK, experts_TK, tokens, experts, K=k, KP=next_power_of_2(k), TOKENS=block, EXPERTS=wide,
+            num_warps=4,
         )  # fmt: skip
     return values_TK, experts_TK
 
@@ -156,7 +131,6 @@ def ranked(scores_TE: Tensor, k: int, *, absent_below_zero: bool) -> tuple[Tenso
     Returns:
         fp32 [T, K] and int64 [T, K], as `topk`.
     """
-    _check(scores_TE, k)
     tokens, experts = scores_TE.shape
     values_TK, experts_TK = _results(scores_TE, k)
     if tokens:
@@ -245,8 +219,7 @@ def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
         scores_NC: fp32, contiguous, without -0; scores below zero are never kept.
         number: one for all rows, perhaps as a tensor of one integer on the device.
     """
-    if scores_NC.dtype is not torch.float32 or not scores_NC.is_contiguous():
-        raise ValueError(f"scores_NC must be contiguous fp32, not {scores_NC.dtype} strided {scores_NC.stride()}")
+    assert scores_NC.dtype is torch.float32 and scores_NC.is_contiguous()
     rows, columns = scores_NC.shape
     out_NC = torch.empty_like(scores_NC)
     if out_NC.numel():

@@ -83,20 +83,6 @@ MEASURED: dict[int, dict[str, tuple[tuple[int, SparseTile], ...]]] = {
 }
 
 
-def _others(product: str) -> SparseTile:
-    """The rule for chips that were not measured.
-
-    Four warps' registers would not do for an activation, nor for a turned operand.
-    """
-    return SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "dsd", "dsd2") else 8)
-
-
-def _kind(product: str, tf32: bool, along: bool) -> str:
-    if not tf32:
-        return product
-    return "glu tf32" if product == "glu" else "along" if along else "across"
-
-
 def choose(
     product: str, topology: Topology, dtype: torch.dtype, *, columns: int, inner: int, tf32: bool = False,
     along: bool = False,
@@ -112,10 +98,12 @@ def choose(
     """
     device, block = topology.starts_M.device, topology.block
     measured = MEASURED.get(capability(device))
-    if measured is None:
-        tile = _others(product)
+    if measured is None:  # four warps' registers would not do for an activation, nor for a turned operand
+        tile = SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "dsd", "dsd2") else 8)
     else:
-        kind = _kind(product, tf32 and dtype.itemsize == 4, along)
+        kind = product
+        if tf32 and dtype.itemsize == 4:
+            kind = "glu tf32" if product == "glu" else "along" if along else "across"
         tile = next(tile for least, tile in measured[kind] if inner >= least)
     if dtype.itemsize == 4 and tile.bk > 32:
         tile = replace(tile, bk=32)

@@ -25,6 +25,7 @@ from foundry_moe_kernels.launch import cdiv, launch, next_power_of_2
 from torch import Tensor
 
 _GATHERS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6))
+BLOCK_ROWS = (128, 192)  # of the Hopper products' tiles: those of three consumers are tall
 _CHUNK = 64  # indices that one program of the topology's kernel fills in
 
 
@@ -188,10 +189,7 @@ def topology_from_offsets(offsets_E: Tensor, num_rows: int, widths: Sequence[int
         offsets_E: the row after the last one of each expert, int32.
         num_rows: R, rows allocated; the loads may add up to less.
         widths: columns of each expert (equal or not, multiples of the block or not).
-        block: B, a power of two.
-
-    Raises:
-        ValueError: a block that is no power of two, a width that is not positive.
+        block: B, a power of two, 16 or more.
     """
     return unpack_topology(pack_topology(offsets_E, num_rows, widths, block), num_rows, widths, block)
 
@@ -223,10 +221,6 @@ def _split(packed: Tensor, num_rows: int, widths: Sequence[int], block: int) -> 
 
 def pack_topology(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block: int) -> Tensor:
     """The tables that depend on the loads, as one int32 tensor that all products of a layer share."""
-    if block < 16 or block & (block - 1):
-        raise ValueError(f"block ({block}) must be a power of two, 16 or more")
-    if any(width < 1 for width in widths):
-        raise ValueError(f"every expert's width must be positive: {list(widths)}")
     device, experts = offsets_E.device, len(widths)
     widths_E = column_tables(tuple(widths), block, device)[0]
     packed = torch.empty(packed_topology_size(num_rows, widths, block), dtype=torch.int32, device=device)
@@ -284,47 +278,47 @@ def _block_rows_kernel(
     tl.store(order_ptr + tl.sum(ahead.to(tl.int32), axis=1), m, mask=ranked)
 
 
-def _most(num_rows: int, experts: int, blocks: tuple[int, int]) -> tuple[int, int]:
-    return max(max_block_rows(num_rows, experts, blocks[0]), 1), max(max_block_rows(num_rows, experts, blocks[1]), 1)
+def _most(num_rows: int, experts: int) -> tuple[int, int]:
+    short, tall = (max(max_block_rows(num_rows, experts, block), 1) for block in BLOCK_ROWS)
+    return short, tall
 
 
-def split_block_rows(
-    packed: Tensor, num_rows: int, experts: int, blocks: tuple[int, int]
+def split_rows(
+    packed: Tensor, num_rows: int, experts: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
-    """Views of what `block_row_tables` gives for the same arguments.
+    """Views of what `pack_rows` gives for the same arguments.
 
     Returns:
         for each block size int32 [M, 4]: expert, first row of the expert, rows of the expert, row within the expert;
         and int32 [3], the number of block rows in use and two zeros, which products count with.
         Then int32 [E], the experts from the most rows to the fewest.
     """
-    most, tall_most = _most(num_rows, experts, blocks)
+    most, tall_most = _most(num_rows, experts)
     entries, tall, order_E, count, tall_count = packed.split([4 * most, 4 * tall_most, experts, 3, 3])
     return (entries.view(-1, 4), count), (tall.view(-1, 4), tall_count), order_E
 
 
-def packed_block_rows(num_rows: int, experts: int, blocks: tuple[int, int]) -> int:
-    """Integers of what `block_row_tables` gives."""
-    return 4 * sum(_most(num_rows, experts, blocks)) + experts + 6
+def packed_size(num_rows: int, experts: int) -> int:
+    """Integers of `pack_rows`."""
+    return 4 * sum(_most(num_rows, experts)) + experts + 6
 
 
-def block_row_tables(offsets_E: Tensor, num_rows: int, blocks: tuple[int, int]) -> Tensor:
+def pack_rows(offsets_E: Tensor, num_rows: int) -> Tensor:
     """The block rows alone, of two sizes, in one launch: what the kernels of experts of one width need.
 
-    Args:
-        blocks: rows of a block; the lower first.
-
     Returns:
-        int32, one tensor for all tables: see `split_block_rows`.
+        int32, one tensor for all tables, that all products of a layer share: see `split_rows`.
     """
+    assert offsets_E.dtype is torch.int32 and offsets_E.is_contiguous()
     experts = offsets_E.shape[0]
-    packed = torch.empty(packed_block_rows(num_rows, experts, blocks), dtype=torch.int32, device=offsets_E.device)
-    (entries_M4, count), (tall_M4, _), order_E = split_block_rows(packed, num_rows, experts, blocks)
+    packed = torch.empty(packed_size(num_rows, experts), dtype=torch.int32, device=offsets_E.device)
+    (entries_M4, count), (tall_M4, _), order_E = split_rows(packed, num_rows, experts)
     most, tall_most = entries_M4.shape[0], tall_M4.shape[0]
+    block, tall = BLOCK_ROWS
     chunk = 32
     launch(  # the second table and its count lie behind the first ones
         _block_rows_kernel, (cdiv(max(most, experts), chunk), 2),
         offsets_E, entries_M4, count, order_E, experts, most, tall_most,
-        EXPERTS=next_power_of_2(experts), BLOCK=blocks[0], TALL=blocks[1], CHUNK=chunk,
+        EXPERTS=next_power_of_2(experts), BLOCK=block, TALL=tall, CHUNK=chunk,
     )  # fmt: skip
     return packed

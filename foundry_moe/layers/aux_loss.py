@@ -35,14 +35,15 @@ class LoadStatistics:
     def move_to(self, device: torch.device) -> None:
         """Moves the sums to the layer's device, once."""
         if self.counts_E.device != device:
-            self.counts_E = self.counts_E.to(device)
-            self.losses_L = self.losses_L.to(device)
-            self.microbatches_1 = self.microbatches_1.to(device)
+            self.counts_E, self.losses_L, self.microbatches_1 = (tensor.to(device) for tensor in self.sums)
 
     def reset(self) -> None:
-        self.counts_E.zero_()
-        self.losses_L.zero_()
-        self.microbatches_1.zero_()
+        for tensor in self.sums:
+            tensor.zero_()
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.counts_E, self.losses_L, self.microbatches_1
 
 
 def _add_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
@@ -74,12 +75,10 @@ class _AttachLoss(torch.autograd.Function):
         losses_L: Tensor,
         counts_E: Tensor,
         scale: Tensor,
-        sum_E: Tensor,
-        sum_L: Tensor,
-        sum_1: Tensor,
+        *sums: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(losses_L, counts_E, loss.detach())
-        ctx.scale, ctx.sums = scale, (sum_E, sum_L, sum_1)
+        ctx.scale, ctx.sums = scale, sums
         # torch.compile rebuilds an output that aliases an input outside the graph, which would drop this backward pass
         return y_TD.clone() if torch.compiler.is_compiling() else y_TD.view_as(y_TD)
 
@@ -102,5 +101,4 @@ def attach(
         scale: the trainer's factor of the main loss (`BatchContext.loss_scale`), read in the backward pass.
     """
     statistics.move_to(y_TD.device)
-    sums = statistics.counts_E, statistics.losses_L, statistics.microbatches_1
-    return _AttachLoss.apply(y_TD, loss, losses_L, counts_E, scale, *sums)
+    return _AttachLoss.apply(y_TD, loss, losses_L, counts_E, scale, *statistics.sums)

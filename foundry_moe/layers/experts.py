@@ -57,9 +57,22 @@ class ExpertsBase(nn.Module):
         """The last arguments of `compute`: every tensor that may need a gradient, a weight first."""
         raise NotImplementedError
 
+    def options(self, *tensors: Any) -> dict[str, Any]:
+        """What `expert_mlp` needs beside three weights and the settings here, from the other ones of `tensors`."""
+        raise NotImplementedError
+
     def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *tensors: Any) -> Tensor:
         """y_QD: the experts' results for received rows, times their combine weights."""
-        raise NotImplementedError
+        return expert_mlp(
+            x_QD,
+            weights_QK,
+            plan,
+            *tensors[:3],
+            activation=self.activation,
+            backend=self.backend,
+            memory=self.memory,
+            **self.options(*tensors[3:]),
+        )
 
     def forward(self, rows: Dispatched, dispatcher: Dispatcher) -> Dispatched:
         """Receives rows, computes the experts, and starts to send results back; in rounds, part by part.
@@ -119,17 +132,16 @@ class Experts(ExpertsBase):
     ) -> None:
         super().__init__(activation=activation, **settings)
         self.with_copies: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]] = tuple
-        wide = (num_experts, hidden_size, d_model)
-        self.w1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype))
-        self.v1_EFD = nn.Parameter(torch.empty(wide, device=device, dtype=dtype)) if self.gated else None
-        self.w2_EDF = nn.Parameter(torch.empty(num_experts, d_model, hidden_size, device=device, dtype=dtype))
 
-        def bias_of(size: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(num_experts, size, device=device, dtype=dtype)) if bias else None
+        def new(*sizes: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *sizes, device=device, dtype=dtype))
 
-        self.w1_bias_EF = bias_of(hidden_size)
-        self.v1_bias_EF = bias_of(hidden_size) if self.gated else None
-        self.w2_bias_ED = bias_of(d_model)
+        self.w1_EFD = new(hidden_size, d_model)
+        self.v1_EFD = new(hidden_size, d_model) if self.gated else None
+        self.w2_EDF = new(d_model, hidden_size)
+        self.w1_bias_EF = new(hidden_size) if bias else None
+        self.v1_bias_EF = new(hidden_size) if bias and self.gated else None
+        self.w2_bias_ED = new(d_model) if bias else None
         self.lora = lora
         self.adapter_names: dict[str, tuple[str, str]] = {}
         if lora is not None:
@@ -139,8 +151,8 @@ class Experts(ExpertsBase):
                 inputs, outputs = ("F", "D") if target == "w2" else ("D", "F")
                 names = f"{target}_A_E{inputs}L", f"{target}_B_E{outputs}L"
                 for name, axis in zip(names, (inputs, outputs), strict=True):
-                    shape = (num_experts, d_model if axis == "D" else hidden_size, lora.r)
-                    self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=precise)))
+                    size = d_model if axis == "D" else hidden_size
+                    self.register_parameter(name, new(size, lora.r, dtype=precise))
                 self.adapter_names[target] = names
 
     def extra_repr(self) -> str:
@@ -177,8 +189,9 @@ class Experts(ExpertsBase):
         factors = (self.local(self.get_parameter(name)) for names in self.adapter_names.values() for name in names)
         return (*self.with_copies(here), *factors)
 
-    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *tensors: Any) -> Tensor:
-        w1_EFD, v1_EFD, w2_EDF, w1_bias_EF, v1_bias_EF, w2_bias_ED, *factors = tensors
+    def options(self, *tensors: Any) -> dict[str, Any]:
+        """Biases and adapters."""
+        w1_bias_EF, v1_bias_EF, w2_bias_ED, *factors = tensors
         adapters = biases = None
         if self.lora is not None:
             pairs = map(Adapter, factors[::2], factors[1::2])
@@ -187,19 +200,7 @@ class Experts(ExpertsBase):
             adapters = Adapters(**by_target, scale=self.lora.scale, dropout=dropout)
         if w1_bias_EF is not None and w2_bias_ED is not None:
             biases = Biases(w1_EF=w1_bias_EF, v1_EF=v1_bias_EF, w2_ED=w2_bias_ED)
-        return expert_mlp(
-            x_QD,
-            weights_QK,
-            plan,
-            w1_EFD,
-            v1_EFD,
-            w2_EDF,
-            biases=biases,
-            activation=self.activation,
-            backend=self.backend,
-            memory=self.memory,
-            adapters=adapters,
-        )
+        return {"biases": biases, "adapters": adapters}
 
 
 class MixedExperts(ExpertsBase):
@@ -256,17 +257,9 @@ class MixedExperts(ExpertsBase):
         weights = (self.w1_HD, self.v1_HD, self.w2_HD)
         return tuple(None if weight is None else self.local(weight) for weight in weights)
 
-    def compute(self, x_QD: Tensor, weights_QK: Tensor | None, plan: PermutePlan, *tensors: Any) -> Tensor:
-        return expert_mlp(
-            x_QD,
-            weights_QK,
-            plan,
-            *tensors,
-            widths=self.widths[self.held.start : self.held.stop],
-            activation=self.activation,
-            backend=self.backend,
-            memory=self.memory,
-        )
+    def options(self, *tensors: Any) -> dict[str, Any]:
+        """The widths of the experts here."""
+        return {"widths": self.widths[self.held.start : self.held.stop]}
 
 
 class SharedExpert(nn.Module):

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from foundry_moe.schema import form, from_mapping, one_of
@@ -62,8 +63,12 @@ def parse_duration(text: Any, where: str) -> Duration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ramp:
-    """The keys of a schedule that a user writes as a mapping."""
+class Schedule:
+    """A number that changes from `start` to `end` between two points of training, then stays at `end`.
+
+    after, until: times in one unit; before `after` the number is `start`; empty = from the beginning.
+    shape: linear | exponential | cosine.
+    """
 
     start: float
     end: float
@@ -71,28 +76,30 @@ class _Ramp:
     after: str = field(default="", metadata=form(A_TIME))
     shape: str = "linear"
 
+    def __post_init__(self) -> None:
+        one_of("shape", self.shape, ("linear", "exponential", "cosine"))
+        after, until = self._times
+        if after.unit != until.unit:
+            raise ValueError(f"after ({self.after}) and until ({self.until}) must have one unit")
+        if until.value <= after.value:
+            raise ValueError(
+                f"the schedule ends (until: {self.until}) before it starts (after: {self.after or '0'}); raise until"
+            )
+        if self.shape == "exponential" and (self.start <= 0 or self.end <= 0):
+            raise ValueError(f"an exponential goes from {self.start} to {self.end}, and both must be above 0")
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A number that changes from `start` to `end` between two points of training, then stays at `end`.
-
-    after, until: in one unit; before `after` the number is `start`.
-    shape: linear | exponential | cosine.
-    """
-
-    start: float
-    end: float
-    after: Duration
-    until: Duration
-    shape: str = "linear"
+    @cached_property
+    def _times(self) -> tuple[Duration, Duration]:
+        until = parse_duration(self.until, "until")
+        return parse_duration(self.after or f"0{until.unit}", "after"), until
 
     def at(self, progress: Progress) -> float:
         """The current value: a function of the progress only, so a resumed run continues the schedule."""
         if self.is_constant:
             return self.start
-        # `share_of` checks the unit
-        done = self.until.share_of(progress) * self.until.value
-        share = min(max((done - self.after.value) / (self.until.value - self.after.value), 0.0), 1.0)
+        after, until = self._times
+        done = until.share_of(progress) * until.value  # `share_of` checks the unit
+        share = min(max((done - after.value) / (until.value - after.value), 0.0), 1.0)
         if self.shape == "exponential":
             return self.start * (self.end / self.start) ** share
         if self.shape == "cosine":
@@ -120,19 +127,5 @@ def parse_schedule(value: float | Mapping[str, Any], where: str) -> Schedule:
             exponential through zero.
     """
     if not isinstance(value, Mapping):
-        zero = Duration(value=0, unit="ba")
-        return Schedule(start=float(value), end=float(value), after=zero, until=zero)
-    ramp = from_mapping(_Ramp, value, where)
-    one_of(f"{where}.shape", ramp.shape, ("linear", "exponential", "cosine"))
-    until = parse_duration(ramp.until, f"{where}.until")
-    after = parse_duration(ramp.after or f"0{until.unit}", f"{where}.after")
-    if after.unit != until.unit:
-        raise ValueError(f"{where}: after ({ramp.after}) and until ({ramp.until}) must have one unit")
-    if until.value <= after.value:
-        raise ValueError(
-            f"{where}: the schedule ends (until: {ramp.until}) before it starts (after: {ramp.after or '0'}); "
-            "raise until"
-        )
-    if ramp.shape == "exponential" and (ramp.start <= 0 or ramp.end <= 0):
-        raise ValueError(f"{where}: an exponential goes from {ramp.start} to {ramp.end}, and both must be above 0")
-    return Schedule(start=ramp.start, end=ramp.end, after=after, until=until, shape=ramp.shape)
+        return Schedule(start=float(value), end=float(value), until="1ba")
+    return from_mapping(Schedule, value, where)

@@ -21,7 +21,6 @@ from foundry_moe_kernels import assignment as kernels
 from torch import Tensor
 
 from foundry_moe.ops.operators import NAMESPACE, on_gpu
-from foundry_moe.ops.permute import positions_in_expert
 
 _ASCENT_STEPS = 40
 _WARM, _COLD = 1.0, 0.01  # temperatures of the ascent, in deviations of the scores
@@ -141,7 +140,13 @@ class Plain:
     def settle(expert_T: Tensor, bid_T: Tensor, room_E: Tensor, price_E: Tensor) -> Tensor:
         experts = room_E.shape[0]
         bin_T = torch.where(expert_T < 0, experts, expert_T).long()
-        position_T, load_E1 = positions_in_expert(bin_T, experts, bid_T)
+        order_T = torch.argsort(bid_T, descending=True, stable=True)  # within an expert: highest bid, lowest token
+        order_T = order_T[torch.argsort(bin_T[order_T], stable=True)]
+        load_E1 = torch.zeros(experts + 1, dtype=torch.int64, device=bin_T.device)
+        load_E1 = load_E1.scatter_add(0, bin_T, torch.ones_like(bin_T))
+        first_E1 = load_E1.cumsum(0) - load_E1
+        position_T = torch.arange(bin_T.shape[0], device=bin_T.device) - first_E1[bin_T[order_T]]
+        position_T = torch.zeros_like(position_T).index_copy(0, order_T, position_T)
         outbid_T = (bin_T < experts) & (position_T >= torch.cat([room_E, room_E[:1]])[bin_T])
         kept_T = torch.where(outbid_T, experts, bin_T)
         lowest_E1 = torch.full((experts + 1,), torch.inf, dtype=bid_T.dtype, device=bid_T.device)

@@ -75,33 +75,24 @@ def why_portable(
         width, hidden: D and F.
         capability: of a CUDA device that need not be present; default: the device's own.
     """
-    return _why_portable(device, dtype, width, hidden, capability, os.environ.get("FOUNDRY_MOE_KERNELS"))
-
-
-@functools.lru_cache(maxsize=256)  # called in every call of a layer
-def _why_portable(
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    hidden: int,
-    capability: tuple[int, int] | None,
-    kernels: str | None,
-) -> str | None:
-    if kernels == "portable":
+    if os.environ.get("FOUNDRY_MOE_KERNELS") == "portable":
         return "FOUNDRY_MOE_KERNELS=portable is set"
     if device.type != "cuda":
         return "there is no GPU"
-    major, minor = capability or torch.cuda.get_device_capability(device)
-    if not capability_supported((major, minor)):
-        return (
-            "the Hopper kernels need sm_90 with Triton 3.4 or later, and this is "
-            f"sm_{major}{minor} with Triton {triton.__version__}"
-        )
+    if other := _other_chip(device, capability):
+        return f"the Hopper kernels need sm_90 with Triton 3.4 or later, and this is {other}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the Hopper kernels need bf16 or fp16, and this is {str(dtype).removeprefix('torch.')}"
     if width * dtype.itemsize % 16 or hidden * dtype.itemsize % 16:
         return f"the Hopper kernels need widths that 8 divides, and these are d_model {width}, experts of {hidden}"
     return None
+
+
+@functools.cache  # called in every call of a layer
+def _other_chip(device: torch.device, capability: tuple[int, int] | None) -> str:
+    """The chip and Triton, if the Hopper kernels do not run there."""
+    major, minor = capability or torch.cuda.get_device_capability(device)
+    return "" if capability_supported((major, minor)) else f"sm_{major}{minor} with Triton {triton.__version__}"
 
 
 def describe_backend(

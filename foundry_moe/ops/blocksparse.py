@@ -21,7 +21,7 @@ P planes (gate and up: 2, else 1), V values of one plane (R * F where experts ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,9 @@ from foundry_moe_kernels.activations import NAMES
 from foundry_moe_kernels.sparse_tiles import BLOCK
 from foundry_moe_kernels.topology import (
     Topology,
+    pack_rows,
     pack_topology,
+    packed_size,
     packed_topology_size,
     topology_from_offsets,
     unpack_topology,
@@ -157,14 +159,16 @@ def _gather(x_TD: Tensor, plan: ExpertPlan) -> Tensor:
 
 def _tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens | None:
     """The rows of x for Hopper products that gain by gathering tokens themselves; None for others."""
-    if hopper.gathers(x_TD, plan.widths[0]):
-        return hopper.Tokens(x_TD=x_TD, source_R=plan.source_R, choices=plan.row_TK.shape[1])
-    return None
+    return _as_tokens(x_TD, plan) if hopper.gathers(x_TD, plan.widths[0]) else None
+
+
+def _as_tokens(x_TD: Tensor, plan: ExpertPlan) -> hopper.Tokens:
+    return hopper.Tokens(x_TD=x_TD, source_R=plan.source_R, choices=plan.row_TK.shape[1])
 
 
 def _fake_table(offsets_E, rows, kernels, widths):  # type: ignore[no-untyped-def]
     if kernels == "hopper":
-        return offsets_E.new_empty(hopper.packed_size(offsets_E.shape[0], rows))
+        return offsets_E.new_empty(packed_size(rows, offsets_E.shape[0]))
     return offsets_E.new_empty(packed_topology_size(rows, widths, block_of(offsets_E.device)))
 
 
@@ -172,7 +176,7 @@ def _fake_table(offsets_E, rows, kernels, widths):  # type: ignore[no-untyped-de
 def _table(offsets_E: Tensor, rows: int, kernels: str, widths: Sequence[int]) -> Tensor:
     """`ExpertPlan.table`."""
     if kernels == "hopper":
-        return hopper.pack_rows(offsets_E, rows)
+        return pack_rows(offsets_E, rows)
     return pack_topology(offsets_E, rows, widths, block_of(offsets_E.device))
 
 
@@ -298,12 +302,8 @@ def _down_backward_into(
             dots = pointwise.values_backward_(
                 h_V, z_PV, topology, plan.activation, weights_TK, plan.source_R, out=dz_PV
             )
-        if turned:
-            products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=True, tf32=_tf32(), out=dw2.mT)
-        elif stacked:
-            products.dds(dy_RD, h_V, topology, trans_a=True, stacked=True, tf32=_tf32(), out=dw2)
-        else:
-            products.dsd(h_V, dy_RD, topology, trans_s=True, tf32=_tf32(), out=dw2)
+        out = dw2.mT if stacked else dw2
+        products.dsd(h_V, dy_RD, topology, trans_s=True, stacked=stacked, tf32=_tf32(), out=out)
     else:
         dy_ECD = dy_RD.view(w2.shape[0], -1, w2.shape[1])
         h_ECF = torch.bmm(dy_ECD, w2)
@@ -483,7 +483,7 @@ def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: Exp
     weights_dtype = None if weights_TK is None else weights_TK.dtype
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
     key = (w2.device, w2.dtype, weights_dtype, w2.shape, w2.stride(-1), planes, choices, dtype, *plan.settings)
-    ahead.run_once(key, w2.device, experts, choices, lambda: _prepare(w2, planes, weights_TK, plan, dtype))
+    ahead.run_once(key, w2.device, experts, choices, lambda: _run_few(w2, planes, weights_dtype, plan, dtype))
 
 
 def few_rows(plan: ExpertPlan, tokens: int, experts: int, device: torch.device) -> ExpertPlan:
@@ -494,14 +494,11 @@ def few_rows(plan: ExpertPlan, tokens: int, experts: int, device: torch.device) 
     return ExpertPlan(rows.source_R, rows.row_TK, rows.offsets_E, table, *plan.settings)._replace(widths=widths)
 
 
-def _prepare(
-    w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype
-) -> Callable[[], None]:
-    """A function that runs all four operators on a few tokens."""
-    experts, choices, width, stacked = len(plan.widths), plan.row_TK.shape[1], w2.shape[1], w2.dim() == 3
+def _run_few(w2: Tensor, planes: int, weights_dtype: torch.dtype | None, plan: ExpertPlan, dtype: torch.dtype) -> None:
+    """Runs all four operators on a few tokens."""
+    experts, choices, stacked = len(plan.widths), plan.row_TK.shape[1], w2.dim() == 3
     if stacked:  # a few experts, whose tables are aligned as those of all are. Tiles of mixed widths depend on all
         experts = (experts - 1) % 4 + 1
-    widths = plan.widths[:experts]
     w2 = torch.zeros_like(w2[:experts] if stacked else w2)
     w1, v1 = torch.zeros_like(w2.mT, memory_format=torch.contiguous_format) if stacked else w2, None
     if planes == 2 and plan.layout == "separate":
@@ -511,20 +508,15 @@ def _prepare(
         w1 = w1.mT.contiguous().mT if _lies_transposed(w2) else w1
     bias = w1.new_zeros(w1.shape[:2]) if plan.biased else None
     # kernels differ by whether the second plane of values begins at a multiple of 16 bytes: if rows do, always
-    runs: list[tuple[Tensor, Tensor | None, ExpertPlan]] = []
-    for tokens in (ahead.TOKENS,) if max(widths) * w2.itemsize % 16 == 0 else (ahead.TOKENS, ahead.TOKENS - 1):
+    aligned = max(plan.widths[:experts]) * w2.itemsize % 16 == 0
+    for tokens in (ahead.TOKENS,) if aligned else (ahead.TOKENS, ahead.TOKENS - 1):
         few = few_rows(plan, tokens, experts, w2.device)
-        ones_TK = None if weights_TK is None else weights_TK.new_ones(tokens, choices)
-        runs.append((w2.new_zeros(tokens, width), ones_TK, few))
-
-    def run() -> None:
-        for x_TD, weights, few in runs:
-            z_PV, h_V = _up(x_TD, w1, v1, bias, few)
-            y_TD = _down(z_PV, h_V, w2, weights, few)
-            _down_backward_(y_TD, z_PV, w2, weights, few, dtype)
-            _up_backward(z_PV, x_TD, w1, v1, few, dtype, True)
-
-    return run
+        weights = None if weights_dtype is None else w2.new_ones(tokens, choices, dtype=weights_dtype)
+        x_TD = w2.new_zeros(tokens, w2.shape[1])
+        z_PV, h_V = _up(x_TD, w1, v1, bias, few)
+        y_TD = _down(z_PV, h_V, w2, weights, few)
+        _down_backward_(y_TD, z_PV, w2, weights, few, dtype)
+        _up_backward(z_PV, x_TD, w1, v1, few, dtype, True)
 
 
 def blocksparse_mlp(

@@ -26,23 +26,21 @@ _MANY = 262_144  # choices that are planned in three launches, for any number of
 _done: set[Hashable] = set()
 
 
-def run_once(
-    kind: Hashable, device: torch.device, experts: int, choices: int, prepare: Callable[[], Callable[[], None]]
-) -> None:
+def run_once(kind: Hashable, device: torch.device, experts: int, choices: int, run: Callable[[], None]) -> None:
     """Runs experts' operators with the tiles of every load, the first time that this kind of experts runs on a GPU.
 
     Takes some seconds the first time on a machine.
 
     Args:
         kind: what kernels are compiled for, beside the load.
-        prepare: makes operands, and returns a function that runs all operators on them.
+        run: runs all operators on operands like the layer's.
     """
     if device.type != "cuda" or kind in _done or tuning.is_pretended():
         return
     if os.environ.get("FOUNDRY_MOE_COMPILE_AHEAD") == "0" or torch.cuda.is_current_stream_capturing():
         return
     _done.add(kind)
-    run_all_loads(experts, prepare())
+    run_all_loads(experts, run)
     for number, dtype in itertools.product((TOKENS, _MANY), (torch.int32, torch.int64)):  # a gate's choices are either
         plan_of(-(-number // choices), choices, experts, device, dtype)
 

@@ -7,7 +7,7 @@ N blocks of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from foundry_moe_kernels import dispatch_plan as kernels
@@ -86,31 +86,19 @@ def plan_rounds(
     if received_P.max() <= limit:
         return None
     sent_P, top_k = choices_PP[rank].tolist(), experts_TK.shape[1]
-    most_choices = {
+    most_choices = {  # K or more, so that a part has room for a token
         to: max(math.ceil(limit * sent_P[to] / received), top_k)
         for to, received in enumerate(received_P.tolist())
         if received > limit
     }
-    return cut_tokens(experts_TK, local_experts, most_choices)
-
-
-def cut_tokens(experts_TK: Tensor, local_experts: int, most_choices: Mapping[int, int]) -> list[slice]:
-    """Consecutive parts of the tokens, none with more choices of a rank than `most_choices`. Waits for the device.
-
-    Each part has as many tokens as possible, so that there are few parts.
-
-    Args:
-        most_choices: limits for a part, by rank; K or more, so that a part has room for a token.
-    """
-    tokens = len(experts_TK)
     ranks = torch.tensor(list(most_choices), device=experts_TK.device)
     chosen_TX = (experts_TK[:, :, None] // local_experts == ranks).sum(1)
     until_XT = chosen_TX.cumsum(0).T.contiguous().cpu()
     most_X1 = torch.tensor(list(most_choices.values()))[:, None]
     parts, begin = [], 0
-    while begin < tokens:
+    while begin < len(experts_TK):
         before_X1 = until_XT[:, begin - 1, None] if begin else 0
-        end = int(torch.searchsorted(until_XT, before_X1 + most_X1, right=True).min())
+        end = int(torch.searchsorted(until_XT, before_X1 + most_X1, right=True).min())  # as many tokens as possible
         assert end > begin, "a part has room for a token"
         parts.append(slice(begin, end))
         begin = end

@@ -20,70 +20,60 @@ from torch.nn import functional as F
 from foundry_moe.ops import noise
 from foundry_moe.ops.operators import on_gpu, operator, twins
 
-__all__ = ["Jitter", "gate_logits"]
+__all__ = ["NO_JITTER", "Jitter", "gate_logits"]
 
 
-def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter | None = None) -> Tensor:
+NO_JITTER = Jitter()
+
+
+def gate_logits(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter = NO_JITTER) -> Tensor:
     """[T, E] in fp32, or fp64 for fp64 inputs, under autocast too (Fedus et al. 2021, section 2.4).
 
     Args:
         jitter: multiplies x by random factors first: `noise.jitter` without its tensor.
     """
-    keys_T, amount, stream = (None, 0.0, 0) if jitter is None else (jitter.keys_T, jitter.amount, jitter.stream)
     with torch.autocast(x_TD.device.type, enabled=False):
-        return _gate_logits(x_TD, weight_ED, keys_T, amount, stream)
-
-
-def _jitter(keys_T: Tensor | None, amount: float, stream: int) -> Jitter | None:
-    return None if keys_T is None else Jitter(keys_T=keys_T.contiguous(), amount=amount, stream=stream)
+        return _gate_logits(x_TD, weight_ED, jitter)
 
 
 def _takes(x_TD: Tensor, weight_ED: Tensor, *_: Any) -> bool:
     return on_gpu(torch.bfloat16)(x_TD) and weight_ED.dtype in (torch.bfloat16, torch.float32)
 
 
-def _triton(x_TD: Tensor, weight_ED: Tensor, keys_T: Tensor | None, amount: float, stream: int) -> Tensor:
+def _triton(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
     """See `foundry_moe_kernels.gate_logits.gate_logits`."""
-    return kernels.gate_logits(x_TD.contiguous(), weight_ED.contiguous(), _jitter(keys_T, amount, stream))
+    return kernels.gate_logits(x_TD.contiguous(), weight_ED.contiguous(), jitter)
 
 
-def _plain(x_TD: Tensor, weight_ED: Tensor, keys_T: Tensor | None, amount: float, stream: int) -> Tensor:
+def _plain(x_TD: Tensor, weight_ED: Tensor, jitter: Jitter) -> Tensor:
     """The plain twin of `_triton`."""
-    if keys_T is not None:
-        x_TD = noise.jitter(x_TD, keys_T, amount, stream)
+    if jitter.keys_T is not None:
+        x_TD = noise.jitter(x_TD, *jitter)
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
 
-@operator("gate_input_gradient", lambda x, w, d, *_: x.new_empty(x.shape))
-def _input_gradient(
-    x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, keys_T: Tensor | None, amount: float, stream: int
-) -> Tensor:
-    return kernels.input_gradient(
-        dlogits_TE.contiguous(), weight_ED.contiguous(), _jitter(keys_T, amount, stream), x_TD.dtype
-    )
+@operator("gate_input_gradient", lambda x, w, *_: x.new_empty(x.shape))
+def _input_gradient(x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, jitter: Jitter) -> Tensor:
+    return kernels.input_gradient(dlogits_TE.contiguous(), weight_ED.contiguous(), jitter, x_TD.dtype)
 
 
-@operator("gate_weight_gradient", lambda x, w, d, *_: w.new_empty(w.shape))
-def _weight_gradient(
-    x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, keys_T: Tensor | None, amount: float, stream: int
-) -> Tensor:
-    return kernels.weight_gradient(
-        dlogits_TE.contiguous(), x_TD.contiguous(), _jitter(keys_T, amount, stream), weight_ED.dtype
-    )
+@operator("gate_weight_gradient", lambda x, w, *_: w.new_empty(w.shape))
+def _weight_gradient(x_TD: Tensor, weight_ED: Tensor, dlogits_TE: Tensor, jitter: Jitter) -> Tensor:
+    return kernels.weight_gradient(dlogits_TE.contiguous(), x_TD.contiguous(), jitter, weight_ED.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.draw = inputs[3:]
-    ctx.save_for_backward(*inputs[:3])
+    x_TD, weight_ED, (keys_T, *ctx.draw) = inputs
+    ctx.save_for_backward(x_TD, weight_ED, keys_T)
 
 
 def _backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, weight_ED, keys_T = ctx.saved_tensors
-    given = (x_TD, weight_ED, dlogits_TE, keys_T, *ctx.draw)
+    given = (x_TD, weight_ED, dlogits_TE, Jitter(keys_T, *ctx.draw))
     dx_TD = _input_gradient(*given) if ctx.needs_input_grad[0] else None
     dweight_ED = _weight_gradient(*given) if ctx.needs_input_grad[1] else None
-    return dx_TD, dweight_ED, None, None, None
+    return dx_TD, dweight_ED, None
 
 
 _gate_logits = twins(

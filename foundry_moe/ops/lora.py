@@ -14,7 +14,8 @@ columns in kernels (see `foundry_moe_kernels.low_rank`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,11 @@ from foundry_moe_kernels.expert_products import LowRank, Tokens
 from foundry_moe_kernels.low_rank import Factors, columns_of, hidden_backward_, outer, pack, project
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.ops import compile_ahead as ahead
 from foundry_moe.ops.backends import takes_hopper
-from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _gather, _planes, _table, few_rows
+from foundry_moe.ops.blocksparse import ExpertPlan, _aligned, _as_tokens, _gather, _planes, _table, _tokens, few_rows
 from foundry_moe.ops.operators import differentiable, operator, take_saved
 from foundry_moe.ops.permute import PermutePlan
 
@@ -74,17 +76,6 @@ class Frozen(NamedTuple):
     scale: float
 
 
-def _rows_of(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens | Tensor:
-    """Tokens where the Hopper products gather them, else their rows."""
-    if hopper.gathers(matrix_TD, plan.widths[0]):
-        return _as_tokens(matrix_TD, plan)
-    return _gather(matrix_TD, plan)
-
-
-def _as_tokens(matrix_TD: Tensor, plan: ExpertPlan) -> Tokens:
-    return Tokens(x_TD=matrix_TD, source_R=plan.source_R, choices=plan.row_TK.shape[1])
-
-
 class Kept(NamedTuple):
     """Tensors that the backward pass reads beside z, whose memory it overwrites."""
 
@@ -114,7 +105,7 @@ def _forward(
         made = _fake_forward(x_TD, weights_TK, factors, frozen, plan)
         return made[0].zero_(), *made[1:]
     _compile_ahead(frozen, factors.rank, weights_TK, plan)
-    ragged, x_RD, w1s = plan.ragged, _rows_of(x_TD, plan), _planes(frozen.w1, frozen.v1)
+    ragged, x_RD, w1s = plan.ragged, _tokens(x_TD, plan) or _gather(x_TD, plan), _planes(frozen.w1, frozen.v1)
     packed = pack(factors, frozen.w2, len(w1s), frozen.scale)
     u_RL = project(x_RD, packed.up_a, ragged)
     z_PRF, h_RF = hopper.up(x_RD, w1s, ragged, plan.activation, low=LowRank(a_RL=u_RL, b=packed.up_b))
@@ -148,7 +139,7 @@ def _backward_(
     weighted: dict[str, Any] = {"weights_TK": weights_TK, "source_R": plan.source_R}
     ragged, rank = plan.ragged, factors.rank
     packed = pack(factors, frozen.w2, len(z_PRF), frozen.scale)
-    dy_RD = _rows_of(dy_TD, plan)
+    dy_RD = _tokens(dy_TD, plan) or _gather(dy_TD, plan)
     d_down_b, down_v_RL = outer(
         dy_RD, kept.down_u_RL, ragged, rank, scale=frozen.scale, factor_EKL=packed.down_b[0], **weighted
     )
@@ -185,48 +176,18 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
 def _gradient(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy_TD is None:
         return (None,) * 5
-    z_PRF, u_RL, down_u_RL, *saved = take_saved(ctx)
-    # detached, z is the same memory and version: what autograd saved becomes the gradient
-    return _from_saved(ctx, dy_TD, (z_PRF.detach(), u_RL, down_u_RL), saved)
-
-
-def _from_saved(ctx: Any, dy_TD: Tensor, made: Sequence[Tensor], saved: Sequence[Any]) -> tuple[Any, ...]:
-    """The gradients of `_forward`'s arguments."""
-    (x_TD, weights_TK), factors = saved[:2], Factors(*saved[2:8])
-    frozen, plan = _constants(ctx, saved)
-    z_PRF, u_RL, down_u_RL = made
+    z_PRF, u_RL, down_u_RL, x_TD, weights_TK, *saved = take_saved(ctx)
+    scale, settings = ctx.settings
+    factors, frozen = Factors(*saved[:6]), Frozen(saved[6], saved[7], saved[8], scale)
+    plan = ExpertPlan._make([*saved[9:], *settings])
     needed = ctx.needs_input_grad
+    # detached, z is the same memory and version: what autograd saved becomes the gradient
     dx_TD, dweights_TK, d_up_a, d_up_b, d_down_a, d_down_b = _backward_(
-        dy_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, weights_TK), factors, frozen, plan, needed[0]
+        dy_TD, z_PRF.detach(), Kept(u_RL, down_u_RL, x_TD, weights_TK), factors, frozen, plan, needed[0]
     )
     by_factor = (d_up_a[0], d_up_b[0], d_up_a[-1], d_up_b[-1], d_down_a, d_down_b)
     of_factors = [grad if wanted else None for grad, wanted in zip(by_factor, needed[2:], strict=False)]
     return dx_TD if needed[0] else None, dweights_TK if needed[1] else None, Factors(*of_factors), None, None
-
-
-def _constants(ctx: Any, saved: Sequence[Any]) -> tuple[Frozen, ExpertPlan]:
-    scale, settings = ctx.settings
-    return Frozen(saved[8], saved[9], saved[10], scale), ExpertPlan._make([*saved[11:], *settings])
-
-
-def _fake_recompute(x_TD, weights_TK, factors, frozen, plan):  # type: ignore[no-untyped-def]
-    return x_TD.new_empty(plan.row_TK.shape[0], frozen.w2.shape[1])
-
-
-@operator("lora_experts_recompute", _fake_recompute)
-def _recompute(x_TD: Tensor, weights_TK: Tensor | None, factors: Factors, frozen: Frozen, plan: ExpertPlan) -> Tensor:
-    """y_TD in a node that saves x alone."""
-    return _forward(x_TD, weights_TK, factors, frozen, plan)[0]
-
-
-def _save_recompute(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    _save(ctx, inputs, (output,))
-
-
-def _recompute_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    made = _forward(*saved[:2], Factors(*saved[2:8]), *_constants(ctx, saved))[1:]
-    return _from_saved(ctx, dy_TD, made, saved)
 
 
 def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: ExpertPlan) -> None:
@@ -235,7 +196,7 @@ def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: E
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
     dtype = None if weights_TK is None else weights_TK.dtype
 
-    def prepare() -> Callable[[], None]:
+    def run() -> None:
         few = (experts - 1) % 4 + 1  # whose tables are aligned as those of all are
         some = few_rows(plan, ahead.TOKENS, few, w2.device)
         down, up = w2.new_zeros(w2[:few].shape), w2.new_zeros(planes, few, *w2.shape[:0:-1])
@@ -247,15 +208,11 @@ def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: E
         x_TD = w2.new_zeros(ahead.TOKENS, width)
         ones_TK = None if dtype is None else torch.ones(ahead.TOKENS, choices, dtype=dtype, **like)
         base = Frozen(up[0], up[1] if planes == 2 else None, down, frozen.scale)
-
-        def run() -> None:
-            y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, factors, base, some)
-            _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), factors, base, some, True)
-
-        return run
+        y_TD, z_PRF, u_RL, down_u_RL = _forward(x_TD, ones_TK, factors, base, some)
+        _backward_(y_TD, z_PRF, Kept(u_RL, down_u_RL, x_TD, ones_TK), factors, base, some, True)
 
     key = ("lora", w2.device, w2.dtype, dtype, w2.shape, planes, rank, choices, plan.activation)
-    ahead.run_once(key, w2.device, experts, choices, prepare)
+    ahead.run_once(key, w2.device, experts, choices, run)
 
 
 def lora_mlp(
@@ -274,8 +231,9 @@ def lora_mlp(
     widths = (frozen.w1.shape[1],) * plan.num_experts
     table = _table(plan.offsets_E, plan.num_rows, "hopper", widths)
     experts = ExpertPlan(plan.source_R, plan.row_TK, plan.offsets_E, table, "hopper", widths, activation)
-    if memory == "recompute":
-        return lora_recompute(x_TD, weights_TK, factors, frozen, experts)
+    if memory == "recompute" and torch.is_grad_enabled():
+        run = partial(checkpoint, lora_experts, use_reentrant=False, preserve_rng_state=False)
+        return run(x_TD, weights_TK, factors, frozen, experts)[0]
     return lora_experts(x_TD, weights_TK, factors, frozen, experts)[0]
 
 
@@ -288,4 +246,3 @@ def supports(x_TD: Tensor, weights: tuple[Tensor, Tensor | None, Tensor], adapte
 
 
 lora_experts = differentiable(_forward, _save, _gradient)
-lora_recompute = differentiable(_recompute, _save_recompute, _recompute_gradient)

@@ -9,6 +9,7 @@ Shapes: T tokens, N numbers a token, B sequences, S positions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,27 +63,14 @@ def token_keys(token_ids_BS: Tensor) -> Tensor:
     return mix(sequence_B1 ^ position_S).reshape(-1)
 
 
-def bits(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    """int32 [T, N], uniform over all int32.
-
-    Args:
-        keys_T: int32, from `token_keys`.
-        stream: from `stream_of`; other streams give independent numbers.
-    """
-    column_N = torch.arange(columns, dtype=torch.int32, device=keys_T.device)
-    return mix(mix(keys_T + stream)[:, None] ^ mix(column_N * _signed(_GOLDEN) ^ stream))
-
-
-def uniform(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    """fp32 [T, N], uniform in the open interval (0, 1): (m + 1/2) / 2^23 for whole m, all exact in fp32."""
-    return _uniform(keys_T, columns, stream)
-
-
 def _uniform_plain(keys_T: Tensor, columns: int, stream: int) -> Tensor:
-    return (_shifted(bits(keys_T, columns, stream), 9).float() + 0.5) * 2.0**-23
+    column_N = torch.arange(columns, dtype=torch.int32, device=keys_T.device)
+    bits_TN = mix(mix(keys_T + stream)[:, None] ^ mix(column_N * _signed(_GOLDEN) ^ stream))
+    return (_shifted(bits_TN, 9).float() + 0.5) * 2.0**-23
 
 
-_uniform = twins(
+# (keys_T: from `token_keys`, columns, stream: from `stream_of`) -> fp32 [T, N]; streams are independent
+uniform = twins(
     "uniform",
     triton=kernels.uniform,
     plain=_uniform_plain,
@@ -100,30 +88,7 @@ def gumbel(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return -torch.log(-torch.log(uniform(keys_T, columns, stream)))
 
 
-def jitter(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-    """`x_TD` times factors from 1 - amount to 1 + amount, drawn for each element, in `x_TD`'s dtype.
-
-    A factor is one of 256, evenly spaced and as many above one as below; `amount` is rounded down to bf16.
-    Differentiable in `x_TD`.
-    """
-    return _Jitter.apply(x_TD, keys_T, amount, stream)
-
-
-class _Jitter(torch.autograd.Function):
-    """Draws the factors again in the backward pass: [T, D] numbers are cheaper to compute than to keep."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
-        ctx.save_for_backward(keys_T)
-        ctx.settings = (amount, stream)
-        return _scale(x_TD, keys_T, amount, stream)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scale(grads[0], *ctx.saved_tensors, *ctx.settings), None, None, None
-
-
-def _scale_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
+def _jitter_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Tensor:
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     pair_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) // 2
     column_D = (pair_D + 1) * _signed(_GOLDEN)
@@ -132,23 +97,33 @@ def _scale_plain(x_TD: Tensor, keys_T: Tensor, amount: float, stream: int) -> Te
     # multiplication by odd numbers: cheaper than another `mix`, and a byte of its upper half for each column
     number_TD = (keys_T * (_signed(stream) | 1) + stream)[:, None] * column_D
     shift_D = torch.arange(x_TD.shape[1], dtype=torch.int32, device=x_TD.device) % 2 * 8 + 16
-    factor_B = 1 + _changes(kernels.step_of(amount), x_TD.device).to(dtype)
+    factor_B = 1 + _changes(amount, x_TD.device).to(dtype)
     return (x_TD * factor_B[((number_TD >> shift_D) & 0xFF).long()]).to(x_TD.dtype)
 
 
-def _changes(step: int, device: torch.device) -> Tensor:
+def _changes(amount: float, device: torch.device) -> Tensor:
     """fp32 [256]: the change of a factor for each byte, factor - 1; the upper half is the lower one, negated."""
-    bits_2 = torch.tensor([step << 16, (step - 1) << 16], dtype=torch.int32, device=device)
-    top, below = bits_2.view(torch.float32)
+    # `kernels.step_of`, which torch.compile cannot trace
+    step = (torch.tensor(amount, dtype=torch.float32, device=device).view(torch.int32) >> 16).clamp(min=1)
+    top, below = (torch.stack([step, step - 1]) << 16).view(torch.float32)
     size_M = (torch.arange(128, device=device) / 128 + 1) * top - below
     size_M = size_M.bfloat16().float()
     return torch.cat([size_M, -size_M])
 
 
-_scale = twins(
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.settings = inputs[2:]
+    ctx.save_for_backward(inputs[1])
+
+
+# (x_TD, keys_T, amount, stream) -> x_TD times factors, differentiable in x_TD
+jitter: Callable[..., Any] = twins(
     "jitter",
     triton=kernels.jitter,
-    plain=_scale_plain,
+    plain=_jitter_plain,
     fake=lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
     takes=on_gpu(torch.float32, torch.float16, torch.bfloat16),
+    save=_save,
+    # draws the factors again: [T, D] numbers are cheaper to compute than to keep
+    backward=lambda ctx, dx_TD: (jitter(dx_TD, *ctx.saved_tensors, *ctx.settings), None, None, None),
 )

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from foundry_moe_kernels import padded as kernels
 from torch import Tensor
+from torch.nn import functional as F
 
-from foundry_moe.ops.permute import PermutePlan, positions_in_expert
+from foundry_moe.ops.permute import PermutePlan, plan_permute
 
 
 def capacity_of(factor: float, tokens: int, top_k: int, num_experts: int) -> int:
@@ -47,56 +48,46 @@ def plan_padded(
     Returns:
         A plan with `capacity` = C; `row_TK` is -1 where a choice is dropped or was none.
     """
-    # torch.compile cannot trace these kernels: they are not operators, since a dynamic capacity reads the host
+    experts_A, order_A = experts_TK.t().reshape(-1), None
+    if weights_TK is not None:
+        order_A = weights_TK.detach().float().t().reshape(-1).argsort(descending=True, stable=True)
+        experts_A = experts_A[order_A]
+    by_expert = plan_permute(experts_A, num_experts)
+    loads_E = by_expert.tokens_per_expert_E
+    if capacity == "dynamic":
+        slots = max(1, int(loads_E.max()))
+    else:
+        slots = capacity_of(capacity, experts_TK.shape[0], top_k, num_experts)
+    # torch.compile cannot trace this kernel: it is no operator
     on_kernels = experts_TK.is_cuda and not torch.compiler.is_compiling()
-    assign = plan_triton if on_kernels else plan_plain
-    weight_A = None if weights_TK is None else weights_TK.detach().float().t().reshape(-1)
-    return assign(experts_TK, num_experts, capacity, top_k, weight_A)
-
-
-def _capacity(factor: float | Literal["dynamic"], loads_E: Tensor, tokens: int, top_k: int) -> int:
-    if factor == "dynamic":
-        return max(1, int(loads_E.max()))
-    return capacity_of(factor, tokens, top_k, loads_E.shape[0])
-
-
-def plan_triton(
-    experts_TK: Tensor, num_experts: int, factor: float | Literal["dynamic"], top_k: int, weight_A: Tensor | None
-) -> PermutePlan:
-    order_A = None if weight_A is None else torch.argsort(weight_A, descending=True, stable=True)
-    choices = kernels.Sorted(experts_TK, num_experts, order_A)
-    capacity = _capacity(factor, choices.loads_E, experts_TK.shape[0], top_k)
-    kept_TK, row_TK, source_R = choices.assign_slots(capacity)
-    return _plan(kept_TK, row_TK, source_R, choices.loads_E, capacity)
-
-
-def plan_plain(
-    experts_TK: Tensor, num_experts: int, factor: float | Literal["dynamic"], top_k: int, weight_A: Tensor | None
-) -> PermutePlan:
-    tokens, choices = experts_TK.shape
-    expert_A = experts_TK.t().reshape(-1).long()
-    expert_A = torch.where(expert_A < 0, num_experts, expert_A)
-    position_A, load_E1 = positions_in_expert(expert_A, num_experts, weight_A)
-    capacity = _capacity(factor, load_E1[:num_experts], tokens, top_k)
-    kept_A = (expert_A < num_experts) & (position_A < capacity)
-    row_KT = torch.where(kept_A, expert_A * capacity + position_A, -1).view(choices, tokens)
-    row_TK = row_KT.t().contiguous().int()
-    # one row more takes what is dropped
-    source_R = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int32, device=experts_TK.device)
-    assignment_A = torch.arange(tokens * choices, dtype=torch.int32, device=experts_TK.device)
-    target_A = torch.where(row_TK < 0, num_experts * capacity, row_TK).reshape(-1).long()
-    source_R = source_R.scatter(0, target_A, assignment_A)[:-1]
-    kept_TK = torch.where(row_TK < 0, -1, experts_TK).int()
-    return _plan(kept_TK, row_TK, source_R, load_E1[:num_experts], capacity)
-
-
-def _plan(kept_TK: Tensor, row_TK: Tensor, source_R: Tensor, loads_E: Tensor, capacity: int) -> PermutePlan:
-    kept_E = loads_E.clamp(max=capacity).int()
+    kept_TK, row_TK, source_R = (kernels.assign_slots if on_kernels else assign_plain)(
+        by_expert.experts_TK, by_expert.row_TK, by_expert.offsets_E, order_A, experts_TK.shape, slots
+    )
+    kept_E = loads_E.clamp(max=slots)
     return PermutePlan(
         experts_TK=kept_TK,
         tokens_per_expert_E=kept_E,
         offsets_E=kept_E.cumsum(0, dtype=torch.int32),
         source_R=source_R,
         row_TK=row_TK,
-        capacity=capacity,
+        capacity=slots,
     )
+
+
+def assign_plain(
+    experts_A: Tensor, row_A: Tensor, offsets_E: Tensor, order_A: Tensor | None, shape: torch.Size, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain twin of `kernels.assign_slots`."""
+    tokens, choices = shape
+    dropped = offsets_E.shape[0] * capacity  # one row more takes what is dropped
+    experts_A = experts_A.flatten().long()
+    slot_A = row_A.flatten() - F.pad(offsets_E, (1, 0))[experts_A.clamp(min=0)]
+    kept_A = (experts_A >= 0) & (slot_A < capacity)
+    target_A = torch.where(kept_A, experts_A * capacity + slot_A, dropped)
+    by_choice_A = torch.arange(tokens * choices, device=experts_A.device) if order_A is None else order_A
+    assignment_A = by_choice_A % tokens * choices + by_choice_A // tokens
+    source_R = torch.full((dropped + 1,), -1, dtype=torch.int32, device=experts_A.device)
+    source_R = source_R.scatter(0, target_A, assignment_A.int())[:-1]
+    placed_2A = torch.stack([experts_A, target_A]).masked_fill(~kept_A, -1).int()
+    kept_TK, row_TK = torch.empty_like(placed_2A).index_copy(1, assignment_A, placed_2A).view(2, *shape).unbind()
+    return kept_TK, row_TK, source_R

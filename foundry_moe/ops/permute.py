@@ -15,7 +15,7 @@ from foundry_moe_kernels import permute as kernels
 from foundry_moe_kernels import permute_plan as plan_kernels
 from torch import Tensor
 
-from foundry_moe.ops.operators import on_gpu, operator, twins
+from foundry_moe.ops.operators import on_gpu, twins
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -78,9 +78,7 @@ def plan_permute(experts_TK: Tensor, num_experts: int, rows: int | None = None) 
 
 def permute(x_TD: Tensor, plan: PermutePlan) -> Tensor:
     """Copies each token to the rows of its choices: x_RD [R, D], zeros past the end. Differentiable in `x_TD`."""
-    if plan.capacity is not None:  # the kernel takes rows without gaps
-        return _permute_plain(x_TD, plan.source_R, plan.row_TK, plan.offsets_E)
-    return _permute(x_TD, plan.source_R, plan.row_TK, plan.offsets_E)
+    return _Permute.apply(x_TD, plan.source_R, plan.row_TK, _ends(plan))
 
 
 def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Tensor:
@@ -88,9 +86,12 @@ def unpermute(y_RD: Tensor, weights_TK: Tensor | None, plan: PermutePlan) -> Ten
 
     A token without choices gets zeros. Differentiable in `y_RD` and `weights_TK`; None weighs all rows by one.
     """
-    if plan.capacity is not None:
-        return _unpermute_plain(y_RD, weights_TK, plan.source_R, plan.row_TK, plan.offsets_E)
-    return _unpermute(y_RD, weights_TK, plan.source_R, plan.row_TK, plan.offsets_E)
+    return _Unpermute.apply(y_RD, weights_TK, plan.source_R, plan.row_TK, _ends(plan))
+
+
+def _ends(plan: PermutePlan) -> Tensor | None:
+    """None for padded rows: the kernels take rows without gaps."""
+    return plan.offsets_E if plan.capacity is None else None
 
 
 def _plan_plain(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -122,34 +123,6 @@ def _plan_fake(experts_TK, num_experts):  # type: ignore[no-untyped-def]
 
 
 _plan = twins("plan_permute", triton=plan_kernels.plan_permute, plain=_plan_plain, fake=_plan_fake)
-
-
-def _ordered(values_A: Tensor) -> Tensor:
-    """int64 in the order of fp32 values, below 2^31 in magnitude; -0 and 0 are one."""
-    bits_A = (values_A + 0.0).contiguous().view(torch.int32)
-    return torch.where(bits_A < 0, bits_A ^ 0x7FFFFFFF, bits_A).long()
-
-
-def positions_in_expert(expert_A: Tensor, experts: int, priority_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each choice's position, from 0, among those of its expert, and the loads.
-
-    Args:
-        expert_A: int64 in [0, E]; E is a bin of its own, for what is no choice.
-        priority_A: fp32, highest first, equals in order; None = all in order.
-
-    Returns:
-        position_A: int64.
-        load_E1: int64, choices of each expert and, last, of none.
-    """
-    if priority_A is None:
-        order_A = torch.argsort(expert_A, stable=True)
-    else:
-        order_A = torch.argsort((expert_A << 32) - _ordered(priority_A), stable=True)
-    load_E1 = torch.zeros(experts + 1, dtype=torch.int64, device=expert_A.device)
-    load_E1 = load_E1.scatter_add(0, expert_A, torch.ones_like(expert_A))
-    first_E1 = load_E1.cumsum(0) - load_E1
-    position_A = torch.arange(expert_A.shape[0], device=expert_A.device) - first_E1[expert_A[order_A]]
-    return torch.zeros_like(position_A).index_copy(0, order_A, position_A), load_E1
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -188,110 +161,85 @@ def sum_choices(y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tens
     return _cast(y_TD, y_RD.dtype)
 
 
-class _PlainPermute(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     """Gather whose backward gathers too: no atomics, the same bits on every run."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, row_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_TK)
-        return gather_tokens(x_TD, source_R, row_TK.shape[1])
+    def forward(ctx: Any, x_TD: Tensor, *plan: Tensor) -> Tensor:
+        ctx.save_for_backward(*plan)
+        return _gather(x_TD, *plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (row_TK,) = ctx.saved_tensors
-        return sum_choices(grads[0], None, row_TK), None, None
+        return _sum(grads[0], None, *ctx.saved_tensors), None, None, None
 
 
-class _PlainUnpermute(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, row_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, *plan: Tensor) -> Tensor:
         # without weights the backward pass needs no outputs
-        ctx.save_for_backward(y_RD if weights_TK is not None else None, weights_TK, source_R, row_TK)
-        return sum_choices(y_RD, weights_TK, row_TK)
+        ctx.save_for_backward(y_RD if weights_TK is not None else None, weights_TK, *plan)
+        return _sum(y_RD, weights_TK, *plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy_TD,) = grads
-        y_RD, weights_TK, source_R, row_TK = ctx.saved_tensors
-        dy_RD = gather_tokens(dy_TD, source_R, row_TK.shape[1])
+        y_RD, weights_TK, *plan = ctx.saved_tensors
         if weights_TK is None:
-            return dy_RD, None, None, None
-        dot_R = (y_RD.to(_accumulator(y_RD.dtype)) * dy_RD).sum(-1)
-        if dot_R.shape[0] == 0:
-            return dy_RD, torch.zeros_like(weights_TK), None, None
-        dweights_TK = dot_R[row_TK.clamp(min=0).long()].masked_fill(row_TK < 0, 0).to(weights_TK.dtype)
-        weight_R = weights_TK.reshape(-1)[source_R.clamp(min=0).long()]
-        return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK, None, None
+            return _gather(grads[0], *plan), None, None, None, None
+        return *_gradients(grads[0], y_RD, weights_TK, *plan), None, None, None
 
 
-def _permute_plain(x_TD: Tensor, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor) -> Tensor:
-    return _PlainPermute.apply(x_TD, source_R, row_TK)
-
-
-def _unpermute_plain(
-    y_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor
-) -> Tensor:
-    return _PlainUnpermute.apply(y_RD, weights_TK, source_R, row_TK)
-
-
-def _permute_triton(x_TD: Tensor, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor) -> Tensor:
+def _gather_triton(x_TD: Tensor, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor) -> Tensor:
     """x_RD, zeros past the end."""
     return kernels.permute(x_TD.contiguous(), row_TK.contiguous(), offsets_E, source_R.shape[0])
 
 
-def _unpermute_triton(
-    y_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor
-) -> Tensor:
+def _sum_triton(y_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor) -> Tensor:
     """y_TD, summed in fp32."""
     return kernels.unpermute(y_RD.contiguous(), weights_TK, row_TK.contiguous())
 
 
-@operator(
-    "unpermute_backward",
-    lambda dy_TD, y_RD, weights_TK, *_: (y_RD.new_empty(y_RD.shape), weights_TK.new_empty(weights_TK.shape)),
-)
-def _unpermute_backward(
-    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor, offsets_E: Tensor
+def _gradients_triton(
+    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     """dy_RD, dweights_TK."""
     return kernels.unpermute_backward(dy_TD, y_RD, weights_TK, row_TK.contiguous(), offsets_E)
 
 
-def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[1:])
+def _gradients_plain(
+    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, row_TK: Tensor, offsets_E: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dy_RD = gather_tokens(dy_TD, source_R, row_TK.shape[1])
+    dot_R = (y_RD.to(_accumulator(y_RD.dtype)) * dy_RD).sum(-1)
+    if dot_R.shape[0] == 0:
+        return dy_RD, torch.zeros_like(weights_TK)
+    dweights_TK = dot_R[row_TK.clamp(min=0).long()].masked_fill(row_TK < 0, 0).to(weights_TK.dtype)
+    weight_R = weights_TK.reshape(-1)[source_R.clamp(min=0).long()]
+    return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK
 
 
-def _permute_gradient(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:
-    return _unpermute(dx_RD, None, *ctx.saved_tensors), None, None, None
+def _takes(matrix: Tensor, *plan: Tensor | None) -> bool:
+    return on_gpu(*_FLOATS)(matrix) and plan[-1] is not None
 
 
-def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    y_RD, weights_TK, *plan = inputs
-    ctx.save_for_backward(y_RD if weights_TK is not None else None, weights_TK, *plan)
-
-
-def _unpermute_gradient(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    y_RD, weights_TK, source_R, row_TK, offsets_E = ctx.saved_tensors
-    if weights_TK is None:
-        return _permute(dy_TD, source_R, row_TK, offsets_E), None, None, None, None
-    return (*_unpermute_backward(dy_TD, y_RD, weights_TK, row_TK, offsets_E), None, None, None)
-
-
-_permute = twins(
+_gather = twins(
     "permute",
-    triton=_permute_triton,
-    plain=_permute_plain,
+    triton=_gather_triton,
+    plain=lambda x_TD, source_R, row_TK, _: gather_tokens(x_TD, source_R, row_TK.shape[1]),
     fake=lambda x_TD, source_R, *_: x_TD.new_empty(source_R.shape[0], x_TD.shape[1]),
-    takes=on_gpu(*_FLOATS),
-    save=_save_permute,
-    backward=_permute_gradient,
+    takes=_takes,
 )
-_unpermute = twins(
+_sum = twins(
     "unpermute",
-    triton=_unpermute_triton,
-    plain=_unpermute_plain,
-    fake=lambda y_RD, weights_TK, source_R, row_TK, _: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]),
-    takes=on_gpu(*_FLOATS),
-    save=_save_unpermute,
-    backward=_unpermute_gradient,
+    triton=_sum_triton,
+    plain=lambda y_RD, weights_TK, _, row_TK, __: sum_choices(y_RD, weights_TK, row_TK),
+    fake=lambda y_RD, weights_TK, _, row_TK, __: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]),
+    takes=_takes,
+)
+_gradients = twins(
+    "unpermute_backward",
+    triton=_gradients_triton,
+    plain=_gradients_plain,
+    fake=lambda dy_TD, y_RD, weights_TK, *_: (y_RD.new_empty(y_RD.shape), weights_TK.new_empty(weights_TK.shape)),
+    takes=_takes,
 )

@@ -33,19 +33,6 @@ def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values_TK.view(*shape, k), experts_TK.view(*shape, k)
 
 
-def pack(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Each token's choices by falling weight: weights [T, K], zero where a token has fewer, and experts, -1 there.
-
-    Differentiable in `probs_TE`.
-
-    Args:
-        probs_TE: weights of all experts.
-        ranked_TE: the same without gradient, below zero where an expert is not chosen.
-        columns: K, no less than the choices of any token.
-    """
-    return _pack(probs_TE, ranked_TE, columns)
-
-
 def keep_largest(scores_NC: Tensor, number: int | Tensor) -> Tensor:
     """The same scores with -1 for all but the `number` largest of each row; among equals the first columns stay.
 
@@ -80,6 +67,15 @@ def _topk_plain(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack_triton(probs_TE: Tensor, ranked_TE: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Each token's choices by falling weight: weights [T, K], zero where a token has fewer, and experts, -1 there.
+
+    Differentiable in `probs_TE`.
+
+    Args:
+        probs_TE: weights of all experts.
+        ranked_TE: the same without gradient, below zero where an expert is not chosen.
+        columns: K, no less than the choices of any token.
+    """
     return kernels.ranked(ranked_TE, columns, absent_below_zero=True)
 
 
@@ -110,7 +106,7 @@ def _backward(ctx: Any, dvalues_TK: Tensor | None, _: Tensor | None) -> tuple[Te
 
 
 _topk = twins("topk", triton=_topk_triton, plain=_topk_plain, fake=_fake, takes=_takes, save=_save, backward=_backward)
-_pack = twins(
+pack = twins(
     "pack",
     triton=_pack_triton,
     plain=_pack_plain,

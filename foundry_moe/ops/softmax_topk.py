@@ -7,8 +7,7 @@ Shapes: T tokens, E experts, K choices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from foundry_moe_kernels import softmax_topk as kernels
@@ -20,16 +19,7 @@ from foundry_moe.ops.operators import on_gpu, operator, twins
 from foundry_moe.ops.select_topk import MAX_CHOICES, MAX_EXPERTS, count_choices, topk
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draw:
-    """Random numbers of `foundry_moe.ops.noise`: int32 keys of the tokens, and a stream."""
-
-    keys_T: Tensor
-    stream: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selection:
+class Selection(NamedTuple):
     """The results of `softmax_topk`.
 
     experts_TK: int64, -1 where a choice was dropped.
@@ -54,7 +44,7 @@ def softmax_topk(
     *,
     normalize: bool = False,
     scale: float = 1.0,
-    second_by_chance: Draw | None = None,
+    second_by_chance: tuple[Tensor, int] | None = None,
     counted: int | None = None,
     mask_T: Tensor | None = None,
     statistics: bool = True,
@@ -66,24 +56,17 @@ def softmax_topk(
 
     Args:
         normalize: divide the weights by their sum over a token's choices; then times `scale`.
-        second_by_chance: keep a second choice only with probability 2 * its weight (GShard), drawn with this; the
-            first choice keeps its weight.
+        second_by_chance: keep a second choice only with probability 2 * its weight (GShard); the first choice keeps
+            its weight. Keys of the tokens and a stream, as `foundry_moe.ops.noise` has them.
         counted: choices of a token, the first ones, that count in the loads; None = all.
         mask_T: True for real tokens.
         statistics: whether `mean_E`, `counts_E` and `z` are wanted; otherwise they may hold nothing.
         with_balance: whether `balance` is, over these tokens' own choices; needs `statistics`.
     """
-    keys_T, stream = (second_by_chance.keys_T, second_by_chance.stream) if second_by_chance else (None, None)
+    keys_T, stream = second_by_chance or (None, None)
     rule = Rule(k, normalize, scale, stream, counted or k, statistics, with_balance)
     weights_TK, experts_TK, _, mean_E, counts_E, z, _, loss = _softmax_topk(logits_TE, rule, mask_T, keys_T)
-    return Selection(
-        experts_TK=experts_TK,
-        weights_TK=weights_TK,
-        mean_E=mean_E,
-        counts_E=counts_E,
-        z=z,
-        balance=loss if with_balance else None,
-    )
+    return Selection(experts_TK, weights_TK, mean_E, counts_E, z, loss if with_balance else None)
 
 
 def masked_sum(values_T: Tensor, mask_T: Tensor | None) -> Tensor:

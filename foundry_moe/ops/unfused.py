@@ -2,7 +2,7 @@
 
 The product is one of four: `reference` multiplies one expert after another and is the truth for all backends (it reads
 the loads on the host: not for a GPU's steps); `grouped` is torch's grouped product, the cross-check of the kernels;
-`batched` takes rows in E blocks of as many slots (see `plan_padded`); `blocksparse` is `expert_linear`.
+`batched` takes rows in E blocks of as many slots (see `plan_padded`); `blocksparse` is `expert_linear` on kernels.
 
 With LoRA adapters (Hu et al. 2021) a product is x W^T + scale * (x A^T) B^T, row by row, without forming W + B A.
 
@@ -45,16 +45,6 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 Product = Callable[[Tensor, Tensor, PermutePlan, bool], Tensor]
 
 
-def _one_by_one(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    """Rows past the end are zeros."""
-    loads = plan.tokens_per_expert_E.tolist()
-    rows = x_RK.split([*loads, x_RK.shape[0] - sum(loads)])
-    # the backward pass of unbind stacks once, where that of indexing would add E gradients of full size
-    weights = (weight if inputs_first else weight.mT).unbind(0)
-    tail = x_RK.new_zeros(rows[-1].shape[0], weights[0].shape[1])
-    return torch.cat([*(x_rK @ one for x_rK, one in zip(rows, weights, strict=False)), tail])
-
-
 def _grouped(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
     """Rows past the end are undefined."""
     return torch._grouped_mm(x_RK, weight if inputs_first else weight.mT, offs=plan.offsets_E)
@@ -65,12 +55,12 @@ def _batched(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool
     return torch.bmm(x_ECK, weight if inputs_first else weight.mT).flatten(0, 1)
 
 
-def _ragged(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool) -> Tensor:
-    return expert_linear(x_RK, weight, plan.offsets_E, inputs_first=inputs_first)
+def _ragged(x_RK: Tensor, weight: Tensor, plan: PermutePlan, inputs_first: bool, *, plain: bool = False) -> Tensor:
+    return expert_linear(x_RK, weight, plan.offsets_E, inputs_first=inputs_first, plain=plain)
 
 
 _PRODUCTS: dict[str, Product] = {
-    "reference": _one_by_one,
+    "reference": partial(_ragged, plain=True),
     "grouped": _grouped,
     "batched": _batched,
     "blocksparse": _ragged,
@@ -100,13 +90,12 @@ def unfused_mlp(
     """
     if widths is not None:
         weights = _of_one_width(weights, widths)
-    compute = _eager_mlp if backend == "reference" else _mlp
     x_RD = permute(x_TD, plan)
     arguments = (plan, weights, activation, _PRODUCTS[backend], adapters)
     if adapters is not None and memory == "recompute" and torch.is_grad_enabled():
-        y_RD = checkpoint(compute, x_RD, *arguments, use_reentrant=False)
+        y_RD = checkpoint(_mlp, x_RD, *arguments, use_reentrant=False)
     else:
-        y_RD = compute(x_RD, *arguments)
+        y_RD = _mlp(x_RD, *arguments)
     return unpermute(y_RD, weights_TK, plan)
 
 
@@ -150,6 +139,3 @@ def _mlp(
     if v1 is not None:
         h_RF = h_RF * linear(x_RD, v1, low_v1, dropped_RD)
     return linear(h_RF, w2, low_w2, F.dropout(h_RF, dropout) if dropout else h_RF)
-
-
-_eager_mlp = torch.compiler.disable(_mlp)  # its sizes come from the data: not for a compiled graph

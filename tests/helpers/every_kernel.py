@@ -114,7 +114,7 @@ def launch_experts(dtype: torch.dtype) -> None:
         pointwise.activation_backward_(
             h, pairs, offsets_E, "silu 1.702 7.0 1.0", weights_TK, source_R, pairs=order
         )  # fmt: skip
-    topology.block_row_tables(offsets_E, R, (BLOCK, 2 * BLOCK))
+    topology.pack_rows(offsets_E, R)
     permute.permute(x[:T], row_TK, offsets_E)
     permute.unpermute(x, weights_TK, row_TK)
     permute.unpermute_backward(x[:T], x, weights_TK, row_TK, offsets_E)
@@ -157,14 +157,14 @@ def launch_routing(experts: int = 128) -> None:
         )
     many_TE = torch.zeros(65536, experts)  # summed in a launch of its own
     softmax_topk.softmax_topk(many_TE, softmax_topk.Rule(K, with_balance=True), None, None)
-    values_TK, experts_TK = select_topk.topk(logits_TE, K, softmax="chosen")
+    values_TK, experts_TK = select_topk.topk(logits_TE, K)
     select_topk.ranked(logits_TE[:, :16].contiguous(), 16, absent_below_zero=True)
     select_topk.spread(values_TK, experts_TK, experts)
     select_topk.keep_largest(logits_TE.t().contiguous(), 8)
     experts_TK = torch.zeros(T, K, dtype=torch.int64)
     permute_plan.count_choices(experts_TK, experts, mask_T)
-    permute_plan.plan_permute(experts_TK, experts)
-    padded.Sorted(experts_TK, experts).assign_slots(8)
+    experts_A, _, offsets_E, _, row_A = permute_plan.plan_permute(experts_TK, experts)
+    padded.assign_slots(experts_A, row_A, offsets_E, None, experts_TK.shape, 8)
     counts_P2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
     dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_P2, counts_PN)
     room_E, expert_T, bid_T = torch.ones(experts, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T)

@@ -183,18 +183,6 @@ def plan_permute(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     return tuple(t.int() for t in (experts_TK, loads_E, loads_E.cumsum(0), source_R, row_A.view_as(experts_TK)))  # type: ignore[return-value]
 
 
-def topk(scores_TE: Tensor, k: int, *, softmax: str = "none") -> tuple[Tensor, Tensor]:
-    """Twin of `select_topk.topk`."""
-    scores_TE = scores_TE.double() if scores_TE.dtype is torch.float64 else scores_TE.float()
-    values_TE, experts_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
-    values_TK, experts_TK = values_TE[:, :k], experts_TE[:, :k]
-    if softmax == "all":
-        values_TK = torch.softmax(values_TE, -1)[:, :k]
-    elif softmax == "chosen":
-        values_TK = torch.softmax(values_TK, -1)
-    return values_TK, experts_TK
-
-
 def spread(values_TK: Tensor, experts_TK: Tensor, num_experts: int) -> Tensor:
     """fp32 [T, E]: each value at its expert, zeros elsewhere; -1 is no expert."""
     out_TE = values_TK.new_zeros(experts_TK.shape[0], num_experts + 1, dtype=torch.float32)

@@ -24,7 +24,7 @@ def poisoned_memory():
 
 def factors(jitter, shape):
     """From `foundry_moe.ops.noise`, the twin of these hashes, on the CPU."""
-    if jitter is None:
+    if jitter.keys_T is None:
         return torch.ones(shape, dtype=torch.float64)
     from foundry_moe.ops import noise
 
@@ -40,7 +40,7 @@ def test_scores_and_gradients_with_jitter_inside(tokens, width, experts, weight_
     w_ED = torch.randn(experts, width).to(weight_dtype)
     d_TE = torch.randn(tokens, experts)
     keys_T = torch.randint(-(2**31), 2**31, (tokens,)).int()
-    jitter = Jitter(keys_T=keys_T.to(DEVICE), amount=0.25, stream=-5) if jittered else None
+    jitter = Jitter(keys_T=keys_T.to(DEVICE), amount=0.25, stream=-5) if jittered else Jitter()
     factor_TD = factors(jitter, (tokens, width))
     # the product's operand is rounded as `noise.jitter`'s result is
     xj_TD = (x_TD.double() * factor_TD).to(DTYPE).double()

@@ -115,25 +115,14 @@ def test_gathers_and_spreads_are_their_twins(kind, tokens, k, experts, width):
     assert torch.equal(spread(values_TK, experts_TK, experts), reference.spread(values_TK, experts_TK, experts))
 
 
-@pytest.mark.parametrize("softmax", ["none", "all", "chosen"])
 @pytest.mark.parametrize("experts, k", [(1, 1), (8, 2), (60, 8), (128, 4), (200, 6)])
-def test_topk_with_ties_towards_the_lower_expert(softmax, experts, k):
+def test_topk_with_ties_towards_the_lower_expert(experts, k):
     scores = torch.randn(33, experts, device=DEVICE)
     scores[1] = 0.0
     scores[2, ::2] = -0.0
     scores[3] = torch.randint(-2, 2, (experts,), device=DEVICE).float()
     scores[4] = -1e30
-    values, chosen = topk(scores, k, softmax=softmax)
-    values_true, chosen_true = reference.topk(scores, k, softmax=softmax)
-    assert torch.equal(chosen, chosen_true)
-    torch.testing.assert_close(values, values_true, rtol=1e-5, atol=1e-7)
-
-
-def test_wrong_use_names_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"k \(5\) <= experts \(4\)"):
-        topk(torch.zeros(3, 4, device=DEVICE), 5)
-    with pytest.raises(ValueError, match="must be integers"):
-        permute_plan.plan_permute(torch.zeros(3, 4, device=DEVICE), 5)
-    with pytest.raises(ValueError, match="7 tokens, row_TK 4"):
-        rows = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
-        permute.permute(torch.zeros(7, 4, device=DEVICE), rows, rows[0, :1])
+    values, chosen = topk(scores, k)
+    values_true, chosen_true = torch.sort(scores, dim=-1, descending=True, stable=True)
+    assert torch.equal(chosen, chosen_true[:, :k])
+    assert torch.equal(values, values_true[:, :k])

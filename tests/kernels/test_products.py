@@ -152,18 +152,3 @@ def test_any_power_of_two_block_gives_the_same_product(block):
     s = products.sdd(a, b, t)
     truth = (a.double() @ b.double()) * reference.sparsity(loads, ROWS, widths)
     assert error(reference.expand(s, loads, ROWS, widths), truth) < TOLERANCE[torch.float32]
-
-
-def test_wrong_use_names_what_does_not_fit():
-    loads = torch.tensor([3, 4], device=DEVICE)
-    with pytest.raises(ValueError, match="power of two"):
-        reference.build_topology(loads, 7, [8, 8], 48)
-    t = reference.build_topology(loads, 7, [8, 8], 16)
-    with pytest.raises(ValueError, match="16 columns"):
-        products.sdd(new(7, 4), new(4, 17), t)
-    with pytest.raises(ValueError, match="share one dtype"):
-        products.sdd(new(7, 4), new(4, 16, dtype=torch.float16), t)
-    with pytest.raises(ValueError, match=r"must be \[7, 4\]"):
-        products.sdd(new(6, 4), new(4, 16), t)
-    with pytest.raises(ValueError, match="contiguous and hold 56"):
-        products.dsd(new(7, 9), new(16, 3), t)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from foundry_moe_kernels import expert_products
+from foundry_moe_kernels import permute_plan
 
 from foundry_moe.checkpoint.errors import DamagedError, ResumeError, StoreError, TakenOverError
 from foundry_moe.config import MoEConfig
@@ -20,8 +20,8 @@ def refuse_top_k():
     MoEConfig(num_experts=2, top_k=3)
 
 
-def refuse_offsets():
-    expert_products.pack_rows(torch.zeros(2, 2), 4)
+def refuse_experts():
+    permute_plan.plan_permute(torch.zeros(2, 2, dtype=torch.int64), 5000)
 
 
 def refuse_checkpoint():
@@ -48,7 +48,7 @@ def find_damage():
     ("mistake", "code"),
     [
         (refuse_top_k, USER_ERROR),
-        (refuse_offsets, USER_ERROR),
+        (refuse_experts, USER_ERROR),
         (refuse_checkpoint, USER_ERROR),
         (lose_folder, TAKEN_OVER),
         (lose_numbers, NONFINITE),
@@ -65,7 +65,7 @@ def test_a_mistake_in_any_of_our_packages_is_one_line(mistake, code, capsys):
 def test_errors_of_other_code_and_of_a_package_with_a_longer_name_keep_their_traceback():
     with pytest.raises(ValueError, match="Expecting"):
         run_cleanly(lambda: json.loads("{"))
-    file = expert_products.__file__.replace("kernels/", "kernels_of_others/")
+    file = permute_plan.__file__.replace("kernels/", "kernels_of_others/")
     code = compile("raise ValueError('not ours')", file, "exec")
     with pytest.raises(ValueError, match="not ours"):
         run_cleanly(lambda: exec(code))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foundry_moe.ops.backends import _why_portable, describe_backend, why_portable
+from foundry_moe.ops.backends import _other_chip, describe_backend, why_portable
 
 pytestmark = pytest.mark.quick
 
@@ -18,9 +18,9 @@ def on_a_gpu_host(monkeypatch):
     monkeypatch.setattr("foundry_moe.ops.backends.INTERPRETED", False)
     monkeypatch.setattr("foundry_moe_kernels.descriptors._triton_version", lambda: (3, 6))
     monkeypatch.delenv("FOUNDRY_MOE_KERNELS", raising=False)
-    _why_portable.cache_clear()
+    _other_chip.cache_clear()
     yield
-    _why_portable.cache_clear()
+    _other_chip.cache_clear()
 
 
 def describe(capability, dtype=torch.bfloat16, backend="auto", **more):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from foundry_moe_kernels import expert_products as ep
 from foundry_moe_kernels import low_rank as kernels
+from foundry_moe_kernels import topology
 from foundry_moe_kernels.launch import INTERPRETED
 from foundry_moe_kernels.tuning import Tile
 
@@ -34,6 +35,7 @@ pytestmark = [
 def small_blocks(monkeypatch):
     if not CUDA:
         monkeypatch.setattr(ep, "BLOCK", 32)
+        monkeypatch.setattr(topology, "BLOCK_ROWS", (32, ep.TALL))
         monkeypatch.setattr(ep.tuning, "tile_of", lambda *a, **k: Tile(bm=32, bn=64, bk=16))
         monkeypatch.setattr(kernels, "PROJECT", kernels.ProgramSize(rows=16, columns=16))
         for sizes in ("OUTER", "OUTER_PROJECTED", "PLANES_OUTER"):

@@ -66,6 +66,14 @@ def test_jitter_stays_within_its_amount_and_leaves_the_mean_alone(amount):
     assert abs(change_TD.mean().item()) < 5 * amount / math.sqrt(3 * change_TD.numel())
 
 
+def test_a_compiled_graph_draws_the_same_jitter():
+    def double(x_TD):
+        return noise.jitter(2 * x_TD, KEYS[:64], 0.1, STREAM)
+
+    x_TD = torch.randn(64, 10)
+    assert torch.equal(torch.compile(double, fullgraph=True, backend="aot_eager")(x_TD), double(x_TD))
+
+
 def test_jitters_factors_are_uniform_and_uncorrelated():
     factor_TD = noise.jitter(torch.ones(len(KEYS), 64, dtype=torch.float64), KEYS, 0.5, STREAM)
     assert factor_TD.min() >= 0.5 and factor_TD.max() < 1.5

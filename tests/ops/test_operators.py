@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from foundry_moe_kernels.gate_logits import Jitter
 from foundry_moe_kernels.softmax_topk import Rule
 
 from foundry_moe import ops
@@ -44,10 +45,11 @@ def operands():
     number_1 = torch.tensor([4], device=DEVICE)
     return {
         "permute._plan": ((experts_TK, EXPERTS), None),
-        "permute._permute": ((x_TD, *rows), None),
-        "permute._unpermute": ((y_RD, weights_TK, *rows), None),
+        "permute._gather": ((x_TD, *rows), None),
+        "permute._sum": ((y_RD, weights_TK, *rows), None),
+        "permute._gradients": ((x_TD, y_RD, weights_TK, *rows), None),
         "select_topk._topk": ((scores_TE, K), None),
-        "select_topk._pack": ((ranked_TE, ranked_TE, EXPERTS), None),
+        "select_topk.pack": ((ranked_TE, ranked_TE, EXPERTS), None),
         "select_topk._keep_largest": ((ranked_TE.t(), number_1, 0), None),
         "select_topk._count_choices": ((experts_TK, EXPERTS, mask_T), None),
         "softmax_topk._softmax_topk": (
@@ -55,9 +57,9 @@ def operands():
             (0, 1, 3, 4, 5, 7),
         ),
         "softmax_topk._balance": ((scores_TE.softmax(-1).mean(0), counts_E), (0,)),
-        "gate_logits._gate_logits": ((x_TD, weight_ED, None, 0.0, 0), None),
-        "noise._uniform": ((keys_T, 7, -5), None),
-        "noise._scale": ((x_TD, keys_T, 0.25, 9), None),
+        "gate_logits._gate_logits": ((x_TD, weight_ED, Jitter()), None),
+        "noise.uniform": ((keys_T, 7, -5), None),
+        "noise.jitter": ((x_TD, keys_T, 0.25, 9), None),
     }
 
 

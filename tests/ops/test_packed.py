@@ -175,14 +175,14 @@ def test_surrounding_model_compiles_without_a_graph_break(gate_up):
 @pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("gate_up", [None, "concatenated", "interleaved"])
 def test_operands_that_are_compiled_ahead_lie_as_those_of_the_layer(kernels, gate_up, transposed, biased, monkeypatch):
-    prepared, seen = [], []
-    monkeypatch.setattr(ahead, "run_once", lambda kind, device, experts, choices, prepare: prepared.append(prepare))
+    runs, seen = [], []
+    monkeypatch.setattr(ahead, "run_once", lambda kind, device, experts, choices, run: runs.append(run))
     for name in ("_up", "_down"):
         function = getattr(blocksparse, name)
         monkeypatch.setattr(blocksparse, name, lambda *args, function=function: seen.append(args) or function(*args))
     leaf = operands(gate_up, transposed, biased, torch.float32)
     packed(leaf, gate_up, "silu")
-    prepared[0]()()
+    runs[0]()
     w1, v1, bias = seen[0][1:4]
     assert v1 is None and (bias is not None) == biased
     assert w1.shape[1:] == leaf["w1"].shape[1:] and (w1.stride(-1) == 1) == (leaf["w1"].stride(-1) == 1)

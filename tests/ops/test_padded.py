@@ -7,7 +7,7 @@ import pytest
 import torch
 from foundry_moe_kernels import padded as kernels
 
-from foundry_moe.ops import expert_mlp, padded
+from foundry_moe.ops import expert_mlp, padded, plan_permute
 from foundry_moe.ops.blocksparse import blocksparse_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,17 +26,18 @@ def choices(kind, tokens=23, k=3, experts=5):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("capacity", [0.3, 1.25, "dynamic"])
+@pytest.mark.parametrize("capacity", [1, 9, 60])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_kernels_plan_what_torch_plans(kind, capacity, weighted):
+def test_kernels_assign_the_slots_that_torch_assigns(kind, capacity, weighted):
     experts_TK = choices(kind)
     # few different weights, so that many choices are equal
     weight_A = torch.randint(4, (experts_TK.numel(),), device=DEVICE).float() if weighted else None
-    ours = padded.plan_triton(experts_TK, 5, capacity, 3, weight_A)
-    truth = padded.plan_plain(experts_TK, 5, capacity, 3, weight_A)
-    assert ours.capacity == truth.capacity
-    for name in ("experts_TK", "tokens_per_expert_E", "offsets_E", "source_R", "row_TK"):
-        assert torch.equal(getattr(ours, name), getattr(truth, name)), name
+    order_A = torch.argsort(weight_A, descending=True, stable=True) if weighted else None
+    expert_A = experts_TK.t().reshape(-1)
+    sorted_A = plan_permute(expert_A if order_A is None else expert_A[order_A], 5)
+    given = (sorted_A.experts_TK, sorted_A.row_TK, sorted_A.offsets_E, order_A, experts_TK.shape, capacity)
+    for ours, truth in zip(kernels.assign_slots(*given), padded.assign_plain(*given), strict=True):
+        assert torch.equal(ours, truth)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -71,7 +71,7 @@ def test_the_packing_kernel_is_its_twin(columns):
     truth = pack(leaf, ranked_TE, columns)
     ours_leaf = probs_TE.to(DEVICE).requires_grad_()
     # a transposed layout, as `expert_choice` has it
-    ours = ops_topk._pack(ours_leaf, ranked_TE.t().contiguous().t().to(DEVICE), columns)
+    ours = ops_topk.pack(ours_leaf, ranked_TE.t().contiguous().t().to(DEVICE), columns)
     direction = torch.randn_like(truth[0])
     assert torch.equal(ours[1].cpu(), truth[1]) and torch.equal(ours[0].cpu(), truth[0])
     (grad,) = torch.autograd.grad(ours[0], ours_leaf, direction.to(DEVICE))

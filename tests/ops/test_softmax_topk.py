@@ -9,7 +9,7 @@ from foundry_moe_kernels import softmax_topk as kernels
 
 from foundry_moe.ops import noise
 from foundry_moe.ops import softmax_topk as ops
-from foundry_moe.ops.softmax_topk import Draw, balance, softmax_topk
+from foundry_moe.ops.softmax_topk import balance, softmax_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -24,7 +24,7 @@ def poisoned_memory(monkeypatch):
 
 
 def by_kernel(logits_TE, k, normalize, scale, second, counted, mask_T):
-    keys_T, stream = (second.keys_T, second.stream) if second else (None, None)
+    keys_T, stream = second or (None, None)
     rule = kernels.Rule(k, normalize, scale, stream, counted or k, statistics=True, with_balance=True)
     out = ops._softmax_topk.triton(logits_TE, rule, mask_T, keys_T)
     return ops.Selection(experts_TK=out[1], weights_TK=out[0], mean_E=out[3], counts_E=out[4], z=out[5], balance=out[7])
@@ -49,7 +49,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case, at_once, monke
     logits_TE = 2 * torch.randn(tokens, experts)
     logits_TE[0] = 0.5  # ties go to the lower expert
     mask_T = torch.rand(tokens) < 0.7 if case.get("masked") else None
-    second = Draw(keys_T=noise.mix(torch.arange(tokens, dtype=torch.int32)), stream=-77) if case.get("random") else None
+    second = (noise.mix(torch.arange(tokens, dtype=torch.int32)), -77) if case.get("random") else None
     rest = {"normalize": case.get("normalize", False), "scale": case.get("scale", 1.0), "counted": case.get("counted")}
     true_TE = logits_TE.double().requires_grad_()
     rest["with_balance"] = True
@@ -59,7 +59,7 @@ def test_the_kernel_chooses_weighs_and_counts_as_torch_does(case, at_once, monke
     mask, draw = mask_T, second
     if DEVICE == "cuda":
         mask = None if mask_T is None else mask_T.cuda()
-        draw = None if second is None else Draw(keys_T=second.keys_T.cuda(), stream=second.stream)
+        draw = None if second is None else (second[0].cuda(), second[1])
     ours = by_kernel(logits_TE, k, rest["normalize"], rest["scale"], draw, rest["counted"], mask)
     assert torch.equal(ours.experts_TK.cpu(), truth.experts_TK) and ours.experts_TK.dtype is torch.int64
     if case.get("random"):

@@ -5,7 +5,6 @@ Shapes: T tokens, D model width, E experts, K choices a token at most in this ba
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +70,7 @@ class DenseToSparseGate(LinearGate):
                 counted_TK, counts_E = experts_TK, count_choices(experts_TK, self.num_experts, context.mask_T)
             else:
                 counted_TK, counts_E = _every_choice(ranked_TE), masked_sum((ranked_TE >= 0).long(), context.mask_T)
-            losses = self.losses_of(replace(selection, counts_E=counts_E), context, logits_TE, counted_TK)
+            losses = self.common_losses(logits_TE, None, counts_E, context, counted_TK, selection)
         if not most:
             experts_TK, weights_TK, rows = pack_choices(ranked_TE, soft_TE, context)
         return Choices(

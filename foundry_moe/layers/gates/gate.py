@@ -18,7 +18,7 @@ from foundry_moe.layers.init import normal_matrix
 from foundry_moe.layers.losses import sequence_balance_loss
 from foundry_moe.layers.schedule import Progress, Schedule, parse_schedule
 from foundry_moe.ops import PermutePlan
-from foundry_moe.ops.gate_logits import Jitter, gate_logits
+from foundry_moe.ops.gate_logits import NO_JITTER, Jitter, gate_logits
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.select_topk import pack
 from foundry_moe.ops.softmax_topk import Selection, balance, masked_mean, softmax_topk, z_loss
@@ -76,8 +76,6 @@ class Gate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(config, GateKeys):
-            config.check(num_experts, top_k)
         self.config = config
         self.d_model = d_model
         self.num_experts = num_experts
@@ -160,7 +158,7 @@ class LinearGate(Gate):
         shape, device = self.weight_ED.shape, self.weight_ED.device
         self.weight_ED.copy_(normal_matrix(shape, std, seed=seed, layer=layer, name="router", device=device))
 
-    def logits(self, x_TD: Tensor, jitter: Jitter | None = None) -> Tensor:
+    def logits(self, x_TD: Tensor, jitter: Jitter = NO_JITTER) -> Tensor:
         """[T, E] in fp32, or fp64 for a model in fp64 (Fedus et al. 2021, section 2.4: selective precision)."""
         return gate_logits(x_TD, self.weight_ED, jitter)
 
@@ -180,57 +178,48 @@ class LinearGate(Gate):
             **options,
         )
         counted = options.get("counted")
-        counted_TK = selection.experts_TK if counted is None else selection.experts_TK[:, :counted]
+        experts_TK, counts_E = selection.experts_TK, selection.counts_E
+        counted_TK = experts_TK if counted is None else experts_TK[:, :counted]
         return Choices(
-            experts_TK=selection.experts_TK,
+            experts_TK=experts_TK,
             weights_TK=selection.weights_TK,
-            losses=self.losses_of(selection, context, logits_TE, counted_TK),
+            losses=self.common_losses(logits_TE, None, counts_E, context, counted_TK, selection),
             logits_TE=logits_TE,
-            counts_E=selection.counts_E if context.losses and counted is None else None,
+            counts_E=counts_E if context.losses and counted is None else None,
         )
-
-    def losses_of(
-        self, selection: Selection, context: GateContext, logits_TE: Tensor, counted_TK: Tensor
-    ) -> dict[str, Tensor]:
-        """`common_losses` from the sums of `softmax_topk`.
-
-        Args:
-            counted_TK: the choices that count in the loads; -1 = none.
-        """
-        losses = {}
-        if "balance" in context.losses and context.sequences is not None:
-            losses["balance"] = sequence_balance_loss(
-                logits_TE.softmax(-1), counted_TK, context.sequences, context.mask_T
-            )
-        elif selection.balance is not None:
-            losses["balance"] = selection.balance
-        elif "balance" in context.losses:
-            losses["balance"] = balance(selection.mean_E, context.sum_counts(selection.counts_E))
-        if "z" in context.losses:
-            losses["z"] = selection.z
-        return losses
 
     def common_losses(
         self,
         logits_TE: Tensor,
-        probs_TE: Tensor,
+        probs_TE: Tensor | None,
         counts_E: Tensor,
         context: GateContext,
         experts_TK: Tensor,
+        known: Selection | None = None,
     ) -> dict[str, Tensor]:
         """`balance` and `z`, those of the two that are wanted.
 
         Args:
+            probs_TE: None = the softmax of the logits, of which the sums are `known`.
             counts_E: choices of these tokens; the context sums them over the scope of the balance loss.
-            experts_TK: the choices themselves, -1 = none.
+            experts_TK: the choices themselves, those that count in the loads; -1 = none.
+            known: sums that `softmax_topk` has computed.
         """
         losses = {}
         if "balance" in context.losses and context.sequences is not None:
+            probs_TE = logits_TE.softmax(-1) if probs_TE is None else probs_TE
             losses["balance"] = sequence_balance_loss(probs_TE, experts_TK, context.sequences, context.mask_T)
+        elif known is not None and known.balance is not None:
+            losses["balance"] = known.balance
         elif "balance" in context.losses:
-            losses["balance"] = balance(masked_mean(probs_TE, context.mask_T), context.sum_counts(counts_E))
+            if known is None:
+                assert probs_TE is not None
+                mean_E = masked_mean(probs_TE, context.mask_T)
+            else:
+                mean_E = known.mean_E
+            losses["balance"] = balance(mean_E, context.sum_counts(counts_E))
         if "z" in context.losses:
-            losses["z"] = z_loss(logits_TE, context.mask_T)
+            losses["z"] = z_loss(logits_TE, context.mask_T) if known is None else known.z
         return losses
 
 
@@ -249,11 +238,11 @@ class JitteredGate(LinearGate):
     def chooses_by_tokens_alone(self) -> bool:
         return self.jitter.is_constant and not self.jitter.start
 
-    def input_jitter(self, x_TD: Tensor, context: GateContext) -> Jitter | None:
-        """The factors of this batch's input; None in evaluation, and where the schedule has come to zero."""
+    def input_jitter(self, x_TD: Tensor, context: GateContext) -> Jitter:
+        """The factors of this batch's input; none in evaluation, and where the schedule has come to zero."""
         amount = self.value_of(self.jitter, context) if self.training else 0.0
         if not amount:
-            return None
+            return NO_JITTER
         keys_T = context.token_keys(x_TD.shape[0], x_TD.device)
         return Jitter(keys_T=keys_T, amount=amount, stream=context.stream(_JITTER))
 

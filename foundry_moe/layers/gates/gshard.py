@@ -12,7 +12,6 @@ from torch import Tensor
 from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, LinearGate
 from foundry_moe.layers.gates.keys import GShardKeys
-from foundry_moe.ops.softmax_topk import Draw
 
 _SECOND = 2
 
@@ -37,5 +36,5 @@ class GShardGate(LinearGate):
         """See `Gate`. Losses: `balance` over first choices, as in the paper, and `z`."""
         second = None
         if self.training and self.config.random_second:
-            second = Draw(keys_T=context.token_keys(x_TD.shape[0], x_TD.device), stream=context.stream(_SECOND))
+            second = context.token_keys(x_TD.shape[0], x_TD.device), context.stream(_SECOND)
         return self.choose_best(self.logits(x_TD), 2, context, normalize=True, second_by_chance=second, counted=1)

@@ -47,12 +47,12 @@ def build_gate(
     Raises:
         ValueError: unknown gate, unknown key, or a value that the gate refuses.
     """
-    name = settings["name"]
+    name, keys = settings["name"], read_keys(settings)
     cls = _declaration(name)
     if issubclass(cls, GateKeys):
+        keys.check(num_experts, top_k)
         cls = getattr(import_module(f"foundry_moe.layers.gates.{name}"), BUILT_IN[name][0])
-    config = from_mapping(cls.Config, {k: v for k, v in settings.items() if k != "name"}, "gate")
-    return cls(config, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
+    return cls(keys, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
 
 
 def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *, num_experts: int, top_k: int) -> None:

@@ -122,7 +122,7 @@ class TopKGate(JitteredGate):
         )
 
     def _noisy(
-        self, x_TD: Tensor, clean_TE: Tensor, jitter: Jitter | None, context: GateContext
+        self, x_TD: Tensor, clean_TE: Tensor, jitter: Jitter, context: GateContext
     ) -> tuple[Tensor, Tensor | None]:
         """The logits to choose by, and the deviation of their noise."""
         if self.weight_noise_ED is None or not self.training:
