@@ -204,10 +204,9 @@ def _jittered(layer: MoELayer, x_TD: Tensor, device: torch.device) -> Tensor:
     gate: Any = layer.gate
     ones_TD = torch.ones_like(x_TD, dtype=torch.float32, device=device)
     context = layer.context.for_tokens(x_TD.shape[0], layer=layer.layer_index, seed=layer.config.seed)
-    jitter = gate.input_jitter(ones_TD, context) if hasattr(gate, "jitter") else None
-    if jitter is None:
+    if not hasattr(gate, "jitter") or (jitter := gate.input_jitter(ones_TD, context)).keys_T is None:
         return x_TD
-    return x_TD * _whole(noise.jitter(ones_TD, jitter.keys_T, jitter.amount, jitter.stream))
+    return x_TD * _whole(noise.jitter(ones_TD, *jitter))
 
 
 def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
