@@ -28,9 +28,9 @@ from foundry_moe.commands.verify.rows import TOLERANCE, Row, compare_trials, for
 from foundry_moe.commands.verify.shrink import SAVE_AFTER, SmallRun, changes, moe_keys, shrink
 from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials, trial_of
 from foundry_moe.launch.processes import run_processes
-from foundry_moe.launch.run_config import check_run, check_whole_run, load_run, plain, read_moe
+from foundry_moe.launch.run_config import check_whole_run, load_run, own_mistakes, plain, read_moe
 from foundry_moe.parallel.mesh import Mesh, can_replicate
-from foundry_moe.schema import section
+from foundry_moe.schema import raise_mistakes, section
 
 Train = Callable[[Sequence[Trial]], dict[str, dict[str, Any]]]
 
@@ -135,7 +135,7 @@ def _small_run(
 
         given, scale, source, notes = write_small_model(run, config, folder)
     small = shrink(given, mesh=mesh, scale=scale, **options)
-    check_run(small.run)
+    raise_mistakes(own_mistakes(small.run, read_moe(small.run)))
     return replace(small, name=name, source=source, notes=(*changes(run, small.run), *notes))
 
 
