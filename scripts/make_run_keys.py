@@ -29,10 +29,9 @@ EXTRA = {
     "schedulers": {"name": "str"},
     "dataloaders": {"name": "str", "label": "str"},
 }
-# what the values of a key must be, beside their kind: of a run, of each entry of a registry, of an MPT and its parts
+# rules for single values, beside their kind: keys of a run, of registered entries, of an MPT, and of an MPT's parts
 RUN_RULES = {
     "global_train_batch_size": ">= 1",
-    "max_seq_len": ">= 2",  # a token is predicted from those before it
     "seed": ">= 0",
     "device_train_microbatch_size": "> 0 or auto",
     "device_eval_batch_size": "> 0",

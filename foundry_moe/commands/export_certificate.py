@@ -110,7 +110,8 @@ def _compare_tensors(exported: Exported, folder: Path, hashes: dict[str, str]) -
             if written.dtype != tensor.dtype or written.shape != tensor.shape or hashes[target.name] != _hash(tensor):
                 shapes = "" if written.shape == tensor.shape else f": it has the shape {list(written.shape)}"
                 problems.append(f"{target.name} is not what the checkpoint has{shapes}")
-    return problems
+    absent = [name for name in weight_map if name in targets and name not in hashes]
+    return problems + [f"{name} is not in {weight_map[name]}" for name in absent]
 
 
 def _cast(tensor: Tensor, target: Target, dtype: str | None) -> Tensor:

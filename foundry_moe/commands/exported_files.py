@@ -98,16 +98,18 @@ class Weights:
 
 @contextmanager
 def beside(out: Path, *, folder: bool = True) -> Iterator[Path]:
-    """A new folder next to `out`; it, or the file of `out`'s name in it, becomes `out` at the end. No error leaves it.
+    """A new folder next to `out`; it, or the file of `out`'s name in it, becomes `out` at the end.
+
+    After an error it is removed.
 
     Raises:
         CheckpointError: `out` is in use or cannot be written.
     """
     out = out.resolve()
-    if out.exists() and (not folder or not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: name a new path")
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
+        if out.exists() and (not folder or not out.is_dir() or any(out.iterdir())):
+            raise CheckpointError(f"{out} exists{' and is not empty' if folder else ''}: name a new path")
         partial.mkdir(parents=True)
         yield partial
         (partial if folder else partial / out.name).rename(out)

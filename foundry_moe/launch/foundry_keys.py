@@ -134,15 +134,16 @@ class _Walk:
             yield from caught(refuse_unknown, [str(key) for key in settings if key not in keys], keys, where)
         for key, value in settings.items():
             known = keys.get(key, "any")
-            if value is None and where:
-                continue  # Python's signatures are not enforced: null often means the default
             if isinstance(known, str):
-                yield from self.value(f"{prefix}{key}", value, known)
+                # Python's signatures are not enforced: null often means the default, if no rule excludes it
+                if value is not None or not where or " " in known:
+                    yield from self.value(f"{prefix}{key}", value, known)
             elif value is not None and not isinstance(value, Mapping):
                 yield f"{prefix}{key} must be {_KINDS['dict']}, not {value!r}"
-            # other kinds of FFN have their own keys
-            elif value and value.get("ffn_type") in (None, "mptmlp", "mptglu"):
-                yield from self.shape(f"{prefix}{key}", value, known)
+            elif value:
+                # other kinds of FFN have their own keys
+                is_open = known["open"] or value.get("ffn_type") not in (None, "mptmlp", "mptglu")
+                yield from self.shape(f"{prefix}{key}", value, {**known, "open": is_open})
         for key in shape["required"]:
             if key not in settings:
                 yield f"{prefix}{key} is missing: {name or 'a run'} needs it"
@@ -154,7 +155,7 @@ class _Walk:
         if "any" not in kinds and _kind(value) not in kinds and not (_kind(value) == "int" and "float" in kinds):
             wanted = " or ".join(_KINDS[kind] for kind in kinds if kind != "int" or "float" not in kinds)
             yield f"{where} must be {wanted}, not {value!r}"
-        elif rule and self.rules and value is not None:
+        elif rule and self.rules and (value is not None or "null" not in kinds):
             yield from caught(self.check_rule, where, value, *rule.split())
 
     def check_rule(self, where: str, value: Any, sign: str, *rest: str) -> None:

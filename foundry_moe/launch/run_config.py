@@ -140,7 +140,7 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
     if "elastic_checkpoint" in callbacks:
         yield from caught(lambda: checkpoint_config(section(callbacks, "elastic_checkpoint")))
         folder = section(callbacks, "elastic_checkpoint").get("folder")
-        if run.get("save_folder") not in (None, "") and str(run["save_folder"]).rstrip("/") == str(folder).rstrip("/"):
+        if run.get("save_folder") and _resolved(run["save_folder"]) == _resolved(folder):
             yield f"save_folder and {WHERE}.folder are both {folder}: give each a folder of its own"
     if config is None:
         return
@@ -157,6 +157,11 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
         yield f"model.{META_NEEDS_MESH}"
     if config.mesh_config is not None:
         yield from caught(_check_mesh, run, config, config.mesh_config)
+
+
+def _resolved(folder: object) -> str:
+    path = str(folder).removeprefix("file://").rstrip("/")
+    return path if "://" in path else os.path.realpath(os.path.expanduser(path))
 
 
 def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:

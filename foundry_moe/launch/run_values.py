@@ -41,8 +41,8 @@ def _lengths(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
         length = _at(run, where)
         if length is None or (where != "max_seq_len" and length == run["max_seq_len"]):
             continue
-        if not _is_least(length, 2):  # a token is predicted from those before it
-            yield f"{where} ({length!r}) must be 2 or more"
+        if not _is_least(length, 2):
+            yield f"{where} ({length!r}) must be 2 or more: a token is predicted from those before it"
         elif _at(run, "model.name") in MPTS and fits(longest, int) and length > longest:
             yield f"{where} ({length}) must not be above model.max_seq_len ({longest})"
 
@@ -158,15 +158,19 @@ def _heads(model: Mapping[str, Any], attention: Mapping[str, Any], width: int, h
             yield f"{differs}rope_impl: dail requires: set model.attn_config.rope_impl: hf"
     kv: Any = attention.get("kv_n_heads")
     if attention.get("attn_type") == "grouped_query_attention" and (not _is_least(kv, 1) or heads % kv):
-        yield f"model.attn_config.kv_n_heads ({kv}) must divide model.n_heads ({heads})"
+        yield f"model.attn_config.kv_n_heads ({kv}) must be a whole number that divides model.n_heads ({heads})"
 
 
 def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     optimizer = section(run, "optimizer")
     groups = optimizer.get("param_groups") or ()
-    betas = optimizer.get("betas")
-    if betas is not None and not (len(betas) == 2 and all(fits(b, float) and 0 <= b < 1 for b in betas)):
-        yield f"optimizer.betas ({betas!r}) must be two numbers from 0 to below 1, such as [0.9, 0.95]"
+    for where, settings in (
+        ("optimizer", optimizer),
+        *((f"optimizer.param_groups.{index}", group) for index, group in enumerate(groups)),
+    ):
+        betas = settings.get("betas")
+        if betas is not None and not (len(betas) == 2 and all(fits(b, float) and 0 <= b < 1 for b in betas)):
+            yield f"{where}.betas ({betas!r}) must be two numbers from 0 to below 1, such as [0.9, 0.95]"
     given = optimizer.get("disable_grad") or []
     frozen = [given] if isinstance(given, str) else list(given)
     for pattern in [*frozen, *(group["param_str_match"] for group in groups)]:

@@ -203,7 +203,6 @@ def test_logits_beside_the_folder_are_ours(good: tuple[Path, Path]) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_config": {"rope": False}, "learned_pos_emb": True}, "model.attn_config.rope (false)"),
-    ({"attn_config": {"rope": False, "alibi": True}}, "model.attn_config.rope (false)"),
     (
         {"norm_type": "layernorm"},
         "model.norm_type (layernorm): the model would be exported as Mixtral, which does not compute this; use rmsnorm",

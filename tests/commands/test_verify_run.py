@@ -61,6 +61,10 @@ def test_a_run_in_fp64_differs_by_rounding_alone(certificates: dict[str, Any]) -
     assert max(row["difference"] or 0.0 for row in certificate["rows"] if row["difference"] not in scales) < 1e-12
 
 
+def test_losses_of_each_rank_are_compared_by_the_microbatches_of_their_mesh(certificates: dict[str, Any]) -> None:
+    assert certificates["on two meshes"] == ["pass", "pass"]
+
+
 @pytest.mark.parametrize("name", ["clean", "clean, biased"])
 def test_a_clean_run_passes_and_every_row_was_compared(certificates: dict[str, Any], name: str) -> None:
     certificate = certificates[name]

@@ -165,6 +165,9 @@ def certify_all(out: Path) -> None:
     cases = certify(small_cases(), [(1, 1, 2)], precision="fp64", train=checked)
     found["cases"] = [json.loads(certificate.as_json()) for certificate in cases]
     found["clean, fp64"] = certified(run_with(), precision="fp64")
+    by_rank = run_with(balance_over="rank", loss={"balance": 0.1})
+    on_two = certify({"run": by_rank}, [(1, 1, 2), (1, 1, 4)], precision="fp64")
+    found["on two meshes"] = [certificate.verdict for certificate in on_two]
     found["converted"] = certified(converted_run(out.parent / "llama"))
     for name, (moe, train) in CASES.items():
         found[name] = certified(copy.deepcopy(run_with(**moe)), train=train)

@@ -264,7 +264,13 @@ def calibrate_command(arguments: argparse.Namespace) -> int:
     text = json.dumps(asdict(constants), indent=1) + "\n"
     print(text, end="", flush=True)  # first, in case the file cannot be written
     out = default_path(chip_of(constants.device))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be written: {error.strerror or error}; write what is printed above to a file, and give it "
+            "with --constants"
+        ) from error
     print(f"wrote {out}", file=sys.stderr)
     return 0

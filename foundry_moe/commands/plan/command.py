@@ -116,9 +116,9 @@ def _count(number: float, thing: str) -> str:
 
 
 def _scaled(number: float, units: Mapping[str, float]) -> str:
-    """Four digits in the largest of the units that the number reaches, or else in the last."""
+    """Four digits in the largest of the units that the number reaches, or else in the last; a plain count whole."""
     unit = next((unit for unit, size in units.items() if number >= size), list(units)[-1])
-    return f"{number / units[unit]:,.4g} {unit}".rstrip()
+    return f"{number / units[unit]:,.4g} {unit}" if unit else f"{number:,.0f}"
 
 
 def _sharded(ranks: int) -> str:

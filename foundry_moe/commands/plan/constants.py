@@ -102,7 +102,7 @@ class Constants:
         _check_positive({name: getattr(self, name) for name in ("attention_flops_per_s", "memory_bytes_per_s")})
         for name in ("dense_flops_per_s", "expert_flops_per_s"):
             rates = getattr(self, name)
-            if not rates or not all(width.isdigit() for width in rates):
+            if not rates or not all(width.isdigit() and int(width) for width in rates):
                 raise ValueError(f"{name} ({rates}) must have a rate for at least one width, such as {{'2048': 6e14}}")
             _check_positive({f"{name}.{width}": rate for width, rate in rates.items()})
 

@@ -179,15 +179,15 @@ def _trials_of(run: SmallRun, saved: str) -> dict[str, Trial]:
 
 
 def _trial_alone(run: SmallRun, name: str, *, microbatch: int = 0, **more: Any) -> Trial:
-    """One training on one process, with nothing compiled. Meshes of as many sequences share it."""
+    """One training on one process, with nothing compiled. Meshes with the same microbatches share it."""
     keys = copy.deepcopy(dict(run.run))
     for mesh in (moe_keys(keys).get("mesh"), section(keys, "algorithms").get("dmoe_mesh")):
         if mesh is not None:
             mesh["compile"] = "none"
     keys.pop("compile_config", None)
-    name = f"{name}, {run.batch} sequences"
-    alone = replace(run, run=keys)
-    return trial_of(alone, (1, 1, 1), name, processes=1, microbatch=microbatch or run.alone, **more)
+    microbatch = microbatch or run.alone
+    name = f"{name}, {run.batch} sequences by {microbatch}"
+    return trial_of(replace(run, run=keys), (1, 1, 1), name, processes=1, microbatch=microbatch, **more)
 
 
 def _certificate(run: SmallRun, device: str, seen: Mapping[str, Mapping[str, Any]]) -> Certificate:
@@ -238,6 +238,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
     else:
         run = plain(load_run(arguments.yaml, arguments.overrides))
         check_whole_run(run)
+        os.environ.pop("WORLD_SIZE", None)  # of a launcher: small runs have other numbers of processes
         runs, meshes, precision = {arguments.yaml: run}, arguments.mesh or [None], "fp32"
     certificates = certify(
         runs,

@@ -27,7 +27,7 @@ EPSILON = 1e-4
 THRESHOLD = {"norm": 0.1, "value": 1e-3}  # of clipping; low enough that gradients are clipped
 BATCHES = 4  # three to compare, and the one after a resumption
 SAVE_AFTER = BATCHES - 1
-# keys of the training step; all others are of data, loggers, checkpoints and evaluation
+# keys that stay; batch sizes, schedule and data are set by `trial_of`, the others have no part in a training step
 _KEPT = {
     *("accumulate_train_batch_on_tokens", "algorithms", "code_paths", "compile_config", "fsdp_config"),
     *("max_seq_len", "model", "optimizer", "precision", "seed"),
