@@ -205,7 +205,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     except ValueError as error:
         unknown = [str(key) for key in wrong if key not in known]
         meant = [word for key in unknown for word in difflib.get_close_matches(key, known, n=1) if word not in values]
-        named = {*wrong, *missing, *meant}  # a sentence about one of these may speak of its default
+        named = {*wrong.keys() & known, *missing, *meant}  # a sentence about one of these may speak of its default
         found = [text for text in sentences_of(error) if named.isdisjoint(re.findall(r"\w+", text))]
         mistakes += [text if text.startswith(f"{where}.") else f"{where}: {text}" for text in found]
     raise_mistakes(mistakes)
@@ -214,7 +214,11 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
 
 def with_keys(text: str | None, cls: type) -> str:
     """A docstring with that of `cls`, which explains its keys, and their defaults, for `llmfoundry registry find`."""
-    defaults = {item.name: item.default for item in fields(cls) if item.default is not MISSING}  # type: ignore[arg-type]
+    defaults = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        given = item.default if item.default_factory is MISSING else item.default_factory()
+        if given is not MISSING:
+            defaults[item.name] = given
     listed = ", ".join(f"{key} {yaml_value(value)}" for key, value in defaults.items())
     return "\n\n".join([inspect.cleandoc(text or ""), "Keys:", inspect.getdoc(cls) or "", f"Defaults: {listed}"])
 

@@ -44,7 +44,7 @@ class DMoE(Algorithm):
 
     def __init__(self, **settings: Any) -> None:
         self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`
-        self._loaded: bool | None = settings.pop(LOADED, None)  # from `describe_weights`, as the next
+        self._loaded: bool | None = settings.pop(LOADED, None)  # both from `describe_weights`
         source = settings.pop(SOURCE, None)
         self._files = None if source is None else WeightsFromFiles(source)
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")

@@ -17,6 +17,7 @@ from torch import Tensor
 from foundry_moe.algorithms.dmoe_mesh import count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
+from foundry_moe.layers.context import unchanged
 from foundry_moe.layers.lookup import moe_layers, note_loads, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
@@ -115,7 +116,7 @@ class GateSteps(Algorithm):
             self._ours = {"experts": describe_experts(layers), "model": describe_model(state.model)}
             for where, described in self._ours.items():
                 check_model(described, self._loaded.get(where), where)
-            if dist.get_world_size() > 1:
+            if dist.get_world_size() > 1 and context.sum_over_ranks is unchanged:
                 GateCollectives().connect(context)
             log_backends(state)
         elif event == Event.BATCH_START:

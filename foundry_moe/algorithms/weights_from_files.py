@@ -27,12 +27,13 @@ def describe_weights(config: dict[str, Any]) -> dict[str, Any]:
     They may be fresh (`model.pretrained: false`); or `algorithms.dmoe` reads them, on several processes.
     """
     model, algorithms = config.get("model") or {}, config.get("algorithms") or {}
-    if model.get("name") != "hf_causal_lm" or not isinstance(algorithms.get("dmoe"), Mapping):
+    if not isinstance(algorithms.get("dmoe"), Mapping):
         return config
     keys: dict[str, Any] = {}
+    from_meta = model.get("name") == "hf_causal_lm" and model.get("init_device") == "meta"
     if not model.get("pretrained", True):
         keys = {LOADED: False}
-    elif model.get("init_device") == "meta" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    elif from_meta and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         keys = {LOADED: True, SOURCE: model.get("pretrained_model_name_or_path")}
         config["model"] = {**model, "pretrained": False}
     config["algorithms"] = {**algorithms, "dmoe": {**keys, **algorithms["dmoe"]}}

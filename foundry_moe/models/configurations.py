@@ -20,20 +20,22 @@ _EXPERTS = (  # of a layer, and of a token
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     *("num_experts_per_tok", "moe_top_k"),
 )
-_POSITIVE = ("norm_eps", "rms_norm_eps", "rope_theta")  # may not be null
-_SIZES = (
-    *(*WIDTH, *HEADS, "vocab_size", "max_seq_len", "max_position_embeddings", "num_key_value_heads"),
-    *("kv_n_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "n_group", "topk_group"),
+_POSITIVE = ("norm_eps", "rms_norm_eps", "rope_theta")
+_SIZES = (*WIDTH, *HEADS, "vocab_size", "max_seq_len", "max_position_embeddings")
+_OPTIONAL_SIZES = (
+    *("num_key_value_heads", "kv_n_heads", "head_dim"),
+    *("intermediate_size", "moe_intermediate_size", "n_group", "topk_group"),
 )
 _CHANCES = ("attn_pdrop", "resid_pdrop", "emb_pdrop", "attention_dropout", "hidden_dropout")
 # key -> types, smallest and largest value
 _LIMITS: dict[str, tuple[tuple[type, ...], float, float]] = {
-    **dict.fromkeys(_SIZES, ((int,), 1, MOST_SIZE)),
+    **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), ((int,), 1, MOST_SIZE)),
     **dict.fromkeys(LAYERS, ((int,), 1, MOST_LAYERS)),
     **dict.fromkeys(_EXPERTS, ((int,), 1, MOST_EXPERTS)),
     **dict.fromkeys(_POSITIVE, ((int, float), 1e-30, MOST_NUMBER)),
     **dict.fromkeys(_CHANCES, ((int, float), 0, 1)),
 }
+_MAY_BE_NULL = {*_OPTIONAL_SIZES, *_EXPERTS, *_CHANCES}
 _PARTS = ("attn_config", "ffn_config", "init_config", "rope_scaling", "rope_hf_config", "rope_dail_config")
 
 
@@ -56,7 +58,7 @@ def check_configuration(config: Mapping[str, Any], where: str) -> None:
         if key in _PARTS and not (value is None or isinstance(value, Mapping)):
             raise ValueError(f"{name} ({shown(value)}) must be a mapping")
         kinds, least, most = _LIMITS.get(key, ((), -MOST_NUMBER, MOST_NUMBER))
-        wrong = kinds and type(value) not in kinds and (value is not None or key in _POSITIVE)
+        wrong = kinds and type(value) not in kinds and (value is not None or key not in _MAY_BE_NULL)
         if wrong or (isinstance(value, int | float) and not least <= value <= most):
             kind = "whole number" if kinds == (int,) else "number"
             raise ValueError(f"{name} ({shown(value)}) must be a {kind} from {least} to {most}")

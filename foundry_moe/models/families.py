@@ -155,6 +155,8 @@ class Family:
 
 def _get(config: Any, name: str) -> Any:
     for part in name.split("."):
+        if isinstance(config, Mapping) and part not in config:
+            raise ValueError(f"{name} is missing in the model's configuration")
         config = config[part] if isinstance(config, Mapping) else getattr(config, part)
     return config
 

@@ -138,8 +138,10 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
             )
         return found
     names = {role: parts[role] for role in ("w1", "v1", "w2") if parts.get(role) is not None}
-    if not {"w1", "w2"} <= parts.keys() <= {"w1", "v1", "w2", "activation"}:
-        raise ValueError(f"blocks: {name} ({', '.join(parts)}) must have w1 and w2, and may have v1 and activation")
+    if not {"w1", "w2"} <= names.keys() or not parts.keys() <= {"w1", "v1", "w2", "activation"}:
+        raise ValueError(
+            f"blocks: {name} ({', '.join(map(str, parts))}) must have w1 and w2, and may have v1 and activation"
+        )
     kind = _linears(module, tuple(names.values()))
     if kind is None:
         raise ValueError(

@@ -519,6 +519,15 @@ def _run_few(w2: Tensor, planes: int, weights_dtype: torch.dtype | None, plan: E
         _up_backward(z_PV, x_TD, w1, v1, few, dtype, True)
 
 
+def check_kinds(x_TD: Tensor, *weights: Tensor | None) -> None:
+    """Raises ValueError for a weight (w1, v1, w2 and a bias, in this order) of another dtype or device than x's."""
+    for name, weight in zip(("w1", "v1", "w2", "the bias"), weights, strict=False):
+        if weight is not None and (weight.dtype, weight.device) != (x_TD.dtype, x_TD.device):
+            raise ValueError(
+                f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
+            )
+
+
 def blocksparse_mlp(
     x_TD: Tensor,
     weights_TK: Tensor | None,
@@ -544,12 +553,7 @@ def blocksparse_mlp(
     w1, v1, w2 = weights
     if memory not in ("save", "recompute"):
         raise ValueError(f"memory ({memory!r}) must be save or recompute")
-    read = weights if copies[0] is None else copies
-    for name, weight in zip(("w1", "v1", "w2", "the bias"), (*read, bias_EF), strict=True):
-        if weight is not None and (weight.dtype, weight.device) != (x_TD.dtype, x_TD.device):
-            raise ValueError(
-                f"{name} is {weight.dtype} on {weight.device}, x_TD {x_TD.dtype} on {x_TD.device}: they must agree"
-            )
+    check_kinds(x_TD, *(weights if copies[0] is None else copies), bias_EF)
     if plan.capacity is not None:
         kernels = "padded"
     elif widths is None and takes_hopper(x_TD.device, x_TD.dtype, *w2.shape[1:]):

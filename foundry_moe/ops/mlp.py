@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foundry_moe.ops.backends import ALIGN, FLOATS, choose_backend
-from foundry_moe.ops.blocksparse import blocksparse_mlp
+from foundry_moe.ops.blocksparse import blocksparse_mlp, check_kinds
 from foundry_moe.ops.lora import Adapters, lora_mlp, supports
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.permute import PermutePlan
@@ -92,6 +92,8 @@ def expert_mlp(
                 x_TD, weights_TK, plan, *cast,
                 activation=activation, backend=backend, memory=memory, widths=widths, adapters=adapters,
             )  # fmt: skip
+    if adapters is not None:
+        check_kinds(x_TD, *weights)
     if plan.capacity is not None:
         # in a compiled graph the plain version, whose activation inductor fuses
         on_kernels = on_gpu(*FLOATS)(x_TD) and not torch.compiler.is_compiling() and adapters is None

@@ -69,7 +69,8 @@ def _uniform_plain(keys_T: Tensor, columns: int, stream: int) -> Tensor:
     return (_shifted(bits_TN, 9).float() + 0.5) * 2.0**-23
 
 
-# (keys_T: from `token_keys`, columns, stream: from `stream_of`) -> fp32 [T, N]; streams are independent
+# uniform(keys_T, columns, stream): fp32 [T, N] in (0, 1). Keys are of `token_keys`; streams, of `stream_of`, are
+# independent
 uniform = twins(
     "uniform",
     triton=kernels.uniform,
@@ -116,7 +117,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
 
-# (x_TD, keys_T, amount, stream) -> x_TD times factors, differentiable in x_TD
+# jitter(x_TD, keys_T, amount, stream): x_TD times factors from 1 - amount to 1 + amount, in its dtype. A factor is one
+# of 256, evenly spaced and as many above one as below; `amount` is rounded down to bf16. Differentiable in x_TD
 jitter: Callable[..., Any] = twins(
     "jitter",
     triton=kernels.jitter,
@@ -124,6 +126,6 @@ jitter: Callable[..., Any] = twins(
     fake=lambda x_TD, *_: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
     takes=on_gpu(torch.float32, torch.float16, torch.bfloat16),
     save=_save,
-    # draws the factors again: [T, D] numbers are cheaper to compute than to keep
+    # the kernel draws the factors again: [T, D] numbers are cheaper to compute than to keep
     backward=lambda ctx, dx_TD: (jitter(dx_TD, *ctx.saved_tensors, *ctx.settings), None, None, None),
 )

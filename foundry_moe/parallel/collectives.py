@@ -47,7 +47,7 @@ class GateCollectives:
         self.group = group
 
     def connect(self, context: BatchContext) -> None:
-        """Makes the gates that share a context use these over all ranks."""
+        """Sets these in a context, for all gates that share it."""
         context.sum_over_ranks, context.max_over_ranks, context.shuffle = self.sum, self.largest, self.shuffle
 
     def sum(self, tensor: Tensor) -> Tensor:

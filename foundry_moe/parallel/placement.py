@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from foundry_moe.config import MeshConfig
+from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.layers.experts import MixedExperts
 from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
@@ -117,8 +117,13 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     """
     world_size = dist.get_world_size()
     ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    num_experts = math.gcd(*(layer.num_experts for layer in layers))  # which a mesh of all layers divides
-    plan = plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=num_experts)
+    counts = {layer.num_experts for layer in layers}
+    if mesh_config.expert == AUTO:
+        counts = {math.gcd(*counts)}  # what divides it divides all
+    (plan,) = {
+        plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=count)
+        for count in counts
+    }
     for layer in layers:
         layer.config.check_mesh(replace(mesh_config, expert=plan.expert))
         if isinstance(layer.experts, MixedExperts):

@@ -211,6 +211,10 @@ def test_a_gate_of_another_package_trains_from_yaml(tmp_path, monkeypatch):
                 class Config(Gate.Config):
                     offset: int = 0
 
+                    def check(self, num_experts, top_k):
+                        if self.offset >= num_experts:
+                            raise ValueError(f"gate.offset ({self.offset}) must be below {num_experts}")
+
                 def __init__(self, config, **shape):
                     super().__init__(config, **shape)
                     self.scale_E = torch.nn.Parameter(
@@ -244,6 +248,8 @@ def test_a_gate_of_another_package_trains_from_yaml(tmp_path, monkeypatch):
     assert (moe_layers(model)[1].gate.scale_E != 1).all()
     with pytest.raises(ValueError, match="did you mean 'round_robin'"):
         fit({**settings, "gate": {"name": "round_robyn"}})
+    with pytest.raises(ValueError, match=r"gate.offset \(4\) must be below 4"):
+        fit({**settings, "gate": {"name": "round_robin", "offset": 4}})
     sys.modules.pop("othergates", None)
 
 

@@ -200,7 +200,7 @@ class LinearGate(Gate):
         """`balance` and `z`, those of the two that are wanted.
 
         Args:
-            probs_TE: None = the softmax of the logits, of which the sums are `known`.
+            probs_TE: None = the softmax of the logits, computed where it is needed; then give `known`.
             counts_E: choices of these tokens; the context sums them over the scope of the balance loss.
             experts_TK: the choices themselves, those that count in the loads; -1 = none.
             known: sums that `softmax_topk` has computed.

@@ -123,4 +123,5 @@ def _load_ours(
                 del state_dict[part.ours]
     if getattr(model.config, "tie_word_embeddings", False) and model.get_output_embeddings() is not None:
         theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
-    return type(model).load_state_dict(model, theirs, strict=strict, assign=assign)
+    del model.load_state_dict  # this function, by which the model would refer to itself
+    return model.load_state_dict(theirs, strict=strict, assign=assign)

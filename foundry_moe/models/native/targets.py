@@ -55,10 +55,15 @@ def check_targets(targets: Iterable[Target], sources: Mapping[str, tuple[int, ..
         ValueError: anything else: tensors of another model, or an error in the code that made the targets.
     """
     taken = dict.fromkeys(sources, 0)
+    seen: set[tuple[str, int | None, int]] = set()
     for target in targets:
         for part in target.parts:
             if part.ours not in sources:
                 raise ValueError(f"{target.name} would be made of {part.ours}, which does not exist")
+            place = (part.ours, part.expert, part.first_row)
+            if place in seen:
+                raise ValueError(f"{part.ours} would be written twice, to {target.name} too")
+            seen.add(place)
             if sources[part.ours][1:] == (part.shape[1:] if part.expert is None else part.shape):
                 taken[part.ours] += math.prod(part.shape)
         filled = sum(math.prod(part.shape) for part in target.parts)

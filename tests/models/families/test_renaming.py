@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
+from foundry_moe.models.configurations import check_configuration
 from foundry_moe.models.families import family_of
 from foundry_moe.models.pretrained import renaming_of
 from tests.helpers.commands import tool
@@ -71,6 +72,13 @@ def test_a_forged_configuration_is_a_sentence_in_time(model_type: str, tmp_path:
         assert "Traceback" not in printed, (key, value, printed)
         if (key, value) not in (("attn_config", {}), ("first_k_dense_replace", True)):  # which say what holds anyway
             assert code == 1 and printed.startswith("error: ") and len(printed) < 1000, (key, value, code, printed)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "n_layers", "rms_norm_eps"])
+def test_a_size_that_a_model_needs_is_not_null(key: str) -> None:
+    check_configuration({"model_type": "mixtral", "head_dim": None, "num_local_experts": None}, "config.json")
+    with pytest.raises(ValueError, match=rf"config.json.{key} \(None\) must be a"):
+        check_configuration({"model_type": "mixtral", key: None}, "config.json")
 
 
 @pytest.mark.parametrize(
