@@ -76,6 +76,8 @@ class Gate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(config, GateKeys):
+            config.check(num_experts, top_k)
         self.config = config
         self.d_model = d_model
         self.num_experts = num_experts

@@ -49,8 +49,6 @@ def build_gate(
     """
     name, keys = settings["name"], read_keys(settings)
     cls = _declaration(name)
-    if isinstance(keys, GateKeys):
-        keys.check(num_experts, top_k)
     if issubclass(cls, GateKeys):
         cls = getattr(import_module(f"foundry_moe.layers.gates.{name}"), BUILT_IN[name][0])
     return cls(keys, d_model=d_model, num_experts=num_experts, top_k=top_k, device=device, dtype=dtype)
@@ -61,9 +59,8 @@ def check_gate(settings: Mapping[str, Any], losses: Mapping[str, float] | str, *
     raise_mistakes([*caught(resolve_losses, settings, losses), *caught(read_keys, settings)])
     names, keys = resolve_losses(settings, losses), read_keys(settings)
     cls = _declaration(settings["name"])
-    if isinstance(keys, GateKeys):
-        keys.check(num_experts, top_k)
     if issubclass(cls, GateKeys):
+        keys.check(num_experts, top_k)
         keys.check_losses(names, num_experts, top_k)
     else:
         cls(keys, d_model=1, num_experts=num_experts, top_k=top_k, device="meta").check_losses(names)
