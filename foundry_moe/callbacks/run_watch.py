@@ -189,7 +189,8 @@ def check_microbatches(counts: Sequence[int], batch: int, size: object) -> None:
         numbers = sorted({counts[rank] for rank in others})
         theirs = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
         raise ValueError(
-            f"batch {batch} does not have the same number of microbatches on all ranks ({usual} on most, {theirs} on "
-            f"{name_ranks(others)}), so that a collective would never complete: set train_loader.drop_last: true, or a "
-            f"device_train_microbatch_size ({size}) that is at least each rank's batch"
+            f"batch {batch} does not have the same number of microbatches on all ranks ({theirs} on "
+            f"{name_ranks(others)}; {usual} on all others), so that a collective would never complete: set "
+            f"train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is at least the batch of "
+            "each rank"
         )
