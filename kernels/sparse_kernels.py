@@ -191,7 +191,8 @@ def inner_kernel(
     blocks = tl.load(column_offsets + n + 1) - first
     i, j, k = column * BLOCK + tl.arange(0, BLOCK), tile * BN + tl.arange(0, BN), tl.arange(0, BK)
     keep_i, keep_j = i < width, j < columns
-    within_i, within_j = None if EVEN_M else keep_i, None if EVEN_N else keep_j
+    within_i = None if EVEN_M else keep_i  # one a line: Triton 3.3 has no tuple with None
+    within_j = None if EVEN_N else keep_j
     acc = tl.zeros((BLOCK, BN), tl.float32)
     if blocks > 0:
         m = tl.load(rows_Z + tl.load(transposed_Z + first))
