@@ -205,7 +205,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_config": {"rope": False}, "learned_pos_emb": True}, "model.attn_config.rope (false)"),
     (
         {"norm_type": "layernorm"},
-        "model.norm_type (layernorm): the model would be exported as Mixtral, which does not compute this; use rmsnorm",
+        "model.norm_type (layernorm): the model would be exported as Mixtral, which does not support this; use rmsnorm",
     ),
     ({"no_bias": False}, "model.no_bias (false): the model would be exported as Mixtral"),
     ({"logit_scale": 0.5}, "model.logit_scale (0.5)"),
@@ -213,14 +213,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_config": {"softmax_scale": 0.3}}, "model.attn_config.softmax_scale (0.3)"),
     (
         {"head_dim": 16, "attn_config": {"fused_qkv": False, "qk_gn": True, "norm_type": "rmsnorm"}},
-        "which does not compute this; use 0.25, one over the root of model.head_dim (16)",
+        "which does not support this; use 0.25, one over the root of model.head_dim (16)",
     ),
     (
         {
             "head_dim": 16,
             "attn_config": {"fused_qkv": False, "softmax_scale": 0.25, "qk_ln": True, "norm_type": "rmsnorm"},
         },
-        "model.head_dim (16): the model would be exported as OLMoE, which does not compute this; use d_model / n_heads",
+        "model.head_dim (16): the model would be exported as OLMoE, which does not support this; use d_model / n_heads",
     ),
     ({"attn_config": {"qk_ln": True}}, "use low_precision_rmsnorm for queries and keys"),
     (

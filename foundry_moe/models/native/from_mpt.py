@@ -73,7 +73,7 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
     family = FAMILIES["qwen3_moe" if attention.get("qk_gn") else "olmoe" if attention.get("qk_ln") else "mixtral"]
     for key, value, valid in _differences(config, family, normalize=gate_keys(blocks)["normalize"]):
         raise ValueError(
-            f"{key} ({yaml_value(value)}): the model would be exported as {family.name}, which does not compute this; "
+            f"{key} ({yaml_value(value)}): the model would be exported as {family.name}, which does not support this; "
             f"use {valid}"
         )
     keys = {
