@@ -225,7 +225,9 @@ def test_export_to_pytorchs_formats_and_back(folder, tmp_path, capsys) -> None:
     capsys.readouterr()
     for words in ((stock, "--format", "dcp"), (single, "--format", "torch"), (tmp_path / "x", "--section", "models")):
         assert tool("export", folder, *words) == 1
-    assert capsys.readouterr().err.count(": name a new path") == 2
+    said = capsys.readouterr().err
+    assert f"{stock} exists and is not empty: name a new path" in said
+    assert f"{single} exists: name a new path" in said
 
 
 def test_a_damaged_block_leaves_no_stock_checkpoint(folder, tmp_path, capsys) -> None:
