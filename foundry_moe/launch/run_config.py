@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -280,4 +281,44 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
     is_path = isinstance(name, str) and (Path(name).is_absolute() or len(Path(name).parts) > 2)
     if is_path and not Path(str(name)).exists():
         found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
-    return found
+    return [*found, *_vocabulary_mistakes(run)]
+
+
+def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence if the tokenizer has more tokens than a Hugging Face model, where both are on this machine."""
+    model = section(run, "model")
+    source = model.get("pretrained_model_name_or_path")
+    if source is None or model.get("allow_embedding_resizing"):  # LLM Foundry enlarges an MPT's embeddings
+        return
+    size = section(model, "config_overrides").get("vocab_size", _local_json(source, "config.json").get("vocab_size"))
+    tokenizer = _local_json(section(run, "tokenizer").get("name"), "tokenizer.json")
+    words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
+    if not isinstance(words, dict | list) or not isinstance(size, int):
+        return
+    tokens = {word if isinstance(word, str) else str(word[0]) for word in words}
+    tokens |= {str(token.get("content")) for token in added or () if isinstance(token, dict)}
+    if len(tokens) > size:
+        yield (
+            f"tokenizer.name ({run['tokenizer']['name']}) has {len(tokens)} tokens, and the model has embeddings for "
+            f"{size}: use the model's own tokenizer, or model.allow_embedding_resizing: true"
+        )
+
+
+def _local_json(name: object, file: str) -> dict[str, Any]:
+    """A JSON file of a model's folder, or of the hub's cache; empty where there is none that can be read."""
+    if not isinstance(name, str):
+        return {}
+    path: Any = Path(name) / file
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = try_to_load_from_cache(name, file)
+        except HFValidationError:
+            return {}
+    try:
+        found = json.loads(Path(path).read_bytes()) if isinstance(path, str | Path) else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -28,7 +28,7 @@ from foundry_moe.layers.gates.keys import TopKKeys
 from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.models.blocks import Blocks, WeightPart
 from foundry_moe.models.families import FAMILIES, Family
-from foundry_moe.models.ffn import DenseFFN, check_nothing_else, describe, holds_experts, read_dense
+from foundry_moe.models.ffn import DenseFFN, check_nothing_else, describe, holds_experts, packs_experts, read_dense
 from foundry_moe.schema import nearest
 
 
@@ -103,6 +103,13 @@ def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] 
     """
     if named is not None:
         return _find_named(model, named)
+    for name, module in model.named_modules():
+        if packs_experts(module):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has experts of transformers 5, which are not replaced: compute them "
+                "on the kernels of this package by foundry_moe.integrations.transformers.register() and "
+                "model.set_experts_implementation('foundry_moe'), see docs/how-to/transformers.md"
+            )
     return _find_sparse(model) or _find_dense(model)
 
 
@@ -135,6 +142,11 @@ def _find_sparse(model: nn.Module) -> list[FFNBlock]:
         if place.format(layer=0) not in dict(module.named_modules()):
             continue
         blocks = family.read(module.config)
+        if not blocks.layers:
+            raise ValueError(
+                f"all layers of this {family.name} model are dense by its configuration, so it has no experts to take "
+                "over; correct the configuration, or load the dense model as its own model_type"
+            )
         found = []
         for layer in range(blocks.num_layers):
             name = f"{prefix}.{place}".strip(".").format(layer=layer)

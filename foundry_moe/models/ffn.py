@@ -172,3 +172,8 @@ def holds_experts(module: nn.Module) -> bool:
     """Whether it is an MoE block, whose experts would be mistaken for blocks."""
     experts = getattr(module, "experts", None)
     return isinstance(experts, nn.ModuleList) and any(read_dense(expert) is not None for expert in experts)
+
+
+def packs_experts(module: nn.Module) -> bool:
+    """Whether it is an MoE block of transformers 5, whose experts are one module with a flag for their layout."""
+    return hasattr(getattr(module, "experts", None), "is_transposed")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.integrations import transformers as integration
 from tests.helpers import transformers_experts as certificate
 from tests.helpers.transformers_experts import without_kernels
@@ -238,3 +239,18 @@ def test_register_without_transformers_5_names_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers.integrations.moe", SimpleNamespace())
     with pytest.raises(ImportError, match="needs transformers 5"):
         integration.register()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss"])
+def test_apply_dmoe_names_the_backend_for_experts_of_transformers_5(kind):
+    with pytest.raises(ValueError, match=r"set_experts_implementation\('foundry_moe'\)"):
+        apply_dmoe(tiny_model(kind), MoEConfig(num_experts=6, top_k=2))
+
+
+def test_an_upcycled_model_of_transformers_5_trains_and_says_that_it_is_not_saved_as_a_family(tmp_path):
+    model = tiny_model("llama")
+    apply_dmoe(model, MoEConfig(num_experts=4, top_k=2))
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ValueError, match=r"save_pretrained: transformers 5.* use transformers 4; save its state_dict"):
+        model.save_pretrained(tmp_path)

@@ -213,3 +213,23 @@ def test_a_limit_of_open_files_that_gloo_would_exceed_is_a_note(monkeypatch) -> 
     assert check_command.descriptor_notes(512) == []
     (note,) = check_command.descriptor_notes(3072)
     assert "a process of 3072 opens up to 6150 files; the limit here is 4096" in note
+
+
+@pytest.mark.parametrize(("size", "accepted"), [(5, True), (4, False)])
+@pytest.mark.parametrize("model", ["folder", "overridden"])
+def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(model: str, size: int, accepted: bool, tmp_path: Path):
+    words = {
+        "model": {"vocab": {"a": 0, "b": 1, "<s>": 2}},
+        "added_tokens": [{"content": t} for t in ("<s>", "x", "y")],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size if model == "folder" else 99}))
+    keys = {"name": "hf_causal_lm", "pretrained_model_name_or_path": str(tmp_path)}
+    if model == "overridden":
+        keys |= {"config_overrides": {"vocab_size": size}}
+    tokenizer = {"name": str(tmp_path)}
+    found = missing_files({"model": keys, "tokenizer": tokenizer})
+    assert len(found) == (0 if accepted else 1)
+    if found:
+        assert f"has 5 tokens, and the model has embeddings for {size}" in found[0]
+        assert not missing_files({"model": {**keys, "allow_embedding_resizing": True}, "tokenizer": tokenizer})

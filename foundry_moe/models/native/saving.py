@@ -7,10 +7,11 @@ family's native model, which loads our state dict. If no family computes the sam
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -33,16 +34,31 @@ _HOW = (
 def let_save(model: nn.Module) -> None:
     """Gives the causal language model inside `model` a class whose saving writes its family's format.
 
-    Its submodules that are transformers models themselves cannot be saved: no family has them.
+    Its submodules that are transformers models themselves cannot be saved: no family has them. Nor can a model with
+    another head.
     """
     found: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for number, module in enumerate(found):
         was = type(module)
-        if number or not was.__name__.endswith("ForCausalLM"):
-            module.save_pretrained = partial(_refuse, was.__name__)
+        if number:
+            module.save_pretrained = partial(_refuse, f"this {was.__name__} is a part of a model with dMoE layers")
+        elif not was.__name__.endswith("ForCausalLM"):
+            module.save_pretrained = partial(_refuse, f"no family of Hugging Face MoE models has a {was.__name__}")
         elif not issubclass(was, SavesNative):
-            names = {"__module__": was.__module__, "__qualname__": was.__qualname__}
-            module.__class__ = type(was.__name__, (SavesNative, was), {**names, "_converted": weakref.ref(module)})
+            _become_native(module)
+
+
+def _become_native(module: Any) -> None:
+    was = type(module)
+    names = {"__module__": was.__module__, "__qualname__": was.__qualname__}
+    module.__class__ = type(was.__name__, (SavesNative, was), {**names, "_converted": weakref.ref(module)})
+
+
+def _unpickle(was: type[nn.Module]) -> nn.Module:
+    """A converted model without attributes, for pickle and copy, whose class exists in one process only."""
+    module = was.__new__(was)
+    _become_native(module)
+    return module
 
 
 def native_of_model(model: nn.Module) -> Native:
@@ -57,8 +73,9 @@ def native_of_model(model: nn.Module) -> Native:
     return native_of(architecture)
 
 
-def _refuse(kind: str, *_: Any, **__: Any) -> None:
-    raise ValueError(f"save_pretrained: this {kind} is a part of a model with dMoE layers; save the whole model")
+def _refuse(reason: str, *_: Any, **__: Any) -> None:
+    how = "save the whole model" if reason.startswith("this") else _HOW
+    raise ValueError(f"save_pretrained: {reason}; {how}")
 
 
 class SavesNative(nn.Module):
@@ -73,6 +90,9 @@ class SavesNative(nn.Module):
         converted = cls._converted()
         assert converted is not None, "the converted model was deleted"
         return _native_model(converted)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return _unpickle, (type(self).__bases__[1],), self.__dict__
 
     def save_pretrained(self, save_directory: str | os.PathLike, *arguments: Any, **keys: Any) -> None:
         """As in transformers, with the family's names and layouts. On a mesh all ranks call it, and rank 0 writes.
@@ -97,15 +117,34 @@ class SavesNative(nn.Module):
 
 def _native_model(converted: nn.Module) -> Any:
     """The family's model without weights; its `load_state_dict` takes the tensors of a model with dMoE layers."""
-    from llmfoundry.models.utils import init_empty_weights
-
+    if int(transformers.__version__.partition(".")[0]) >= 5:
+        raise ValueError(
+            f"transformers {transformers.__version__} names and packs experts in another way; use transformers 4"
+        )
     native = native_of_model(converted)
-    with init_empty_weights():
+    with _empty_weights():
         model = getattr(transformers, native.family.architecture)(native.config)
     model.load_state_dict = partial(_load_ours, model, native)
     # FSDP2's classes call it once more, with the converted model's configuration
     model.__init__ = lambda *_, **__: None
     return model
+
+
+@contextlib.contextmanager
+def _empty_weights() -> Iterator[None]:
+    """Parameters are made on the meta device. Buffers are real: a state dict does not hold all of them."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _load_ours(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PhimoeConfig
 
+from foundry_moe import apply_dmoe
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
@@ -135,3 +136,10 @@ def test_a_model_that_a_family_cannot_say_is_refused_with_what_would_do(
 def test_other_models_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"model_type \(phimoe\) cannot .* these families can: Mixtral, OL"):
         family_of(PhimoeConfig().model_type)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_a_model_whose_layers_are_all_dense_is_refused_in_a_sentence(model_type: str) -> None:
+    keys = {"first_k_dense_replace": 3} if model_type == "deepseek_v3" else {"mlp_only_layers": [0, 1, 2]}
+    with pytest.raises(ValueError, match=r"all layers of this .* model are dense by its configuration"):
+        apply_dmoe(small(model_type, **keys), MoEConfig(num_experts=4, top_k=2))

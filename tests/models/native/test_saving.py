@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
@@ -59,3 +61,28 @@ def test_a_state_dict_that_lacks_experts_is_refused() -> None:
     state = {name: tensor for name, tensor in model.state_dict().items() if ".blocks.1.ffn." not in name}
     with pytest.raises(ValueError, match=r"tensors have experts in layers \[0\], but the model has them in \[0, 1\]"):
         type(model)(model.config).load_state_dict(state, assign=True)
+
+
+def llama(kind: str) -> Any:
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = getattr(transformers, kind)(transformers.LlamaConfig(**keys, vocab_size=61, initializer_range=0.3))
+    apply_dmoe(model, MoEConfig(num_experts=4, top_k=2))
+    return model
+
+
+@pytest.mark.parametrize("protocol", ["pickle", "deepcopy"])
+def test_a_copy_computes_and_saves_the_same(protocol: str, tmp_path: Path) -> None:
+    model: Any = llama("LlamaForCausalLM")
+    twin = copy.deepcopy(model) if protocol == "deepcopy" else pickle.loads(pickle.dumps(model))
+    del model.__class__._converted  # the twin must not depend on the original
+    torch.testing.assert_close(logits(twin), logits(model), rtol=0, atol=0)
+    twin.save_pretrained(tmp_path)
+    there = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(there), logits(twin), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification", "LlamaModel"])
+def test_a_model_with_another_head_names_its_class_and_another_way(kind: str, tmp_path: Path) -> None:
+    model = llama(kind)
+    with pytest.raises(ValueError, match=f"no family of Hugging Face MoE models has a {kind}; save its state_dict"):
+        model.save_pretrained(tmp_path)
