@@ -118,7 +118,7 @@ def train_equal(
         ms = 1e3 * (time.perf_counter() - began) / (steps - steps // 2)
         counts_LE = torch.stack([layer.statistics.counts_E for layer in run.moes]).double()
         dropped = [
-            float(layer.statistics.losses_L[layer.statistics.names.index(DROPPED)] / layer.statistics.microbatches_1)
+            float(layer.statistics.losses_L[layer.statistics.names.index(DROPPED)] / layer.statistics.scale_1)
             for layer in run.moes
             if DROPPED in layer.statistics.names
         ]

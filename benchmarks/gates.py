@@ -122,9 +122,9 @@ class LateLoads(Callback):
             self.tokens += state.batch["input_ids"].numel()
             self.batches += 1
             for layer in layers:
-                names, microbatches = layer.statistics.names, layer.statistics.microbatches_1
+                names, scale = layer.statistics.names, layer.statistics.scale_1
                 if DROPPED in names:
-                    share = layer.statistics.losses_L[names.index(DROPPED)] / microbatches
+                    share = layer.statistics.losses_L[names.index(DROPPED)] / scale
                     self.dropped = self.dropped + share / len(layers)
         for layer in layers:
             layer.statistics.reset()

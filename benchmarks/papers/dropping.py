@@ -278,7 +278,7 @@ def gate_figures(model: Transformer, entropies: list[Tensor]) -> dict[str, float
     for layer in model.moes:
         seen = layer.statistics
         if DROPPED in seen.names:
-            found["dropped"].append(float(seen.losses_L[seen.names.index(DROPPED)] / seen.microbatches_1.clamp(min=1)))
+            found["dropped"].append(float(seen.losses_L[seen.names.index(DROPPED)] / seen.scale_1.clamp(min=1e-9)))
         found["top_share"].append(float(seen.counts_E.max() / seen.counts_E.sum().clamp(min=1)))
     model.reset_statistics()
     return {key: sum(values) / len(values) if values else 0.0 for key, values in found.items()}

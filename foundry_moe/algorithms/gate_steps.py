@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
 from composer.core.data_spec import _default_split_batch
-from composer.core.precision import get_precision_context
+from composer.core.precision import Precision, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
@@ -28,7 +29,15 @@ from foundry_moe.parallel.collectives import GateCollectives
 
 log = logging.getLogger(__name__)
 
-_EVENTS = (Event.FIT_START, Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
+_EVENTS = (
+    Event.FIT_START,
+    Event.BATCH_START,
+    Event.BEFORE_TRAIN_BATCH,
+    Event.BEFORE_FORWARD,
+    Event.BATCH_END,
+)
+# losses that need sums over the whole batch with `balance_over: batch`
+_NOT_LINEAR = {"balance", "importance", "load"}
 
 
 def progress_of(state: State) -> Progress:
@@ -68,6 +77,8 @@ def describe_experts(layers: list[MoELayer]) -> dict[str, Any]:
 class GateSteps(Algorithm):
     """Steps gates that follow a schedule or use loads: schedules, DeepSeek's bias, `balance_over: batch`.
 
+    It also weighs the auxiliary losses of microbatches by their real tokens, whatever the trainer weighs the loss by.
+
     `algorithms.dmoe` adds it, and LLM Foundry's trainer does for `model.name: dmoe_causal_lm`. With Composer's Trainer
     and that model, add it to the algorithms.
 
@@ -90,6 +101,7 @@ class GateSteps(Algorithm):
             raise ValueError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
         self._layers: list[MoELayer] = []  # found once: to walk through a model takes 0.1 ms
         self._before: list[Tensor] = []
+        self._rank_tokens: Tensor | None = None  # real tokens of the batch, the mean over ranks
         self._ours: dict[str, Any] = {"experts": {}, "model": {}}
         self._loaded: dict[str, Any] = {}
 
@@ -125,9 +137,30 @@ class GateSteps(Algorithm):
             # automatic microbatching repeats a batch that ran out of memory: loads of the failed attempt are discarded
             _count_ahead(state, layers)
             self._before = note_loads(layers)
+            tokens = real_tokens(state.batch) if any(layer.loss_weights for layer in layers) else None
+            if tokens is not None:
+                tokens = context.sum_over_ranks(state.device.tensor_to_device(tokens)) / dist.get_world_size()
+            self._rank_tokens = tokens
+        elif event == Event.BEFORE_FORWARD:
+            tokens = real_tokens(state.batch)
+            if tokens is not None and self._rank_tokens is not None:
+                context.auxiliary_scale = tokens / self._rank_tokens.clamp(min=1)
+                if state.precision == Precision.AMP_FP16 and state.scaler is not None:
+                    context.auxiliary_scale = state.scaler.scale(context.auxiliary_scale)
         else:
-            context.batch_counts = {}
+            context.batch_counts, context.auxiliary_scale = {}, None
             step_gates(layers, self._before, progress_of(state))
+
+
+def real_tokens(batch: Any) -> Tensor | None:
+    """The number of tokens that are not padding, a scalar; None for a batch without `input_ids`."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor):
+        return None
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return mask.bool().sum()
+    return torch.full((), ids.numel(), device=ids.device)
 
 
 def check_hf_checkpointer(state: State) -> None:
@@ -176,10 +209,10 @@ def _describe_backend(layer: MoELayer) -> str:
 
 
 def _count_ahead(state: State, layers: list[MoELayer]) -> None:
-    """With `balance_over: batch` and several microbatches, counts the choices of the whole batch before the first."""
+    """With `balance_over: batch` and several microbatches, sums over the whole batch before the first of them."""
     context = layers[0].context
     context.batch_counts = {}
-    wanted = any(layer.config.balance_over == "batch" and "balance" in layer.loss_weights for layer in layers)
+    wanted = any(layer.config.balance_over == "batch" and _NOT_LINEAR & layer.wanted_losses for layer in layers)
     samples, size = count_samples(state.batch), state.device_train_microbatch_size
     if not wanted or samples is None or not isinstance(size, int | float) or samples <= size:
         return

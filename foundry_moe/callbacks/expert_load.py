@@ -202,20 +202,22 @@ class ExpertLoad(Callback):
 
 
 def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, list[float]]]:
-    """Counts [L, E] over microbatches and ranks, and a value a layer of each figure; reads the device once."""
+    """Counts [L, E] over microbatches and ranks, and the mean over tokens of each figure, by layer; reads the device
+    once.
+    """
     statistics = [layer.statistics for layer in layers]
     experts = max(s.counts_E.shape[0] for s in statistics)
     rows = [torch.nn.functional.pad(s.counts_E, (0, experts - s.counts_E.shape[0])) for s in statistics]
-    means = [s.losses_L / s.microbatches_1.clamp(min=1) for s in statistics]
     worst = _worst_ranks(layers)
     # fp64 holds counts exactly up to 2^53
-    packed = torch.cat([torch.stack(rows).double().flatten(), torch.cat(means).double()])
+    sums = [tensor.double() for s in statistics for tensor in (s.losses_L, s.scale_1)]
+    packed = torch.cat([torch.stack(rows).double().flatten(), *sums])
     dist.all_reduce(packed)
     packed = torch.cat([packed, worst.flatten().to(packed)]).cpu()
     counts_LE = packed[: len(rows) * experts].view(len(rows), experts).long()
     names = statistics[0].names
-    losses_LN = packed[counts_LE.numel() : len(packed) - worst.numel()].view(len(rows), len(names))
-    losses_LN = losses_LN / dist.get_world_size()
+    sums_LN = packed[counts_LE.numel() : len(packed) - worst.numel()].view(len(rows), len(names) + 1)
+    losses_LN = sums_LN[:, :-1] / sums_LN[:, -1:].clamp(min=torch.finfo(torch.float32).tiny)
     measured = {name: losses_L.tolist() for name, losses_L in zip(names, losses_LN.T, strict=True)}
     if worst.numel():
         measured |= zip(_WORST, packed[-worst.numel() :].view(worst.shape).tolist(), strict=True)

@@ -22,20 +22,21 @@ class LoadStatistics:
     Plain tensors, not buffers: DDP would overwrite them with rank 0's.
 
     counts_E: int64, choices per expert of the real tokens of this process.
-    losses_L: fp32, sums of the unweighted auxiliary losses in the order of `names`.
-    microbatches_1: int64, how many were summed.
+    losses_L: fp32, sums of the auxiliary losses in the order of `names`, each times its microbatch's scale in the
+        gradient; not times its weight in the config.
+    scale_1: fp32, sum of these scales: `losses_L / scale_1` is the mean over real tokens.
     """
 
     def __init__(self, num_experts: int, names: list[str]) -> None:
         self.names = names
         self.counts_E = torch.zeros(num_experts, dtype=torch.int64)
         self.losses_L = torch.zeros(len(names))
-        self.microbatches_1 = torch.zeros(1, dtype=torch.int64)
+        self.scale_1 = torch.zeros(1)
 
     def move_to(self, device: torch.device) -> None:
         """Moves the sums to the layer's device, once."""
         if self.counts_E.device != device:
-            self.counts_E, self.losses_L, self.microbatches_1 = (tensor.to(device) for tensor in self.sums)
+            self.counts_E, self.losses_L, self.scale_1 = (tensor.to(device) for tensor in self.sums)
 
     def reset(self) -> None:
         for tensor in self.sums:
@@ -43,15 +44,15 @@ class LoadStatistics:
 
     @property
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.counts_E, self.losses_L, self.microbatches_1
+        return self.counts_E, self.losses_L, self.scale_1
 
 
-def _add_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor) -> None:
+def _add_load(sum_E: Tensor, sum_L: Tensor, sum_1: Tensor, counts_E: Tensor, losses_L: Tensor, scale: Tensor) -> None:
     """Adds one microbatch to the sums."""
     # `.data`: the sums are saved for this backward pass, whose version check must not see the change
     sum_E.data.add_(counts_E)
-    sum_L.data.add_(losses_L)
-    sum_1.data.add_(1)
+    sum_L.data.add_(losses_L * scale)
+    sum_1.data.add_(scale)
 
 
 def _scale_now(scale: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
@@ -85,8 +86,9 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         losses_L, counts_E, loss = ctx.saved_tensors
-        _note_load(*ctx.sums, counts_E, losses_L)
-        return grads[0], _read_scale(ctx.scale, grads[0], loss), None, None, None, None, None, None
+        scale = _read_scale(ctx.scale, grads[0], loss)
+        _note_load(*ctx.sums, counts_E, losses_L, scale)
+        return grads[0], scale, None, None, None, None, None, None
 
 
 def attach(
@@ -98,7 +100,7 @@ def attach(
         loss: weighted sum of auxiliary losses, a scalar.
         losses_L: their unweighted values, detached, fp32.
         counts_E: choices per expert, int64.
-        scale: the trainer's factor of the main loss (`BatchContext.loss_scale`), read in the backward pass.
+        scale: the trainer's factor of this microbatch (`BatchContext.loss_scale`), read in the backward pass.
     """
     statistics.move_to(y_TD.device)
     return _AttachLoss.apply(y_TD, loss, losses_L, counts_E, scale, *statistics.sums)

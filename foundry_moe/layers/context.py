@@ -59,7 +59,7 @@ class GateContext:
     losses: names of the auxiliary losses that are wanted; none in evaluation.
     seed, layer: of the layer, for random numbers.
     sum_counts: sums counts over all tokens of the balance loss. Call it at most once in a forward pass, with a tensor
-        without gradient.
+        without gradient. `sum_importance` and `sum_load` are the same for the experts' totals of these losses.
     sequences: given where the balance loss is per sequence, instead of over `sum_counts`.
     largest: the maximum of a scalar over all processes that share a batch.
     shuffle: moves rows at random between the processes that share a batch, see `stay`.
@@ -73,6 +73,8 @@ class GateContext:
     seed: int = 0
     layer: int = 0
     sum_counts: Callable[[Tensor], Tensor] = unchanged
+    sum_importance: Callable[[Tensor], Tensor] = unchanged
+    sum_load: Callable[[Tensor], Tensor] = unchanged
     sequences: TokenSequences | None = None
     largest: Callable[[Tensor], Tensor] = unchanged
     shuffle: Shuffle = stay
@@ -95,8 +97,11 @@ class BatchContext:
     progress: of the training, set before each batch.
     sum_over_ranks, sum_over_group: sum a tensor without gradient over the processes that share the batch, or experts.
     max_over_ranks, shuffle: `largest` and `shuffle` of `GateContext`.
-    batch_counts: by layer, choices per expert of the whole batch, if counted before its first microbatch; see
-        `count_ahead`.
+    auxiliary_scale: of the auxiliary losses of the current microbatch, a scalar: its share of the real tokens of the
+        whole batch, times the number of processes that share the batch, times the factor of a GradScaler. None =
+        they are scaled as the loss is.
+    batch_counts: by layer and loss, sums such as choices per expert over the whole batch, if counted before its first
+        microbatch; see `count_ahead`.
 
     Not a module: DDP would broadcast its tensors, and `Module.to` would replace tensors that layers refer to.
     """
@@ -110,16 +115,17 @@ class BatchContext:
         self.sum_over_group: Callable[[Tensor], Tensor] = unchanged
         self.max_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.shuffle: Shuffle = stay
-        self.batch_counts: dict[int, Tensor] = {}
+        self.auxiliary_scale: Tensor | None = None
+        self.batch_counts: dict[tuple[int, str], Tensor] = {}
         self._counting = False
         self._keys_T: Tensor | None = None
         self._packed_BS: Tensor | None = None
         self._loss_scale = torch.ones((), dtype=torch.float64)
 
     def loss_scale(self, device: torch.device) -> Tensor:
-        """d(what is differentiated) / d(loss), fp64 scalar: a trainer weighs microbatches, and scales fp16 losses.
+        """`auxiliary_scale`, else d(what is differentiated) / d(loss): a trainer weighs microbatches and scales fp16.
 
-        1 where no loss was anchored. Valid in the backward pass only.
+        fp64 scalar; 1 where no loss was anchored. Valid in the backward pass only.
         """
         if self._loss_scale.device != device:
             self._loss_scale = torch.ones((), dtype=torch.float64, device=device)
@@ -149,6 +155,7 @@ class BatchContext:
         ids, mask = self.token_ids_BS, self.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
         by_sequence = training and balance_over == "sequence" and "balance" in losses
+        sum_for = partial(self._sum_for, balance_over if training else "rank", layer)
         return GateContext(
             token_ids_BS=ids if fits else None,
             mask_T=mask.reshape(-1) if mask is not None and mask.numel() == num_tokens else None,
@@ -156,7 +163,9 @@ class BatchContext:
             losses=losses if training else frozenset(),
             seed=seed,
             layer=layer,
-            sum_counts=self._sum_for(balance_over, layer) if training else unchanged,
+            sum_counts=sum_for("counts"),
+            sum_importance=sum_for("importance"),
+            sum_load=sum_for("load"),
             sequences=self._sequences(num_tokens, rows, device) if by_sequence else None,
             largest=self.max_over_ranks,
             shuffle=self.shuffle,
@@ -189,20 +198,20 @@ class BatchContext:
 
     def counts_here(self, balance_over: str) -> bool:
         """Whether the balance loss is over loads of one microbatch of this process."""
-        return self._sum_for(balance_over, 0) is unchanged
+        return self._sum_for(balance_over, 0, "counts") is unchanged
 
-    def _sum_for(self, balance_over: str, layer: int) -> Callable[[Tensor], Tensor]:
+    def _sum_for(self, balance_over: str, layer: int, of: str) -> Callable[[Tensor], Tensor]:
         if balance_over == "group":
             return self.sum_over_group
         if balance_over == "batch":
-            return partial(self._sum_batch, layer)
+            return partial(self._sum_batch, (layer, of))
         return self.sum_over_ranks if balance_over == "microbatch" else unchanged
 
-    def _sum_batch(self, layer: int, counts: Tensor) -> Tensor:
+    def _sum_batch(self, key: tuple[int, str], counts: Tensor) -> Tensor:
         if self._counting:
-            self.batch_counts[layer] = self.batch_counts[layer] + counts if layer in self.batch_counts else counts
+            self.batch_counts[key] = self.batch_counts[key] + counts if key in self.batch_counts else counts
             return counts
-        return self.batch_counts[layer] if layer in self.batch_counts else self.sum_over_ranks(counts)
+        return self.batch_counts[key] if key in self.batch_counts else self.sum_over_ranks(counts)
 
     def count_ahead(self, run_forward: Callable[[], None]) -> None:
         """Counts the choices of a whole batch before its first microbatch is trained on.
@@ -220,7 +229,7 @@ class BatchContext:
                 run_forward()
         finally:
             self._counting = False
-        self.batch_counts = {layer: self.sum_over_ranks(c) for layer, c in sorted(self.batch_counts.items())}
+        self.batch_counts = {key: self.sum_over_ranks(self.batch_counts[key]) for key in sorted(self.batch_counts)}
 
     def observe(self, model: nn.Module) -> None:
         """Hooks the first module of `model` whose forward takes `input_ids`, to note ids and padding of each batch.
@@ -284,7 +293,7 @@ class BatchContext:
 
         def record(gradient: Tensor) -> None:  # runs before all other nodes of the backward pass
             # `.data`: a compiled layer has saved the buffer and must see the new value
-            scale.data.copy_(gradient.detach().sum())
+            scale.data.copy_(gradient.detach().sum() if self.auxiliary_scale is None else self.auxiliary_scale)
 
         anchored.register_hook(record)
         return anchored

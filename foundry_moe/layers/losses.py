@@ -1,4 +1,5 @@
-"""Auxiliary losses of a gate, each a function of tensors. Means and sums are over the real tokens of one process.
+"""Auxiliary losses of a gate, each a function of tensors. Means and sums are over real tokens, of one process where
+nothing else is said.
 
 Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens; padding is left out of all sums.
 """
@@ -6,11 +7,12 @@ Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from foundry_moe.layers.context import TokenSequences
+from foundry_moe.layers.context import TokenSequences, unchanged
 from foundry_moe.ops.softmax_topk import masked_mean, masked_sum
 
 
@@ -37,13 +39,25 @@ def sequence_balance_loss(
     return num_experts * masked_mean((probs_TE * share_NE[sequences.index_T]).sum(-1), mask_T)
 
 
-def variation_squared(values_TE: Tensor, mask_T: Tensor | None = None) -> Tensor:
+def variation_squared(
+    values_TE: Tensor, mask_T: Tensor | None = None, sum_over: Callable[[Tensor], Tensor] = unchanged
+) -> Tensor:
     """The squared coefficient of variation of the experts' sums; 0 when even or where all is zero.
 
     Of combine weights, zero where an expert is not chosen, it is the loss `importance` (Shazeer et al. 2017, equations
     6 and 7); of `chosen_with_new_noise`, the expected loads, `load` (appendix A, equations 10 and 11).
+
+    Args:
+        sum_over: sums a tensor over the processes or microbatches that the loss covers. The value is then theirs
+            together; the gradient is that of this part, over its share of the tokens: parts weighed by their tokens
+            have the gradient of the whole.
     """
     totals_E = masked_sum(values_TE, mask_T)
+    if sum_over is not unchanged:
+        one = totals_E.new_ones(1)
+        real_1 = one * values_TE.shape[0] if mask_T is None else mask_T.sum() * one
+        whole = sum_over(torch.cat([totals_E.detach(), real_1]))
+        totals_E = whole[:-1] + (totals_E - totals_E.detach()) * (whole[-1] / real_1.clamp(min=1))
     mean = totals_E.mean()
     return (totals_E - mean).square().mean() / mean.square().clamp(min=torch.finfo(totals_E.dtype).tiny)
 

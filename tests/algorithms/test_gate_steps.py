@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 from composer import Algorithm, ComposerModel, Trainer
-from composer.core import Event
+from composer.core import DataSpec, Event
 from omegaconf import OmegaConf
 from torch import nn
 from torch.nn import functional as F
@@ -39,7 +39,7 @@ class Body(nn.Module):
         self.ffns = nn.ModuleList(FFN() for _ in range(2))
         self.checkpointing = checkpointing
 
-    def forward(self, input_ids):
+    def forward(self, input_ids, attention_mask=None):
         x = self.embed(input_ids)
         for ffn in self.ffns:
             if self.checkpointing == "none":
@@ -56,7 +56,7 @@ class Model(ComposerModel):
         self.body = Body(checkpointing).double()
 
     def forward(self, batch):
-        return self.body(input_ids=batch["input_ids"])
+        return self.body(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
 
     def loss(self, outputs, batch):
         return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
@@ -66,6 +66,21 @@ def data(batches: int) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCABULARY, (batches * BATCH, POSITIONS + 1), generator=generator)
     return DataLoader([{"input_ids": r[:-1], "labels": r[1:]} for r in ids], batch_size=BATCH)
+
+
+def uneven_data(batches: int) -> DataSpec:
+    """Rows whose numbers of real tokens, and of those that are trained, have no common ratio."""
+    rows = []
+    for index, row in enumerate(data(batches).dataset):
+        real, trained = ((6, 1), (5, 5), (3, 2), (2, 1), (4, 1), (6, 6), (1, 1), (2, 2))[index % BATCH]
+        position = torch.arange(POSITIONS)
+        labels = row["labels"].masked_fill((position < real - trained) | (position >= real), -100)
+        rows.append({**row, "labels": labels, "attention_mask": (position < real).long()})
+
+    def count(batch):
+        return {"total": int(batch["attention_mask"].sum()), "loss_generating": int((batch["labels"] != -100).sum())}
+
+    return DataSpec(DataLoader(rows, batch_size=BATCH), get_num_tokens_in_batch=count)
 
 
 class Record(Algorithm):
@@ -84,13 +99,15 @@ class Record(Algorithm):
             self.said.append(self.say(state))
 
 
-def fit(moe, *, microbatch=BATCH, batches=2, checkpointing="none", record=None, until=None, **trainer_keys):
+def fit(
+    moe, *, microbatch=BATCH, batches=2, checkpointing="none", record=None, until=None, loader=data, model=None, **trainer_keys
+):
     record = record or Record()
-    model = Model(checkpointing)
+    model = model or Model(checkpointing)
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_dataloader=data(batches),
+        train_dataloader=loader(batches),
         max_duration=f"{until or batches}ba",
         device_train_microbatch_size=microbatch,
         algorithms=[DMoE(num_experts=4, init_std=0.5, **moe), record],
@@ -129,6 +146,44 @@ def test_balance_over_these_is_exact_under_accumulation_and_checkpointing(checkp
     for step in range(2):
         for a, b in zip(whole.gradients[step], parts.gradients[step], strict=True):
             torch.testing.assert_close(b, a)  # fp64: sums in another order
+
+
+TOPK = {"top_k": 2, "gate": {"name": "topk", "noise": True}, "loss": {**LOSSES, "importance": 0.1, "load": 0.2}}
+
+
+@pytest.mark.parametrize("on_tokens", [True, False])
+@pytest.mark.parametrize(
+    "moe",
+    [
+        {**TOPK, "balance_over": "batch"},
+        {"loss": LOSSES, "balance_over": "sequence"},
+        {"gate": {"name": "hierarchical", "groups": 2}, "loss": {"alignment": 0.3}},
+    ],
+    ids=["batch", "sequence", "alignment"],
+)
+def test_auxiliary_losses_of_uneven_rows_are_those_of_the_whole_batch(moe, on_tokens):
+    """Microbatches are weighed by their real tokens, though the trainer weighs the loss by trained ones or rows."""
+
+    def say(state):
+        return [layer.statistics.losses_L / layer.statistics.scale_1 for layer in moe_layers(state.model)]
+
+    class Auxiliary(Model):  # without the loss itself, which the trainer's weights change if they are not its tokens
+        def loss(self, outputs, batch):
+            mean = super().loss(outputs, batch)
+            return mean if on_tokens else mean * 0
+
+    seen = []
+    for microbatch in (BATCH, 2, 1):
+        record = Record(say)
+        _, record = fit(
+            {"top_k": 1, **moe}, microbatch=microbatch, record=record, loader=uneven_data, model=Auxiliary(),
+            accumulate_train_batch_on_tokens=on_tokens,
+        )  # fmt: skip
+        seen.append(record)
+    whole, *others = seen
+    for parts in others:
+        torch.testing.assert_close(parts.gradients, whole.gradients)  # fp64: sums in another order
+        torch.testing.assert_close(parts.said, whole.said)  # the values that are logged, fp32
 
 
 def test_balance_over_microbatches_is_another_loss():

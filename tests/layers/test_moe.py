@@ -151,7 +151,7 @@ def test_auxiliary_losses_count_exactly_once(mode, microbatches):
     total = sum((x + plain(x)).square().mean() + explicit_loss(plain, x) for x in batches.detach()) / microbatches
     total.backward()
     torch.testing.assert_close(ours, plain.gate.weight_ED.grad)
-    assert layer.statistics.microbatches_1.item() == microbatches
+    assert layer.statistics.scale_1.item() == pytest.approx(1)
     assert layer.statistics.counts_E.sum() == microbatches * 8 * 2
 
 
@@ -171,7 +171,7 @@ def test_evaluation_and_inference_neither_count_nor_attach():
     layer(x_TD).sum().backward()
     with torch.no_grad():
         layer.train()(x_TD)
-    assert layer.statistics.microbatches_1.item() == 0 and layer.statistics.counts_E.sum() == 0
+    assert layer.statistics.scale_1.item() == 0 and layer.statistics.counts_E.sum() == 0
 
 
 def test_padding_takes_part_in_neither_loss_nor_statistics():

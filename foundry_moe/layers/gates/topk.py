@@ -91,11 +91,11 @@ class TopKGate(JitteredGate):
             choices = self._choose_by_scores(logits_TE, clean_TE, context)
         if "importance" in context.losses:
             gates_TE = torch.zeros_like(logits_TE).scatter(1, choices.experts_TK, choices.weights_TK)
-            choices.losses["importance"] = variation_squared(gates_TE, context.mask_T)
+            choices.losses["importance"] = variation_squared(gates_TE, context.mask_T, context.sum_importance)
         if "load" in context.losses:
             assert deviation_TE is not None, "see check_losses"
             chances_TE = chosen_with_new_noise(clean_TE, logits_TE, deviation_TE, self.top_k)
-            choices.losses["load"] = variation_squared(chances_TE, context.mask_T)
+            choices.losses["load"] = variation_squared(chances_TE, context.mask_T, context.sum_load)
         return choices
 
     def _choose_by_scores(self, logits_TE: Tensor, clean_TE: Tensor, context: GateContext) -> Choices:
