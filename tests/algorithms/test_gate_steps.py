@@ -100,7 +100,16 @@ class Record(Algorithm):
 
 
 def fit(
-    moe, *, microbatch=BATCH, batches=2, checkpointing="none", record=None, until=None, loader=data, model=None, **trainer_keys
+    moe,
+    *,
+    microbatch=BATCH,
+    batches=2,
+    checkpointing="none",
+    record=None,
+    until=None,
+    loader=data,
+    model=None,
+    **trainer_keys,
 ):
     record = record or Record()
     model = model or Model(checkpointing)
