@@ -35,6 +35,7 @@ from foundry_moe.models.same_run import check_model, describe_model, describe_tr
 log = logging.getLogger(__name__)
 
 SHUFFLE_SEED = "train_loader.dataset.shuffle_seed"
+PROGRESS_S = (0.5, 10.0)  # after which the progress of a save that training waits for is logged, first and then
 GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
 
 
@@ -202,7 +203,7 @@ class RunCheckpoints:
             return
         if bad:
             return  # still due after the next batch
-        if self._any_busy():
+        if self._progress()[0]:
             self._warn_slow()
             return
         self.poll(logger)
@@ -221,7 +222,11 @@ class RunCheckpoints:
         self._log_saved(self._engine.poll(), logger)
 
     def wait(self, logger: Logger) -> SaveReport | None:
-        """Waits for the save in progress, and logs it."""
+        """Waits for the save in progress, and logs its progress and its end."""
+        self._engine.join(PROGRESS_S[0])
+        while (progress := self._progress())[0]:
+            self._log_progress(*progress[1:])
+            self._engine.join(PROGRESS_S[1])
         report = self._engine.wait()
         self._log_saved(report, logger)
         return report
@@ -248,11 +253,25 @@ class RunCheckpoints:
             return now - last >= every.amount
         return now // every.amount > last // every.amount and (epoch_ended or every.unit != "ep")
 
-    def _any_busy(self) -> bool:
-        busy = torch.tensor(int(self._engine.busy))
+    def _progress(self) -> tuple[int, int, int]:
+        """How many ranks are saving, the bytes that all have sent of the newest save, and the bytes of all."""
+        totals = torch.tensor([self._engine.busy, *self._engine.progress])
         if self._group is not None:
-            torch_dist.all_reduce(busy, op=torch_dist.ReduceOp.MAX, group=self._group)
-        return bool(busy.item())
+            torch_dist.all_reduce(totals, group=self._group)
+        busy, sent_bytes, save_bytes = totals.tolist()
+        return busy, sent_bytes, save_bytes
+
+    def _log_progress(self, sent_bytes: int, save_bytes: int) -> None:
+        if dist.get_global_rank() == 0:
+            unit, size = ("GB", 1e9) if save_bytes >= 1e9 else ("MB", 1e6)
+            log.warning(
+                "Waiting for the checkpoint of batch %s: %.1f of %.1f %s are written to %s.",
+                self.saved_step,
+                sent_bytes / size,
+                save_bytes / size,
+                unit,
+                self.config.folder,
+            )
 
     def _warn_slow(self) -> None:
         """At most once a minute."""

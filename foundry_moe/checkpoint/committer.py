@@ -115,6 +115,35 @@ class Committer:
                 f"step {commit.step} was not committed: {'; '.join(problems)}; older checkpoints are kept"
             )
 
+    def make_room(self, needed_bytes: int) -> None:
+        """Deletes what retention would delete after the next commit, if the store lacks room for it.
+
+        Raises:
+            StoreError: there is no room even then; nothing was written.
+        """
+        store = self.ledger.store
+        free_bytes = store.free_bytes()
+        if free_bytes is None or free_bytes >= needed_bytes:
+            return
+        self.check_owner()
+        if self.keep is not None:
+            self.retention.retain(max(self.keep - 1, 1))
+        self.retention.collect(self.stale_s, own=self.lease is not None)
+        free_bytes = store.free_bytes()
+        if free_bytes is not None and free_bytes < needed_bytes:
+            raise StoreError(
+                f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, and {store.url} has {free_bytes:,} "
+                f"bytes free; free some space or lower `keep` ({self.keep})"
+            )
+
+    def retain(self, made: CommitKey | None) -> None:
+        """Applies retention; a failure is a warning, because the checkpoints are safe. `made` is never deleted."""
+        try:
+            if self.keep is not None:
+                self.retention.retain(self.keep, made=made)
+        except Exception as error:
+            log.warning("Old checkpoints were not deleted: %s", error)
+
     def clean_up(self) -> None:
         """Applies retention after a commit. After a failure, deletes the attempt unless its commit may exist."""
         try:

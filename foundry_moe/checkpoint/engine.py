@@ -98,6 +98,7 @@ class CheckpointEngine:
         self._last_step: int | None = None  # newest commit of this run, for milestones
         self._snapshotter = Snapshotter(self.rank, self.world_size)
         self._thread: threading.Thread | None = None
+        self._sent_before = self._save_bytes = 0  # of the newest save, see `progress`
         self._report: SaveReport | None = None
         self._committer = Committer(self.ledger, keep=self.policy.keep, stale_s=self.policy.stale_s)  # rank 0's
         self._heartbeat: Heartbeat | None = None  # on rank 0
@@ -141,6 +142,11 @@ class CheckpointEngine:
         """Whether a save of this rank is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes of this rank's object of the newest save: how many were sent to the store, and all."""
+        return min(self.ledger.store.sent_bytes - self._sent_before, self._save_bytes), self._save_bytes
+
     def save(self, state_dict: Mapping[str, Any], step: int, summary: Mapping[str, Any] | None = None) -> float:
         """Stages the state and saves it in the background; returns the seconds for which it blocked.
 
@@ -165,6 +171,7 @@ class CheckpointEngine:
         if every is not None and step // every > (self._last_step or 0) // every:
             recorded["milestone"] = True
         blocked = time.perf_counter() - began
+        self._sent_before, self._save_bytes = self.ledger.store.sent_bytes, snapshot.staged.raw.numel()
         self._thread = threading.Thread(
             target=self._run, args=(snapshot, where, recorded, began, blocked), name="checkpoint-save", daemon=True
         )
@@ -206,6 +213,7 @@ class CheckpointEngine:
                     f"the tensors or layouts of ranks {strange[:8]} differ from those of rank 0: every rank must pass "
                     "the same state dict"
                 )
+            self._committer.make_room(sum(plan.size_bytes for plan in snapshot.plans.values()))
             return self._committer.begin(where, info=self.info, summary=summary, forked_from=self._forked_from)
 
         attempt = self._ranks.decide(lambda: snapshot.digest, begin)
@@ -254,10 +262,14 @@ class CheckpointEngine:
         log.warning(message, report.step, count, kept, report.error)
         return report
 
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits for this rank's part of the save in progress. Not collective."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     def wait(self) -> SaveReport | None:
         """Waits for the save in progress and returns `poll()`, with its errors."""
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         return self.poll()
 
     # Loading
@@ -297,6 +309,7 @@ class CheckpointEngine:
             if found is None:
                 if self._other_model is not None:
                     raise self._other_model
+                self._retain(None)
                 return None
             if callable(state_dict):
                 state_dict = state_dict(found.manifest.info)
@@ -309,7 +322,13 @@ class CheckpointEngine:
                 continue
             if self._other_model is not None:
                 raise self._other_model
+            self._retain(found.commit.where)
             return loaded
+
+    def _retain(self, loaded: CommitKey | None) -> None:
+        """Retention by a `keep` that may be lower than that of the process before, if this process may save."""
+        if self._committer.lease is not None and not self.busy:
+            self._committer.retain(loaded)
 
     def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
         try:

@@ -58,6 +58,7 @@ class Store(abc.ABC):
     url: str
     options: StoreOptions
     range_bytes = PART_BYTES  # adjacent blocks are read in one request up to this size
+    sent_bytes = 0  # by `put` since the store was opened, part by part, to report progress
     host: str | None = None  # identifies the machine whose page cache all its processes share
 
     @abc.abstractmethod
@@ -97,6 +98,10 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def now_s(self) -> float:
         """The store's clock in seconds since 1970, comparable with `Entry.modified_s`."""
+
+    def free_bytes(self) -> int | None:
+        """Room for new objects; None where the store cannot tell."""
+        return None
 
     def check(self) -> None:
         """Raises StoreError if the folder cannot be listed or written to.

@@ -85,10 +85,14 @@ class CloudStore(RemoteStore):
             return
 
         def attempt() -> None:
-            parts = (data[start : start + part_bytes] for start in range(0, len(data), part_bytes))
+            def parts() -> Iterator[bytes | memoryview]:
+                for start in range(0, len(data), part_bytes):
+                    yield (part := data[start : start + part_bytes])
+                    self.sent_bytes += len(part)
+
             more = {"chunk_size": part_bytes, "max_concurrency": self.options.parts_in_flight}
             try:
-                self._call(f"write {key}", obstore.put, self._key(key), parts, **more)
+                self._call(f"write {key}", obstore.put, self._key(key), parts(), **more)
             except StoreError:
                 if self.size_bytes(key) != len(data):  # equal: it was completed and the response was lost
                     raise

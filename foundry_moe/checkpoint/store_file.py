@@ -81,7 +81,9 @@ class FileStore(Store):
                         for start in range(0, len(data), self.options.part_bytes):
                             piece = memoryview(data[start : start + self.options.part_bytes])
                             while piece:
-                                piece = piece[file.write(piece) :]
+                                count = file.write(piece)
+                                self.sent_bytes += count
+                                piece = piece[count:]
                         os.fdatasync(file.fileno())
                     won = publish(part, name, folder)
                 finally:
@@ -91,7 +93,7 @@ class FileStore(Store):
             finally:
                 os.close(folder)
         except OSError as error:
-            raise self._translate(error, f"write {key}", key) from error
+            raise self._translate(error, f"write {key} ({len(data):,} bytes)", key) from error
         return won
 
     def _begin(self, folders: list[str], part: str) -> tuple[int, int]:
@@ -248,6 +250,13 @@ class FileStore(Store):
                 return  # not empty, or gone already
             path = above
 
+    def free_bytes(self) -> int | None:
+        try:
+            found = os.statvfs(next(path for path in (self.root, *self.root.parents) if path.exists()))
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize if found.f_blocks else None  # some FUSE mounts report nothing
+
     def now_s(self) -> float:
         """The clock of modification times: on a network file system the server's, which may be hours off."""
         name = f".unfinished-{secrets.token_hex(8)}-clock"
@@ -275,7 +284,8 @@ class FileStore(Store):
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             return DeniedError(f"{where}: no permission ({error.strerror}); let user {os.getuid()} write there")
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return StoreError(f"{where}: the disk is full ({error.strerror}); free some space or lower `keep`")
+            left = f"{error.strerror}, {self.free_bytes() or 0:,} bytes are free"
+            return StoreError(f"{where}: the disk is full ({left}); free some space or lower `keep`")
         return StoreError(f"{where}: {error.strerror or error}")
 
 

@@ -168,6 +168,7 @@ class S3Store(RemoteStore):
             piece = data[(number - 1) * part_bytes : number * part_bytes]
             part = {"UploadId": upload, "PartNumber": number, "Body": _body(piece)}
             answer = self._call(f"write part {number} of {key}", "upload_part", Key=name, **part)
+            self.sent_bytes += len(piece)
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from foundry_moe.checkpoint.errors import CheckpointError, DamagedError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity
 from foundry_moe.checkpoint.records import Commit, CommitKey, file_hash
+from foundry_moe.checkpoint.store_file import FileStore
 from tests.helpers import faults
 from tests.helpers.checkpoints import blank, check, damage, make_state, save, steps_in
 
@@ -42,6 +44,87 @@ def forge(store, key: CommitKey, attempt: str) -> None:
     )
     body.pop("xxh3")
     store.put(key.key, json.dumps({**body, "xxh3": file_hash(json.dumps(body, sort_keys=True).encode())}).encode())
+
+
+def start(folder, *, keep: int) -> CheckpointEngine:
+    """A new process of the folder's run."""
+    engine = CheckpointEngine(open_store(str(folder)), policy=Policy(keep=keep))
+    engine.acquire(Identity(run_name="run", model="m"))
+    engine.load(blank)
+    return engine
+
+
+@pytest.mark.quick
+def test_a_lower_keep_frees_room_when_a_run_starts(tmp_path) -> None:
+    engine = start(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        engine.save(make_state(step), step)
+        engine.wait()
+    engine.close()
+    start(tmp_path, keep=1).close()
+    store = open_store(str(tmp_path))
+    assert steps_in(store) == [3]
+    assert {entry.key.split("/")[1] for entry in store.scan("steps/")} == {"000000000003"}
+
+
+@pytest.mark.quick
+def test_a_load_without_a_lease_deletes_nothing(tmp_path) -> None:
+    store = open_store(str(tmp_path))
+    save(store, 1, 2, 3)
+    CheckpointEngine(store, policy=Policy(keep=1)).load(blank)
+    assert steps_in(store) == [3, 2, 1]
+
+
+@pytest.mark.quick
+def test_the_commit_that_a_run_resumed_from_stays_though_newer_ones_exist(tmp_path) -> None:
+    save(open_store(str(tmp_path)), 1, 2, 3)
+    engine = CheckpointEngine(open_store(str(tmp_path)), policy=Policy(keep=1))
+    engine.acquire(Identity(run_name="run", model="m"))
+    engine.load(blank, 1)
+    engine.close()
+    assert steps_in(open_store(str(tmp_path))) == [3, 1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("keep", "left"), [(2, [4, 3]), (1, [4, 3])])
+def test_a_save_without_room_deletes_old_commits_before_it_writes(tmp_path, monkeypatch, keep, left) -> None:
+    engine = start(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        engine.save(make_state(step), step)
+        engine.wait()
+    engine.policy, engine._committer.keep = Policy(keep=keep), keep
+    size = engine.ledger.read(engine.ledger.newest_first()[0]).summary["bytes"]
+    disk = 4 * size - 1  # of four checkpoints
+
+    def free_bytes(store) -> int:
+        return disk - sum(entry.size_bytes for entry in store.scan("steps/"))
+
+    monkeypatch.setattr(FileStore, "free_bytes", free_bytes)
+    at_begin = []
+    monkeypatch.setattr(
+        engine._committer, "begin", lambda *a, **k: at_begin.append(steps_in(engine.ledger.store)) or begin(*a, **k)
+    )
+    begin = type(engine._committer).begin.__get__(engine._committer)
+    engine.save(make_state(4), 4)
+    assert engine.wait().error is None
+    assert at_begin == [[3]]
+    assert steps_in(engine.ledger.store) == left[:keep]
+
+
+@pytest.mark.quick
+def test_a_disk_that_stays_full_is_a_sentence_with_both_sizes_and_the_newest_commit_stays(
+    tmp_path, monkeypatch
+) -> None:
+    engine = start(tmp_path, keep=2)
+    for step in (1, 2):
+        engine.save(make_state(step), step)
+        engine.wait()
+    monkeypatch.setattr(FileStore, "free_bytes", lambda store: 1234)
+    engine.save(make_state(3), 3)
+    error = engine.wait().error
+    assert re.search(r"disk is full: a checkpoint needs [0-9,]{5,} bytes, and .* has 1,234 bytes free", error), error
+    assert steps_in(engine.ledger.store) == [2]
+    assert {entry.key.split("/")[1] for entry in engine.ledger.store.scan("steps/")} == {"000000000002"}
 
 
 VICTIMS = ["../victim", "steps", "commits", "", ".", "steps/000000000001", "steps/000000000001/../../../victim"]

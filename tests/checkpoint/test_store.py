@@ -286,7 +286,10 @@ def test_nobody_at_the_endpoint_is_one_sentence(moto) -> None:
 
 @pytest.mark.parametrize(
     ("number", "kind", "words"),
-    [(errno.ENOSPC, StoreError, "disk is full"), (errno.EACCES, DeniedError, "no permission")],
+    [
+        (errno.ENOSPC, StoreError, r"write steps/x \(4 bytes\) .* the disk is full \(.*, [0-9,]{5,} bytes are free\)"),
+        (errno.EACCES, DeniedError, "no permission"),
+    ],
 )
 def test_what_the_file_system_refuses_leaves_nothing_behind(tmp_path, monkeypatch, number, kind, words) -> None:
     store = open_store(str(tmp_path))
