@@ -10,11 +10,11 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config
 
 from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
-from foundry_moe.algorithms.gate_steps import GateSteps
+from foundry_moe.algorithms.gate_steps import GateSteps, log_parameter_counts
 from foundry_moe.algorithms.parameter_rules import RULES, apply_rules
 from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles
 from foundry_moe.config import MoEConfig, refuse_other_parallelism
-from foundry_moe.layers.lookup import batch_context
+from foundry_moe.layers.lookup import batch_context, idle_parameters
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.adapters import load_adapter
 from foundry_moe.models.conversion import apply_dmoe
@@ -69,6 +69,7 @@ class DMoE(Algorithm):
             refuse_other_parallelism(tensor_parallel=state.tp_config is not None, fsdp_version="1" if fsdp1 else "2")
             layers = self._put_experts(state)
             apply_rules(state.model, state.optimizers or (), self._rules)
+            log_parameter_counts(state, logger, idle=idle_parameters(state.model))
             if not any(isinstance(algorithm, GateSteps) for algorithm in state.algorithms):
                 state.algorithms.append(GateSteps())
             if self.config.mesh_config is not None:

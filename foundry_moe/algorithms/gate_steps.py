@@ -112,11 +112,13 @@ class GateSteps(Algorithm):
         self._loaded = state
 
     def match(self, event: Event, state: State) -> bool:
-        return event in _EVENTS or (event == Event.INIT and bool(self._rules))
+        return event in _EVENTS or event == Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
             check_rules(state.model, self._rules)  # LLM Foundry has applied them: the model was built with experts
+            if moe_layers(state.model):
+                log_parameter_counts(state, logger)
             return
         if event == Event.FIT_START:
             self._layers = moe_layers(state.model)
@@ -178,6 +180,29 @@ def check_hf_checkpointer(state: State) -> None:
                     f"callbacks.hf_checkpointer: {error}; or remove it: elastic_checkpoint saves the model, and "
                     "`foundry-moe checkpoints export` writes it under this package's names"
                 ) from error
+
+
+def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None:
+    """Logs the numbers of parameters with experts under LLM Foundry's names, and replaces LLM Foundry's own.
+
+    LLM Foundry counts before `algorithms.dmoe` adds experts, and logs its counts after that.
+
+    Args:
+        idle: of `n_active_params` as the model counts them, those that a token does not pass through.
+    """
+    model, parameters = state.model, list(state.model.parameters())
+    for cached in ("n_total_params", "n_active_params"):  # MPT's, also the base of the speed monitor's MFU
+        vars(model).pop(cached, None)
+    total = sum(parameter.numel() for parameter in parameters)
+    active = getattr(model, "n_active_params", total) - idle
+    vars(model)["n_active_params"] = active
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    counts = {"n_params": total, "n_active_params": active, "n_trainable_params": trained}
+    logger.log_hyperparameters(counts)
+    log_others = logger.log_hyperparameters
+    logger.log_hyperparameters = lambda parameters: log_others(  # type: ignore[method-assign]
+        {name: counts.get(name, value) for name, value in parameters.items()}
+    )
 
 
 def log_backends(state: State) -> None:

@@ -107,7 +107,7 @@ class ExpertLoad(Callback):
         html: where the page of `file` goes; `foundry-moe loads FILE` makes one at any time.
 
     Raises:
-        ValueError: an unknown key, an interval that is none, or `html` without `file`.
+        ValueError: an unknown key, an invalid interval, or `html` without `file`.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class ExpertLoad(Callback):
         self.html = html
         self.watch = CollapseWatch()
         self.latest_LE: Tensor | None = None
+        self.latest_batch = 0  # whose loads these are
         self.latest: dict[str, float] = {}  # metrics
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -150,8 +151,8 @@ class ExpertLoad(Callback):
             layer.statistics.reset()
             if layer.hot is not None:
                 layer.hot.reset()
-        self.latest_LE = counts_LE
         batch = state.timestamp.batch.value
+        self.latest_LE, self.latest_batch = counts_LE, batch
         names = [layer.layer_index for layer in layers]
         per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
         for sentence in self.watch.look(names, counts_LE, [figures["entropy"] for figures in per_layer]):

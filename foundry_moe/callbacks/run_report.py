@@ -1,11 +1,10 @@
-"""The callback `run_report`: a line a person can follow while a run goes on, and a page at its end."""
+"""The callback `run_report`: progress lines during the run and a summary at the end."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,16 @@ from foundry_moe.schema import refuse_unknown
 
 _LOSS = "loss/train/total"
 _EVAL_LOSS = "LanguageCrossEntropy"
+_VALIDATION = "validation loss"
 _SAME_AS_LOSS = ("LanguagePerplexity", "TokenAccuracy")
 
 
 class RunReport(Callback):
     """Prints a line after the first batch and every `interval`, and at the end losses, checkpoint and a text sample.
 
-    The line shows batch, loss, tokens a second of all ranks, MFU (of `dmoe_causal_lm` on a GPU), the time left (ETA),
+    The line shows batch, loss, tokens per second of all ranks, MFU (of `dmoe_causal_lm` on a GPU), the time left (ETA),
     and, with the callback `expert_load`, the largest share of a layer's tokens that one expert has and the share of
-    choices that were dropped.
+    choices that were dropped. Rate and ETA do not include evaluation. Each evaluation has lines of its own.
 
     YAML::
 
@@ -42,12 +42,12 @@ class RunReport(Callback):
 
     Args:
         interval: a Composer time string.
-        prompt: what the sample goes on from; empty = no sample.
+        prompt: beginning of the sample; empty = no sample.
         sample_tokens: length of the sample.
         facts: a JSON file with `unigram_loss`, the loss of a unigram model to compare with.
 
     Raises:
-        ValueError: an unknown key, an interval that is none, or no such file.
+        ValueError: an unknown key, an invalid interval, or no such file.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RunReport(Callback):
         self.sample_tokens = sample_tokens
         self.facts = read_facts(facts) if facts else {}
         self.losses: dict[str, float] = {}
-        self._clock = (0, 0.0, 0.0)  # tokens, seconds, part of the run that is done
+        self._clock = (0, 0.0, 0.0)  # see `_clock`
         self._mfu_of_rate: float | None = None
         self._first = True  # until the first batch of this process
         self._evaluations_to_come = 0
@@ -79,7 +79,9 @@ class RunReport(Callback):
             _print(f"resuming at batch {state.timestamp.batch.value}")
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._clock = (state.timestamp.token.value, time.monotonic(), _part_done(state))
+        # last of all callbacks: the line has the loads of its own batch, and the summary waits for the last checkpoint
+        state.callbacks = [*(callback for callback in state.callbacks if callback is not self), self]
+        self._clock = _clock(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         losses = state.total_loss_dict or {}
@@ -97,15 +99,16 @@ class RunReport(Callback):
             _print(self._line(state))
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        batch = state.timestamp.batch.value
-        for label, metrics in state.eval_metrics.items():
-            for name, metric in metrics.items():
-                value = float(metric.compute())
-                if name == _EVAL_LOSS:
-                    self.losses["validation"] = value
-                    _print(f"batch {batch}: validation loss {value:.4f}")
-                elif math.isfinite(value) and name not in _SAME_AS_LOSS:
-                    _print(f"batch {batch}: {label} {name} {value:.4f}")
+        """Called after each evaluator; `state.dataloader_label` is that of the one that has ended."""
+        batch, label = state.timestamp.batch.value, str(state.dataloader_label)
+        loss_name = _VALIDATION if len(state.evaluators) == 1 else f"{_VALIDATION} ({label})"
+        for name, metric in state.eval_metrics[label].items():
+            value = float(metric.compute())
+            if name == _EVAL_LOSS:
+                self.losses[loss_name] = value
+                _print(f"batch {batch}: {loss_name} {value:.4f}")
+            elif math.isfinite(value) and name not in _SAME_AS_LOSS:
+                _print(f"batch {batch}: {label} {name} {value:.4f}")
         if self._evaluations_to_come:
             self._evaluations_to_come -= 1
             if not self._evaluations_to_come:
@@ -121,13 +124,12 @@ class RunReport(Callback):
         return {"losses": self.losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = dict(state["losses"])
+        self.losses = {_VALIDATION if name == "validation" else name: loss for name, loss in state["losses"].items()}
 
     def _line(self, state: State) -> str:
-        tokens, now, done = state.timestamp.token.value, time.monotonic(), _part_done(state)
-        tokens_before, before, done_before = self._clock
-        self._clock = (tokens, now, done)
-        seconds = max(now - before, 1e-9)
+        tokens_before, before_s, done_before = self._clock
+        tokens, now_s, done = self._clock = _clock(state)
+        seconds = max(now_s - before_s, 1e-9)
         rate = (tokens - tokens_before) / seconds
         parts = [
             f"batch {state.timestamp.batch.value}/{state.max_duration}",
@@ -141,7 +143,8 @@ class RunReport(Callback):
         loads = next((c for c in state.callbacks if isinstance(c, ExpertLoad)), None)
         if loads is not None and loads.latest_LE is not None:
             share_LE = loads.latest_LE / loads.latest_LE.sum(1, keepdim=True).clamp(min=1)
-            parts.append(f"fullest expert {share_LE.max().item():.1%} (even {1 / share_LE.shape[1]:.1%})")
+            older = "" if loads.latest_batch == state.timestamp.batch.value else f" in batch {loads.latest_batch}"
+            parts.append(f"fullest expert{older} {share_LE.max().item():.1%} (even {1 / share_LE.shape[1]:.1%})")
             if f"dmoe/{DROPPED}" in loads.latest:
                 parts.append(f"dropped {loads.latest[f'dmoe/{DROPPED}']:.1%}")
         return " | ".join(parts)
@@ -150,7 +153,7 @@ class RunReport(Callback):
         rows = [
             ("first loss", self.losses.get("first")),
             ("last loss", self.losses.get("last")),
-            ("validation loss", self.losses.get("validation")),
+            *((name, loss) for name, loss in self.losses.items() if name.startswith(_VALIDATION)),
             ("unigram loss", self.facts.get("unigram_loss")),
         ]
         lines = [f"{name} {value:.4f}" for name, value in rows if value is not None]
@@ -183,14 +186,15 @@ def _print(text: str) -> None:
         sys.stdout.flush()
 
 
-def _part_done(state: State) -> float:
-    """Of `max_duration`, from 0 to 1."""
-    elapsed = state.get_elapsed_duration()
-    return 0.0 if elapsed is None else float(elapsed.value)
+def _clock(state: State) -> tuple[int, float, float]:
+    """Tokens, seconds without evaluation, and the part of `max_duration` that is done, from 0 to 1."""
+    now, elapsed = state.timestamp, state.get_elapsed_duration()
+    seconds = now.total_wct.total_seconds() if now.total_wct else 0.0
+    return now.token.value, seconds, 0.0 if elapsed is None else float(elapsed.value)
 
 
 def _mfu_of_rate(state: State) -> float | None:
-    """MFU of one token a second of all ranks; None without a GPU or a model that counts its active parameters."""
+    """MFU of one token per second of all ranks; None without a GPU or a model that counts its active parameters."""
     model = getattr(state.model, "module", state.model)
     if not isinstance(model, DMoECausalLM) or not torch.cuda.is_available():
         return None
@@ -201,7 +205,7 @@ def _mfu_of_rate(state: State) -> float | None:
 
 @torch.no_grad()
 def sample_text(model: nn.Module, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 17) -> str:
-    """The prompt and what the model goes on with. Every rank must call it: a sharded model computes together."""
+    """The prompt and its continuation. Collective: the model may be sharded."""
     inner: Any = getattr(model, "module", model)
     tokenizer = inner.tokenizer
     device = next(inner.parameters()).device

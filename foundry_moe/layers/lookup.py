@@ -41,6 +41,16 @@ def batch_context(model: nn.Module) -> BatchContext | None:
     return layers[0].context if layers else None
 
 
+def idle_parameters(model: nn.Module) -> int:
+    """Parameters of experts that a token does not pass through: of a layer's experts, all but `top_k`."""
+    return sum(
+        sum(parameter.numel() for parameter in layer.experts.parameters())
+        // layer.num_experts
+        * (layer.num_experts - layer.config.top_k)
+        for layer in moe_layers(model)
+    )
+
+
 def note_loads(layers: Sequence[MoELayer]) -> list[Tensor]:
     """The loads counted so far, for `step_gates`; call it before the first microbatch of a step."""
     return [layer.statistics.counts_E.clone() for layer in layers if layer.uses_loads]

@@ -17,7 +17,7 @@ from foundry_moe.config import META_NEEDS_MESH, UPCYCLE_NEEDS_WEIGHTS, MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Gate
-from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.layers.lookup import idle_parameters, moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models import loss_head
 from foundry_moe.models.conversion import apply_dmoe
@@ -127,11 +127,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
     @cached_property
     def n_active_params(self) -> int:
         """Parameters that a token passes through: of a layer's experts, `top_k`. For the speed monitor's MFU."""
-        idle = 0
-        for layer in moe_layers(self.model):
-            per_expert = sum(p.numel() for p in layer.experts.parameters()) // layer.num_experts
-            idle += per_expert * (layer.num_experts - layer.config.top_k)
-        return super().n_active_params - idle
+        return super().n_active_params - idle_parameters(self.model)
 
 
 def init_moe_module(module: nn.Module, **_: Any) -> bool:
