@@ -1,4 +1,4 @@
-"""The command `foundry-moe`: check, train, verify, plan, loads, export, checkpoints."""
+"""The command `foundry-moe`: check, train, verify, certify, plan, loads, export, checkpoints."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         parsers.add_check_parser,
         parsers.add_train_parser,
         parsers.add_verify_parser,
+        parsers.add_certify_parser,
         parsers.add_plan_parser,
         parsers.add_loads_parser,
         parsers.add_export_parser,

@@ -1,4 +1,4 @@
-"""Arguments of `foundry-moe check`, `train`, `verify`, `plan`, `loads` and `export`.
+"""Arguments of `foundry-moe check`, `train`, `verify`, `certify`, `plan`, `loads` and `export`.
 
 Each `add_..._parser` sets `run` to a function of the parsed arguments that returns an exit code. A command's modules
 are imported when it runs, so that `--help` and `check` start in half a second.
@@ -98,6 +98,29 @@ def add_verify_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--timeout-s", type=positive, default=600.0, help="limit of each launch, including compilation")
     parser.set_defaults(run=command_of("commands.verify.certify", "verify_command"))
+
+
+def add_certify_parser(subparsers: Any) -> None:
+    """`foundry-moe certify`."""
+    parser = add_command(
+        subparsers,
+        "certify",
+        help="compare two records of any PyTorch trainer's steps",
+        description="Compares the records that foundry_moe.certify.Recorder wrote for two runs that should be the "
+        "same, such as one process and many, or a run and its resumption. Prints the first step and tensors that "
+        "differ by more than rounding, and a diagnosis. Exit code 1 if they differ.",
+        example="records/one_rank records/two_ranks",
+    )
+    parser.add_argument("a", metavar="A", help="the folder of the reference's record")
+    parser.add_argument("b", metavar="B", help="the folder of the other record")
+    parser.add_argument(
+        "--tolerance", type=positive, help="relative, of the first step (default: by the types of the parameters)"
+    )
+    parser.add_argument(
+        "--names", nargs="+", default=[], metavar="OLD=NEW", help="replace OLD by NEW in B's parameter names, in order"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=command_of("commands.certify", "certify_command"))
 
 
 def add_plan_parser(subparsers: Any) -> None:

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "tutorials/hugging_face.md",
     "tutorials/cluster.md",
     "tutorials/instructions.md",
+    "how-to/certify.md",
     "how-to/plain_pytorch.md",
 }
 HERE = {

@@ -1,0 +1,384 @@
+"""Compares two records: the first step and tensors that differ by more than rounding, and a diagnosis.
+
+Of two runs that should be the same, such as one process and many, or a run and its resumption.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from foundry_moe.certify.record import Quantity, Record, Step
+
+# Sums in another order: measured up to 3e-15 in fp64, 1e-6 in fp32, a few units of rounding in 16 bits.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
+_EPSILON = {"float64": 2e-16, "float32": 1e-7, "bfloat16": 8e-3, "float16": 1e-3}
+REPLICAS = 1e-9  # replicas compute the same sketch from the same bits
+_GATE = re.compile(r"(^|[._])(gate|router|wg)([._](weight|bias|\w*_ED?)|$)")
+_DOUBLINGS = 10  # of the tolerance, one for each later step: rounding grows with training
+
+
+class Unit(NamedTuple):
+    """A tensor, or one of a stack (`place` is then not None)."""
+
+    name: str
+    place: int | None
+
+    def __str__(self) -> str:
+        return self.name if self.place is None else f"{self.name}[{self.place}]"
+
+
+class Pair(NamedTuple):
+    """Sketches of a unit in both records; None = there is no such tensor."""
+
+    unit: Unit
+    numel: int
+    a: Sequence[float] | None
+    b: Sequence[float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Units of one kind that differ at one step, the largest difference first."""
+
+    step: int
+    kind: str
+    units: tuple[Unit, ...]
+    largest: float
+    compared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """first: what differs first. symptoms: sentences. steps: compared. notes: facts that change no verdict."""
+
+    first: Difference | None
+    symptoms: tuple[str, ...]
+    steps: tuple[int, ...]
+    tolerance: float
+    largest: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        return self.first is None and not self.symptoms
+
+
+def compare(
+    a: Record, b: Record, *, tolerance: float | None = None, rename: Callable[[str], str] | None = None
+) -> Report:
+    """Compares B with A, the reference.
+
+    Args:
+        tolerance: relative, of the first step; None: of the least precise type of a parameter.
+        rename: from a name in B to that in A.
+
+    Raises:
+        ValueError: the records have no parameter or no step in common.
+    """
+    b = _renamed(b, rename) if rename is not None else b
+    names = [name for name in a.shapes if b.shapes.get(name) == a.shapes[name]]
+    if not names:
+        raise ValueError(f"{a.name} and {b.name} have no parameter of the same name and shape: see --names")
+    dtypes = {record.dtypes[name] for record in (a, b) for name in names}
+    limit = tolerance or max(TOLERANCE.get(dtype, TOLERANCE["bfloat16"]) for dtype in dtypes)
+    floor = min(0.1, 10 * max(_EPSILON.get(dtype, 8e-3) for dtype in dtypes) / limit)
+    judge = _Judge(a, b, names, limit, floor)
+    symptoms = [*_other_parameters(a, b), *_replicas(b), *_replicas(a), *judge.untrained()]
+    first = judge.run()
+    if first is not None:
+        symptoms += judge.diagnose(first)
+    steps = tuple(step.number for step, _ in judge.pairs_of_steps())
+    if not steps and judge.state_of(a, b.begin.number) is None:
+        raise ValueError(
+            f"{a.name} has steps {_range(a)}, {b.name} {_range(b)}: no step in common; pass `step` to Recorder"
+        )
+    return Report(
+        first=first,
+        symptoms=tuple(dict.fromkeys(symptoms)),
+        steps=steps,
+        tolerance=limit,
+        largest=judge.largest,
+        notes=tuple(judge.notes),
+    )
+
+
+def _range(record: Record) -> str:
+    return f"{record.steps[0].number} to {record.steps[-1].number}"
+
+
+def _renamed(record: Record, rename: Callable[[str], str]) -> Record:
+    def keys(found: Mapping) -> dict:
+        return {rename(name): value for name, value in found.items()}
+
+    def step(of: Step) -> Step:
+        kinds = {kind: Quantity(rows=keys(q.rows), apart=keys(q.apart)) for kind, q in of.kinds.items()}
+        return replace(of, kinds=kinds)
+
+    parts: dict = {"shapes": keys(record.shapes), "dtypes": keys(record.dtypes), "held": keys(record.held)}
+    return replace(record, **parts, begin=step(record.begin), steps=tuple(map(step, record.steps)))
+
+
+def _other_parameters(a: Record, b: Record) -> Iterator[str]:
+    for one, other in ((a, b), (b, a)):
+        missing = [name for name in one.shapes if name not in other.shapes]
+        if missing:
+            yield f"{other.name} has no parameter {_listed(missing)}"
+    for name in a.shapes:
+        if name in b.shapes and a.shapes[name] != b.shapes[name]:
+            yield f"{name} has shape {list(a.shapes[name])} in {a.name} and {list(b.shapes[name])} in {b.name}"
+
+
+def _replicas(record: Record) -> Iterator[str]:
+    for step in (record.begin, *record.steps):
+        for kind, quantity in step.kinds.items():
+            apart = [name for name, off in quantity.apart.items() if not off <= REPLICAS]
+            if apart and (kind == "weight" or kind.startswith("state ")):
+                when = "before the first step" if step is record.begin else f"after step {step.number}"
+                yield f"{record.name}: {kind} of {_listed(apart)} differs between replicas {when}"
+                return
+
+
+def _listed(names: Sequence[object], most: int = 3) -> str:
+    shown = ", ".join(map(str, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _norm(row: Sequence[float] | None) -> float:
+    return math.sqrt(max(row[0], 0.0)) if row is not None else 0.0
+
+
+class _Judge:
+    """The comparison of two records, with what is known while it goes on."""
+
+    def __init__(self, a: Record, b: Record, names: Sequence[str], limit: float, floor: float) -> None:
+        self.a, self.b, self.names, self.limit, self.floor = a, b, names, limit, floor
+        self.largest = 0.0
+        self.notes: list[str] = []
+        self._rounding: set[Unit] = set()  # units whose gradients are nothing but rounding
+        self._divided = {name: max(a.divisions(name), b.divisions(name)) for name in names}
+
+    def pairs_of_steps(self) -> list[tuple[Step, Step]]:
+        ours = {step.number: step for step in self.a.steps}
+        return [(ours[step.number], step) for step in self.b.steps if step.number in ours]
+
+    @staticmethod
+    def state_of(record: Record, number: int) -> Step | None:
+        """Weights and states after so many steps."""
+        if record.begin.number == number:
+            return record.begin
+        return next((step for step in record.steps if step.number == number), None)
+
+    def run(self) -> Difference | None:
+        """The first difference."""
+        start = self.state_of(self.a, self.b.begin.number)
+        if start is not None:
+            for kind in self._kinds(start, self.b.begin):
+                # a resumption continues with the numbers that were saved, whatever was computed since
+                found = self._difference(start, self.b.begin, kind, self.limit, resumed=start is not self.a.begin)
+                if found is not None:
+                    return found
+        for index, (ours, theirs) in enumerate(self.pairs_of_steps()):
+            limit = self.limit * 2 ** min(index, _DOUBLINGS)
+            self._note_rounding(ours)
+            for kind in ("unclipped", "gradient", *self._kinds(ours, theirs)):
+                if kind in ours.kinds and kind in theirs.kinds:
+                    found = self._difference(ours, theirs, kind, limit)
+                    if found is not None:
+                        return found
+            self._note_loss(ours, theirs, limit)
+        return None
+
+    def _kinds(self, ours: Step, theirs: Step) -> list[str]:
+        """States, then weights, which follow from them."""
+        found = [kind for kind in {**ours.kinds, **theirs.kinds} if kind.startswith("state ")]
+        return [*sorted(found), "weight"]
+
+    def _pairs(self, ours: Step, theirs: Step, kind: str) -> Iterator[Pair]:
+        for name in self.names:
+            found = [step.kinds[kind].rows.get(name) if kind in step.kinds else None for step in (ours, theirs)]
+            shape = self.a.shapes[name]
+            units = max((len(rows) for rows in found if rows is not None), default=0)
+            for index in range(units):
+                unit = Unit(name, index if len(shape) > 2 else None)
+                a, b = (None if rows is None else rows[index] for rows in found)
+                yield Pair(unit, math.prod(shape[1:] if len(shape) > 2 else shape), a, b)
+
+    def _difference(
+        self, ours: Step, theirs: Step, kind: str, limit: float, *, resumed: bool = False
+    ) -> Difference | None:
+        pairs = [p for p in self._pairs(ours, theirs, kind) if resumed or p.unit not in self._rounding]
+        rms = max((_norm(p.a) / math.sqrt(p.numel) for p in pairs if p.numel), default=0.0)
+        off = {pair.unit: self._off(pair, rms) for pair in pairs}
+        wrong = sorted((unit for unit in off if not off[unit] <= limit), key=lambda unit: -off[unit])
+        self.largest = max([self.largest, *(value for value in off.values() if value <= limit)])
+        if not wrong:
+            return None
+        return Difference(step=theirs.number, kind=kind, units=tuple(wrong), largest=off[wrong[0]], compared=len(pairs))
+
+    def _off(self, pair: Pair, rms: float) -> float:
+        a, b = pair.a, pair.b
+        if a is None or b is None:
+            return 0.0 if _norm(a) == _norm(b) == 0 else math.inf
+        scale = max(_norm(a), _norm(b), self.floor * rms * math.sqrt(pair.numel))
+        if scale == 0:
+            return 0.0
+        off = max(abs(_norm(a) - _norm(b)), *(abs(x - y) for x, y in zip(a[1:], b[1:], strict=False))) / scale
+        return off if math.isfinite(off) else math.inf
+
+    def _note_rounding(self, ours: Step) -> None:
+        if "gradient" not in ours.kinds:
+            return
+        pairs = list(self._pairs(ours, ours, "gradient"))
+        sizes = {p.unit: _norm(p.a) / math.sqrt(max(p.numel, 1)) for p in pairs}
+        largest = max(sizes.values(), default=0.0)
+        self._rounding |= {unit for unit, size in sizes.items() if 0 < size < self.floor * largest * 1e-2}
+
+    def _note_loss(self, ours: Step, theirs: Step, limit: float) -> None:
+        a, b = ours.mean_loss, theirs.mean_loss
+        if a is not None and b is not None and abs(a - b) > limit * max(abs(a), 1e-6) and not self.notes:
+            self.notes.append(
+                f"step {theirs.number}: the mean of the losses is {b:.6g} and not {a:.6g}, though all gradients agree: "
+                "one of the runs scales or averages the loss that it reports in another way"
+            )
+
+    def untrained(self) -> Iterator[str]:
+        """Parameters that never get a gradient in B."""
+
+        def never(record: Record) -> set[str]:
+            rows = [step.kinds["gradient"].rows for step in record.steps if "gradient" in step.kinds]
+            return {n for n in self.names if rows and all(not any(map(_norm, of.get(n) or ())) for of in rows)}
+
+        in_a, in_b = never(self.a), never(self.b)
+        lost = [name for name in self.names if name in in_b - in_a]
+        if lost:
+            yield f"{self.b.name}: {_listed(lost)} never has a gradient"
+        both = [name for name in self.names if name in in_b & in_a]
+        if both:
+            self.notes.append(f"never a gradient in both: {_listed(both)}")
+
+    def diagnose(self, first: Difference) -> Iterator[str]:
+        """Sentences on the cause of the first difference; none for one of no known kind."""
+        ours, theirs = self._steps_of(first)
+        if (ours.batch or ours.tokens) and (theirs.batch or theirs.tokens) and theirs is not self.b.begin:
+            if ours.tokens != theirs.tokens:
+                yield f"step {first.step}: another batch: {theirs.tokens} tokens, not {ours.tokens}"
+                return
+            if ours.batch != theirs.batch:
+                yield f"step {first.step}: another batch of as many tokens"
+                return
+        at_start = theirs is self.b.begin
+        where = "at the start" if at_start else f"at step {first.step}"
+        stacks = self._stacks_of_a_rank(first)
+        pairs = {pair.unit: pair for pair in self._pairs(ours, theirs, first.kind)}
+        wrong = [pairs[unit] for unit in first.units]
+        if first.kind.startswith("state ") and all(_norm(p.b) == 0 for p in wrong):
+            yield f"{first.kind} of {stacks or _listed(first.units)} restarted at zero {where}"
+        elif first.kind.startswith("state ") and not at_start and (reset := self._restarted(first)):
+            yield reset
+        elif first.kind == "weight" and at_start and (stale := self._stale(first)) is not None:
+            yield f"the weights {where} are those of step {stale}, not of step {first.step}"
+        elif stacks:
+            yield f"{first.kind} {where}: {stacks} differ, and all else agrees"
+        elif first.kind in ("unclipped", "gradient"):
+            yield from self._of_gradients(first, ours, theirs, wrong, where)
+        elif not at_start:
+            yield f"{first.kind} {where} differs and gradients agree: the optimizer's update or its settings differ"
+
+    def _steps_of(self, first: Difference) -> tuple[Step, Step]:
+        if first.step == self.b.begin.number and first.kind not in ("unclipped", "gradient"):
+            start = self.state_of(self.a, first.step)
+            assert start is not None
+            return start, self.b.begin
+        return next(pair for pair in self.pairs_of_steps() if pair[1].number == first.step)
+
+    def _stacks_of_a_rank(self, first: Difference) -> str:
+        """Names the rank whose experts are exactly those that differ; empty if there is none."""
+        wrong: dict[str, set[int]] = {}
+        for unit in first.units:
+            if unit.place is None or self._divided[unit.name] < 2:
+                return ""
+            wrong.setdefault(unit.name, set()).add(unit.place)
+        for record in (self.b, self.a):
+            if any(record.divisions(name) < 2 for name in wrong):
+                continue
+            for rank in range(record.ranks):
+                if all(indices == set(record.units_held(name, rank)) for name, indices in wrong.items()):
+                    return f"the experts of rank {rank} of {record.name} ({_listed(sorted(wrong))})"
+        return ""
+
+    def _restarted(self, first: Difference) -> str:
+        """Whether B's first moments are a multiple of its gradients, as after one step, and A's are not."""
+        ours, theirs = self._steps_of(first)
+        kind, units = "state exp_avg", set(first.units)
+        if kind not in theirs.kinds or "gradient" not in theirs.kinds:
+            return ""
+        gradients = {p.unit: p for p in self._pairs(ours, theirs, "gradient")}
+        moments = [p for p in self._pairs(ours, theirs, kind) if p.unit in units or first.kind != kind]
+        fresh = [
+            _factor(gradients[p.unit].b, p.b) is not None and _factor(gradients[p.unit].a, p.a) is None
+            for p in moments
+            if _norm(p.b) and _norm(gradients[p.unit].b)
+        ]
+        return f"optimizer states restarted at zero at step {first.step}" if fresh and all(fresh) else ""
+
+    def _stale(self, first: Difference) -> int | None:
+        for step in (self.a.begin, *self.a.steps):
+            if step.number != first.step and self._difference(step, self.b.begin, "weight", self.limit) is None:
+                return step.number
+        return None
+
+    def _of_gradients(
+        self, first: Difference, ours: Step, theirs: Step, wrong: Sequence[Pair], where: str
+    ) -> Iterator[str]:
+        what = "all gradients" if len(wrong) == first.compared else f"the gradients of {_listed(first.units)}"
+        divided = {name for name, parts in self._divided.items() if parts > 1}
+        if divided and {pair.unit.name for pair in wrong} == divided:
+            what = "the gradients of all experts"
+        factors = [_factor(pair.a, pair.b) for pair in wrong if _norm(pair.a)]
+        known = [factor for factor in factors if factor is not None]
+        if all(pair.b is None or _norm(pair.b) == 0 for pair in wrong):
+            yield f"{what} {where} are missing in {self.b.name}"
+        elif known and len(known) == len(factors) and max(known) - min(known) <= 1e-2 * abs(max(known)):
+            factor = known[0]
+            clipped = first.kind == "gradient" and "unclipped" in ours.kinds and "unclipped" in theirs.kinds
+            of_experts = bool(divided) and what.endswith("experts")
+            cause = "clipping by another norm" if clipped else self._degree(factor, of_experts, ours, theirs)
+            yield f"{what} {where} are {factor:.4g} times those of {self.a.name}" + (f": {cause}" if cause else "")
+        elif all(_GATE.search(pair.unit.name) for pair in wrong):
+            yield (
+                f"{what} {where}, of gates alone, differ: an auxiliary loss is missing, counted twice, or scaled in "
+                "another way"
+            )
+        elif ours.mean_loss is not None and theirs.mean_loss is not None:
+            off = abs(ours.mean_loss - theirs.mean_loss) / max(abs(ours.mean_loss), 1e-6)
+            if off > self.limit:
+                yield f"the loss {where} is {theirs.mean_loss:.6g}, not {ours.mean_loss:.6g}: the forward pass differs"
+            else:
+                yield f"{what} {where} differ with equal losses: the backward pass or the reduction differs"
+
+    def _degree(self, factor: float, of_experts: bool, ours: Step, theirs: Step) -> str:
+        """The degrees that are the factor or its inverse."""
+        experts, ranks = max(self._divided.values(), default=1), max(self.a.ranks, self.b.ranks)
+        degrees = {"the number of microbatches": max(ours.microbatches, theirs.microbatches)}
+        degrees |= {"the expert parallel degree": experts} if of_experts else {"the number of ranks": ranks}
+        degrees["the data parallel degree"] = ranks // experts
+        found = []
+        for name, degree in degrees.items():
+            if degree > 1 and min(abs(factor / degree - 1), abs(factor * degree - 1)) <= 1e-2:
+                found.append(name if factor > 1 else f"1 / {name}")
+        return " or ".join(found)
+
+
+def _factor(a: Sequence[float] | None, b: Sequence[float] | None) -> float | None:
+    """c with B = c A; None where no number does."""
+    if a is None or b is None or not _norm(a) or not _norm(b):
+        return None
+    size = _norm(b) / _norm(a)
+    for factor in (size, -size):
+        if all(abs(y - factor * x) <= 1e-2 * _norm(b) for x, y in zip(a[1:], b[1:], strict=True)):
+            return factor
+    return None

@@ -1,0 +1,238 @@
+"""The file of a record: a line of JSON that describes the parameters, and a line for each recorded step.
+
+Reading it checks everything that is used: a record may come from anywhere. No tensors, no pickles.
+
+Shapes: U units of a tensor (see `sketch`), P projections.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from foundry_moe.certify.sketch import STACK, units_of
+
+FILE = "record.jsonl"
+FORMAT = "foundry_moe record 1"
+NONE = -1.0  # in place of a sum of squares: there is no such tensor
+KINDS = ("unclipped", "gradient", "weight")  # and `state NAME` for each of the optimizer's
+
+Rows = list[list[float]]  # [U, 1 + P]
+
+
+class Held(NamedTuple):
+    """A rank's part of a parameter. begin, size: of its box in the whole."""
+
+    shape: list[int]
+    begin: list[int]
+    size: list[int]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One kind of tensors at one step. rows: by parameter; None = there is none. apart: see `RecordWriter.combine`."""
+
+    rows: Mapping[str, Rows | None]
+    apart: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step. number: from 1; the state before the first recorded step has the number of the step before.
+
+    loss: of each rank's microbatches. tokens, batch: 0 where they were not given.
+    """
+
+    number: int
+    loss: tuple[tuple[float, ...], ...] = ()
+    tokens: int = 0
+    batch: int = 0
+    kinds: Mapping[str, Quantity] = field(default_factory=dict)
+
+    @property
+    def mean_loss(self) -> float | None:
+        losses = [loss for of_rank in self.loss for loss in of_rank]
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def microbatches(self) -> int:
+        """Of the rank that has most."""
+        return max(map(len, self.loss), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A run. held: by parameter, what each rank has of it; None = nothing."""
+
+    name: str
+    ranks: int
+    projections: int
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    held: Mapping[str, Sequence[tuple[tuple[int, ...], tuple[int, ...]] | None]]
+    begin: Step
+    steps: tuple[Step, ...]
+
+    def units_held(self, name: str, rank: int) -> range:
+        """Indices of a stack that a rank has."""
+        part = self.held[name][rank]
+        return range(part[0][0], part[0][0] + part[1][0]) if part is not None and part[0] else range(0)
+
+    def divisions(self, name: str) -> int:
+        """Into how many parts a stack is divided along its first dimension."""
+        return len({part[0][0] for part in self.held[name] if part is not None and part[0]}) or 1
+
+
+class RecordWriter:
+    """Appends lines; rank 0 alone. Every line is complete on disk before the next step.
+
+    Raises:
+        ValueError: the folder has a record; ranks disagree on a parameter's shape, or hold less than the whole of it.
+    """
+
+    def __init__(self, folder: Path, held: Sequence[Mapping[str, Held]], projections: int) -> None:
+        self.path, self.held = folder / FILE, held
+        self.whole: dict[str, Held] = {}
+        for of_rank in held:
+            for name, part in of_rank.items():
+                if self.whole.setdefault(name, part).shape != part.shape:
+                    raise ValueError(f"{name} has shapes {self.whole[name].shape} and {part.shape} on two ranks")
+        for name, whole in self.whole.items():
+            boxes = {(tuple(h[name].begin), tuple(h[name].size)) for h in held if name in h}
+            if (found := sum(math.prod(size) for _, size in boxes)) != (total := math.prod(whole.shape)):
+                raise ValueError(f"{name} has {total} elements, and ranks hold {found} in different boxes: see box_of")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.open("x").close()
+        except FileExistsError:
+            raise ValueError(f"{self.path} exists: give each run, and each resume, a folder of its own") from None
+        self.append(
+            {
+                "format": FORMAT,
+                "ranks": len(held),
+                "projections": projections,
+                "parameters": {
+                    name: {
+                        "shape": whole.shape,
+                        "dtype": whole.dtype,
+                        "held": [[h[name].begin, h[name].size] if name in h else None for h in held],
+                    }
+                    for name, whole in self.whole.items()
+                },
+            }
+        )
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=True) + "\n")
+
+    def combine(self, everyone: Sequence[Rows]) -> dict[str, Any]:
+        """The sketches of whole tensors from those of all ranks' shards.
+
+        apart: of parameters whose replicas differ, the largest difference of two sketches over the norm.
+        """
+        rows: dict[str, Rows | None] = dict.fromkeys(self.whole)
+        owners: dict[tuple[str, tuple[int, ...]], Rows] = {}
+        apart: dict[str, float] = {}
+        for of_rank, held in zip(everyone, self.held, strict=True):
+            at = 0
+            for name, part in held.items():
+                units = units_of(tuple(part.size))
+                mine, at = of_rank[at : at + units], at + units
+                if not math.prod(part.size):
+                    continue
+                owner = owners.get((name, tuple(part.begin)))
+                if owner is not None:
+                    if (off := _apart(owner, mine)) > 0:
+                        apart[name] = max(apart.get(name, 0.0), off)
+                    continue
+                owners[name, tuple(part.begin)] = mine
+                if any(row[0] == NONE for row in mine):
+                    continue
+                width = len(mine[0])
+                whole = rows[name] or [[0.0] * width for _ in range(units_of(tuple(part.shape)))]
+                for unit, row in enumerate(mine, part.begin[0] if len(part.shape) >= STACK else 0):
+                    whole[unit] = [a + b for a, b in zip(whole[unit], row, strict=True)]
+                rows[name] = whole
+        return {"rows": rows, "apart": apart}
+
+
+def _apart(one: Rows, other: Rows) -> float:
+    off = 0.0
+    for a, b in zip(one, other, strict=True):
+        if (a[0] == NONE) != (b[0] == NONE):
+            return math.inf
+        scale = math.sqrt(max(a[0], b[0], 0.0))
+        if scale and a != b:
+            off = max(off, max(abs(x - y) for x, y in zip(a[1:], b[1:], strict=True)) / scale, 1e-300)
+    return off
+
+
+def read_record(folder: str | Path) -> Record:
+    """Reads a folder's record, as far as its last complete line.
+
+    Raises:
+        ValueError: there is none, or it is no record of this format; names the file and the line.
+    """
+    path = Path(folder)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {FILE}: give the folder that a Recorder wrote")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # the last may be torn
+    number = 1
+    try:
+        head = json.loads(lines[0]) if lines else {}
+        if head.get("format") != FORMAT:
+            raise ValueError(f"its format is {str(head.get('format'))[:60]!r}, not {FORMAT!r}")
+        parameters = head["parameters"]
+        steps = []
+        for number, line in enumerate(lines[1:], 2):  # noqa: B007 - the error below names it
+            steps.append(_step(json.loads(line), parameters, 1 + int(head["projections"])))
+        record = Record(
+            name=str(folder),
+            ranks=int(head["ranks"]),
+            projections=int(head["projections"]),
+            shapes={name: tuple(map(int, p["shape"])) for name, p in parameters.items()},
+            dtypes={name: str(p["dtype"]) for name, p in parameters.items()},
+            held={name: [_part(part) for part in p["held"]] for name, p in parameters.items()},
+            begin=steps[0] if steps else Step(number=0),
+            steps=tuple(steps[1:]),
+        )
+        if any(len(parts) != record.ranks for parts in record.held.values()):
+            raise ValueError("a parameter's `held` has not one entry a rank")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{path}, line {number}: this is no record: {str(error)[:200]}") from None
+    if not record.steps:
+        raise ValueError(f"{path} holds no step: did the optimizer step while the Recorder was there?")
+    return record
+
+
+def _part(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    return None if part is None else (tuple(map(int, part[0])), tuple(map(int, part[1])))
+
+
+def _step(line: Mapping[str, Any], parameters: Mapping[str, Any], width: int) -> Step:
+    kinds = {}
+    for kind, found in line.items():
+        if isinstance(found, dict):
+            rows = {name: found["rows"].get(name) for name in parameters}
+            for name, of_tensor in rows.items():
+                units = units_of(tuple(parameters[name]["shape"]))
+                if of_tensor is not None and [len(row) for row in of_tensor] != [width] * units:
+                    raise ValueError(f"{kind} of {name} is not of {units} rows of {width} numbers")
+            kinds[kind] = Quantity(
+                rows={k: None if v is None else [[float(x) for x in row] for row in v] for k, v in rows.items()},
+                apart={str(name): float(value) for name, value in found["apart"].items()},
+            )
+    return Step(
+        number=int(line["step"] if "step" in line else line["begin"]),
+        loss=tuple(tuple(float(x) for x in of_rank) for of_rank in line.get("loss") or ()),
+        tokens=int(line.get("tokens", 0)),
+        batch=int(line.get("batch", 0)),
+        kinds=kinds,
+    )

@@ -1,0 +1,151 @@
+"""Records of a small expert-parallel trainer: healthy pairs are the same, and each planted fault is found and named."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from foundry_moe.certify import compare, read_record
+from foundry_moe.cli import main
+from tests.certify import toy_trainer
+from tests.certify.toy_trainer import FAULTS, RESUME_FAULTS
+from tests.helpers.pages import blocks
+
+RANKS = 2
+SYMPTOMS = {
+    "expert gradients undivided": r"gradients of all experts at step 1 are 2 times .*the expert parallel degree",
+    "dense gradients summed": r"are 2 times .*the number of ranks",
+    "microbatches summed": r"all gradients at step 1 are 2 times .*the number of microbatches",
+    "loss without gradient": r"of gates alone|embedding",
+    "experts of other ranks left out": r"the loss at step 1 is .*: the forward pass differs",
+    "weight differs on a rank": r"weight of head differs between replicas after step 2",
+    "frozen": r"bias never has a gradient",
+    "another batch": r"step 1: another batch of as many tokens",
+    "clips by its own norm": r"times those of .*: clipping by another norm",
+    "another learning rate": r"weight at step 1 differs and gradients agree: the optimizer's update",
+    "dense gradients of one rank": r"head.*differ",
+    "experts of rank 1 lost": r"weight at the start: the experts of rank 1 .* differ, and all else agrees",
+    "moments lost": r"state exp_avg of .* restarted at zero at the start",
+    "moments of rank 1 lost": r"state exp_avg of the experts of rank 1 .* restarted at zero at the start",
+    "stale weights": r"the weights at the start are those of step 1, not of step 2",
+    "one rank's experts on all": r"weight at the start: the experts of rank 1 .* differ",
+}
+
+
+def spawn(folder: Path, runs: list[dict[str, Any]]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.start_processes(
+        toy_trainer.worker, (RANKS, port, str(folder), runs), nprocs=RANKS, start_method="spawn"
+    )
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`alone` on one rank, `two` on two, and one run for each fault."""
+    folder = tmp_path_factory.mktemp("records")
+    toy_trainer.run(folder / "alone", steps=3)
+    runs: list[dict[str, Any]] = [{"name": "two", "steps": 3, "microbatches": 2}]
+    runs += [{"name": fault, "steps": 3, "microbatches": 2, "fault": fault} for fault in (*FAULTS, *RESUME_FAULTS)]
+    spawn(folder, runs)
+    return folder
+
+
+def test_one_rank_and_two_are_the_same_and_so_is_a_resumption(records: Path) -> None:
+    alone = read_record(records / "alone/run")
+    for other in ("two/run", "two/resumed", "alone/resumed"):
+        report = compare(alone, read_record(records / other))
+        assert report.same, report
+        assert report.largest < 1e-12
+    assert compare(alone, read_record(records / "two/run")).steps == (1, 2, 3)
+
+
+@pytest.mark.parametrize("fault", SYMPTOMS)
+def test_a_planted_fault_is_found_and_named(fault: str, records: Path) -> None:
+    part = "resumed" if fault in RESUME_FAULTS else "run"
+    report = compare(read_record(records / "alone/run"), read_record(records / fault / part))
+    assert not report.same
+    assert any(re.search(SYMPTOMS[fault], symptom) for symptom in report.symptoms), report
+
+
+def test_healthy_pairs_are_the_same_in_every_precision(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    pairs = [
+        (draw.choice([torch.float64, torch.float32]), draw.choice([1, 2, 4]), draw.choice([2, 3])) for _ in range(12)
+    ]
+    runs = []
+    for index, (dtype, microbatches, steps) in enumerate(pairs):
+        toy_trainer.run(tmp_path / f"alone {index}", dtype=dtype, microbatches=draw.choice([1, 2, 4]), steps=steps)
+        runs.append({"name": f"two {index}", "dtype": dtype, "microbatches": microbatches, "steps": steps})
+    spawn(tmp_path, runs)
+    for index in range(len(pairs)):
+        alone = read_record(tmp_path / f"alone {index}/run")
+        for part in ("run", "resumed"):
+            report = compare(alone, read_record(tmp_path / f"two {index}" / part))
+            assert report.same, (pairs[index], report)
+
+
+def test_the_command_prints_the_diagnosis_and_exits_as_others_do(records: Path, capsys: Any) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["certify", *arguments])
+        found = capsys.readouterr()
+        return int(ended.value.code or 0), found.out + found.err
+
+    alone = str(records / "alone/run")
+    code, text = run(alone, str(records / "two/run"))
+    assert code == 0 and "same" in text
+    code, text = run(alone, str(records / "expert gradients undivided/run"), "--json")
+    assert code == 1 and json.loads(text)["first"]["kind"] == "unclipped"
+    code, text = run(alone, str(records / "nowhere"))
+    assert code == 2 and "holds no record.jsonl" in text
+
+
+def test_a_torn_last_line_is_left_out_and_a_wrong_one_is_named(records: Path, tmp_path: Path) -> None:
+    lines = (records / "alone/run/record.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "record.jsonl").write_text("".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])
+    assert [step.number for step in read_record(tmp_path).steps] == [1, 2]
+    (tmp_path / "record.jsonl").write_text(lines[0] + lines[1] + lines[2].replace("[[", "[[[", 1))
+    with pytest.raises(ValueError, match=r"record\.jsonl, line 3: this is no record"):
+        read_record(tmp_path)
+
+
+def test_a_folder_with_a_record_is_not_overwritten(records: Path) -> None:
+    model, optimizer = toy_trainer.build(0, 1, torch.float64, "")
+    with pytest.raises(ValueError, match="exists: give each run, and each resume, a folder of its own"):
+        toy_trainer.Recorder(model, optimizer, records / "alone/run")
+
+
+class Scored(torch.nn.Sequential):
+    """A model whose output is its loss, as the page's program has it."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids = batch["input_ids"]
+        return torch.nn.functional.cross_entropy(super().forward(ids).flatten(0, 1), ids.flatten())
+
+
+def test_the_program_and_the_command_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (program,), (command,) = (blocks("how-to/certify.md", language) for language in ("python", "bash"))
+    for name, sequences in (("one_rank", 4), ("two_ranks", 2)):  # half of the batch, as a rank of two has it
+        torch.manual_seed(1)
+        model = Scored(torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11))
+        ids = torch.arange(20).view(4, 5)[:sequences] % 11
+        names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "loader": [{"input_ids": ids}] * 2}
+        names["clip_grad_norm_"] = torch.nn.utils.clip_grad_norm_
+        exec(program.replace("records/two_ranks", f"records/{name}"), names)
+    with pytest.raises(SystemExit) as ended:
+        main(command.split()[1:])
+    assert ended.value.code == 1
+    assert "step 1: another batch: 10 tokens, not 20" in capsys.readouterr().out
