@@ -11,6 +11,7 @@ import argparse
 import atexit
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from foundry_moe.config import AUTO
 from foundry_moe.launch import fork_server
 from foundry_moe.launch.checkpoint_settings import checkpoint_config
 from foundry_moe.launch.console import quiet_third_parties, set_console
@@ -29,6 +31,7 @@ from foundry_moe.launch.run_config import (
     missing_files,
     plain,
     ranks_that_train,
+    read_moe,
 )
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
@@ -36,6 +39,8 @@ from foundry_moe.launch.user_errors import raise_on_all_ranks, run_cleanly
 from foundry_moe.schema import raise_mistakes, section
 
 USAGE = "usage: foundry-moe train RUN.yaml -n PROCESSES [key=value ...]"
+_MICROBATCH = "device_train_microbatch_size"
+_FIRST_BATCHES = 3  # the peak of memory comes by then: the optimizer's state exists from the first step on
 _COMPLETE = "No training would occur"  # in Composer's error for a run that has reached max_duration
 
 
@@ -65,6 +70,8 @@ def train(arguments: list[str]) -> int:
     exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
     quiet_third_parties()
     connect(float(run.get("dist_timeout", 600.0)), launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)))
+    if settings.get(_MICROBATCH, AUTO) == AUTO:
+        run[_MICROBATCH] = settings[_MICROBATCH] = _choose_microbatch(settings, ranks)
     if is_first_rank():
         print(f"run {arguments[0]}, {len(arguments) - 1} overrides, {ranks} processes", flush=True)
     # exit handlers run in reverse order: Composer registers its own later, and so closes callbacks and loggers first
@@ -74,6 +81,8 @@ def train(arguments: list[str]) -> int:
     except BaseException as error:
         if not isinstance(error, ValueError) or _COMPLETE not in str(error):
             atexit.unregister(_destroy_process_group)  # other ranks may wait in a collective
+            if (sentence := explain_out_of_memory(error, settings, ranks)) is not None:
+                raise ValueError(sentence) from error
             raise
         if is_first_rank():
             print(f"this run is complete: max_duration ({settings['max_duration']}) is reached, nothing to train")
@@ -141,6 +150,72 @@ def connect(timeout_s: float, several_nodes: bool) -> None:
         from foundry_moe.launch.network import log_network_speed
 
         log_network_speed()
+
+
+def _choose_microbatch(run: Mapping[str, Any], ranks: int) -> int | str:
+    """Collective: the planner's largest microbatch for the GPU with the least free memory.
+
+    Composer's own `auto` tries sizes until one fits, and does not support FSDP2. It stays for one process without
+    experts, which the planner does not plan.
+
+    Raises:
+        ValueError: on all ranks; see `choose_microbatch`.
+    """
+    import torch
+
+    from foundry_moe.commands.plan.microbatch import choose_microbatch
+    from foundry_moe.commands.plan.step import CONTEXT_BYTES, GIB
+
+    if ranks == 1 and read_moe(run) is None:
+        return AUTO
+    free_bytes = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
+    torch.distributed.all_reduce(free_bytes, op=torch.distributed.ReduceOp.MIN)
+    try:
+        plan = choose_microbatch(run, _machine(ranks, int(free_bytes) + CONTEXT_BYTES))  # this process's context exists
+    except ValueError as error:
+        raise_on_all_ranks(error)
+    if is_first_rank():
+        sizes = f"{plan.memory_bytes / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB on each GPU"
+        print(f"{_MICROBATCH}: {plan.microbatch} (auto: {sizes} by the plan)", flush=True)
+    return plan.microbatch
+
+
+def _machine(ranks: int, gpu_bytes: float) -> Any:
+    from foundry_moe.commands.plan.planner import Machine
+
+    per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks)
+    return Machine(gpus=ranks, gpus_per_node=per_node, gpu_bytes=gpu_bytes)
+
+
+def explain_out_of_memory(error: BaseException, run: Mapping[str, Any], ranks: int) -> str | None:
+    """The sentence for a GPU that ran out of memory in the first batches of this process, where a restart would too."""
+    import torch
+    from composer import Trainer
+
+    from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+    from foundry_moe.commands.plan.microbatch import out_of_memory
+
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    trainer = next((own for frame in frames if isinstance(own := frame.f_locals.get("self"), Trainer)), None)
+    where = "before the first batch"
+    if trainer is not None:
+        batch = trainer.state.timestamp.batch.value
+        saves = (callback for callback in trainer.state.callbacks if isinstance(callback, ElasticCheckpoint))
+        if batch - max((callback.resumed_from or 0 for callback in saves), default=0) >= _FIRST_BATCHES:
+            return None
+        where = f"in batch {batch + 1}"
+    if any(frame.f_code.co_name == "_eval_loop" for frame in frames):
+        return f"out of memory in an evaluation: lower device_eval_batch_size ({run.get('device_eval_batch_size')})"
+    return out_of_memory(run, _machine(ranks, _memory_bytes()), where)
+
+
+def _memory_bytes() -> int:
+    """Memory of this process's GPU that is free or this process's own."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
 
 def _destroy_process_group() -> None:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "commands": LIBRARY | {"launch", "loads", "train", "certify", "__init__"},
     "optim": set(),
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},
-    "train": LIBRARY | {"callbacks", "launch"},
+    "train": LIBRARY | {"callbacks", "launch", "commands"},
     "cli": {"commands", "launch", "__init__"},
     "__init__": LIBRARY | {"algorithms", "callbacks"},
 }

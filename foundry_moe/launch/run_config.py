@@ -229,23 +229,31 @@ def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
 
 
 _NEEDS_GPU = "precision ({}) needs a GPU, and this machine has none: use precision: fp32, or start the run on a GPU"
+_AUTO_NEEDS_GPU = (
+    "device_train_microbatch_size (auto) needs a GPU, and this machine has none: give a number, or start the "
+    "run on a GPU"
+)
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 
 
 def check_device(run: Mapping[str, Any]) -> None:
-    """Raises ValueError for a precision that needs a GPU, if torch sees none."""
+    """Raises ValueError for a precision or a microbatch that needs a GPU, if torch sees none."""
     import torch
 
+    if run.get("device_train_microbatch_size", AUTO) == AUTO and not torch.cuda.is_available():
+        raise ValueError(_AUTO_NEEDS_GPU)
     precision = run.get("precision", "amp_bf16")
     if precision != "fp32" and not torch.cuda.is_available() and not torch.backends.mps.is_available():
         raise ValueError(_NEEDS_GPU.format(precision))
 
 
 def device_notes(run: Mapping[str, Any]) -> list[str]:
-    """The sentence of `check_device`, without importing torch."""
+    """The sentences of `check_device`, without importing torch."""
+    if any(Path(file).exists() for file in _GPU_FILES):
+        return []
     precision = run.get("precision", "amp_bf16")
-    missing = precision != "fp32" and not any(Path(file).exists() for file in _GPU_FILES)
-    return [_NEEDS_GPU.format(precision)] if missing else []
+    notes = [_AUTO_NEEDS_GPU] if run.get("device_train_microbatch_size", AUTO) == AUTO else []
+    return [*notes, *([] if precision == "fp32" else [_NEEDS_GPU.format(precision)])]
 
 
 def missing_files(run: Mapping[str, Any]) -> list[str]:

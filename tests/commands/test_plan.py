@@ -194,7 +194,7 @@ def test_plan_warns_of_what_will_not_fit_or_is_slow(overrides: dict[str, Any], w
         ({"model__moe__layers": [0, 99]}, r"layers \(\[0, 99\]\): the model has 16, so use 0 to 15"),
         ({"model__attn_config": "sdpa"}, "model.attn_config must be a mapping"),
         ({"global_train_batch_size": 30}, r"global_train_batch_size \(30\) must be a multiple of .* \(4\)"),
-        ({"device_train_microbatch_size": "auto"}, "FSDP2 supports no auto"),
+        ({"device_train_microbatch_size": 0.5}, "must be a whole number of 1 or more, or auto"),
         ({"model__moe__mesh": {"expert": 3}}, r"mesh.expert \(3\) must divide num_experts \(64\)"),
     ],
 )

@@ -14,12 +14,13 @@ from typing import Any
 from foundry_moe.commands.plan.constants import Constants, shipped_constants
 from foundry_moe.commands.plan.shape import ModelShape, read_shape
 from foundry_moe.commands.plan.step import GIB, Message, Step, memory_of, messages_of, step_time
-from foundry_moe.config import MeshConfig, can_cut_rows, check_batch_size
+from foundry_moe.config import AUTO, MeshConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.run_config import mesh_of
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
 from foundry_moe.schema import section
 
+MICROBATCH = "device_train_microbatch_size"
 TIGHT_SHARE = 0.92  # of the GPU's memory; the allocator reserves more than it allocates
 SLOW_SHARE, SLOW_S = 0.3, 0.01  # exposed messages above both, a share of the step and seconds, give a warning
 OPTIMIZER_BYTES = {"adam": 8, "lion": 4}  # of state for each parameter: two fp32 moments, or one
@@ -120,7 +121,7 @@ class RunPlan:
 def plan_run(
     run: Mapping[str, Any], machine: Machine, *, shape: ModelShape | None = None, mesh: MeshConfig | None = None
 ) -> RunPlan:
-    """Plans a run.
+    """Plans a run; with `device_train_microbatch_size: auto` that of the largest microbatch that fits.
 
     Args:
         shape: of its model, if it has been read.
@@ -144,11 +145,13 @@ def plan_run(
         if not can_cut_rows(size, shard=plan.shard, expert=plan.expert):
             raise ValueError(f"mesh.shard ({plan.shard}) must divide {key} ({size}), the rows of experts' matrices")
     sequences = check_batch_size(batch, gpus) // gpus
-    microbatch = run.get("device_train_microbatch_size")
+    microbatch = run.get(MICROBATCH, AUTO)
+    if microbatch == AUTO:  # the largest that fits with room, or 1
+        sizes = (size for size in range(sequences, 0, -1) if sequences % size == 0)
+        plans = (plan_run({**run, MICROBATCH: size}, machine, shape=shape, mesh=config) for size in sizes)
+        return next(found for found in plans if (found.fits and not found.tight) or found.microbatch == 1)
     if not isinstance(microbatch, int) or microbatch < 1:
-        raise ValueError(
-            f"device_train_microbatch_size ({microbatch!r}) must be a whole number of 1 or more: FSDP2 supports no auto"
-        )
+        raise ValueError(f"{MICROBATCH} ({microbatch!r}) must be a whole number of 1 or more, or auto")
     microbatch = min(microbatch, sequences)
     fsdp = section(run, "fsdp_config")
     optimizer = str(section(run, "optimizer").get("name", "decoupled_adamw"))

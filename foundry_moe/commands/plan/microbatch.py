@@ -1,0 +1,81 @@
+"""Chooses `device_train_microbatch_size: auto` before a run starts, and says what fits if memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from foundry_moe.commands.plan.planner import MICROBATCH, Machine, RunPlan, plan_run, search_meshes
+from foundry_moe.commands.plan.step import GIB
+from foundry_moe.config import AUTO
+from foundry_moe.schema import section
+
+LESS = 0.9  # of the memory that a run lacked, at most: the planner is within 4%
+
+
+def choose_microbatch(run: Mapping[str, Any], machine: Machine) -> RunPlan:
+    """The plan with the largest microbatch that fits.
+
+    Raises:
+        ValueError: none fits, or the planner does not support the model.
+    """
+    try:
+        plan = plan_run({**run, MICROBATCH: AUTO}, machine)
+    except ValueError as error:
+        raise ValueError(f"{MICROBATCH} (auto): {error}; or give a number") from None
+    if not plan.fits:
+        raise ValueError(
+            f"{MICROBATCH} (auto): one sequence needs {_gib(plan.memory_bytes)} by the plan, and a GPU has "
+            f"{_gib(machine.gpu_bytes)} free; {_advice(run, plan)}; or give a number to try it"
+        )
+    return plan
+
+
+def out_of_memory(run: Mapping[str, Any], machine: Machine, where: str) -> str:
+    """The sentence for a run that ran out of memory.
+
+    Args:
+        machine: with the memory that the run could use.
+        where: such as "in batch 1".
+    """
+    failed = f"out of memory {where} on a GPU with {_gib(machine.gpu_bytes)} for this run"
+    try:
+        plan = plan_run(run, machine)
+    except ValueError:  # a model that the planner does not support
+        return f"{failed}: lower {MICROBATCH} ({run.get(MICROBATCH)}), or use more GPUs"
+    return (
+        f"{failed}: {MICROBATCH} ({plan.microbatch}) needs {_gib(plan.memory_bytes)} by the plan; {_advice(run, plan)}"
+    )
+
+
+def _advice(run: Mapping[str, Any], failed: RunPlan) -> str:
+    """What fits according to the planner, with at most `LESS` of the memory of a plan that failed."""
+    machine, shape = failed.machine, failed.shape
+
+    def helps(plan: RunPlan) -> bool:
+        return plan.fits and not plan.tight and plan.memory_bytes <= LESS * failed.memory_bytes
+
+    options = []
+    smaller = [size for size in range(failed.microbatch - 1, 0, -1) if failed.sequences % size == 0]
+    plans = (plan_run({**run, MICROBATCH: size}, machine, shape=shape) for size in smaller)
+    if (found := next(filter(helps, plans), None)) is not None:
+        options.append(f"{MICROBATCH}: {found.microbatch} ({_gib(found.memory_bytes)})")
+    run = {**run, MICROBATCH: failed.microbatch}
+    if machine.gpus > 1:  # LLM Foundry drops `fsdp_config` on one
+        recomputed = {**section(run, "fsdp_config"), "activation_checkpointing": True}
+        found = plan_run({**run, "fsdp_config": recomputed}, machine, shape=shape)
+        if helps(found):
+            options.append(f"fsdp_config.activation_checkpointing: true ({_gib(found.memory_bytes)})")
+        found = next(filter(helps, search_meshes(run, replace(machine, gpus=failed.mesh.world_size), shape)[0]), None)
+        if found is not None:
+            mesh = found.mesh
+            sizes = f"{{replicate: {mesh.replicate}, shard: {mesh.shard}, expert: {mesh.expert}}}"
+            options.append(f"mesh: {sizes} ({_gib(found.memory_bytes)})")
+    if options:
+        return f"these fit: {'; '.join(options)}"
+    return f"no smaller microbatch, recomputation or other mesh fits {machine.gpus} GPUs: use more, or a smaller model"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,94 @@
+"""`device_train_microbatch_size: auto`, and the options that a run out of memory is offered, which fit by the plan."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from foundry_moe.commands.plan.microbatch import choose_microbatch, out_of_memory
+from foundry_moe.commands.plan.planner import MICROBATCH, Machine, RunPlan, plan_run
+from foundry_moe.commands.plan.step import GIB
+from tests.helpers.plans import load
+
+pytestmark = pytest.mark.quick
+
+
+def machine(gib: float, gpus: int = 4) -> Machine:
+    return Machine(gpus=gpus, gpus_per_node=gpus, gpu_bytes=gib * GIB)
+
+
+def olmoe(**overrides: Any) -> dict[str, Any]:
+    return load("yamls/bench/olmoe_1b_7b.yaml", **overrides)
+
+
+@pytest.mark.parametrize("gib", [60, 90, 141])
+def test_auto_is_the_largest_size_that_fits_with_room(gib: float) -> None:
+    run = olmoe(global_train_batch_size=64)
+    del run[MICROBATCH]  # LLM Foundry's default is auto
+    plan = choose_microbatch(run, machine(gib))
+    assert plan.fits and not plan.tight and 16 % plan.microbatch == 0
+    larger = plan_run({**run, MICROBATCH: 2 * plan.microbatch}, machine(gib))
+    assert plan.microbatch == 16 or larger.tight or not larger.fits
+    assert plan_run({**run, MICROBATCH: "auto"}, machine(gib)).microbatch == plan.microbatch
+
+
+def test_auto_that_cannot_fit_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"\(auto\): one sequence needs .* GiB by the plan, .* use more, or a smaller"):
+        choose_microbatch(olmoe(), machine(12))
+    with pytest.raises(ValueError, match=r"\(auto\): the run has no experts.*; or give a number"):
+        choose_microbatch(olmoe(model__moe=None, model__name="mpt_causal_lm"), machine(80))
+
+
+def offered(sentence: str, run: dict[str, Any], on: Machine) -> list[RunPlan]:
+    """The plans of what a sentence offers."""
+    plans = []
+    if found := re.search(rf"{MICROBATCH}: ([0-9]+) ", sentence):
+        plans.append(plan_run({**run, MICROBATCH: int(found[1])}, on))
+    if "activation_checkpointing: true" in sentence:
+        plans.append(plan_run({**run, "fsdp_config": {"activation_checkpointing": True}}, on))
+    if found := re.search(r"mesh: (\{.*?\})", sentence):
+        moe = {**run["model"]["moe"], "mesh": yaml.safe_load(found[1])}
+        plans.append(plan_run({**run, "model": {**run["model"], "moe": moe}}, on))
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gib", "words"),
+    [
+        ({MICROBATCH: 16}, 80, [MICROBATCH + ": ", "activation_checkpointing"]),
+        ({MICROBATCH: 1, "model__moe__mesh": {"expert": 1, "shard": 1, "replicate": 4}}, 80, ["mesh: {replicate: "]),
+    ],
+)
+def test_what_is_offered_after_an_out_of_memory_error_fits(
+    overrides: dict[str, Any], gib: float, words: list[str]
+) -> None:
+    run, on = olmoe(global_train_batch_size=64, **overrides), machine(gib)
+    sentence = out_of_memory(run, on, "in batch 1")
+    assert sentence.startswith(f"out of memory in batch 1 on a GPU with {gib}.0 GiB"), sentence
+    assert all(word in sentence for word in words), sentence
+    plans = offered(sentence, run, on)
+    assert plans and all(plan.fits and not plan.tight for plan in plans), sentence
+
+
+def test_one_gpu_is_offered_neither_recomputation_nor_a_mesh() -> None:
+    run = load("yamls/pretrain/1gpu.yaml", **{MICROBATCH: 64, "global_train_batch_size": 64})
+    sentence = out_of_memory(run, machine(40, gpus=1), "in batch 2")
+    assert "activation_checkpointing" not in sentence and "mesh" not in sentence
+    assert re.search(rf"these fit: {MICROBATCH}: [0-9]+ \(", sentence), sentence
+
+
+def test_a_run_that_should_fit_is_offered_less_than_it_had() -> None:
+    """The plan was wrong: loads are uneven, or other processes take memory."""
+    run = olmoe(global_train_batch_size=64, **{MICROBATCH: 4})
+    on = machine(1000)
+    failed = plan_run(run, on)
+    plans = offered(out_of_memory(run, on, "in batch 1"), run, on)
+    assert plans and all(plan.memory_bytes <= 0.9 * failed.memory_bytes for plan in plans)
+
+
+def test_a_model_that_the_planner_does_not_know_is_told_to_lower_the_microbatch() -> None:
+    run = {**olmoe(), "model": {"name": "own"}, MICROBATCH: 8}
+    assert out_of_memory(run, machine(80), "in batch 1").endswith(f"lower {MICROBATCH} (8), or use more GPUs")
