@@ -15,6 +15,7 @@
 # STORE        HOST:PORT of that store; unset: it is on node 0, whose loss then ends the job. It may restart: agents wait 300 s
 # MAX_RESTARTS restarts after failures (default 100); a user's mistake ends the job at once, with exit code 2, values
 #              that are not finite with 3, a folder that another run has taken over with 4
+# FOUNDRY_MOE_TOKEN, FOUNDRY_MOE_TOKEN_FILE  a secret that all nodes share: it signs the state of the rendezvous
 # NODE_CHECK   1: check this node's processors before it joins, 0: do not (default: 1 on several nodes). A node that fails
 #              exits with code 5 and should not be started again
 # HEARTBEAT    a file that is touched at each start and, with elastic_checkpoint, at each batch, for healthcheck.sh

@@ -54,6 +54,10 @@ def train(arguments: list[str]) -> int:
     except ValueError as error:
         raise_on_all_ranks(error)
     launched = launched_ranks()
+
+    from foundry_moe.launch.network import stay_on_one_machine  # torch, which takes seconds
+
+    stay_on_one_machine()
     if not take_place(ranks):
         wait_as_spare()
         return 0

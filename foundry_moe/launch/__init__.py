@@ -19,7 +19,8 @@ replaced by a subclass of it with these methods:
 
 and `SubprocessHandler._popen` takes processes from `launch/fork_server.py`. Public way: `--run-path --start-method
 forkserver` starts Python functions without a session of their own, without exit handlers, and reports one failure.
-`launch/rendezvous.py` uses torch's public registry of rendezvous backends and reads the pickled state of its own.
+`launch/rendezvous.py` uses torch's public registry of rendezvous backends. `launch/rendezvous_state.py` builds torch's
+`_RendezvousState` and `_NodeDesc` from JSON. Public way: none; a backend stores what the handler pickles.
 
 torch 2.7.0, CPU processes only:
 

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foundry_moe.checkpoint.errors import printable
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -78,7 +80,8 @@ class NodeWatch:
         while not self._ended.wait(self._beat_s / 5):
             try:
                 if self._store.check(["foundry_moe/failed"]):
-                    self.over = f"processes of node {self._store.get('foundry_moe/failed').decode()} failed"
+                    node = printable(self._store.get("foundry_moe/failed")[:8].decode(errors="replace"))
+                    self.over = f"processes of node {node} failed"
                 elif time.monotonic() - self._looked_s >= self._beat_s or not self._beats:
                     self.look()
             except RuntimeError:

@@ -1,8 +1,9 @@
-"""Measures the network between the nodes of a run when it starts."""
+"""The network of a run: keeps a run on one machine off it, and measures it between nodes when a run starts."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 
@@ -14,6 +15,46 @@ GPU_BYTES, CPU_BYTES = 256 << 20, 4 << 20
 ASSUMED_GB_S = 45.0  # of one GPU, as `foundry-moe plan` assumes (network.bytes_per_s)
 SLOW = 0.1  # of that: TCP in place of RDMA
 MOST = 200  # all-reduces
+LOOPBACK = "127.0.0.1"
+
+_store: dist.TCPStore | None = None  # rank 0's, for as long as the process lives
+
+
+def local_store(port: int = 0) -> dist.TCPStore:
+    """Serves a store on 127.0.0.1; torch's own listens on all interfaces. port: 0 for a free one."""
+    listener = socket.create_server((LOOPBACK, port))
+    return dist.TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # torch 2.7's libuv server takes no socket
+    )
+
+
+def use_loopback() -> None:
+    """Makes gloo and NCCL of this process listen on the loopback interface, unless the environment names another."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # without "=" NCCL takes it for a prefix
+
+
+def stay_on_one_machine() -> None:
+    """Makes a run whose ranks are all on this machine listen on 127.0.0.1 only, whichever launcher has started it.
+
+    Rank 0 serves the store of the process group here, and all ranks connect to it as to a launcher's.
+    """
+    global _store
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
+        return
+    use_loopback()
+    if "MASTER_PORT" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    os.environ.update(MASTER_ADDR=LOOPBACK, TORCHELASTIC_USE_AGENT_STORE="True")
+    if os.environ["RANK"] == "0":
+        _store = local_store(int(os.environ["MASTER_PORT"]))
 
 
 def log_network_speed() -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foundry_moe.launch.network import use_loopback
+
 GRACE_S = 2.0
 STACK_LINES = 12  # of each rank that has hung
 
@@ -47,8 +49,7 @@ def _enter(rank: int, job: Job, function: Callable[..., Any], arguments: tuple[A
     # also works within a call that hangs, unlike a handler in Python
     faulthandler.register(signal.SIGUSR1, file=(folder / f"stack-{rank}").open("w", encoding="utf-8"))
     torch.set_num_threads(job.threads)
-    if job.backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+    use_loopback()
     try:
         if job.backend != "gloo":
             torch.cuda.set_device(rank)

@@ -3,13 +3,16 @@
 `python -m foundry_moe.launch.rendezvous [PORT]` serves it from a machine that has no part in the run (`STORE` of
 `docker/entrypoint.sh`); on node 0, where torchrun starts it otherwise, it ends with that node. It holds some kilobytes
 a node and needs one core. With torch's backend, "c10d", all agents end within seconds of the store. Here they connect
-again, and the first that does puts the state of the rendezvous back, so that processes train on meanwhile. This module
-uses the interfaces that torch has for backends of others, and replaces nothing.
+again, and the first that does puts the state of the rendezvous back, so that processes train on meanwhile. On one machine
+(`store_type=hash` of `--rdzv-conf`) the agent keeps the state in its own memory, and the store of its processes listens on
+127.0.0.1 only. The state is signed JSON (`rendezvous_state`). This module uses the interfaces that torch has for backends
+of others, and replaces nothing.
 """
 
 from __future__ import annotations
 
-import pickle
+import hashlib
+import hmac
 import signal
 import socket
 import sys
@@ -18,11 +21,12 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
@@ -33,6 +37,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     Token,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from foundry_moe.launch.network import LOOPBACK, local_store
+from foundry_moe.launch.rendezvous_state import decode, encode, from_torch, shared_token, to_torch
 
 NAME = "foundry"
 PORT = 29500
@@ -67,14 +74,23 @@ class RestartableBackend(RendezvousBackend):
         self.wait_s = OUTAGE_S
         self.store = _Client()
         self._parameters = parameters
-        self._state = b""  # the newest that is known
+        self._key = hmac.digest(shared_token(), parameters.run_id.encode(), hashlib.sha256)
+        self._state = b""  # the newest that is known, as it is stored
         self._connect()
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        return self._ask(lambda: self._backend.get_state())
+        found = self._ask(lambda: self._backend.get_state())
+        return found and (self._for_torch(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        return self._ask(lambda: self._backend.set_state(state, token))
+        stored = encode(from_torch(state), self._key)
+        found = self._ask(lambda: self._backend.set_state(stored, token))
+        return found and (self._for_torch(found[0]), *found[1:])
+
+    def _for_torch(self, stored: bytes) -> bytes:
+        state = to_torch(decode(stored, self._key))
+        self._state = stored
+        return state
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         lost_s: float | None = None
@@ -89,11 +105,10 @@ class RestartableBackend(RendezvousBackend):
                     raise
                 time.sleep(RETRY_S)
             else:
-                self._state = found[0] if found else self._state
                 return found
 
     def _connect(self) -> None:
-        _, self.store.client = create_backend(self._parameters)
+        self.store.client = HashStore() if is_local(self._parameters) else create_backend(self._parameters)[1]
         self._backend = C10dRendezvousBackend(self.store, self._parameters.run_id)
 
     def _reconnect(self) -> None:
@@ -104,16 +119,20 @@ class RestartableBackend(RendezvousBackend):
             raise RendezvousConnectionError(f"the store at {self._parameters.endpoint} does not answer") from error
         self._connect()
         if self._state and self._backend.get_state() is None:
-            self._backend.set_state(_all_alive(self._state))
+            self._backend.set_state(self._all_alive())
 
-
-def _all_alive(state: bytes) -> bytes:
-    """The state with a new heartbeat for each node: no node could send one while the store was down."""
-    rendezvous = pickle.loads(state)
-    for node, beat in rendezvous.last_heartbeats.items():  # torch 2.7 has times without a zone
+    def _all_alive(self) -> bytes:
+        """The state with a new heartbeat for each node: no node could send one while the store was down."""
+        state = decode(self._state, self._key)
         now = datetime.now(timezone.utc)
-        rendezvous.last_heartbeats[node] = now if beat.tzinfo else now.replace(tzinfo=None)
-    return pickle.dumps(rendezvous)
+        for node, beat in state.last_heartbeats.items():  # torch 2.7 has times without a zone
+            state.last_heartbeats[node] = now if beat.tzinfo else now.replace(tzinfo=None)
+        return encode(state, self._key)
+
+
+def is_local(parameters: RendezvousParameters) -> bool:
+    """Whether the run has one agent, so that no other process needs its state."""
+    return parameters.get("store_type") == "hash"
 
 
 class _Timeouts(RendezvousTimeout):
@@ -131,11 +150,22 @@ class _Timeouts(RendezvousTimeout):
 class _Handler(DynamicRendezvousHandler):
     backend: RestartableBackend
     timeouts: _Timeouts
+    local = False
+    _of_processes: TCPStore | None = None  # the store of the processes of this round, if they are all here
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether rank 0 connects to a store of the agent in place of serving one."""
+        return self.local or super().use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
         found = super().next_rendezvous()
         self.timeouts.restarting = True
-        return found
+        if not self.local:
+            return found
+        self._of_processes = local_store()  # a new one for each round: the last one's has addresses of ended processes
+        info = RendezvousStoreInfo(LOOPBACK, self._of_processes.port)
+        return RendezvousInfo(found.store, found.rank, found.world_size, info)
 
     def shutdown(self) -> bool:
         self.backend.wait_s = 0.0  # the store may have ended with the run
@@ -159,7 +189,7 @@ def create_handler(parameters: RendezvousParameters) -> _Handler:
         keep_alive_interval=parameters.get_as_int("keep_alive_interval", 5) or 5,
         keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
     )
-    handler.backend, handler.timeouts = backend, timeouts
+    handler.backend, handler.timeouts, handler.local = backend, timeouts, is_local(parameters)
     return handler
 
 

@@ -28,6 +28,7 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -37,8 +38,9 @@ from torch.distributed import run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.launcher import api
 
 from foundry_moe.launch import rendezvous
@@ -46,6 +48,7 @@ from foundry_moe.launch.checkpoint_settings import RESTART
 from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings, stopped_early
 from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
+from foundry_moe.launch.network import LOOPBACK
 from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR
 
 SETTLE_S = 2.0  # for ranks that end with an error that all have
@@ -164,13 +167,15 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
     parsed = run.parse_args(arguments)
     config = stop_settings(parsed.training_script_args)
     if hasattr(parsed, "signals_to_handle") and not any(word.startswith("--signals") for word in arguments):
-        arguments = [f"--signals-to-handle={','.join(dict.fromkeys((*OF_TORCHRUN, *config.signals)))}", *arguments]
+        parsed.signals_to_handle = ",".join(dict.fromkeys((*OF_TORCHRUN, *config.signals)))
+    if parsed.standalone:
+        _stay_here(parsed)
     Agent.signals, Agent.wait_s = config.signals, config.grace_s + SLACK_S
     Agent.nodes = run.parse_min_max_nnodes(parsed.nnodes)[1]
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     with _forking(parsed):
         try:
-            run.main(arguments)
+            record(run.run)(parsed)
         except ChildFailedError as error:
             codes = {failure.exitcode for failure in error.failures.values()}
             stopped = RESTART in codes if logs is None else _print_failure(error, logs, config.signals)
@@ -181,6 +186,9 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
             if logs is None:
                 raise
             return PASSING_ERROR
+        except RendezvousStateError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return PASSING_ERROR
         except SignalException as error:
             if error.sigval.name not in config.signals:
                 raise
@@ -188,6 +196,14 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
                 print(CUT_SHORT, file=sys.stderr)
             return RESTART if Agent.final is None else Agent.final
     return 0
+
+
+def _stay_here(parsed: Any) -> None:
+    """`--standalone` with a store that listens on 127.0.0.1 only, in place of torch's."""
+    parsed.standalone = False
+    parsed.rdzv_backend, parsed.rdzv_conf = rendezvous.NAME, "store_type=hash"
+    parsed.rdzv_id, parsed.rdzv_endpoint, parsed.local_addr = str(uuid.uuid4()), "localhost:0", LOOPBACK
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's agent would serve one on all interfaces
 
 
 def _settle(processes: Any) -> None:
@@ -207,7 +223,7 @@ def launch_here(processes: int, words: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own lines about signals and exit codes
     with tempfile.TemporaryDirectory(prefix="foundry-moe-") as logs:
         others = ",".join(f"{rank}:3" for rank in range(1, processes)) or "0"  # both streams of each go to files
-        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]
+        options = ["--standalone", f"--nproc-per-node={processes}"]
         return launch([*options, f"--log-dir={logs}", f"--redirects={others}", *words], Path(logs))
 
 

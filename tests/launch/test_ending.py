@@ -16,6 +16,7 @@ from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.ledger import Ledger
 from tests.helpers.demo import BIN, DEMO, ROOT, run
 from tests.helpers.entrypoint import kill_group, wait_for
+from tests.helpers.sockets import reachable
 
 COMMAND = (str(BIN / "foundry-moe"), "train", "-n", "2")
 COMPOSER = (str(BIN / "composer"), "-n", "2")
@@ -70,10 +71,13 @@ def test_the_last_line_says_which_batch_is_safe(tiny_arguments, tmp_path, launch
     started = Run(tmp_path, launcher, [*tiny_arguments(tmp_path), "max_duration=100000ba"])
     try:
         started.wait_for("batch 2/")
+        open_to_all = reachable(started.launcher.pid)
         (os.killpg if group else os.kill)(started.launcher.pid, number)
         ended, lines = started.end()
     finally:
         kill_group(started.launcher)
+    if launcher is not TORCHRUN:  # torch's own launcher, as docs/explanation/security.md says
+        assert open_to_all == []
     newest = Ledger(open_store(str(tmp_path / "checkpoints"))).newest_first()[0].step
     assert ended == code, "\n".join(lines)
     assert f"batch {newest} is saved" in lines[-1] and "Start the run again to resume it." in lines[-1], lines[-10:]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from foundry_moe.launch import rendezvous
 from foundry_moe.launch.lost_nodes import NodeWatch
 from tests.helpers.launching import free_port
+from tests.helpers.sockets import reachable
+
+SECURITY = Path(__file__).parents[2] / "docs" / "explanation" / "security.md"
 
 
 def start_store(port: int) -> subprocess.Popen[str]:
@@ -62,6 +66,8 @@ def test_agents_outlive_a_restart_of_their_store_and_meet_again(monkeypatch) -> 
     try:
         agents = [agent(port), agent(port)]
         first = all_join(agents)
+        assert [port for _, _, port in reachable(store.pid)] == [port]
+        assert "| the store's server | `MASTER_PORT`, 29500 | all |" in SECURITY.read_text()
         assert sorted(one.rank for one in first) == [0, 1] and {one.world_size for one in first} == {2}
         watches = [NodeWatch(one.store, one.rank, 2, silent_s=5, beat_s=0.5) for one in first]
         for watch in watches:
