@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import faulthandler
 import os
 import sys
 import traceback
@@ -35,7 +36,7 @@ from foundry_moe.launch.run_config import (
 )
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
-from foundry_moe.launch.user_errors import raise_on_all_ranks, run_cleanly
+from foundry_moe.launch.user_errors import PASSING_ERROR, raise_on_all_ranks, run_cleanly
 from foundry_moe.schema import raise_mistakes, section
 
 USAGE = "usage: foundry-moe train RUN.yaml -n PROCESSES [key=value ...]"
@@ -239,6 +240,7 @@ def make_wandb_folder(run: Mapping[str, Any]) -> None:
 def main() -> None:
     """Entry point of the script."""
     fork_server.serve()
+    faulthandler.enable()  # the stack of a process that a signal such as SIGSEGV ends
     completed = False
 
     def run() -> int:
@@ -247,7 +249,11 @@ def main() -> None:
         completed = True
         return code
 
-    code = run_cleanly(run)
+    try:
+        code = run_cleanly(run)
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = PASSING_ERROR
     if not completed:
         leave_after_handlers(code)
     sys.exit(code)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -119,10 +120,21 @@ def leave(sentence: str) -> None:
     """
     global _code, _last_line
     _code, _last_line = code_here(RESTART), sentence  # all ranks leave
-    timer = threading.Timer(LEAVE_S, leave_at_once, (_code, sentence))
+    _leave_in_time(_code, sentence)
+    raise Restart(RESTART)
+
+
+def _leave_in_time(code: int, sentence: str) -> None:
+    timer = threading.Timer(LEAVE_S, leave_at_once, (code, sentence))
     timer.daemon = True
     timer.start()
-    raise Restart(RESTART)
+
+
+def wait_to_end(seconds: float, code: int) -> None:
+    """Waits so long, or ends with this code as soon as the launcher asks for it: no stop is requested then."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
+    time.sleep(seconds)
 
 
 def leave_after_handlers(code: int) -> None:
@@ -139,6 +151,7 @@ def leave_after_handlers(code: int) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         _code = code
+        _leave_in_time(code, "")
     raise SystemExit(code)
 
 

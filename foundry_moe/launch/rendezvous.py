@@ -3,10 +3,10 @@
 `python -m foundry_moe.launch.rendezvous [PORT]` serves it from a machine that has no part in the run (`STORE` of
 `docker/entrypoint.sh`); on node 0, where torchrun starts it otherwise, it ends with that node. It holds some kilobytes
 a node and needs one core. With torch's backend, "c10d", all agents end within seconds of the store. Here they connect
-again, and the first that does puts the state of the rendezvous back, so that processes train on meanwhile. On one machine
-(`store_type=hash` of `--rdzv-conf`) the agent keeps the state in its own memory, and the store of its processes listens on
-127.0.0.1 only. The state is signed JSON (`rendezvous_state`). This module uses the interfaces that torch has for backends
-of others, and replaces nothing.
+again, and the first that does puts the state of the rendezvous back, so that processes train on meanwhile. On one
+machine (`store_type=hash` of `--rdzv-conf`) the agent keeps the state in its own memory, and the store of its processes
+listens on 127.0.0.1 only. The state is signed JSON (`rendezvous_state`). This module uses the interfaces that torch has
+for backends of others, and replaces nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of a rendezvous as signed JSON, in place of the pickle that torch's handler exchanges with its backend.
 
-Whoever reaches a store can write to it, so no bytes from a store are unpickled: `decode` builds torch's state from checked
-values. This module must not know stores.
+Whoever reaches a store can write to it, so no bytes from a store are unpickled: `decode` builds torch's state from
+checked values. This module must not know stores.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed import run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -44,15 +44,15 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.launcher import api
 
 from foundry_moe.launch import rendezvous
-from foundry_moe.launch.checkpoint_settings import RESTART
-from foundry_moe.launch.ending import INTERRUPTED, SLACK_S, stop_settings, stopped_early
+from foundry_moe.launch.checkpoint_settings import RESTART, CheckpointConfig
+from foundry_moe.launch.ending import DEFAULTS, INTERRUPTED, SLACK_S, stop_settings, stopped_early
+from foundry_moe.launch.failures import keep_logs, print_cause
 from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
 from foundry_moe.launch.network import LOOPBACK
 from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR
 
 SETTLE_S = 2.0  # for ranks that end with an error that all have
-LAST_LINES = 60  # of a failed rank's output
 SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
 CUT_SHORT = "Ended by a second SIGINT before the save was complete: the next start resumes the newest checkpoint."
 OF_TORCHRUN = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # its default for --signals-to-handle
@@ -70,6 +70,7 @@ class Agent(LocalElasticAgent):
     wait_s = 0.0
     nodes = 1
     final: int | None = None  # of the class: torchrun keeps its agent to itself
+    first: ClassVar[dict[int, int]] = {}  # exit codes of the local ranks that ended before the others were killed
     _watch: NodeWatch | None = None  # while processes run, if there are other nodes
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -82,7 +83,9 @@ class Agent(LocalElasticAgent):
         close = processes.close
 
         def close_in_time(death_sig: signal.Signals | None = None, timeout: float = 0) -> None:
-            codes = {failure.exitcode for failure in processes._failures.values()}
+            ended = {rank: failure.exitcode for rank, failure in processes._failures.items()}
+            Agent.first = Agent.first or ended  # the next call has those that this one kills
+            codes = set(ended.values())
             if death_sig is None and codes - {RESTART}:
                 if codes & {USER_ERROR, *NO_RESTART}:
                     _settle(processes)  # all ranks have this error, and rank 0 prints it
@@ -178,7 +181,7 @@ def launch(arguments: list[str], logs: Path | None = None) -> int:
             record(run.run)(parsed)
         except ChildFailedError as error:
             codes = {failure.exitcode for failure in error.failures.values()}
-            stopped = RESTART in codes if logs is None else _print_failure(error, logs, config.signals)
+            stopped = RESTART in codes if logs is None else _print_failure(error, logs, config)
             if Agent.final is not None:
                 return Agent.final
             if stopped:
@@ -216,7 +219,7 @@ def launch_here(processes: int, words: list[str]) -> int:
     """Runs a script with its arguments in processes of this machine. The console shows rank 0.
 
     Returns:
-        As `launch`; 1 where that raises, after the last lines of the rank that failed first.
+        As `launch`; 1 where that raises, after the first error that is no lost connection.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     os.environ.setdefault(SERVER, "0")  # nothing restarts here, which is what a fork server is for
@@ -227,23 +230,25 @@ def launch_here(processes: int, words: list[str]) -> int:
         return launch([*options, f"--log-dir={logs}", f"--redirects={others}", *words], Path(logs))
 
 
-def _print_failure(error: ChildFailedError, logs: Path, signals: tuple[str, ...]) -> bool:
+def _print_failure(error: ChildFailedError, logs: Path, config: CheckpointConfig) -> bool:
     """Prints what rank 0 has not printed of a failure on this machine; returns whether it is a stop."""
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    early = {-signal.Signals[name] for name in signals} & set(codes.values())  # before they could handle the signal
+    stops = {-signal.Signals[name] for name in config.signals}
+    early = stops & set(codes.values())  # before they could handle the signal
     if early and codes.get(0) != RESTART:
         print(stopped_early(-min(early)), file=sys.stderr)
     if early or (RESTART in codes.values() and Agent.final is None):
         return True
-    rank, failure = error.get_first_failure()
-    code = failure.exitcode
-    if code < 0:
-        print(f"rank {rank} died of {signal.Signals(-code).name}", file=sys.stderr)
-    elif rank and not (code == codes.get(0) and code in (USER_ERROR, *NO_RESTART)):
-        print(f"rank {rank} ended with exit code {code}:", file=sys.stderr)
-        for path in sorted(logs.glob(f"*/attempt_0/{rank}/std*.log")):
-            print(*path.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+    if codes.get(0) not in (USER_ERROR, *NO_RESTART):  # which rank 0 has printed
+        print_cause(Agent.first, logs)
+        keep_logs(Agent.first, logs, log_folder(config))
     return False
+
+
+def log_folder(config: CheckpointConfig) -> Path:
+    """Where the output of failed ranks is kept: beside a local checkpoint folder, else in the working directory."""
+    local = config is not DEFAULTS and "://" not in config.folder
+    return Path(config.folder).parent if local else Path()
 
 
 @contextlib.contextmanager

@@ -6,20 +6,27 @@ import errno
 import importlib.util
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from foundry_moe.checkpoint.errors import CheckpointError, TakenOverError
-from foundry_moe.launch.ending import code_here, is_first_rank
+from foundry_moe.launch.ending import LEAVE_S, code_here, is_first_rank, wait_to_end
 from foundry_moe.schema import sentences_of
 
 PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER, BAD_NODE = 1, 2, 3, 4, 5
 NO_RESTART = (NONFINITE, TAKEN_OVER)  # a restart would fail again, or stop the process that took over
-_PEER_S = 1.0  # for the launcher, which ends the other processes once one has failed
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "DistNetworkError")
+# for the launcher, which ends the other processes once one has failed: the cause should be the first to end
+_PEER_S, _LOCAL_PEER_S = 1.0, LEAVE_S + 2.0
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "DistNetworkError",
+    "remote process exited or there was a network error",
+    "NCCL communicator was aborted",
+)
 _KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # not imported: that takes seconds
 _OURS = tuple(
     f"{folder}{os.sep}"
@@ -60,6 +67,7 @@ def run_cleanly(action: Callable[[], int]) -> int:
         return _report(error, NONFINITE if isinstance(error, NonfiniteError) else TAKEN_OVER)
     except (ValueError, CheckpointError) as error:
         if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
+            _record(error)
             raise
         return _report(error, USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR)
     except (RuntimeError, ConnectionError) as error:
@@ -68,16 +76,30 @@ def run_cleanly(action: Callable[[], int]) -> int:
             return PASSING_ERROR
         text = f"{type(error).__name__}: {error}"
         if not any(words in text for words in _LOST_PEER) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
+            _record(error)
             raise
-        time.sleep(_PEER_S)
         rank, first_line = os.environ.get("RANK", "0"), text.splitlines()[0]
         print(f"error: rank {rank} lost its connection to another rank ({first_line})", file=sys.stderr, flush=True)
+        here = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+        wait_to_end(_LOCAL_PEER_S if here else _PEER_S, PASSING_ERROR)
         return PASSING_ERROR
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
+            _record(error)
             raise
         print(f"error: {str(error.filename)[:80]}...: {error.strerror}; name a shorter path", file=sys.stderr)
         return USER_ERROR
+    except Exception as error:
+        _record(error)
+        raise
+
+
+def _record(error: Exception) -> None:
+    """Writes the error to the file that torchrun names, before other ranks can notice it."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def _report(error: Exception, code: int) -> int:
