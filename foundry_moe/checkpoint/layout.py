@@ -88,7 +88,7 @@ class Layout(Chunks):
     @functools.cached_property
     def digest(self) -> bytes:
         """Equal for equal layouts in all processes."""
-        return xxhash.xxh3_128_digest(repr((self.shape, self.grid, self.sharded)))
+        return xxhash.xxh3_128_digest(repr((self.shape, self.grid, self.sharded)).encode())
 
     @functools.cached_property
     def chunks(self) -> list[tuple[Box, tuple[int, ...]]]:  # type: ignore[override]

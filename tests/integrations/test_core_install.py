@@ -34,6 +34,22 @@ hosts = sorted({name.split(".")[0] for name in sys.modules} & {"composer", "llmf
 print(len(names), "modules", hosts)
 """
 
+SAVE = """
+import sys
+import torch
+from foundry_moe.checkpoint import open_store
+from foundry_moe.checkpoint.engine import CheckpointEngine
+
+store, saved = open_store(sys.argv[1]), torch.arange(9000.0)
+engine = CheckpointEngine(store)
+engine.save({"model": {"w": saved}}, 1)
+report = engine.wait()
+assert report is not None and report.error is None, report
+state = {"model": {"w": torch.zeros(9000)}}
+CheckpointEngine(store).load(state)
+print(torch.equal(state["model"]["w"], saved))
+"""
+
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """In a folder that has no sources, so that the installed packages are imported."""
@@ -50,6 +66,11 @@ def test_every_module_of_the_core_imports_without_composer(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     number, _, hosts = done.stdout.strip().split(" ", 2)
     assert int(number) > 100 and hosts == "[]"
+
+
+def test_a_checkpoint_is_saved_and_loaded_with_the_newest_dependencies(tmp_path):
+    done = run("-c", SAVE, str(tmp_path / "run"), folder=tmp_path)
+    assert done.stdout.strip() == "True", done.stderr[-4000:]
 
 
 def test_training_command_names_the_extra_that_is_missing(tmp_path):
