@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from foundry_moe.layers.lookup import moe_layers, note_loads, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.models.native.saving import native_of_model
-from foundry_moe.models.same_run import check_model, describe_model
+from foundry_moe.models.same_run import check_model, describe_experts, describe_model
 from foundry_moe.ops.backends import describe_backend
 from foundry_moe.parallel.collectives import GateCollectives
 
@@ -54,24 +53,6 @@ def progress_of(state: State) -> Progress:
         tok=int(now.token.value),
         dur=None if elapsed is None else float(elapsed.value),
     )
-
-
-# keys that decide what saved weights compute, beyond their shapes; others, such as losses, may change on resume
-_FORMULA = ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_expert_hidden_size")
-
-
-def describe_experts(layers: list[MoELayer]) -> dict[str, Any]:
-    """The keys that decide what saved weights of experts compute. Layers differ in their index only."""
-    config, gate = layers[0].config, layers[0].gate
-    keys = {key: value for key, value in asdict(gate.config).items() if key not in gate.MAY_CHANGE}
-    widths = config.expert_hidden_size
-    return {
-        "layers": [layer.layer_index for layer in layers],
-        "gate.name": config.gate["name"],
-        **{f"gate.{key}": value for key, value in keys.items()},
-        **{key: getattr(config, key) for key in _FORMULA},
-        "expert_hidden_size": list(widths) if isinstance(widths, tuple) else widths,
-    }
 
 
 class GateSteps(Algorithm):

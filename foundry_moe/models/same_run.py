@@ -8,7 +8,8 @@ keys to plain data, stored in a checkpoint's `info` and in the state of the algo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from composer.utils import dist
 from transformers import PretrainedConfig
 
 from foundry_moe.checkpoint.errors import printable
+from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.layers.moe import MoELayer
 from foundry_moe.schema import yaml_value
 
 # the only key of every Hugging Face configuration that changes what the model computes; the others are for generation
@@ -37,6 +40,17 @@ _TRAINS = (
 )
 _SAME_NORM = ("low_precision_", "triton_")  # layernorm and low_precision_layernorm are one formula
 
+# The keys of MoEConfig at a resume. Of a gate's own keys those in `Gate.MAY_CHANGE` may change, the others must agree.
+MUST_AGREE = frozenset(
+    {
+        *("num_experts", "top_k", "layers", "gate", "expert_hidden_size", "activation", "bias"),
+        *("shared_expert_hidden_size", "shared_expert_gate"),
+        *("lora.r", "lora.alpha", "lora.rslora", "lora.targets"),
+    }
+)
+MAY_CHANGE = frozenset({"loss", "balance_over", "freeze", "capacity", "drop", "lora.dropout", "seed"})  # with a line
+NO_EFFECT = frozenset({"init", "init_std", "backend", "memory", "mesh", "lora.start"})
+
 
 def describe_model(model: torch.nn.Module) -> dict[str, Any]:
     """The keys of its configuration that decide what the model computes; empty for a model without a configuration."""
@@ -44,13 +58,13 @@ def describe_model(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def describe_training(state: State) -> dict[str, Any]:
-    """Optimizer, schedules, weights of losses, data, batch size, precision, dropout and seed of the run."""
+    """Optimizer, schedules, training keys of experts, data, batch size, precision, dropout and seed of the run."""
     found = {key: value for key, value in _configuration(state.model).items() if _trains(key)}
     found["precision"] = str(getattr(state.precision, "value", state.precision))
     size = getattr(state.train_dataloader, "batch_size", None)
     if isinstance(size, int | float):
         found["global_train_batch_size"] = size * dist.get_world_size()
-    found |= {**_losses(state.model), **_data(state.train_dataloader), **_schedules(state)}
+    found |= {**_trains_experts(state.model), **_data(state.train_dataloader), **_schedules(state)}
     if (seed := getattr(state, "rank_zero_seed", None)) is not None:
         found["seed"] = seed
     for optimizer in state.optimizers or ():
@@ -63,15 +77,42 @@ def describe_training(state: State) -> dict[str, Any]:
     return found
 
 
-def _losses(model: torch.nn.Module) -> dict[str, Any]:
-    """The weights of the auxiliary losses, and over which tokens the balance loss is taken."""
+def describe_experts(layers: Sequence[MoELayer]) -> dict[str, Any]:
+    """The keys of `MUST_AGREE`. Layers differ in their index only."""
+    config, gate = layers[0].config, layers[0].gate
+    found = {key: value for key, value in _keys_of(config).items() if key in MUST_AGREE}
+    found["layers"] = [layer.layer_index for layer in layers]
+    found["bias"] = config.bias is True
+    found["gate.name"] = found.pop("gate")["name"]
+    if gate.CHOOSES_BY_SEED:
+        found["seed"] = config.seed
+    own = {f"gate.{key}": value for key, value in asdict(gate.config).items() if key not in gate.MAY_CHANGE}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in {**found, **own}.items()}
+
+
+def _trains_experts(model: torch.nn.Module) -> dict[str, Any]:
+    """The keys of `MAY_CHANGE`."""
     layers = moe_layers(model)
     if not layers:
         return {}
-    config = layers[0].config
-    weights = config.loss if isinstance(config.loss, Mapping) else {"": config.loss}
-    named = {f"moe.loss.{name}".rstrip("."): _plain(weight) for name, weight in weights.items()}
-    return {**named, "moe.balance_over": config.balance_over}
+    config, gate = layers[0].config, layers[0].gate
+    found = {key: value for key, value in _keys_of(config).items() if key in MAY_CHANGE}
+    del found["loss"]
+    weights = layers[0].loss_weights
+    found |= {f"loss.{name}": weights.get(name, 0.0) for name in sorted({*gate.LOSSES, *weights})}
+    found |= {f"gate.{key}": value for key, value in asdict(gate.config).items() if key in gate.MAY_CHANGE}
+    return {f"moe.{key}": _plain(value) for key, value in found.items()}
+
+
+def _keys_of(config: MoEConfig) -> dict[str, Any]:
+    """The keys with their values, those of `lora` as `lora.r` and so on."""
+    found = {key.name: getattr(config, key.name) for key in fields(config)}
+    lora = config.lora_config
+    del found["lora"]
+    if lora is not None:
+        found |= {f"lora.{key.name}": getattr(lora, key.name) for key in fields(lora)}
+        found["lora.targets"] = lora.targets_of(config.activation)
+    return found
 
 
 def _data(loader: Any) -> dict[str, Any]:

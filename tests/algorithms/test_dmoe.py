@@ -14,10 +14,11 @@ from composer import Trainer
 
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.dmoe_mesh import MoEMesh
-from foundry_moe.algorithms.gate_steps import GateSteps, describe_experts
+from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.models.same_run import describe_experts
 from tests.helpers.training import MOE, batches, fit, llama, mpt
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from foundry_moe.checkpoint.strict import clean
+from foundry_moe.config import LoRAConfig, MoEConfig
+from foundry_moe.layers.moe import MoELayer
+from foundry_moe.models import same_run
 from foundry_moe.models.mpt import DMoECausalLM
-from foundry_moe.models.same_run import check_model, describe_model, describe_training, training_changes
+from foundry_moe.models.same_run import (
+    check_model,
+    describe_experts,
+    describe_model,
+    describe_training,
+    training_changes,
+)
+from foundry_moe.schema import from_mapping
 
 MPT = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 8, "vocab_size": 11, "no_bias": True}
 MOE = {"num_experts": 2, "top_k": 1}
@@ -97,8 +108,67 @@ def test_another_weight_of_a_loss_is_said() -> None:
 
     before, asked = describe_training(state({"balance": 0.01, "z": 0.001})), describe_training(state({"balance": 0.1}))
     assert training_changes(asked, before) == [
-        "moe.loss.balance: this run sets 0.1, the checkpoint was trained with 0.01, and 0.1 is used"
+        "moe.loss.balance: this run sets 0.1, the checkpoint was trained with 0.01, and 0.1 is used",
+        "moe.loss.z: this run sets 0.0, the checkpoint was trained with 0.001, and 0.0 is used",
     ]
+
+
+def test_every_key_of_the_experts_is_in_one_list() -> None:
+    lora = {f"lora.{key.name}" for key in fields(LoRAConfig)}
+    keys = [key.name for key in fields(MoEConfig) if key.name != "lora"] + sorted(lora)
+    listed = [*same_run.MUST_AGREE, *same_run.MAY_CHANGE, *same_run.NO_EFFECT]
+    assert sorted(listed) == sorted(keys), "a new key must be added to one of the lists"
+
+
+LORA = {"r": 2, "alpha": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [
+        ("lora.alpha", {"lora": LORA}, {"lora": {**LORA, "alpha": 32.0}}),
+        ("lora.rslora", {"lora": LORA}, {"lora": {**LORA, "rslora": True}}),
+        ("lora.r", {"lora": LORA}, {"lora": {**LORA, "r": 1}}),
+        (
+            "shared_expert_gate",
+            {"shared_expert_hidden_size": 4},
+            {"shared_expert_hidden_size": 4, "shared_expert_gate": True},
+        ),
+        ("gate.score", {}, {"gate": {"name": "topk", "score": "sigmoid"}}),
+        ("seed", {"gate": {"name": "hash"}, "loss": {}}, {"gate": {"name": "hash"}, "loss": {}, "seed": 3}),
+    ],
+)
+def test_a_key_that_changes_what_experts_compute_is_refused(key: str, before: Any, after: Any) -> None:
+    described = [describe_experts([layer_of(**keys)]) for keys in (before, after)]
+    check_model(described[0], described[0], "experts")
+    with pytest.raises(ValueError, match=rf"experts\.{key} \(.*\): the checkpoint was trained with"):
+        check_model(described[1], described[0], "experts")
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [
+        ("moe.capacity", {}, {"capacity": 1.0}),
+        ("moe.drop", {"capacity": 1.0}, {"capacity": 1.0, "drop": "weight"}),
+        ("moe.balance_over", {}, {"balance_over": "batch"}),
+        ("moe.freeze", {}, {"freeze": ["gate"]}),
+        ("moe.seed", {}, {"seed": 3}),
+        ("moe.gate.jitter", {}, {"gate": {"name": "topk", "jitter": 0.1}}),
+        ("moe.lora.dropout", {"lora": LORA}, {"lora": {**LORA, "dropout": 0.1}}),
+    ],
+)
+def test_a_key_that_changes_the_training_of_experts_is_said(key: str, before: Any, after: Any) -> None:
+    layers = [layer_of(**keys) for keys in (before, after)]
+    assert describe_experts(layers[:1]) == describe_experts(layers[1:])
+    states = [SimpleNamespace(model=layer, optimizers=[], precision="fp32", train_dataloader=None) for layer in layers]
+    described = [describe_training(state) for state in states]
+    (line,) = training_changes(described[1], described[0])
+    assert line.startswith(f"{key}: this run sets ")
+
+
+def layer_of(**keys: Any) -> MoELayer:
+    from_yaml = from_mapping(MoEConfig, {**MOE, "expert_hidden_size": 8, "activation": "gelu", **keys}, "model.moe")
+    return MoELayer(8, from_yaml, device="meta")
 
 
 def test_a_text_with_line_breaks_is_the_same_in_a_checkpoint_that_is_read() -> None:

@@ -34,6 +34,7 @@ class HashGate(Gate):
     """
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"frequencies"})  # the table itself is in the checkpoint
+    CHOOSES_BY_SEED: ClassVar[bool] = True
 
     Config = HashKeys
     config: HashKeys
