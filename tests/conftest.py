@@ -13,6 +13,8 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
+    # else `torch.cuda.is_available` starts CUDA, also in the fork server, whose processes could not use it then
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }.items():
     os.environ.setdefault(name, value)
 
@@ -41,9 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    """Every test draws the same numbers on every run."""
+def fixed_seed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test draws the same numbers on every run; those on the CPU draw there, as the processes they start do."""
     torch.manual_seed(0)
+    if torch.cuda.is_available() and "gpu" not in request.keywords:
+        monkeypatch.setattr("foundry_moe.layers.init.drawing_device", lambda device: device)
 
 
 @pytest.fixture(scope="session")

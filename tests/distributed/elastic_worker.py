@@ -43,7 +43,7 @@ class Witness(Callback):
             self.ranks_agree = all(other == self.began for other in everyone)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        mine = [xxhash.xxh3_64_hexdigest(tensor_bytes(row)) for row in state.batch["input_ids"]]
+        mine = [xxhash.xxh3_64_hexdigest(tensor_bytes(row.cpu())) for row in state.batch["input_ids"]]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         batch = self.samples.setdefault(state.timestamp.batch.value, [])
@@ -66,7 +66,7 @@ def digests(state: State) -> dict[str, str]:
         for name, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor):
                 whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                found[f"{section}|{name}"] = xxhash.xxh3_64_hexdigest(tensor_bytes(whole))
+                found[f"{section}|{name}"] = xxhash.xxh3_64_hexdigest(tensor_bytes(whole.cpu()))
     return found
 
 

@@ -347,7 +347,9 @@ def fail(kind: str, rank: int, fault: Path) -> Any:
         all_to_all(torch.ones(ranks, 2), [1] * ranks, [1] * ranks, dist.group.WORLD)()
 
 
-def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...]) -> float:
+def draw_on_meta(
+    mesh: tuple[int, int, int], num_experts: int, hidden_size: int | tuple[int, ...], device: str = "cpu"
+) -> float:
     """Experts drawn shard by shard from the meta device, against the same drawn whole: the largest difference."""
     replicate, shard, expert = mesh
     config = MoEConfig(
@@ -363,6 +365,7 @@ def draw_on_meta(mesh: tuple[int, int, int], num_experts: int, hidden_size: int 
         model,
         MeshConfig(replicate=replicate, shard=shard, expert=expert),
         optimizers=[optimizer],
+        device=device,
     )
     ours = dict(placed.named_parameters())
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in ours.values()}

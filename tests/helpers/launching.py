@@ -1,6 +1,8 @@
 """What tests that start processes share."""
 
 import socket
+from collections.abc import Callable, Sequence
+from typing import Any
 
 # Modules that the one fork server of a test session imports before it forks. The first launch of the session decides
 # which, so every launch names these: with any other list each process would import Composer anew (12 s).
@@ -10,6 +12,11 @@ PRELOAD = (
     "llmfoundry.command_utils",
     "foundry_moe.commands.verify.rows",
 )
+
+
+def call_each(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Several functions, one after another, in one launch."""
+    return [function() for function in functions]
 
 
 def free_port() -> int:

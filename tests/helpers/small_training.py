@@ -14,6 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,25 +245,26 @@ def run_case(
     *,
     dtype: torch.dtype = torch.float64,
     ranks_per_node: int | None = None,
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """Trains a case for a few steps.
 
     Args:
         mesh: None = this process alone.
         dtype: of parameters.
+        device: cpu | cuda.
 
     Returns:
         What to compare, by name: `loss/step`, `norm/step`, `grad/step/kind/parameter` of the first and last step,
         `weight/kind/parameter`, `checkpoint/key`; the same on every rank, but checkpoints, which rank 0 reads.
     """
-    device = torch.device("cpu")
-    model = build_model(case, dtype, device)
+    model = build_model(case, dtype, torch.device(device))
     context = batch_context(model)
     assert context is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
     if mesh is not None:
         mesh = replace(mesh, buffer=case.buffer, hot_experts=case.hot_experts)
-        place(model, mesh, optimizer, MixedPrecisionPolicy(reduce_dtype=dtype), device, ranks_per_node)
+        place(model, mesh, optimizer, MixedPrecisionPolicy(reduce_dtype=dtype), torch.device(device), ranks_per_node)
 
     seen: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -336,14 +338,21 @@ def _flatten(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def run_meshes(
-    meshes: Sequence[Mesh], cases: Sequence[Case], ranks_per_node: int | None, keys: Mapping[str, Any]
-) -> dict[tuple[Mesh, str], dict[str, Tensor]]:
-    """On each rank of a launch: every case on every mesh of its size. `keys`: others of `MeshConfig`."""
+    meshes: Sequence[Mesh | None], cases: Sequence[Case], keys: Mapping[str, Any], **options: Any
+) -> dict[tuple[Mesh | None, str], dict[str, Tensor]]:
+    """On each rank of a launch: every case on every mesh of its size, None = one process.
+
+    Args:
+        keys: others of `MeshConfig`.
+        options: of `run_case`.
+    """
     results = {}
     for mesh in meshes:
-        config = MeshConfig(**dict(zip(("replicate", "shard", "expert"), mesh, strict=True)), **keys)
+        config = None
+        if mesh is not None:
+            config = MeshConfig(**dict(zip(("replicate", "shard", "expert"), mesh, strict=True)), **keys)
         for case in cases:
-            results[mesh, case.name] = run_case(case, config, ranks_per_node=ranks_per_node)
+            results[mesh, case.name] = run_case(case, config, **options)
     return results
 
 
@@ -383,7 +392,8 @@ def certify(
         by_size[mesh[0] * mesh[1] * mesh[2]].append(mesh)
     table: dict[Mesh, dict[str, dict[str, float]]] = {}
     for size, group in sorted(by_size.items()):
-        results = run_processes(run_meshes, group, cases, ranks_per_node, keys, world_size=size, preload=PRELOAD)
+        run = partial(run_meshes, group, cases, keys, ranks_per_node=ranks_per_node)
+        results = run_processes(run, world_size=size, preload=PRELOAD)
         for mesh in group:
             table[mesh] = {case.name: compare(results[mesh, case.name], expected[case.name]) for case in cases}
     return table

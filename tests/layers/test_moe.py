@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.config import MoEConfig
+from foundry_moe.layers import init
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.ops.softmax_topk import balance
@@ -93,6 +94,40 @@ def test_weights_depend_on_seed_layer_and_expert_alone():
     other = build(replace(CONFIG, seed=18))
     assert not torch.isclose(other.experts.w1_EFD, a.experts.w1_EFD).any()
     assert not torch.equal(a.experts.w1_EFD[0], a.experts.w1_EFD[1])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "groups", "where"),
+    [
+        (False, None, "cpu"),
+        (True, None, "cuda"),
+        (True, "cuda:nccl", "cuda"),
+        (True, "cpu:gloo,cuda:nccl", "cuda"),
+        (True, "cpu:gloo,cuda:gloo", "cpu"),
+    ],
+)
+def test_a_process_that_trains_on_a_gpu_draws_there_for_tensors_on_the_cpu_too(gpu, groups, where, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: groups is not None)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: groups)
+    assert init.drawing_device(torch.device("cpu")).type == where
+    assert init.drawing_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+
+
+def test_every_random_weight_follows_the_rule(monkeypatch):
+    asked = []
+    monkeypatch.setattr(init, "drawing_device", lambda device: asked.append(device) or device)
+    build(replace(CONFIG, shared_expert_hidden_size=4, shared_expert_gate=True))
+    assert len(asked) == 1 + 3 * CONFIG.num_experts + 4  # gate, experts, shared expert with a gate
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["topk", "base"])
+def test_weights_on_the_cpu_are_those_on_the_gpu(gate):
+    config = replace(CONFIG, gate={"name": gate}, top_k=1, shared_expert_hidden_size=4, shared_expert_gate=True)
+    on_cpu, on_gpu = build(config, dtype=torch.bfloat16), build(config, dtype=torch.bfloat16, device="cuda")
+    for ours, theirs in zip(on_cpu.parameters(), on_gpu.parameters(), strict=True):
+        assert not ours.is_cuda and torch.equal(ours, theirs.cpu())
 
 
 def test_residual_projections_are_scaled_down_by_depth():
