@@ -240,7 +240,7 @@ def make_wandb_folder(run: Mapping[str, Any]) -> None:
 def main() -> None:
     """Entry point of the script."""
     fork_server.serve()
-    faulthandler.enable()  # the stack of a process that a signal such as SIGSEGV ends
+    faulthandler.enable(2)  # the stack of a process that a signal such as SIGSEGV ends
     completed = False
 
     def run() -> int:
