@@ -100,8 +100,6 @@ def main(folder: str, steps: int) -> None:
     context = BatchContext()
     model = Model(context).to(device)
     layers = moe_layers(model)
-    for layer in layers:
-        layer.reset_parameters()
 
     # The mesh: experts over 2 ranks, ZeRO-3 over the others; FSDP2 for the rest; then the optimizer.
     placed = parallelize(model, {"expert": 2, "shard": "auto"}, device=device)

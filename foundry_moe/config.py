@@ -230,7 +230,7 @@ class MoEConfig:
     drop: the choices beyond the capacity: the last in token order (position) or those of least weight (weight).
     backend: auto | blocksparse | grouped | reference.
     memory: save | recompute the activation in the backward pass (blocksparse).
-    seed: initial weights depend on (seed, layer, expert) only.
+    seed: initial weights depend on (seed, layer, expert), and on whether a GPU or a CPU draws them.
     mesh: see MeshConfig; absent = Composer's data parallelism.
     """
 

@@ -7,13 +7,12 @@ from typing import Any
 
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
-from composer.utils import FSDP2Config
 
-from foundry_moe.algorithms.dmoe_mesh import place_on_mesh
+from foundry_moe.algorithms.dmoe_mesh import check_parallelism, place_on_mesh
 from foundry_moe.algorithms.gate_steps import GateSteps, log_parameter_counts
 from foundry_moe.algorithms.parameter_rules import RULES, apply_rules
 from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles
-from foundry_moe.config import MoEConfig, refuse_other_parallelism
+from foundry_moe.config import META_NEEDS_MESH, MoEConfig
 from foundry_moe.layers.lookup import batch_context, idle_parameters
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.adapters import load_adapter
@@ -65,9 +64,10 @@ class DMoE(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            fsdp1 = state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config)
-            refuse_other_parallelism(tensor_parallel=state.tp_config is not None, fsdp_version="1" if fsdp1 else "2")
+            check_parallelism(state)
             layers = self._put_experts(state)
+            if self.config.mesh is None and any(tensor.is_meta for layer in layers for tensor in layer.parameters()):
+                raise ValueError(META_NEEDS_MESH)
             apply_rules(state.model, state.optimizers or (), self._rules)
             log_parameter_counts(state, logger, idle=idle_parameters(state.model))
             if not any(isinstance(algorithm, GateSteps) for algorithm in state.algorithms):

@@ -16,7 +16,7 @@ from composer.utils import FSDP2Config, dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from foundry_moe.config import MeshConfig, check_compilation
+from foundry_moe.config import MeshConfig, check_compilation, refuse_other_parallelism
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.optim import DecoupledAdamWFused
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
@@ -30,6 +30,12 @@ log = logging.getLogger(__name__)
 CLIPPING = ("norm", "value")
 
 
+def check_parallelism(state: State) -> None:
+    """Raises ValueError for FSDP1 and tensor parallelism: see `refuse_other_parallelism`."""
+    fsdp1 = state.fsdp_config is not None and not isinstance(state.fsdp_config, FSDP2Config)
+    refuse_other_parallelism(tensor_parallel=state.tp_config is not None, fsdp_version="1" if fsdp1 else "2")
+
+
 def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     """At `Event.INIT`: places the experts on the mesh, and leaves all other modules to Composer's FSDP2.
 
@@ -38,6 +44,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
     Raises:
         ValueError: no FSDP2 configuration, a mesh that does not fit the job or the model, adaptive clipping.
     """
+    check_parallelism(state)
     if dist.get_world_size() == 1:
         for layer in moe_layers(state.model):
             plan_mesh(mesh_config, world_size=1, ranks_per_node=1, num_experts=layer.num_experts)

@@ -14,7 +14,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from foundry_moe.algorithms.dmoe_mesh import count_samples
+from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
 from foundry_moe.layers.context import unchanged
@@ -29,6 +29,7 @@ from foundry_moe.parallel.collectives import GateCollectives
 log = logging.getLogger(__name__)
 
 _EVENTS = (
+    Event.INIT,
     Event.FIT_START,
     Event.BATCH_START,
     Event.BEFORE_TRAIN_BATCH,
@@ -93,12 +94,13 @@ class GateSteps(Algorithm):
         self._loaded = state
 
     def match(self, event: Event, state: State) -> bool:
-        return event in _EVENTS or event == Event.INIT
+        return event in _EVENTS
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
             check_rules(state.model, self._rules)  # LLM Foundry has applied them: the model was built with experts
             if moe_layers(state.model):
+                check_parallelism(state)
                 log_parameter_counts(state, logger)
             return
         if event == Event.FIT_START:

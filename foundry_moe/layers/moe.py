@@ -5,11 +5,12 @@ Shapes: T tokens, D model width, E experts (of the whole layer), K choices a tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.aux_loss import LoadStatistics, attach
@@ -120,8 +121,20 @@ class MoELayer(nn.Module):
         measured = list(self.loss_weights) if config.capacity is None else [*self.loss_weights, DROPPED]
         self.statistics = LoadStatistics(config.num_experts, measured)
         self.context = BatchContext() if context is None else context
-        if context is None and torch.device(device or "cpu").type != "meta":
+        if not self._on_meta():
             self.reset_parameters()
+
+    def _on_meta(self) -> bool:
+        return any(parameter.is_meta for parameter in self.parameters())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
+        """As in nn.Module; weights that leave the meta device (`to_empty`) are drawn, unless they are sharded."""
+        on_meta = self._on_meta()
+        super()._apply(fn, recurse)
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+        if on_meta and not sharded and not self._on_meta():
+            self.reset_parameters()
+        return self
 
     @property
     def chooses_by_tokens_alone(self) -> bool:

@@ -126,7 +126,8 @@ def _build_layer(block: FFNBlock, plan: LayerPlan, num_layers: int, context: Bat
     layer.adds_nothing = plan.fresh_shared_expert
     if weight.is_meta:
         return layer
-    layer.reset_parameters()
+    layer.reset_gate()  # again: the attributes above change both
+    layer.reset_shared_expert()
     theirs: dict[str, Tensor] = dict(block.module.state_dict())
     ours = layer.state_dict()
     for name, parts in by_tensor(plan.parts).items():

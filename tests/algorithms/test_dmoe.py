@@ -7,10 +7,13 @@ import inspect
 import re
 import warnings
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
 from composer import Trainer
+from composer.core import Event
+from composer.utils import FSDP2Config, FSDPConfig
 
 from foundry_moe.algorithms.dmoe import DMoE
 from foundry_moe.algorithms.dmoe_mesh import MoEMesh
@@ -18,6 +21,7 @@ from foundry_moe.algorithms.gate_steps import GateSteps
 from foundry_moe.callbacks.expert_load import ExpertLoad
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers.lookup import moe_layers
+from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.same_run import describe_experts
 from tests.helpers.training import MOE, batches, fit, llama, mpt
 
@@ -113,6 +117,31 @@ def test_a_gates_warning_is_passed_on_once():
 def test_algorithm_and_model_entry_together_are_refused():
     with pytest.raises(ValueError, match="has dMoE layers already"):
         Trainer(model=mpt(), algorithms=[DMoE(**MOE)], device="cpu", progress_bar=False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["dmoe", "dmoe_mesh", "dmoe_steps"])
+def test_fsdp1_is_refused_whoever_starts_the_run(name):
+    algorithm = {"dmoe": DMoE(**MOE), "dmoe_mesh": MoEMesh(expert=1), "dmoe_steps": GateSteps()}[name]
+    state = SimpleNamespace(model=llama() if name == "dmoe" else mpt(), fsdp_config=FSDPConfig(), tp_config=None)
+    assert algorithm.match(Event.INIT, state)
+    with pytest.raises(ValueError, match=r"FSDP_VERSION \(1\): dMoE layers need FSDP2; set FSDP_VERSION=2"):
+        algorithm.apply(Event.INIT, state, None)
+
+
+def test_a_model_entry_that_fsdp1_wrapped_without_our_algorithms_is_refused(monkeypatch):
+    model = mpt()
+    monkeypatch.setattr("foundry_moe.models.mpt.FullyShardedDataParallel", MoELayer)  # FSDP1 does not run on a CPU
+    with pytest.raises(ValueError, match=r"FSDP_VERSION \(1\): dMoE layers need FSDP2"):
+        model(next(iter(batches())))
+
+
+def test_experts_on_meta_without_a_mesh_are_refused():
+    with torch.device("meta"):
+        model = llama()
+    state = SimpleNamespace(model=model, fsdp_config=FSDP2Config(), tp_config=None, optimizers=(), algorithms=[])
+    with pytest.raises(ValueError, match=r"init_device \(meta\): initialising experts from meta needs a mesh"):
+        DMoE(**MOE).apply(Event.INIT, state, None)
 
 
 def test_model_entry_without_a_layer_of_experts_is_refused():

@@ -117,8 +117,33 @@ def test_a_process_that_trains_on_a_gpu_draws_there_for_tensors_on_the_cpu_too(g
 def test_every_random_weight_follows_the_rule(monkeypatch):
     asked = []
     monkeypatch.setattr(init, "drawing_device", lambda device: asked.append(device) or device)
-    build(replace(CONFIG, shared_expert_hidden_size=4, shared_expert_gate=True))
+    MoELayer(6, replace(CONFIG, shared_expert_hidden_size=4, shared_expert_gate=True))
     assert len(asked) == 1 + 3 * CONFIG.num_experts + 4  # gate, experts, shared expert with a gate
+
+
+PARTS = {
+    "shared expert": {"shared_expert_hidden_size": 4, "shared_expert_gate": True},
+    "biases": {"bias": True},
+    "widths": {"expert_hidden_size": (3, 5, 7, 2, 4)},
+    "noise and bias": {"gate": {"name": "topk", "noise": True, "bias_balance": True}},
+    "adapters": {"lora": {"r": 2}},
+    "orthogonal": {"gate": {"name": "base"}, "top_k": 1},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_layer_has_memory_that_nothing_wrote(part):
+    config = replace(CONFIG, **PARTS[part])
+    torch.use_deterministic_algorithms(True)  # new memory is then filled with NaN
+    try:
+        layer = MoELayer(6, config, context=BatchContext())
+        from_meta = nn.Sequential(MoELayer(6, config, device="meta", context=BatchContext())).to_empty(device="cpu")[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ours, theirs = layer.state_dict(), from_meta.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.isfinite().all() and torch.equal(tensor, theirs[name]), name
 
 
 @pytest.mark.gpu
