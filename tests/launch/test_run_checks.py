@@ -198,9 +198,13 @@ def test_a_precision_that_needs_a_gpu_is_refused_without_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    check_device({"precision": "fp32"})
+    size = {"device_train_microbatch_size": 2}
+    check_device({"precision": "fp32", **size})
     with pytest.raises(ValueError, match=r"precision \(amp_bf16\) needs a GPU, and this machine has none"):
-        check_device({})
+        check_device(size)
+    for auto in ({}, {"device_train_microbatch_size": "auto"}):
+        with pytest.raises(ValueError, match=r"device_train_microbatch_size \(auto\) needs a GPU, and this machine"):
+            check_device({"precision": "fp32", **auto})
     monkeypatch.setattr("foundry_moe.launch.run_config._GPU_FILES", ("/nowhere",))
     with pytest.raises(SystemExit) as ended:
         main(["check", str(ROOT / "yamls/pretrain/1gpu.yaml")])
