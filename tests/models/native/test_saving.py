@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
-from tests.helpers.exporting import mpt
+from foundry_moe.layers.lookup import moe_layers
+from tests.helpers.exporting import mpt, of_hugging_face
 from tests.helpers.families import small
 
 IDS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -54,6 +56,31 @@ def test_called_with_a_configuration_the_class_makes_the_family_as_llm_foundry_d
     assert not state, "both formats would be in memory at once"
     assert second.config.model_type == "mixtral"
     torch.testing.assert_close(logits(second), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_selection_biases_leave_in_fp32_if_the_state_dict_is_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As `hf_checkpointer` with `precision: bfloat16` rounds it."""
+    model: Any = of_hugging_face("deepseek_v3")
+    for layer in moe_layers(model):
+        layer.gate.get_buffer("bias_E").uniform_(4.99, 5.01)
+    second = type(model)(copy.deepcopy(model.config))
+    second.load_state_dict({name: tensor.to(dtype) for name, tensor in model.state_dict().items()}, assign=True)
+    second.save_pretrained(tmp_path)
+    there = load_file(tmp_path / "model.safetensors")
+    for layer in moe_layers(model):
+        gate = f"model.layers.{layer.layer_index}.mlp.gate"
+        assert torch.equal(there[f"{gate}.e_score_correction_bias"], layer.gate.get_buffer("bias_E"))
+        assert there[f"{gate}.weight"].dtype == dtype
+
+
+def test_other_biases_of_a_state_dict_are_saved_as_they_are() -> None:
+    model: Any = of_hugging_face("deepseek_v3")
+    given = {name: tensor.to(torch.bfloat16) + 1 for name, tensor in model.state_dict().items()}
+    second = type(model)(model.config)
+    second.load_state_dict(dict(given), assign=True)
+    name = "model.layers.1.mlp.gate"
+    assert torch.equal(second.state_dict()[f"{name}.e_score_correction_bias"], given[f"{name}.bias_E"])
 
 
 def test_a_state_dict_that_lacks_experts_is_refused() -> None:
