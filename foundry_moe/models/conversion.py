@@ -69,6 +69,7 @@ def apply_dmoe(
     if not chosen:
         warnings.warn(f"dMoE changed nothing: layers ({config.layers}) selects none of {len(found)}", stacklevel=2)
         return []
+    _report_own_training(model, chosen[0])
     source = source_of(model, loaded)
     if source and config.init == "random" and not chosen[0].sparse:
         warnings.warn(
@@ -92,6 +93,21 @@ def apply_dmoe(
         let_save(model)
     log.info("dMoE: %d of %d feed-forward blocks now have %d experts", len(layers), len(found), config.num_experts)
     return layers
+
+
+def _report_own_training(model: nn.Module, block: FFNBlock) -> None:
+    """Turns off a Hugging Face MoE model's own balance loss, and logs what of its training differs now."""
+    for module in model.modules() if block.family is not None else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
+            log.warning(
+                "dMoE: output_router_logits (true) of the model's configuration is off, with which Hugging Face adds "
+                "a balance loss of its own (router_aux_loss_coef) to the loss; loss.balance sets that of these layers"
+            )
+    if block.family is not None and block.blocks is not None and "jitter" in block.blocks.gate:
+        jitter = block.blocks.gate["jitter"]
+        log.warning("dMoE: %s (%s) of the model's configuration is gate.jitter here", block.family.jitter, jitter)
 
 
 def _without_dense(chosen: list[FFNBlock], found: Sequence[FFNBlock], config: MoEConfig) -> list[FFNBlock]:

@@ -50,6 +50,27 @@ def test_logits_and_gradients_are_those_of_the_model_that_was(model_type: str) -
             torch.testing.assert_close(mine if part.expert is None else mine[part.expert], truth, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "deepseek_v3"])
+def test_a_balance_loss_of_the_configuration_is_off_with_a_line(model_type: str, caplog: Any) -> None:
+    # Hugging Face itself fails where a Qwen has dense layers and gate logits are asked for
+    keys: dict[str, Any] = {"mlp_only_layers": []} if model_type.startswith("qwen") else {}
+    theirs, ours = small(model_type, **keys), small(model_type, **keys)
+    wanted = theirs(input_ids=IDS, labels=IDS).loss
+    for model in (theirs, ours):
+        model.config.output_router_logits = True
+    assert theirs(input_ids=IDS, labels=IDS).loss > wanted + 1e-3  # Hugging Face's own
+    apply_dmoe(ours, config_of(ours))
+    torch.testing.assert_close(ours(input_ids=IDS, labels=IDS).loss, wanted, rtol=1e-5, atol=0)
+    assert caplog.text.count("output_router_logits (true)") == 1
+
+
+def test_jitter_of_the_configuration_is_reported(caplog: Any) -> None:
+    model = small("mixtral", router_jitter_noise=0.1)
+    (layer, *_) = apply_dmoe(model, config_of(model))
+    assert layer.config.gate["jitter"] == 0.1
+    assert "router_jitter_noise (0.1) of the model's configuration is gate.jitter" in caplog.text
+
+
 def test_deepseeks_biases_below_zero_choose_inside_the_groups_alone() -> None:
     """The choice does not depend on a number that is added to all biases; where it does, experts outside won by 0."""
     below, above, ours = (small("deepseek_v3").double() for _ in range(3))
