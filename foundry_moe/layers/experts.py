@@ -105,6 +105,10 @@ class ExpertsBase(nn.Module):
         return Dispatched(compute_in_rounds(compute_round, rows.rounds, rows.x, weights_TK, parameters))
 
 
+def adapters_on() -> bool:
+    return True
+
+
 class Experts(ExpertsBase):
     """E MLPs or GLUs: w1_EFD (the gate projection of a GLU), v1_EFD (the up projection; None for an MLP), w2_EDF.
 
@@ -115,6 +119,7 @@ class Experts(ExpertsBase):
         Others as those of `ExpertsBase`.
 
     `with_copies` adds the weights of other ranks' experts that this process has copies of: see `layers/hot_experts.py`.
+    `adapters_enabled`: whether `lora` is computed; see `models/adapters.py`, which sets it.
     """
 
     def __init__(
@@ -143,6 +148,7 @@ class Experts(ExpertsBase):
         self.v1_bias_EF = new(hidden_size) if bias and self.gated else None
         self.w2_bias_ED = new(d_model) if bias else None
         self.lora = lora
+        self.adapters_enabled: Callable[[], bool] = adapters_on
         self.adapter_names: dict[str, tuple[str, str]] = {}
         if lora is not None:
             self.requires_grad_(False)
@@ -193,7 +199,7 @@ class Experts(ExpertsBase):
         """Biases and adapters."""
         w1_bias_EF, v1_bias_EF, w2_bias_ED, *factors = tensors
         adapters = biases = None
-        if self.lora is not None:
+        if self.lora is not None and self.adapters_enabled():
             pairs = map(Adapter, factors[::2], factors[1::2])
             by_target = {"w1": None, "v1": None, "w2": None, **dict(zip(self.adapter_names, pairs, strict=True))}
             dropout = self.lora.dropout if self.training else 0.0

@@ -1,4 +1,6 @@
-"""Starts a run's LoRA adapters from a PEFT folder: peft's tensors of fused experts, or a pair for each expert's matrix.
+"""LoRA adapters of a model: started from a PEFT folder, and switched off, alone or with peft's.
+
+A PEFT folder holds peft's tensors of fused experts, or a pair for each expert's matrix.
 
 Shapes: E experts, K inputs and N outputs of a matrix, M rank of the folder, L rank of the run.
 """
@@ -7,8 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,65 @@ _STACKED = re.compile(r"\.layers\.(\d+)\..*\.experts\.(gate_up|down)_proj\.lora_
 
 # (layer, matrix, "A" or "B") -> A [E, K, M] or B [E, N, M]
 Factors = dict[tuple[int, str, str], Tensor]
+
+
+def _experts_with_adapters(model: nn.Module) -> list[Experts]:
+    found = [layer.experts for layer in moe_layers(model)]
+    return [experts for experts in found if isinstance(experts, Experts) and experts.lora is not None]
+
+
+class _WithPeft:
+    """Whether peft's adapters of a model are enabled, as its first layer with one says; true without such a layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.layer = model, _peft_layer(model)
+
+    def __call__(self, *, search: bool) -> bool:
+        if self.layer is None and search and not torch.compiler.is_compiling():
+            self.layer = _peft_layer(self.model)
+        return self.layer is None or not self.layer.disable_adapters
+
+
+def _peft_layer(model: nn.Module) -> Any:
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # a model with peft's layers has imported it
+    return peft and next((module for module in model.modules() if isinstance(module, peft.BaseTunerLayer)), None)
+
+
+def follow_peft(model: nn.Module) -> None:
+    """Makes peft's `disable_adapter()` disable the adapters of experts, too."""
+    switch = _WithPeft(model)
+    for number, experts in enumerate(_experts_with_adapters(model)):
+        # the first of a pass searches for peft's layers, which may be added later: that walks through the model
+        experts.adapters_enabled = partial(switch, search=number == 0)
+
+
+def _adapters_off() -> bool:
+    return False
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within this context experts compute without their LoRA adapters, as the frozen model that the run began with.
+
+    Raises:
+        ValueError: the model has no such adapters; or peft's adapters too, which would stay on.
+    """
+    layer, found = _peft_layer(model), _experts_with_adapters(model)
+    if not found:
+        raise ValueError("adapters_off: the model has no experts with lora")
+    if layer is not None and not layer.disable_adapters:
+        raise ValueError(
+            "adapters_off: the model has adapters of peft, which would stay on; use peft's model.disable_adapter(), "
+            "which switches those of experts too"
+        )
+    before = [experts.adapters_enabled for experts in found]
+    for experts in found:
+        experts.adapters_enabled = _adapters_off
+    try:
+        yield
+    finally:
+        for experts, enabled in zip(found, before, strict=True):
+            experts.adapters_enabled = enabled
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
+from foundry_moe.models.adapters import follow_peft
 from foundry_moe.models.block_plans import FFNBlock, LayerPlan, find_blocks, source_of
 from foundry_moe.models.pretrained import by_tensor, fill
 
@@ -86,6 +87,8 @@ def apply_dmoe(
         _replace_parameters(block.module.parameters(), layer.parameters(), optimizers)
         layers.append(layer)
     context.observe(model)
+    if config.lora is not None:
+        follow_peft(model)
     if any(callable(getattr(module, "save_pretrained", None)) for module in model.modules()):
         # imports transformers, which a plain torch model does not need
         from foundry_moe.models.native.saving import let_save

@@ -1,0 +1,109 @@
+"""Adapters of experts are switched off alone, or with peft's."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.models.adapters import adapters_off
+from tests.helpers.families import small
+
+ROOT = Path(__file__).parents[2]
+PEFT = Path(os.environ.get("PEFT_PYTHON", ROOT / ".venv-transformers" / "bin" / "python"))
+IDS = torch.randint(1, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def with_adapters(model: Any, **keys: Any) -> Any:
+    apply_dmoe(model, MoEConfig(num_experts=5, top_k=2, loss={}, lora={"r": 2, "alpha": 8}, **keys))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_B_E" in name:
+                parameter.normal_()
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.quick
+def test_without_adapters_a_model_is_the_one_that_it_was() -> None:
+    before, model = logits(small("mixtral")), with_adapters(small("mixtral"))
+    with_them = logits(model)
+    assert (with_them - before).abs().max() > 0.1
+    with pytest.raises(RuntimeError, match="left"), adapters_off(model):
+        torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
+        raise RuntimeError("left by an error")
+    assert torch.equal(logits(model), with_them)
+    with pytest.raises(ValueError, match="the model has no experts with lora"), adapters_off(small("mixtral")):
+        pass
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("order", ["peft before", "peft after", "copied"])
+def test_pefts_switch_is_that_of_experts_too(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TunerLayer(nn.Linear):
+        disable_adapters = False
+
+    peft: Any = ModuleType("peft.tuners.tuners_utils")
+    peft.BaseTunerLayer = TunerLayer
+    monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", peft)
+    model = small("mixtral")
+    before = logits(model)
+    if order == "peft after":
+        model = with_adapters(model)
+        logits(model)
+    attention: Any = model.model.layers[1].self_attn
+    attention.q_proj.__class__ = TunerLayer
+    if order != "peft after":
+        model = with_adapters(model)
+    with_them = logits(model)
+    if order == "copied":
+        model = copy.deepcopy(model)
+    switched: Any = model.model.layers[1].self_attn.q_proj
+    with pytest.raises(ValueError, match=r"use peft's model.disable_adapter\(\)"), adapters_off(model):
+        pass
+    switched.disable_adapters = True
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
+    switched.disable_adapters = False
+    assert torch.equal(logits(model), with_them) and (with_them - before).abs().max() > 0.1
+
+
+def test_a_reference_of_peft_is_the_model_before_both_kinds_of_adapters() -> None:
+    if not PEFT.exists() or subprocess.run([PEFT, "-c", "import peft"], capture_output=True).returncode:
+        pytest.skip("no environment with transformers 5 and peft: make test-peft")
+    script = """
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from foundry_moe import MoEConfig, apply_dmoe
+
+sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=61, initializer_range=0.3)).eval()
+ids = torch.arange(18).reshape(2, 9)
+with torch.no_grad():
+    before = model(input_ids=ids).logits
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    apply_dmoe(model, MoEConfig(num_experts=4, top_k=2, init="upcycle", lora={"r": 2}))
+    for name, parameter in model.named_parameters():
+        if "_B_E" in name:
+            parameter.normal_()
+    model.eval()
+    changed = model(input_ids=ids).logits
+    with model.disable_adapter():
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model(input_ids=ids).logits, changed) and (changed - before).abs().max() > 0.1
+"""
+    run = subprocess.run([PEFT, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
