@@ -1,31 +1,43 @@
-"""How Composer's `load_path` is skipped in a run that resumes from a commit."""
+"""How Composer's `load_path` is read in a run with `elastic_checkpoint`."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from composer.trainer import trainer
-from composer.utils import dist
-
-log = logging.getLogger(__name__)
 
 
-def skip_load_path(folder: str) -> Callable[[], None]:
-    """Keeps Composer from loading `load_path` until the function that is returned is called: see `foundry_moe.launch`.
+def load_elsewhere(is_ours: Callable[[str], bool], load: Callable[[str, bool, list[str]], None]) -> Callable[[], None]:
+    """Keeps Composer from reading some `load_path` until the function that is returned is called: see
+    `foundry_moe.launch`.
 
-    `load_path` names the starting point of a run, or what `autoresume` has found. A run that resumes from a commit in
-    `folder` does not need it, and it may have been deleted by then.
+    `load_path` names the starting point of a run, or what `autoresume` has found.
+
+    Args:
+        is_ours: called with `load_path`; whether Composer must not read it.
+        load: called instead, with `load_path`, `load_weights_only` and the names of other keys that are set.
     """
-    load = trainer.checkpoint.load_checkpoint
+    create, original = trainer.maybe_create_object_store_from_uri, trainer.checkpoint.load_checkpoint
+    ours = ""
 
-    def skip(*_: Any, path: str = "load_path", **__: Any) -> None:
-        if dist.get_global_rank() == 0:
-            log.info("%s is not loaded: the run resumes from a checkpoint in %s", path, folder)
+    def create_object_store(uri: str) -> Any:
+        nonlocal ours
+        ours = uri if is_ours(uri) else ""
+        return None if ours else create(uri)
+
+    def load_checkpoint(path: str, *args: Any, **keys: Any) -> Any:
+        if not ours:
+            return original(path, *args, **keys)
+        others = [f"load_{key}" for key in ("ignore_keys", "exclude_algorithms") if keys.get(key)]
+        load(ours, keys.get("load_weights_only", False), others)
+        return None
 
     def restore() -> None:
-        trainer.checkpoint.load_checkpoint = load
+        trainer.maybe_create_object_store_from_uri, trainer.checkpoint.load_checkpoint = create, original
 
-    trainer.checkpoint.load_checkpoint = skip
+    trainer.maybe_create_object_store_from_uri, trainer.checkpoint.load_checkpoint = (
+        create_object_store,
+        load_checkpoint,
+    )
     return restore

@@ -16,14 +16,15 @@ import psutil
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from foundry_moe.callbacks.composer_checkpoints import skip_load_path
-from foundry_moe.callbacks.elastic_state import reseed
-from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits
+from foundry_moe.callbacks.composer_checkpoints import load_elsewhere
+from foundry_moe.callbacks.data_order import enter_datamix, fix_order
+from foundry_moe.callbacks.elastic_state import check_storable, reseed, restore_optimizers
+from foundry_moe.callbacks.run_checkpoints import RunCheckpoints, has_commits, start_from
 from foundry_moe.callbacks.run_watch import RunWatch
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.errors import DamagedError, StoreError
+from foundry_moe.checkpoint.store import folder_problem
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.launch.ending import leave
 from foundry_moe.launch.user_errors import NonfiniteError, raise_on_all_ranks
@@ -41,10 +42,10 @@ class ElasticCheckpoint(Callback):
 
         elastic_checkpoint: {folder: s3://bucket/run, interval: 30m, keep: 3}
 
-    Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto, async true,
-    max_failures 3, save_frozen true, reseed true, stale_after 6h, endpoint_url null, region null, profile null,
-    timeout 60s, grace 25s, signals [SIGTERM, SIGUSR1, SIGINT], max_nonfinite 3, on_nonfinite stop. See
-    docs/how-to/checkpoints.md.
+    Keys, with their defaults: folder (needed), interval 30m, keep 3, keep_every null, resume auto,
+    optimizer_settings checkpoint, async true, max_failures 3, save_frozen true, reseed true, stale_after 6h,
+    endpoint_url null, region null, profile null, timeout 60s, grace 25s, signals [SIGTERM, SIGUSR1, SIGINT],
+    max_nonfinite 3, on_nonfinite stop. See docs/how-to/checkpoints.md.
 
     On one of `signals`, to any rank, all ranks finish the batch, save and exit with code 75. After `max_nonfinite`
     batches in a row whose loss, gradients or weights were not finite, the run stops, or restores the last finite
@@ -84,6 +85,9 @@ class ElasticCheckpoint(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         """Checks the other callbacks, and that the store can be reached, before anything slow."""
+        # callbacks whose `after_load` reads their state (datamixes) must find it restored, whatever the order in YAML
+        state.callbacks.remove(self)
+        state.callbacks.insert(0, self)
         self._mark("data and model")
         if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
             raise ValueError(f"{WHERE} is there twice: one run has one folder")
@@ -101,16 +105,36 @@ class ElasticCheckpoint(Callback):
 
     def has_commits(self) -> bool:
         """Whether all weights of this run come from a commit. Collective; rank 0 looks."""
-        return self.config.save_frozen and self.config.resume != "never" and has_commits(self.config)
+        return self.config.save_frozen and self.config.resume != "never" and self._holds_commits(self.config.folder)
+
+    def _holds_commits(self, folder: str) -> bool:
+        return has_commits(folder, self.config.store_options)
 
     def before_load(self, state: State, logger: Logger) -> None:
-        if self.config.save_frozen and has_commits(self.config):
-            self._restore_loading = skip_load_path(self.config.folder)
+        resumes = self._holds_commits(self.config.folder)
+        skips = resumes and self.config.save_frozen  # `load_path` may have been deleted by now
+
+        def is_ours(folder: str) -> bool:
+            return skips or (not folder_problem(folder) and self._holds_commits(folder))
+
+        def load(folder: str, weights_only: bool, others: list[str]) -> None:
+            if skips:
+                if dist.get_global_rank() == 0:
+                    log.info("%s is not loaded: the run resumes from a checkpoint in %s", folder, self.config.folder)
+                return
+            for key in others:
+                raise ValueError(
+                    f"{key} does not apply to load_path ({folder}), a folder of elastic_checkpoint: delete it"
+                )
+            start_from(folder, self.config, state, logger, weights_only=weights_only or resumes)
+
+        self._restore_loading = load_elsewhere(is_ours, load)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Takes ownership of the folder, and restores its newest good commit over whatever Composer has loaded."""
         self._mark("trainer and FSDP")
         self._restore_loading()
+        check_storable(state)
         self._checkpoints = RunCheckpoints(self.config, state, self._watch.group())
         if self.config.resume == "never" and dist.get_global_rank() == 0:
             log.info("%s: a new run, because resume is never", self.config.folder)
@@ -137,6 +161,8 @@ class ElasticCheckpoint(Callback):
     # Saving
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        fix_order(state)
+        enter_datamix(state, logger)
         self.checkpoints.start_interval(state)
         self._watch.signals.newest = lambda: self.checkpoints.committed
         self._watch.start(state)
@@ -182,6 +208,9 @@ class ElasticCheckpoint(Callback):
         if self.resumed_from is not None and "first batch" not in self._marks:
             self._log_times(logger)
         self._save_if_due(state, logger, epoch_ended=False)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self.checkpoints.position.end_epoch(state)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         self._save_if_due(state, logger, epoch_ended=True)
@@ -245,8 +274,8 @@ class ElasticCheckpoint(Callback):
         if self._rewound.count(loaded.step) > REWINDS:
             raise NonfiniteError(f"{sentence}. {REWINDS} rewinds to batch {loaded.step} did not help; {ADVICE}")
         if "optim" in loaded.state:
-            for optimizer in state.optimizers:
-                set_optimizer_state_dict(state.model, optimizer, loaded.state["optim"])
+            keep = self.config.optimizer_settings == "run"
+            restore_optimizers(state, loaded.state["optim"], keep_settings=keep)
         self._watch.forget_bad_batches()
         logger.log_metrics({"checkpoint/rewound_to": loaded.step})
         if dist.get_global_rank() == 0:

@@ -10,6 +10,7 @@ evaluating their `repr`, and sets attributes. So it receives only keys that `col
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import random
@@ -18,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
-from composer.core import State
+from composer.core import State, Time
 from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import (
@@ -28,23 +28,35 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
+from foundry_moe.callbacks.data_order import DataPosition, allow_next_datamix, is_curriculum, seed_of
+from foundry_moe.checkpoint.codec import encode
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.strict import MOST, shown
 
 BY_NAME = ("schedulers", "algorithms", "callbacks", "scaler", "timestamp")
 PLAIN = ("rank_zero_seed", "dataset_state")
 SECTIONS = ("model", "optim", "composer")
+TIME = "composer.Time"
+RECORD = "dataclass."  # and the name of the class
 NEVER = ("repr", "required_on_load")  # keys of an algorithm's state; Composer evaluates the first as Python
 
 
-def collect(state: State, *, weights_only: bool = False, left_out: Collection[str] = ()) -> dict[str, Any]:
+def collect(
+    state: State,
+    *,
+    weights_only: bool = False,
+    left_out: Collection[str] = (),
+    position: DataPosition | None = None,
+) -> dict[str, Any]:
     """The state that a run resumes from, or the model only. Tensors are the live ones, not copies.
 
     The state of an optimizer that has not stepped is initialised, as PyTorch does it.
 
     Args:
         left_out: names of the model's tensors.
+        position: knows the epochs that have ended.
     """
     model = {name: tensor for name, tensor in get_model_state_dict(state.model).items() if name not in left_out}
     if weights_only:
@@ -55,17 +67,71 @@ def collect(state: State, *, weights_only: bool = False, left_out: Collection[st
         "composer": {
             **{name: _named(getattr(state, name)) for name in BY_NAME},
             "rank_zero_seed": state.rank_zero_seed,
-            "dataset_state": state._dataset_state_dict() if state.train_dataloader is not None else None,
+            "dataset_state": (position or DataPosition()).of(state),
         },
     }
 
 
 def _named(objects: Any) -> dict[str, Any]:
-    """State dicts by class name, as Composer stores them, without keys that Composer evaluates."""
+    """State dicts by class name, as Composer stores them, as data and without keys that Composer evaluates."""
     return {
-        type(item).__qualname__: {key: value for key, value in item.state_dict().items() if key not in NEVER}
+        type(item).__qualname__: {key: to_data(value) for key, value in item.state_dict().items() if key not in NEVER}
         for item in _several(objects)
     }
+
+
+def to_data(value: Any) -> Any:
+    """A value with dataclasses and Composer's times as dictionaries of one key, which `from_data` reads."""
+    if isinstance(value, Time):
+        return {TIME: value.to_timestring()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {RECORD + type(value).__qualname__: fields}
+    if type(value) is dict:
+        return {key: to_data(item) for key, item in value.items()}
+    return type(value)(map(to_data, value)) if type(value) in (list, tuple) else value
+
+
+def from_data(value: Any, types: Mapping[str, type], where: str) -> Any:
+    """The inverse of `to_data`.
+
+    Args:
+        types: the dataclasses that may be made, by name.
+
+    Raises:
+        DamagedError: another dataclass, other fields, or an invalid time.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(from_data(item, types, where) for item in value)
+    if type(value) is not dict:
+        return value
+    key = next(iter(value)) if len(value) == 1 else ""
+    if key == TIME:
+        try:
+            return Time.from_timestring(value[TIME])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DamagedError(f"{where} holds {shown(value[TIME])}, which is no time") from error
+    if isinstance(key, str) and key.startswith(RECORD):
+        cls = types.get(key.removeprefix(RECORD))
+        names = {field.name for field in dataclasses.fields(cls)} if cls is not None else None
+        if cls is None or not isinstance(value[key], dict) or set(value[key]) != names:
+            raise DamagedError(f"{where} holds {shown(key)}, which this run does not write, or with other fields")
+        return cls(**{name: from_data(item, types, where) for name, item in value[key].items()})
+    return {name: from_data(item, types, where) for name, item in value.items()}
+
+
+def check_storable(state: State) -> None:
+    """Raises ValueError for a callback, algorithm or scheduler with a state that a checkpoint cannot hold."""
+    for section in BY_NAME:
+        for item in _several(getattr(state, section)):
+            name = type(item).__qualname__
+            try:
+                encode(_named(item)[name], tensor=lambda path, tensor: None)
+            except Exception as error:  # of a `state_dict` that fails, too
+                raise ValueError(
+                    f"{section}: the state of {name} cannot be saved with elastic_checkpoint, which stores plain data "
+                    f"only ({type(error).__name__}: {error}): remove {name}, or let its state_dict return plain data"
+                ) from error
 
 
 def _several(objects: Any) -> Sequence[Any]:
@@ -205,28 +271,54 @@ def _alike(value: Any, like: Any, where: str, *, inner: bool = True, same_length
             _alike(item, like[min(number, len(like) - 1)], f"{where}.{number}")
 
 
-def restore(state: State, loaded: dict[str, Any], logger: Logger) -> None:
-    """Restores a loaded state that `check` has passed. Loading has filled the model's tensors, which are live."""
+def restore(state: State, loaded: dict[str, Any], logger: Logger, *, keep_settings: bool = False) -> None:
+    """Restores a loaded state that `check` has passed. Loading has filled the model's tensors, which are live.
+
+    Args:
+        keep_settings: see `restore_optimizers`.
+    """
     if "composer" not in loaded:
         return  # weights only: a new run starts from them
-    if state.optimizers:
-        for optimizer in state.optimizers:
-            set_optimizer_state_dict(state.model, optimizer, loaded["optim"])
     saved = loaded["composer"]
     rest = {key: saved[key] for key in PLAIN if saved.get(key) is not None}
-    for name in BY_NAME:
-        rest[name] = {}
-        for item in _several(getattr(state, name)):
-            (kind, own), there = next(iter(_named(item).items())), saved.get(name) or {}
-            # objects that the checkpoint lacks keep their initial state, without Composer's warning
-            known = kind in there and not isinstance(item, ProgressBarLogger)  # which formats text with its state
-            rest[name][kind] = _handed_on(item, own, there[kind]) if known else own
-            if name == "schedulers":
-                rest[name][kind] = {**own, **rest[name][kind]}
     try:
+        for name in BY_NAME:
+            rest[name] = {}
+            for item in _several(getattr(state, name)):
+                (kind, own), there = next(iter(_named(item).items())), saved.get(name) or {}
+                # objects that the checkpoint lacks keep their initial state, without Composer's warning
+                known = kind in there and not isinstance(item, ProgressBarLogger)  # which formats text with its state
+                rest[name][kind] = _handed_on(item, own, there[kind] if known else own)
+                if name == "schedulers":
+                    rest[name][kind] = {**own, **rest[name][kind]}
         state.load_state_dict(rest, logger)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise DamagedError(f"the state of a callback, algorithm or scheduler cannot be loaded: {error!r}") from error
+    if state.optimizers:
+        restore_optimizers(state, loaded["optim"], keep_settings=keep_settings)
+
+
+def restore_optimizers(state: State, optim: Mapping[str, Any], *, keep_settings: bool) -> None:
+    """Restores the optimizers' state; with `keep_settings` only that of the parameters.
+
+    The settings, such as the learning rate, then stay this run's, and schedules continue with them.
+    """
+    for optimizer in state.optimizers:
+        own = [
+            {key: group[key] for key in (*optimizer.defaults, "initial_lr") if key in group}
+            for group in optimizer.param_groups
+        ]
+        set_optimizer_state_dict(state.model, optimizer, dict(optim))
+        if not keep_settings:
+            continue
+        for group, values in zip(optimizer.param_groups, own, strict=True):
+            group.update(values)
+            group["lr"] = values.get("initial_lr", values["lr"])
+        for scheduler in state.schedulers:
+            if isinstance(scheduler, LambdaLR) and scheduler.optimizer is optimizer:
+                scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+                for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+                    group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
 
 
 def _handed_on(item: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,16 +327,21 @@ def _handed_on(item: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> d
     Schedulers and some algorithms set each key as an attribute, so a key that the object does not write itself must not
     name one of its methods.
     """
-    return {
-        key: value
+    records = [value for value in item.state_dict().values() if dataclasses.is_dataclass(value)]
+    types = {type(value).__qualname__: type(value) for value in records}
+    found = {
+        key: from_data(value, types, f"{type(item).__qualname__}.{key}")
         for key, value in saved.items()
         if key not in NEVER and (key in own or not (key.startswith("__") or hasattr(type(item), key)))
     }
+    if is_curriculum(item):
+        allow_next_datamix(item, found["state"])
+    return found
 
 
 def reseed(seed: int, batch: int, rank: int) -> None:
     """Sets all random generators from (seed, batch, data-parallel rank), whatever was drawn before."""
-    value = xxhash.xxh3_64_intdigest(f"{seed} {batch} {rank}".encode()) % 2**32
+    value = seed_of(seed, batch, rank)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)

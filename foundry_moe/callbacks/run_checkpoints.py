@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from foundry_moe import __version__
+from foundry_moe.callbacks.data_order import DataPosition
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, restore
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
 from foundry_moe.checkpoint.errors import MismatchError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
+from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.launch.checkpoint_settings import FROZEN, WHERE, CheckpointConfig
 from foundry_moe.models.frozen_weights import digest, frozen_names
 from foundry_moe.models.native.architecture import KEY as ARCHITECTURE
@@ -44,6 +47,7 @@ class RunCheckpoints:
 
     saved_step: the newest batch that was saved, resumed from or is being saved; None before the first.
     committed_step: the newest batch whose checkpoint is known to be complete.
+    position: where the run is in its data.
     """
 
     def __init__(self, config: CheckpointConfig, state: State, group: torch_dist.ProcessGroup | None) -> None:
@@ -55,6 +59,7 @@ class RunCheckpoints:
         self.config = config
         self.saved_step: int | None = None
         self.committed_step: int | None = None
+        self.position = DataPosition()
         self._group = group
         self._counts_at_save: dict[str, float] = {}
         self._prepared = False
@@ -87,15 +92,7 @@ class RunCheckpoints:
         self._engine.acquire(_identity(state))
         self._frozen = frozenset() if config.save_frozen else frozenset(frozen_names(state.model))
         if self._frozen:
-            self._engine.info[FROZEN] = self._describe_base(state)
-
-    def _describe_base(self, state: State) -> dict[str, Any]:
-        """The digest of the frozen weights and where they were loaded from, for a checkpoint's info."""
-        tensors = collect(state, weights_only=True)["model"]
-        frozen = {name: tensors[name] for name in tensors if name in frozen_names(state.model)}
-        named = (getattr(getattr(module, "config", None), "_name_or_path", "") for module in state.model.modules())
-        place = str(state.load_path or "") or next((str(name) for name in named if name), "")
-        return {"digest": digest(frozen, self._group), "tensors": len(frozen), "from": place}
+            self._engine.info[FROZEN] = _describe_base(state, group)
 
     @property
     def committed(self) -> str | None:
@@ -116,21 +113,7 @@ class RunCheckpoints:
         Args:
             found: called before the checkpoint is read.
         """
-        here: dict[str, Any] = {}
-
-        def target(info: Mapping[str, Any]) -> dict[str, Any]:
-            found()
-            left_out: Collection[str] = ()
-            if isinstance(info.get(FROZEN), Mapping):
-                _check_base(self._describe_base(state), info[FROZEN])
-                left_out = frozen_names(state.model)
-            here.update(collect(state, weights_only=bool(info.get("weights_only")), left_out=left_out))
-            return here
-
-        samples = _samples_of(state)
-        return self._engine.load(
-            target, resume, check=lambda loaded: check(loaded.state, here, step=loaded.step, samples=samples)
-        )
+        return _read(self._engine, state, resume, self._group, found=found)
 
     def resume(self, state: State, loaded: Loaded, logger: Logger) -> None:
         """Restores a loaded state, and logs the differences between its training and this run's.
@@ -138,18 +121,8 @@ class RunCheckpoints:
         Raises:
             MismatchError: the experts of the checkpoint compute something else.
         """
-        # the engine has compared the tensors already, and named those that do not fit
-        check_model(describe_model(state.model), loaded.info.get("model"))
-        configured = self._engine.info["training"]  # before anything was loaded
-        data = dict((loaded.state.get("composer") or {}).get("dataset_state") or {})  # Composer empties it
-        restore(state, loaded.state, logger)
-        in_effect = describe_training(state)
-        if SHUFFLE_SEED in in_effect and (seed := (data.get("train") or {}).get("shuffle_seed")) is not None:
-            in_effect[SHUFFLE_SEED] = seed  # streaming uses the checkpoint's when it makes an iterator
-        self._engine.info["training"] = in_effect
-        if dist.get_global_rank() == 0 and "composer" in loaded.state:
-            for sentence in training_changes(configured, loaded.info.get("training"), in_effect):
-                log.warning("%s", sentence)
+        keep = self.config.optimizer_settings == "run"
+        self._engine.info["training"] = _restore(state, loaded, logger, keep_settings=keep)
         self.saved_step = self.committed_step = loaded.step
         self._counts_at_save = _counts(state)
         self._log_loaded(loaded, logger)
@@ -243,7 +216,8 @@ class RunCheckpoints:
         self._prepared = True
         self._began_s = time.monotonic()
         self.saved_step = timestamp.batch.value
-        return self._engine.save(collect(state, left_out=self._frozen), timestamp.batch.value, summary)
+        saved = collect(state, left_out=self._frozen, position=self.position)
+        return self._engine.save(saved, timestamp.batch.value, summary)
 
     def _due(self, state: State, epoch_ended: bool) -> bool:
         """The same on all ranks: Composer's timestamp is."""
@@ -312,13 +286,87 @@ class RunCheckpoints:
             )
 
 
-def has_commits(config: CheckpointConfig) -> bool:
-    """Collective; rank 0 looks. Whether the folder holds a commit, whatever `resume` says."""
-    found = [False]
+def start_from(folder: str, config: CheckpointConfig, state: State, logger: Logger, *, weights_only: bool) -> None:
+    """Starts a run from the newest commit of another run's folder, which is only read.
+
+    A run that takes the weights alone may differ in what its model computes, with a line for each difference.
+    """
+    world_size = dist.get_world_size()
+    group = torch_dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if world_size > 1 else None
+    engine = CheckpointEngine(open_store(folder, config.store_options), group=group)
+    loaded = _read(engine, state, "auto", group, weights_only=weights_only)
+    assert loaded is not None, "has_commits was asked"
+    if not weights_only:
+        _restore(state, loaded, logger, keep_settings=config.optimizer_settings == "run")
     if dist.get_global_rank() == 0:
-        found = [bool(Ledger(open_store(config.folder, config.store_options)).newest_first())]
+        for sentence in training_changes(describe_model(state.model), loaded.info.get("model")) if weights_only else ():
+            log.warning("model.%s", sentence)
+        what = "The weights" if weights_only else "Weights, optimizer and progress"
+        log.warning("%s are those of batch %d in %s.", what, loaded.step, folder)
+
+
+def _read(
+    engine: CheckpointEngine,
+    state: State,
+    resume: str | int,
+    group: torch_dist.ProcessGroup | None,
+    *,
+    found: Callable[[], None] = lambda: None,
+    weights_only: bool = False,
+) -> Loaded | None:
+    """See `RunCheckpoints.load`."""
+    here: dict[str, Any] = {}
+
+    def target(info: Mapping[str, Any]) -> dict[str, Any]:
+        found()
+        left_out: Collection[str] = ()
+        if isinstance(info.get(FROZEN), Mapping):
+            _check_base(_describe_base(state, group), info[FROZEN])
+            left_out = frozen_names(state.model)
+        here.update(collect(state, weights_only=weights_only or bool(info.get("weights_only")), left_out=left_out))
+        return here
+
+    samples = _samples_of(state)
+    return engine.load(
+        target,
+        resume,
+        check=lambda loaded: check(loaded.state, here, step=loaded.step, samples=samples),
+        sections=("model",) if weights_only else None,
+    )
+
+
+def _restore(state: State, loaded: Loaded, logger: Logger, *, keep_settings: bool) -> dict[str, Any]:
+    """See `RunCheckpoints.resume`. Returns the description of the training that is in effect."""
+    # the engine has compared the tensors already, and named those that do not fit
+    check_model(describe_model(state.model), loaded.info.get("model"))
+    configured = describe_training(state)
+    data = dict((loaded.state.get("composer") or {}).get("dataset_state") or {})  # Composer empties it
+    restore(state, loaded.state, logger, keep_settings=keep_settings)
+    in_effect = describe_training(state)
+    if SHUFFLE_SEED in in_effect and (seed := (data.get("train") or {}).get("shuffle_seed")) is not None:
+        in_effect[SHUFFLE_SEED] = seed  # streaming uses the checkpoint's when it makes an iterator
+    if dist.get_global_rank() == 0 and "composer" in loaded.state:
+        for sentence in training_changes(configured, loaded.info.get("training"), in_effect):
+            log.warning("%s", sentence)
+    return in_effect
+
+
+def has_commits(folder: str, options: StoreOptions) -> bool:
+    """Collective; rank 0 looks. Whether a folder holds a commit."""
+    found = [False]
+    if dist.get_global_rank() == 0 and ("://" in folder or Path(folder).is_dir()):
+        found = [bool(Ledger(open_store(folder, options)).newest_first())]
     dist.broadcast_object_list(found)
     return found[0]
+
+
+def _describe_base(state: State, group: torch_dist.ProcessGroup | None) -> dict[str, Any]:
+    """The digest of the frozen weights and where they were loaded from, for a checkpoint's info."""
+    tensors = collect(state, weights_only=True)["model"]
+    frozen = {name: tensors[name] for name in tensors if name in frozen_names(state.model)}
+    named = (getattr(getattr(module, "config", None), "_name_or_path", "") for module in state.model.modules())
+    place = str(state.load_path or "") or next((str(name) for name in named if name), "")
+    return {"digest": digest(frozen, group), "tensors": len(frozen), "from": place}
 
 
 def _identity(state: State) -> Identity:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,6 +280,7 @@ class CheckpointEngine:
         resume: str | int = "auto",
         *,
         check: Callable[[Loaded], object] = lambda loaded: None,
+        sections: Collection[str] | None = None,
     ) -> Loaded | None:
         """Fills `state_dict` in place from the newest usable commit, which any mesh may have written.
 
@@ -289,6 +290,7 @@ class CheckpointEngine:
                 because creating an optimizer's state changes it, and a `weights_only` checkpoint has none.
             resume: "auto", "never", or a step.
             check: raises DamagedError, on all ranks, for a loaded state that must not be used.
+            sections: the top-level keys of the checkpoint to read; None = all.
 
         Returns:
             None if there is no checkpoint to resume from.
@@ -314,7 +316,7 @@ class CheckpointEngine:
             if callable(state_dict):
                 state_dict = state_dict(found.manifest.info)
             try:
-                loaded = self._load_from(found, state_dict, choice.rejected)
+                loaded = self._load_from(found, state_dict, choice.rejected, sections)
                 check(loaded)
             except DamagedError as error:
                 self.ledger.damaged.add(found.commit.where)
@@ -330,11 +332,12 @@ class CheckpointEngine:
         if self._committer.lease is not None and not self.busy:
             self._committer.retain(loaded)
 
-    def _load_from(self, found: Found, state_dict: Mapping[str, Any], rejected: list[str]) -> Loaded:
+    def _load_from(
+        self, found: Found, state_dict: Mapping[str, Any], rejected: list[str], sections: Collection[str] | None
+    ) -> Loaded:
+        place: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "sections": sections}
         try:
-            targets, state = self._ranks.every(
-                lambda: targets_in(state_dict, found.manifest, rank=self.rank, world_size=self.world_size)
-            )
+            targets, state = self._ranks.every(lambda: targets_in(state_dict, found.manifest, **place))
             traffic = read_blocks(self.ledger.store, found, self._ranks, targets)
         except RanksError as failed:
             raise worst(failed.reasons.values()) from failed

@@ -8,7 +8,7 @@ tensors in place. This module communicates with no rank and no store.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,10 +219,18 @@ def is_finite(snapshot: Snapshot) -> bool:
 
 
 def targets_in(
-    state_dict: Mapping[str, Any], manifest: Manifest, *, rank: int, world_size: int
+    state_dict: Mapping[str, Any],
+    manifest: Manifest,
+    *,
+    rank: int,
+    world_size: int,
+    sections: Collection[str] | None = None,
 ) -> tuple[Targets, dict[str, Any]]:
     """The tensors of a state dict as targets of a load, on any mesh, and the whole state as it was saved, with these
     tensors. Sections `model` and `optim` must match the checkpoint; other sections may lack or add tensors.
+
+    Args:
+        sections: those of the checkpoint that are read; None = all.
 
     Raises:
         MismatchError: the checkpoint belongs to another model.
@@ -230,12 +238,16 @@ def targets_in(
     """
     flat = flatten(state_dict, world_size, inline=False)
     tensors, layouts = dict(flat.tensors), dict(flat.layouts)
-    small = inline_tensors(manifest.values)
+    stored, entries = manifest.values, manifest.tensors
+    if sections is not None and isinstance(stored, Mapping):
+        stored = {key: value for key, value in stored.items() if key in sections}
+        entries = {name: entry for name, entry in entries.items() if name.partition(".")[0] in sections}
+    small = inline_tensors(stored)
     here = {name: (layouts[name].shape, DTYPE_NAMES[tensor.dtype]) for name, tensor in tensors.items()}
-    saved = {name: (entry.shape, entry.dtype) for name, entry in manifest.tensors.items()}
+    saved = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
     saved |= {name: (tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]) for name, tensor in small.items()}
     _check_same(here, saved, manifest.info.get("step"))
-    for name, entry in manifest.tensors.items():
+    for name, entry in entries.items():
         if here.get(name) != saved[name]:  # of another section: read in full on every rank
             tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             layouts[name] = replicated(entry.shape, world_size)
@@ -245,10 +257,8 @@ def targets_in(
                 local_part(tensors[name]).copy_(narrow_to(tensor, (0,) * tensor.ndim, box))
         else:
             tensors.pop(name, None)  # of another section: returned as it was saved
-    places = {
-        name: [(box, local_part(tensors[name])) for box in layouts[name].boxes_of(rank)] for name in manifest.tensors
-    }
-    values = copy.deepcopy(manifest.values)
+    places = {name: [(box, local_part(tensors[name])) for box in layouts[name].boxes_of(rank)] for name in entries}
+    values = copy.deepcopy(stored)
     for path, tag, node in tensors_in(values):
         if tag == "$tensor" and path in tensors:
             del node["$tensor"]

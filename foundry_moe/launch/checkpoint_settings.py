@@ -63,6 +63,7 @@ class CheckpointConfig:
     keep_every: `1000ba`: the first checkpoint at or after each multiple stays for ever.
     resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
         run forks: restarts then go on from the fork's own newest.
+    optimizer_settings: checkpoint | run: whose learning rate, betas and weight decay hold after a resume.
     asynchronous: write it `async`. true uploads in the background; false waits for every save.
     max_failures: training stops after this many failed saves in a row.
     save_frozen: false omits parameters that are not trained, and records their digest and source. A resume loads them
@@ -92,6 +93,7 @@ class CheckpointConfig:
     keep: int = 3
     keep_every: str | None = field(default=None, metadata=form("a count of batches such as 1000ba"))
     resume: str | int = field(default="auto", metadata=form("auto, never, or a step such as 500"))
+    optimizer_settings: str = "checkpoint"
     asynchronous: bool = True
     max_failures: int = 3
     save_frozen: bool = True
@@ -133,6 +135,8 @@ class CheckpointConfig:
                 yield f"signals ({name}) must be among {', '.join(SIGNALS)}"
         if self.max_nonfinite is not None and self.max_nonfinite < 1:
             yield f"max_nonfinite ({self.max_nonfinite}) must be at least 1, or null to disable the check"
+        if self.optimizer_settings not in ("checkpoint", "run"):
+            yield f"optimizer_settings ({self.optimizer_settings}) must be checkpoint or run"
         if self.on_nonfinite not in ("stop", "rewind"):
             yield f"on_nonfinite ({self.on_nonfinite}) must be stop or rewind"
         if self.resume not in ("auto", "never") and (isinstance(self.resume, str) or self.resume < 0):

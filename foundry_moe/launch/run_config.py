@@ -138,6 +138,7 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
 def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     """A sentence for each mistake in the keys of this package, whose names are known. `config`: of `read_moe`."""
     algorithms, callbacks = section(run, "algorithms"), section(run, "callbacks")
+    yield from _load_mistakes(run, elastic="elastic_checkpoint" in callbacks)
     if "elastic_checkpoint" in callbacks:
         yield from caught(lambda: checkpoint_config(section(callbacks, "elastic_checkpoint")))
         folder = section(callbacks, "elastic_checkpoint").get("folder")
@@ -158,6 +159,22 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
         yield f"model.{META_NEEDS_MESH}"
     if config.mesh_config is not None:
         yield from caught(_check_mesh, run, config, config.mesh_config)
+
+
+def _load_mistakes(run: Mapping[str, Any], *, elastic: bool) -> Iterator[str]:
+    """A sentence for each key of a start from another checkpoint that would have no effect."""
+    start = run.get("load_path")
+    ours = isinstance(start, str) and (Path(start.removeprefix("file://")) / "commits").is_dir()
+    if ours and not elastic:
+        yield f"load_path ({start}) is a folder of elastic_checkpoint, which reads it: add {WHERE} with another folder"
+    for key in ("load_weights_only", "load_ignore_keys"):
+        if elastic and run.get(key) and not start and not run.get("autoresume"):
+            yield (
+                f"{key} ({run[key]}) has no effect without load_path: name the checkpoint to start from, for example "
+                "the folder of another run with elastic_checkpoint, or delete the key"
+            )
+    if ours and run.get("load_ignore_keys"):
+        yield f"load_ignore_keys ({run['load_ignore_keys']}) does not apply to load_path ({start}): delete the key"
 
 
 def _resolved(folder: object) -> str:

@@ -59,6 +59,11 @@ def check(*overrides: str) -> None:
         ("callbacks.expert_load.intervall=1ba", "did you mean 'interval'"),
         ("callbacks.nonfinite_guard={}", "was removed: use elastic_checkpoint.max_nonfinite"),
         ("callbacks.scheduled_gc={}", "batch_interval is missing"),
+        (
+            "callbacks.elastic_checkpoint.optimizer_settings=mine",
+            r"optimizer_settings \(mine\) must be checkpoint or run",
+        ),
+        ("load_weights_only=true", r"load_weights_only \(True\) has no effect without load_path"),
         ("loggers={wandb: {projekt: x}}", "did you mean 'project'"),
         ("train_loader.prefetch_factor=2", "needs worker processes"),
         ("train_loader.dataset.locale=x", "did you mean 'local'"),

@@ -1,0 +1,281 @@
+"""A run that resumes around the end of an epoch reads the samples that it would have read, with every data loader."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from composer import Callback, Trainer
+from composer.core import State
+from composer.loggers import Logger
+from llmfoundry.callbacks.curriculum_learning_callback import CurriculumLearning
+from llmfoundry.callbacks.dataset_swap_callback import DatasetSwap
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler
+from transformers import PreTrainedTokenizerFast
+
+from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
+from tests.helpers.line import Line
+
+SAMPLES, BATCH = 12, 3
+EPOCH = SAMPLES // BATCH  # batches
+LENGTH = 8
+WORKERS: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+
+
+class KilledError(Exception):
+    """Ends a run as a killed process would."""
+
+
+class Noisy(Line):
+    """Draws random numbers in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        values = batch["x"] if "x" in batch else batch["input_ids"]
+        return super().forward({"x": self.dropout(values[:, :3].float() / 100)})
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> torch.Tensor:
+        return self(batch) + torch.randn(1)
+
+
+class Witness(Callback):
+    """Writes down the samples of each batch; `end` names the event and batch at which the run is killed."""
+
+    def __init__(self, end: tuple[str, int] | None = None) -> None:
+        self.end, self.samples = end, {}
+        self.losses: dict[int, float] = {}
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        rows = state.batch["x"] if "x" in state.batch else state.batch["input_ids"]
+        self.samples[state.timestamp.batch.value] = rows.tolist()
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        self.losses[state.timestamp.batch.value] = float(state.loss.detach())
+
+    def _end(self, event: str, state: State) -> None:
+        if self.end == (event, state.timestamp.batch.value):
+            raise KilledError
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._end("batch_checkpoint", state)
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        self._end("eval_start", state)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._end("epoch_checkpoint", state)
+
+
+def fit(
+    folder: Path,
+    loader: Callable[[], Any],
+    *,
+    duration: str,
+    interval: str = "1ba",
+    end: tuple[str, int] | None = None,
+    callbacks: Sequence[Callback] = (),
+    later: Sequence[Callback] = (),
+) -> Witness:
+    clean_stale_shared_memory()
+    torch.manual_seed(1)
+    model, witness = Noisy(), Witness(end)
+    model.tokenizer = tokenizer()
+    trainer = Trainer(
+        model=model,
+        train_dataloader=loader(),
+        eval_dataloader=DataLoader([{"x": torch.ones(3)}] * 2, batch_size=2),
+        eval_interval="1ep",
+        seed=17,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+        max_duration=duration,
+        device="cpu",
+        run_name="line",
+        callbacks=[
+            *callbacks,
+            ElasticCheckpoint(folder=str(folder), interval=interval, **{"async": False}),
+            witness,
+            *later,
+        ],
+        progress_bar=False,
+    )
+    try:
+        trainer.fit()
+    except KilledError:
+        pass
+    finally:
+        trainer.close()
+    return witness
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    return [{"x": torch.full((3,), float(number))} for number in range(SAMPLES)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(["<pad>", "<eos>", *map(str, range(SAMPLES))])}
+    raw = Tokenizer(WordLevel(words, unk_token="<eos>"))
+    raw.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
+
+
+def write(folder: Path, columns: dict[str, str], sample: Callable[[int], dict[str, Any]]) -> Path:
+    if not folder.exists():
+        with MDSWriter(out=str(folder / "train"), columns=columns) as writer:
+            for number in range(SAMPLES):
+                writer.write(sample(number))
+    return folder
+
+
+def streaming(root: Path) -> StreamingDataLoader:
+    data = write(root / "mds", {"x": "ndarray:float32:3"}, lambda number: {"x": np.full(3, number, np.float32)})
+    dataset = StreamingDataset(local=str(data), split="train", batch_size=BATCH, shuffle=True)
+    return StreamingDataLoader(dataset, batch_size=BATCH)
+
+
+def of_foundry(loader: dict[str, Any]) -> Any:
+    from llmfoundry.data.dataloader import build_dataloader
+
+    return build_dataloader({**loader, "drop_last": True, **WORKERS}, tokenizer(), BATCH)
+
+
+def text_keys(root: Path, first: int = 0) -> dict[str, Any]:
+    data = write(
+        root / f"text{first}",
+        {"tokens": "bytes"},
+        lambda number: {"tokens": np.full(LENGTH, first + number, np.int64).tobytes()},
+    )
+    dataset = {"local": str(data), "split": "train", "shuffle": True, "max_seq_len": LENGTH, "eos_token_id": 1}
+    return {"name": "text", "dataset": dataset, "drop_last": True, **WORKERS}
+
+
+def text(root: Path) -> Any:
+    return of_foundry(text_keys(root))
+
+
+def questions(root: Path, **packing: Any) -> Any:
+    data = root / "questions"
+    data.mkdir(exist_ok=True)
+    lines = [json.dumps({"prompt": f"{n} {n}", "response": f"{n}"}) for n in range(SAMPLES)]
+    (data / "train.jsonl").write_text("\n".join(lines))
+    dataset = {"hf_name": str(data), "split": "train", "max_seq_len": LENGTH, "shuffle": True}
+    return of_foundry({"name": "finetuning", "dataset": {**dataset, "decoder_only_format": True, **packing}})
+
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "torch": lambda root: DataLoader(rows(), batch_size=BATCH, shuffle=True),
+    "torch with workers": lambda root: DataLoader(rows(), batch_size=BATCH, shuffle=True, num_workers=2),
+    "torch with a sampler": lambda root: DataLoader(
+        rows(), batch_size=BATCH, sampler=SubsetRandomSampler(range(SAMPLES))
+    ),
+    "streaming": streaming,
+    "text of LLM Foundry": text,
+    "finetuning of LLM Foundry": questions,
+    # bins that a collator keeps for later batches are not saved
+    "packed finetuning": lambda root: questions(root, packing_ratio=1.0, max_leftovers_to_keep=0),
+}
+ENDS = {
+    "before the last batch": {"end": ("batch_checkpoint", EPOCH - 1)},
+    "after the last batch": {"end": ("batch_checkpoint", EPOCH)},
+    "in the evaluation": {"end": ("eval_start", EPOCH)},
+    "after the epoch": {"interval": "1ep", "end": ("epoch_checkpoint", EPOCH)},
+    "at the end of the run": {"interval": "100ba", "duration": "1ep"},
+    "after the first batch of the next": {"end": ("batch_checkpoint", EPOCH + 1)},
+    "after the second epoch": {"interval": "1ep", "end": ("epoch_checkpoint", 2 * EPOCH)},
+    "in the third epoch": {"end": ("batch_checkpoint", 2 * EPOCH + 2)},
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_resume_at_any_boundary_reads_what_the_uninterrupted_run_read(loader, tmp_path) -> None:
+    make = lambda: LOADERS[loader](tmp_path)  # noqa: E731
+    whole = fit(tmp_path / "whole", make, duration="3ep")
+    assert len(whole.samples) == 3 * EPOCH
+    epochs = [[whole.samples[batch] for batch in range(n * EPOCH, (n + 1) * EPOCH)] for n in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2], "the test needs data in another order for each epoch"
+    for name, keys in ENDS.items():
+        folder = tmp_path / name.replace(" ", "-")
+        begun = fit(folder, make, **{"duration": "3ep", **keys})
+        later = fit(folder, make, duration="3ep")
+        read = begun.samples | later.samples
+        assert later.samples and min(later.samples) == len(begun.samples), name
+        assert read == whole.samples, name
+        assert begun.losses | later.losses == whole.losses, name
+
+
+MIX = 6  # batches of a datamix
+
+
+def curriculum(root: Path, mixes: int = 2) -> CurriculumLearning:
+    keys = [text_keys(root, 100 * mix) for mix in range(mixes)]
+    config = {"train_loader": keys[0], "device_train_batch_size": BATCH}
+    duration = f"{MIX * BATCH * LENGTH}tok"
+    schedule = [{"duration": duration, "dataset": mix["dataset"]} for mix in keys[1:]]
+    return CurriculumLearning(config, duration=duration, schedule=schedule)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["before elastic_checkpoint", "after it"])
+def test_a_curriculum_of_two_datamixes_resumes_in_each(last, tmp_path) -> None:
+    def train(folder: str, end: tuple[str, int] | None = None) -> Witness:
+        return fit(
+            tmp_path / folder,
+            lambda: of_foundry(text_keys(tmp_path)),
+            duration=f"{2 * MIX * BATCH * LENGTH}tok",
+            end=end,
+            **{"later" if last else "callbacks": [curriculum(tmp_path)]},
+        )
+
+    whole = train("whole")
+    assert {value >= 100 for batch in range(6) for row in whole.samples[batch] for value in row} == {False}
+    assert {value >= 100 for batch in range(6, 12) for row in whole.samples[batch] for value in row} == {True}
+    for batch in (2, EPOCH, 6, 8, 6 + EPOCH, 11):
+        begun = train(f"at-{batch}", ("batch_checkpoint", batch))
+        later = train(f"at-{batch}")
+        assert min(later.samples) == batch
+        assert begun.samples | later.samples == whole.samples, batch
+        assert begun.losses | later.losses == whole.losses, batch
+
+
+def test_a_finished_curriculum_ends_at_once_and_goes_on_with_another_datamix(tmp_path) -> None:
+    def train(mixes: int) -> Witness:
+        keys = {"duration": f"{mixes * MIX * BATCH * LENGTH}tok", "interval": "100ba"}
+        callbacks = [curriculum(tmp_path, mixes)]
+        return fit(tmp_path / "run", lambda: of_foundry(text_keys(tmp_path)), callbacks=callbacks, **keys)
+
+    assert len(train(2).samples) == 2 * MIX
+    with pytest.raises(ValueError, match="No training would occur"):  # Composer's, after the state has been loaded
+        train(2)
+    third = train(3)
+    assert sorted(third.samples) == list(range(2 * MIX, 3 * MIX))
+    assert all(value >= 200 for rows in third.samples.values() for row in rows for value in row)
+
+
+def test_a_swapped_dataset_resumes_as_if_uninterrupted(tmp_path) -> None:
+    def train(folder: str, first: int, index: int, end: tuple[str, int] | None = None) -> Witness:
+        keys = text_keys(tmp_path, first)
+        swap = DatasetSwap({"train_loader": keys}, index)
+        return fit(tmp_path / folder, lambda: of_foundry(keys), duration="5ep", end=end, callbacks=[swap])
+
+    train("whole", 0, 0, ("batch_checkpoint", 6))
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    whole = train("whole", 100, 1)
+    epoch = [row[0] for batch in range(6, 6 + EPOCH) for row in whole.samples[batch]]
+    assert sorted(epoch) == list(range(100, 100 + SAMPLES)), "an epoch of the new dataset, from its beginning"
+    begun = train("broken", 100, 1, ("batch_checkpoint", 8))
+    later = train("broken", 100, 1, ("batch_checkpoint", 12))
+    last = train("broken", 100, 1)
+    assert begun.samples | later.samples | last.samples == whole.samples
