@@ -9,12 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_USERINFO = re.compile(r"(https?://)[^\s\"'<>]*@", re.IGNORECASE)
+# an address other than a folder's; one slash is a slip for two
+_ADDRESS = re.compile(r"\b(?!(?:s3|gs|az|file):)([a-z][a-z0-9+.-]*:/+)([^\s\"'<>]+)", re.IGNORECASE)
 
 
-def without_password(text: str) -> str:
-    """The text with user and password of web addresses replaced by `***`."""
-    return _USERINFO.sub(r"\1***@", text)
+def without_secrets(text: str) -> str:
+    """The text with user, password, query and fragment of each address replaced by `***`."""
+
+    def public(found: re.Match[str]) -> str:
+        user, _, rest = found[2].rpartition("@")  # a password may hold the characters that end a host
+        place, *hidden = re.split("[?#]", rest, maxsplit=1)
+        end = re.search(r"[).,;:]*$", found[0])[0] if hidden else ""  # type: ignore[index]
+        return f"{found[1]}{'***@' if user else ''}{place}{'?***' if hidden else ''}{end}"
+
+    return _ADDRESS.sub(public, text)
 
 
 def printable(text: str) -> str:
@@ -25,11 +33,11 @@ def printable(text: str) -> str:
 class CheckpointError(RuntimeError):
     """A save, a load or a tool failed.
 
-    Messages hide passwords in addresses and escape control characters that a store has sent.
+    Messages hide passwords and queries in addresses and escape control characters that a store has sent.
     """
 
     def __init__(self, message: str = "", *rest: object) -> None:
-        super().__init__(printable(without_password(str(message))), *rest)
+        super().__init__(printable(without_secrets(str(message))), *rest)
 
 
 class StoreError(CheckpointError):

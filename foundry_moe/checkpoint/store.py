@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from foundry_moe.checkpoint.errors import DeniedError, NotAnObjectError, StoreError
 
@@ -162,6 +163,23 @@ def folder_problem(folder: str) -> str | None:
         return None
     kind = "a file" if stat.S_ISREG(mode) else "a device or pipe"
     return f"{place} is {kind}, not a folder; name another path"
+
+
+def endpoint_problem(address: str) -> str | None:
+    """What is wrong with the address of a store's server; None if nothing. The text does not repeat the address."""
+    try:
+        parts = urlsplit(address)
+        host, path, _ = parts.hostname, parts.path, parts.port
+    except ValueError:
+        host, path = None, ""
+    if "@" in path or (host and ("?" in address or "#" in address)):
+        return (
+            "must be http://host:port without an @ outside of its host part, a query or a fragment: set credentials in "
+            "the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for S3)"
+        )
+    if not host or not re.fullmatch(r"(?i)https?://[^\s\\]+", address):
+        return "must begin with http:// or https:// and name a host, for example https://host:port"
+    return None
 
 
 def _unknown_scheme(scheme: str, rest: str) -> str:

@@ -20,9 +20,9 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore
 
-from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
+from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError, without_secrets
 from foundry_moe.checkpoint.store import PART_BYTES, Entry
-from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, limit_of, without_userinfo
+from foundry_moe.checkpoint.store_remote import CLOCK, Opened, RemoteStore, client_address, limit_of
 
 PIECE_BYTES = 2**18  # minimum chunk of obstore's streams
 REQUEST_BYTES = PART_BYTES  # size for which the time limit of a request is computed
@@ -44,7 +44,7 @@ class CloudStore(RemoteStore):
 
     def _make_client(self) -> Any:
         options, limit_s = self.options, limit_of(self.options.timeout_s, REQUEST_BYTES)
-        endpoint = without_userinfo(options.endpoint_url)
+        endpoint = client_address(options.endpoint_url)
         plain = any((address or "").startswith("http://") for address in (endpoint, *map(os.getenv, ENDPOINTS)))
         given: Any = {} if endpoint is None else {"endpoint" if self.scheme == "az" else "base_url": endpoint}
         kind: Any = AzureStore if self.scheme == "az" else GCSStore
@@ -171,7 +171,7 @@ class CloudStore(RemoteStore):
         if isinstance(error, AlreadyExistsError):
             return ExistsError(f"{where}: the object exists")
         text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-        text = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)  # a query may hold a signature
+        text = without_secrets(text)  # a query may hold a signature
         status, code = (re.search(form, text) for form in (r"status code: (\d+)", r"<Code>(\w+)</Code>"))
         text = text.partition(" <")[0][:400] + (f" ({code[1]})" if code else "")
         number, name = status[1] if status else "", code[1] if code else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotAnObjectError, NotFoundError, StoreError
-from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOptions, checked_key
+from foundry_moe.checkpoint.store import SMALL_BYTES, Entry, See, Store, StoreOptions, checked_key, endpoint_problem
 
 T = TypeVar("T")
 
@@ -184,19 +184,15 @@ def limit_of(timeout_s: float, size_bytes: int) -> float:
     return timeout_s + size_bytes / SLOWEST_BYTES_PER_S
 
 
-def without_userinfo(address: str | None) -> str | None:
-    """An address without user and password, which clients would print in logs and errors.
+def client_address(address: str | None, where: str = "endpoint_url") -> str | None:
+    """The address without user and password, which clients would print in logs and errors.
 
     Raises:
-        ValueError: there is an @ elsewhere in the address.
+        DeniedError: it is no address of a server.
     """
-    if address is None or "@" not in address:
-        return address
-    scheme, separator, rest = address.partition("://")
-    host, slash, path = rest.partition("/")
-    if not separator or "@" not in host or "@" in path:
-        raise ValueError(
-            "endpoint_url has an @ outside of its host part: write http://host:port, and set credentials in the "
-            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for S3)"
-        )
-    return scheme + separator + host.rpartition("@")[2] + slash + path
+    if address is None:
+        return None
+    if problem := endpoint_problem(address):
+        raise DeniedError(f"{where} {problem}")
+    scheme, _, rest = address.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"

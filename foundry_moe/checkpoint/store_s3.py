@@ -22,10 +22,11 @@ from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
 from foundry_moe.checkpoint.errors import DeniedError, ExistsError, NotFoundError, StoreError
-from foundry_moe.checkpoint.store import Entry
-from foundry_moe.checkpoint.store_remote import CODES, Codes, Opened, RemoteStore, limit_of, without_userinfo
+from foundry_moe.checkpoint.store import Entry, endpoint_problem
+from foundry_moe.checkpoint.store_remote import CODES, Codes, Opened, RemoteStore, client_address, limit_of
 
 PIECE_BYTES = 2**18  # largest read from a connection
+OF_ENVIRONMENT = "the endpoint_url of AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the profile"
 MAX_PARTS = 10_000  # S3's own limit
 DELETE_BATCH = 1_000  # S3's own limit
 MISSING = ("NoSuchKey", "404", "NotFound", "NoSuchUpload")
@@ -122,17 +123,22 @@ class S3Store(RemoteStore):
             request_checksum_calculation="when_required",  # blocks carry hashes of our own
             response_checksum_validation="when_required",
         )
+        address = client_address(options.endpoint_url)
         try:
             session = boto3.session.Session(profile_name=options.profile, region_name=options.region)
-            client = session.client("s3", endpoint_url=without_userinfo(options.endpoint_url), config=config)
-            found = client.meta.endpoint_url  # of AWS_ENDPOINT_URL or the profile, if none was given
-            if without_userinfo(found) != found:
-                client = session.client("s3", endpoint_url=without_userinfo(found), config=config)
+            client = session.client("s3", endpoint_url=address, config=config)
+            found = client.meta.endpoint_url
+            if (address := client_address(found, OF_ENVIRONMENT)) != found:
+                client = session.client("s3", endpoint_url=address, config=config)
             # botocore has no option for the time limit of a whole request
             client._endpoint.http_session = _Limited(client._endpoint.http_session, options.timeout_s)
             return client
-        except (bce.BotoCoreError, ValueError) as error:
-            raise self._translate(error, "reach") from None  # its text may hold the address with the password
+        except DeniedError:
+            raise
+        except ValueError:  # of botocore; its text may hold the address with the password
+            raise DeniedError(f"{OF_ENVIRONMENT} {endpoint_problem('')}") from None
+        except bce.BotoCoreError as error:
+            raise self._translate(error, "reach") from None
 
     def _call(self, action: str, operation: str, **arguments: Any) -> Any:
         client = self._client  # outside of `try`: an error of the address is not one of a response

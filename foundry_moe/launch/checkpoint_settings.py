@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from foundry_moe.checkpoint.errors import without_password
-from foundry_moe.checkpoint.store import FORM, StoreOptions, folder_problem
+from foundry_moe.checkpoint.errors import without_secrets
+from foundry_moe.checkpoint.store import FORM, StoreOptions, endpoint_problem, folder_problem
 from foundry_moe.schema import MistakesError, caught, form, from_mapping, raise_mistakes, sentences_of
 
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: a restart loses nothing
@@ -119,6 +119,8 @@ class CheckpointConfig:
             yield f"folder is empty: write {FORM}"
         elif problem := folder_problem(self.folder):
             yield f"folder ({self.folder}): {problem}"
+        if self.endpoint_url is not None and (problem := endpoint_problem(self.endpoint_url)):
+            yield f"endpoint_url ({self.endpoint_url}) {problem}"
         for name in ("region", "profile"):
             if getattr(self, name) is not None and self.folder.partition("://")[0] in ("gs", "az"):
                 yield f"{name} ({getattr(self, name)}) applies to s3:// only, and folder is {self.folder}"
@@ -179,4 +181,4 @@ def checkpoint_config(mapping: Mapping[str, Any]) -> CheckpointConfig:
         return from_mapping(CheckpointConfig, keys, WHERE)
     except ValueError as error:
         # the value that is wrong may hold a password
-        raise MistakesError(without_password(text) for text in sentences_of(error)) from None
+        raise MistakesError(without_secrets(text) for text in sentences_of(error)) from None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from foundry_moe.checkpoint.errors import CheckpointError, TakenOverError
+from foundry_moe.checkpoint.errors import CheckpointError, TakenOverError, without_secrets
 from foundry_moe.launch.ending import LEAVE_S, code_here, is_first_rank, wait_to_end
 from foundry_moe.schema import sentences_of
 
@@ -107,6 +107,6 @@ def _report(error: Exception, code: int) -> int:
     everywhere = getattr(error, "on_all_ranks", False)
     if not everywhere or is_first_rank():
         sentences = sentences_of(error) if isinstance(error, ValueError) else (str(error),)
-        lines = (f"error: {' '.join(sentence.splitlines())}" for sentence in sentences)
+        lines = (f"error: {without_secrets(' '.join(sentence.splitlines()))}" for sentence in sentences)
         print("\n".join(lines), file=sys.stderr, flush=True)
     return code_here(code) if everywhere else code

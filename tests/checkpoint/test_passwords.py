@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from foundry_moe.checkpoint import open_store
-from foundry_moe.checkpoint.errors import CheckpointError, StoreError, without_password
+from foundry_moe.checkpoint.errors import CheckpointError, DeniedError, StoreError, without_secrets
 from foundry_moe.checkpoint.store import StoreOptions
 from foundry_moe.launch.checkpoint_settings import CheckpointConfig, checkpoint_config
 from tests.helpers.launching import free_port
@@ -70,6 +70,11 @@ def test_what_cannot_be_reached_is_said_without_the_password(moto, caplog, kind)
         f"http://user:{SECRET}@no such host",
         f"http://user:{SECRET}@host:port",
         f"http://user:{SECRET}@[::",
+        f"http://host/?token={SECRET}",
+        f"http://host#{SECRET}",
+        f"ftp://host/{SECRET}",
+        f"http:/host/{SECRET}",
+        f"http://?token={SECRET}",
     ],
 )
 def test_an_address_that_is_none_is_said_without_the_password(moto, caplog, address) -> None:
@@ -91,6 +96,50 @@ def test_the_users_keys_are_said_without_the_password() -> None:
 
 def test_errors_and_texts_leave_passwords_out() -> None:
     said = f'no answer from "https://me:{SECRET}@host:9000/b" and HTTP://{SECRET}@other'
-    assert without_password(said) == 'no answer from "https://***@host:9000/b" and HTTP://***@other'
-    assert str(CheckpointError(said)) == without_password(said)
-    assert without_password("s3://bucket/run@2: http://host/x") == "s3://bucket/run@2: http://host/x"
+    assert without_secrets(said) == 'no answer from "https://***@host:9000/b" and HTTP://***@other'
+    assert str(CheckpointError(said)) == without_secrets(said)
+    for kept in ("s3://bucket/run@2: http://host/x", "s3://bucket/a?b#c is empty", "file:///a?b", "see http://h:1; or"):
+        assert without_secrets(kept) == kept
+    said = f"error sending request for url (https://h:1/b?sig={SECRET}&x=1) at ftp://h/a#{SECRET}, http:/h/?k={SECRET}"
+    assert without_secrets(said) == "error sending request for url (https://h:1/b?***) at ftp://h/a?***, http:/h/?***"
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        (f"http://host/?token={SECRET}", r"endpoint_url \(http://host/\?\*\*\*\) must be http://host:port without"),
+        (
+            f"https://host#{SECRET}",
+            "must be http://host:port without an @ outside of its host part, a query or a fragment",
+        ),
+        ("ftp://host", "must begin with http:// or https:// and name a host"),
+        ("http:/host", "must begin with http://"),
+        ("host:9000", "must begin with http://"),
+        ("http://", "must begin with http://"),
+        ("http://no such host", "must begin with http://"),
+        ("http://host:port", "must begin with http://"),
+    ],
+)
+def test_a_check_refuses_what_is_no_address_of_a_server(address, sentence) -> None:
+    with pytest.raises(ValueError, match=sentence) as error:
+        checkpoint_config({"folder": "s3://b/r", "endpoint_url": address})
+    assert SECRET not in str(error.value)
+
+
+def test_an_address_of_the_environment_with_a_query_is_said_without_it(monkeypatch, caplog) -> None:
+    for address in (f"http://127.0.0.1:1/?token={SECRET}", f"ftp://h/{SECRET}", f"http:/h/{SECRET}"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        with caplog.at_level(logging.DEBUG), pytest.raises(DeniedError, match="the endpoint_url of AWS_") as error:
+            open_store(folder(), StoreOptions(**QUICK)).put("a", b"1")
+        assert SECRET not in everything_said(error.value, caplog).replace("File", "")
+
+
+@pytest.mark.parametrize("variable", ["GOOGLE_BASE_URL", "AZURE_ENDPOINT"])
+def test_obstores_errors_are_said_without_a_query(monkeypatch, variable) -> None:
+    monkeypatch.setenv(variable, f"http://127.0.0.1:1/x?token={SECRET}")
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "a")
+    with pytest.raises(StoreError) as error:
+        open_store(f"{'gs' if 'GOOGLE' in variable else 'az'}://bucket/run", StoreOptions(**QUICK)).put("a", b"1")
+    assert SECRET not in str(error.value)
