@@ -29,9 +29,9 @@ def test_auto_is_the_largest_size_that_fits_with_room(gib: float) -> None:
     run = olmoe(global_train_batch_size=64)
     del run[MICROBATCH]  # LLM Foundry's default is auto
     plan = choose_microbatch(run, machine(gib))
-    assert plan.fits and not plan.tight and 16 % plan.microbatch == 0
+    assert plan.roomy and 16 % plan.microbatch == 0
     larger = plan_run({**run, MICROBATCH: 2 * plan.microbatch}, machine(gib))
-    assert plan.microbatch == 16 or larger.tight or not larger.fits
+    assert plan.microbatch == 16 or not larger.roomy
     assert plan_run({**run, MICROBATCH: "auto"}, machine(gib)).microbatch == plan.microbatch
 
 

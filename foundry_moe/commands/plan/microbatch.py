@@ -54,7 +54,7 @@ def _advice(run: Mapping[str, Any], failed: RunPlan) -> str:
     machine, shape = failed.machine, failed.shape
 
     def helps(plan: RunPlan) -> bool:
-        return plan.fits and not plan.tight and plan.memory_bytes <= LESS * failed.memory_bytes
+        return plan.roomy and plan.memory_bytes <= LESS * failed.memory_bytes
 
     options = []
     smaller = [size for size in range(failed.microbatch - 1, 0, -1) if failed.sequences % size == 0]
