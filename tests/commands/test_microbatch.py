@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from foundry_moe.commands.plan import microbatch
 from foundry_moe.commands.plan.microbatch import choose_microbatch, out_of_memory
 from foundry_moe.commands.plan.planner import MICROBATCH, Machine, RunPlan, plan_run
 from foundry_moe.commands.plan.step import GIB
@@ -29,10 +30,21 @@ def test_auto_is_the_largest_size_that_fits_with_room(gib: float) -> None:
     run = olmoe(global_train_batch_size=64)
     del run[MICROBATCH]  # LLM Foundry's default is auto
     plan = choose_microbatch(run, machine(gib))
-    assert plan.roomy and 16 % plan.microbatch == 0
+    assert plan.fits and not plan.tight and 16 % plan.microbatch == 0
     larger = plan_run({**run, MICROBATCH: 2 * plan.microbatch}, machine(gib))
-    assert plan.microbatch == 16 or not larger.roomy
+    assert plan.microbatch == 16 or larger.tight or not larger.fits
     assert plan_run({**run, MICROBATCH: "auto"}, machine(gib)).microbatch == plan.microbatch
+
+
+def test_auto_counts_the_logits_that_a_machine_without_liger_kernel_holds(monkeypatch) -> None:
+    run = olmoe(global_train_batch_size=64)
+    with_kernels = choose_microbatch(run, machine(90))
+    monkeypatch.setattr(microbatch, "is_installed", lambda: False)
+    without = choose_microbatch(run, machine(90))
+    logits_bytes = 50304 * 4096 * without.microbatch * (2 + 4)  # in bf16, and at least one fp32 tensor beside them
+    fused = plan_run({**run, MICROBATCH: without.microbatch}, machine(90))
+    assert without.microbatch < with_kernels.microbatch
+    assert without.memory_bytes > fused.memory_bytes + logits_bytes
 
 
 def test_auto_that_cannot_fit_is_a_sentence() -> None:

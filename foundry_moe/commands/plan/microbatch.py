@@ -9,6 +9,8 @@ from typing import Any
 from foundry_moe.commands.plan.planner import MICROBATCH, Machine, RunPlan, plan_run, search_meshes
 from foundry_moe.commands.plan.step import GIB
 from foundry_moe.config import AUTO
+from foundry_moe.launch.run_config import MODEL
+from foundry_moe.models.loss_head import is_installed
 from foundry_moe.schema import section
 
 LESS = 0.9  # of the memory that a run lacked, at most: the planner is within 4%
@@ -20,6 +22,7 @@ def choose_microbatch(run: Mapping[str, Any], machine: Machine) -> RunPlan:
     Raises:
         ValueError: none fits, or the planner does not support the model.
     """
+    run = _with_loss_of_here(run)
     try:
         plan = plan_run({**run, MICROBATCH: AUTO}, machine)
     except ValueError as error:
@@ -40,6 +43,7 @@ def out_of_memory(run: Mapping[str, Any], machine: Machine, where: str) -> str:
         where: such as "in batch 1".
     """
     failed = f"out of memory {where} on a GPU with {_gib(machine.gpu_bytes)} for this run"
+    run = _with_loss_of_here(run)
     try:
         plan = plan_run(run, machine)
     except ValueError:  # a model that the planner does not support
@@ -54,7 +58,7 @@ def _advice(run: Mapping[str, Any], failed: RunPlan) -> str:
     machine, shape = failed.machine, failed.shape
 
     def helps(plan: RunPlan) -> bool:
-        return plan.roomy and plan.memory_bytes <= LESS * failed.memory_bytes
+        return plan.fits and not plan.tight and plan.memory_bytes <= LESS * failed.memory_bytes
 
     options = []
     smaller = [size for size in range(failed.microbatch - 1, 0, -1) if failed.sequences % size == 0]
@@ -75,6 +79,14 @@ def _advice(run: Mapping[str, Any], failed: RunPlan) -> str:
     if options:
         return f"these fit: {'; '.join(options)}"
     return f"no smaller microbatch, recomputation or other mesh fits {machine.gpus} GPUs: use more, or a smaller model"
+
+
+def _with_loss_of_here(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The run with the loss that `auto` is on this machine: without Liger-Kernel it holds all logits."""
+    model = section(run, "model")
+    if model.get("name") != MODEL or model.get("loss_fn", AUTO) != AUTO or is_installed():
+        return run
+    return {**run, "model": {**model, "loss_fn": "torch_crossentropy"}}
 
 
 def _gib(size: float) -> str:

@@ -22,7 +22,6 @@ from foundry_moe.schema import section
 
 MICROBATCH = "device_train_microbatch_size"
 TIGHT_SHARE = 0.92  # of the GPU's memory; the allocator reserves more than it allocates
-ROOMY_SHARE = 0.8  # 2048 sequences of a small model ran out of memory at 0.89 of an H200
 SLOW_SHARE, SLOW_S = 0.3, 0.01  # exposed messages above both, a share of the step and seconds, give a warning
 OPTIMIZER_BYTES = {"adam": 8, "lion": 4}  # of state for each parameter: two fp32 moments, or one
 FEW_ROWS = 256  # of an expert in a microbatch, below which matrix products are slow
@@ -73,11 +72,6 @@ class RunPlan:
     def tight(self) -> bool:
         """Whether uneven loads or fragmentation may exceed the memory."""
         return self.fits and self.memory_bytes > TIGHT_SHARE * self.machine.gpu_bytes
-
-    @property
-    def roomy(self) -> bool:
-        """Whether it fits even if the plan is a quarter too low."""
-        return self.memory_bytes <= ROOMY_SHARE * self.machine.gpu_bytes
 
     @property
     def step_s(self) -> float:
@@ -155,7 +149,7 @@ def plan_run(
     if microbatch == AUTO:  # the largest that fits with room, or 1
         sizes = (size for size in range(sequences, 0, -1) if sequences % size == 0)
         plans = (plan_run({**run, MICROBATCH: size}, machine, shape=shape, mesh=config) for size in sizes)
-        return next(found for found in plans if found.roomy or found.microbatch == 1)
+        return next(found for found in plans if (found.fits and not found.tight) or found.microbatch == 1)
     if not isinstance(microbatch, int) or microbatch < 1:
         raise ValueError(f"{MICROBATCH} ({microbatch!r}) must be a whole number of 1 or more, or auto")
     microbatch = min(microbatch, sequences)
