@@ -25,6 +25,10 @@ def runs(tmp_path_factory) -> dict[str, Any]:
     later = {**again, "max_duration": "5ba"}
     wanted = {
         "broken": run(root / "ours", ONE, keys=keys, save_folder=theirs, break_at=2, **saver),
+        "weights of a folder": run(
+            root / "e", ONE, load_path=str(root / "ours"), load_weights_only=True, max_duration="1ba"
+        ),
+        "state of a folder": run(root / "f", ONE, load_path=str(root / "ours"), max_duration="3ba"),
         "load_path, no commit": run(root / "a", ONE, load_path=first, max_duration="2ba"),
         "load_path, commits": run(root / "ours", ONE, load_path=first, max_duration="3ba", may_fail=True),
         "load_path gone, commits": run(
@@ -44,6 +48,13 @@ def runs(tmp_path_factory) -> dict[str, Any]:
 def test_load_path_counts_only_where_there_is_no_commit(runs) -> None:
     assert runs["load_path, no commit"]["began_at"] == 1
     assert runs["load_path, commits"]["error"] is None and runs["load_path, commits"]["began_at"] == 2
+
+
+def test_load_path_may_be_the_folder_of_another_run(runs) -> None:
+    weights, state = runs["weights of a folder"], runs["state of a folder"]
+    assert weights["error"] is None and weights["began_at"] == 0
+    assert weights["losses"] == runs["weights by load_path"]["losses"]
+    assert state["began_at"] == 2 and state["losses"] == runs["load_path, commits"]["losses"]
 
 
 def test_load_path_may_be_gone_once_there_is_a_commit(runs) -> None:
