@@ -13,10 +13,9 @@ from typing import Any
 
 from foundry_moe.config import MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, table
+from foundry_moe.launch.run_times import time_mistakes
 from foundry_moe.schema import caught, fits, one_of, section
 
-_TIME = re.compile(r"\s*[0-9][0-9_]*(\.[0-9]+)?(e[+-]?[0-9]+)?\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
-_CLOCK = re.compile(r"(\s*[0-9]+(\.[0-9]+)?\s*(h|hr|hour|hours|m|min|minute|minutes|s|second|seconds)\s*)+")
 _ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # what matches these matches every name
 # names in config.json of the MoE families that models/families supports
 _HUGGING_FACE_EXPERTS = {
@@ -65,26 +64,6 @@ def _precision(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
         yield f"precision ({precision}): dMoE layers compute in bf16, fp16 or fp32; use amp_bf16"
     else:
         yield from caught(one_of, "precision", precision, table()["precision"])
-
-
-def _times(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    times = {key: run[key] for key in ("max_duration", "eval_interval", "save_interval") if key in run}
-    scheduler = section(run, "scheduler")
-    times |= {f"scheduler.{key}": scheduler[key] for key in ("t_warmup", "t_max") if scheduler.get(key) is not None}
-    for name, settings in section(run, "callbacks").items():
-        interval = settings.get("interval") if isinstance(settings, Mapping) else None
-        if interval is not None and name in ("expert_load", "run_report"):
-            times[f"callbacks.{name}.interval"] = interval
-    for where, value in times.items():
-        good = fits(value, int) and value >= 0
-        if isinstance(value, str):
-            good = bool(_TIME.fullmatch(value) or (_CLOCK.fullmatch(value) and where == "max_duration"))
-        if where == "max_duration" and fits(value, int):
-            yield f"max_duration ({value}) has no unit: use {value}ba for batches or {value}ep for epochs"
-        elif not good:
-            yield f"{where} ({value!r}) must be a time such as 100ba, 1ep, 5000sp, 10000tok or 0.1dur"
-        elif not re.search(r"[1-9]", str(value)) and (where == "max_duration" or where.startswith("callbacks.")):
-            yield f"{where} ({value!r}) must be above 0"
 
 
 def _model(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
@@ -201,4 +180,4 @@ def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
 
 
 # mistakes in values that depend on others: each gets the run and its experts, if it has any
-VALUE_CHECKS = (_lengths, _precision, _times, _model, _optimizer, _callbacks, _loaders)
+VALUE_CHECKS = (_lengths, _precision, time_mistakes, _model, _optimizer, _callbacks, _loaders)

@@ -59,7 +59,7 @@ BAD_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("max_seq_len", (1, 0, -4, "abc", None, 2.5, [256])),
     ("global_train_batch_size", (0, -1, "x", None, 1.5)),
     ("device_train_microbatch_size", (0, -2, "many", None, [])),
-    ("max_duration", ("10", 10, "ten", "0ba", -1, None, "5xx", [])),
+    ("max_duration", ("10", 10, "ten", "0ba", -1, None, "5xx", [], "0.5ep")),
     ("precision", ("amp_fp8", "bf17", "fp64", None, 16)),
     ("seed", (-1, "x", None, 1.5)),
     ("eval_interval", ("often", -1, {})),
@@ -125,7 +125,7 @@ GOOD_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
             {"name": "inv_sqrt_with_warmup", "t_warmup": "10ba", "t_scale": "10ba", "t_cooldown": "10ba"},
         ),
     ),
-    ("max_duration", ("1ep", "10_000ba", "2e9tok", "0.5ep")),
+    ("max_duration", ("10_000ba", "2e5ba")),  # in the unit of every t_warmup
     ("eval_interval", (0, 1, "10ba", "1ep")),
     ("seed", (0, 1, 4294967295)),
     ("precision", ("fp32", "amp_bf16", "amp_fp16")),

@@ -1,0 +1,127 @@
+"""Checks the times of a run: each by itself, and those that must agree, which Composer compares in the first batch.
+
+Composer converts a scheduler's `dur` to the unit of `max_duration`, and epochs to batches, before it compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from foundry_moe.config import MoEConfig
+from foundry_moe.schema import fits, section
+
+_TIME = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*(ep|ba|sp|tok|dur|iter|sec)\s*")
+_CLOCK = re.compile(r"(\s*[0-9]+(\.[0-9]+)?\s*(h|hr|hour|hours|m|min|minute|minutes|s|second|seconds)\s*)+")
+_SCHEDULER = ("t_warmup", "t_max", "t_scale", "t_cooldown")
+_OURS = ("expert_load", "run_report")
+# callbacks with an interval, and its key
+_INTERVALS = {
+    **dict.fromkeys((*_OURS, "async_eval", "generate_callback", "memory_snapshot"), "interval"),
+    "hf_checkpointer": "save_interval",
+}
+_SAVE_INTERVAL = "1000ba"  # LLM Foundry's default
+
+
+def time_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
+    """A sentence for each time that is none, and, where all are times, for each pair that does not agree."""
+    forms = list(_forms(run))
+    yield from forms
+    if forms or "max_duration" not in run:
+        return
+    yield from _scheduler(run)
+    yield from _curriculum(run)
+    yield from _async_eval(run)
+
+
+def _forms(run: Mapping[str, Any]) -> Iterator[str]:
+    times = {key: run[key] for key in ("max_duration", "eval_interval", "save_interval") if key in run}
+    scheduler = section(run, "scheduler")
+    times |= {f"scheduler.{key}": scheduler[key] for key in _SCHEDULER if scheduler.get(key) is not None}
+    for name, settings in section(run, "callbacks").items():
+        interval = settings.get(_INTERVALS.get(name, "")) if isinstance(settings, Mapping) else None
+        if interval is not None:
+            times[f"callbacks.{name}.{_INTERVALS[name]}"] = interval
+    for where, value in times.items():
+        good = fits(value, int) and value >= 0
+        ours = where.removeprefix("callbacks.").partition(".")[0] in _OURS
+        if isinstance(value, str):
+            good = bool(_TIME.fullmatch(value) or (_CLOCK.fullmatch(value) and where == "max_duration"))
+        if fits(value, int) and where.startswith(("max_duration", "scheduler.")):
+            yield f"{where} ({value}) has no unit: use {value}ba for batches or {value}ep for epochs"
+        elif not good:
+            yield f"{where} ({value!r}) must be a time such as 100ba, 1ep, 5000sp, 10000tok or 0.1dur"
+        elif (parsed := _parse(value))[1] != "dur" and parsed[0] % 1 > 0:
+            yield f"{where} ({value!r}) must be a whole number of {parsed[1]}; only dur has fractions"
+        elif not re.search(r"[1-9]", str(value)) and (where == "max_duration" or ours):
+            yield f"{where} ({value!r}) must be above 0"
+        elif ours and str(value).strip().endswith("iter"):
+            yield f"{where} ({value!r}) must be in ba, ep, sp, tok, dur or sec"
+
+
+def _parse(value: Any) -> tuple[float, str]:
+    """Number and unit; a number alone counts epochs, as in Composer, and a clock time such as 2h seconds."""
+    if fits(value, int):
+        return value, "ep"
+    match = _TIME.fullmatch(value)
+    return (float(match[1].replace("_", "")), match[2]) if match else (float("nan"), "sec")
+
+
+def _scheduler(run: Mapping[str, Any]) -> Iterator[str]:
+    scheduler, longest = section(run, "scheduler"), run["max_duration"]
+    total, unit = _parse(longest)
+    given = {key: scheduler[key] for key in _SCHEDULER if scheduler.get(key) is not None}
+    seconds = [key for key, value in given.items() if _parse(value)[1] == "sec"]
+    for key in seconds:
+        yield f"scheduler.{key} ({given[key]}) must not be in seconds: use {unit if unit != 'sec' else 'ba'} or dur"
+    if seconds:
+        return
+    if scheduler.get("name") == "inv_sqrt_with_warmup":
+        for key in ("t_warmup", "t_scale", "t_cooldown"):
+            if key in given and _parse(given[key])[1] != unit:
+                yield f"scheduler.{key} ({given[key]}) must be in {unit}, the unit of max_duration ({longest})"
+        return
+    last = given.get("t_max", "1dur")
+    end, end_unit = _parse(last)
+    whole = {"dur": "ba" if unit == "ep" else unit, "ep": "ba"}  # units as Composer converts them
+    wanted = whole.get(end_unit, end_unit)
+    warmup = given.get("t_warmup")
+    if warmup is not None and whole.get(own := _parse(warmup)[1], own) != wanted:
+        other = f"max_duration ({longest})" if end_unit == "dur" else f"scheduler.t_max ({last})"
+        yield f"scheduler.t_warmup ({warmup}) must have the unit of {other}: write it in {wanted}"
+    if (end_unit == unit and end < total) or (end_unit == "dur" and end < 1):
+        yield f"scheduler.t_max ({last}) must not be below max_duration ({longest}): raise it, or leave it out"
+
+
+def _curriculum(run: Mapping[str, Any]) -> Iterator[str]:
+    where = "callbacks.curriculum_learning"
+    settings, longest = section(run, "callbacks", "curriculum_learning"), run["max_duration"]
+    schedule = settings.get("schedule")
+    if not settings or not isinstance(schedule, list):
+        return
+    durations = {"duration": settings.get("duration")}
+    for index, datamix in enumerate(schedule):
+        durations[f"schedule.{index}.duration"] = datamix.get("duration") if isinstance(datamix, Mapping) else None
+    total, unit = _parse(longest)
+    wrong = False
+    for key, value in durations.items():
+        good = fits(value, int) or (isinstance(value, str) and _TIME.fullmatch(value) is not None)
+        number, own = _parse(value) if good else (0.0, "")
+        if not good or number <= 0 or own not in ("ep", "tok"):
+            yield f"{where}.{key} ({value!r}) must be a time above 0 in ep or tok"
+            wrong = True
+        elif own != unit:
+            yield f"{where}.{key} ({value}) must have the unit of max_duration ({longest}): write both in ep or in tok"
+            wrong = True
+    if not wrong and (added := sum(_parse(value)[0] for value in durations.values())) != total:
+        yield f"{where}: the durations add up to {added:g}{unit}, and max_duration ({longest}) must be as long"
+
+
+def _async_eval(run: Mapping[str, Any]) -> Iterator[str]:
+    interval, saves = section(run, "callbacks", "async_eval").get("interval"), run.get("save_interval", _SAVE_INTERVAL)
+    if interval is None:
+        return
+    (every, unit), (each, save_unit) = _parse(interval), _parse(saves)
+    if unit != save_unit or not each or every % each:
+        yield f"callbacks.async_eval.interval ({interval}) must be a multiple of save_interval ({saves}), in its unit"
