@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Found
@@ -17,10 +17,12 @@ from foundry_moe.commands.chosen_checkpoint import open_folder, with_checkpoint
 from foundry_moe.commands.export_adapter import convert_adapter, frozen_sources, merge, write_adapter
 from foundry_moe.commands.export_certificate import Exported, certify
 from foundry_moe.commands.exported_files import Weights, beside, write_targets
+from foundry_moe.commands.source_files import DONE, copy_beside_weights
 from foundry_moe.launch.checkpoint_settings import FROZEN
 from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
+from foundry_moe.models.native.tokenizer import restore_tokenizer
 
 NO_TOKENIZER = "none"
 
@@ -47,8 +49,9 @@ def export_command(arguments: argparse.Namespace) -> int:
             with beside(out) as partial:
                 return write_adapter(architecture, weights, partial, form=form, dtype=dtype)
         exported = plan_export(store, found, dtype, merged=arguments.merge, base=arguments.base)
-        tokenizer = read_tokenizer(arguments.tokenizer, exported.architecture.tokenizer)
-        return _said(export_to(exported, out, tokenizer, arguments.certify, arguments.file_gb * 1e9))
+        tokenizer = read_tokenizer(arguments.tokenizer, exported.architecture)
+        exported = replace(exported, tokenizer=tokenizer)
+        return _said(export_to(exported, out, arguments.certify, arguments.file_gb * 1e9))
 
     print(f"{out}: {with_checkpoint(ledger, arguments.step, write)}")
     return 0
@@ -110,19 +113,13 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
     return Exported(weights=weights, architecture=architecture, native=native, targets=targets, dtype=dtype)
 
 
-def export_to(
-    exported: Exported,
-    out: Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    with_logits: bool | None,
-    file_bytes: float,
-) -> dict[str, Any]:
+def export_to(exported: Exported, out: Path, with_logits: bool | None, file_bytes: float) -> dict[str, Any]:
     """Writes the folder beside `out`, certifies it and renames it to `out`; returns the certificate.
 
     Raises:
         CheckpointError: see `export_command`.
     """
-    config = exported.native.config
+    config, tokenizer = exported.native.config, exported.tokenizer
     if tokenizer is not None:
         if len(tokenizer) > config.vocab_size:
             raise ValueError(
@@ -135,33 +132,47 @@ def export_to(
     with beside(out) as partial:
         write_targets(exported.weights, exported.targets, partial, dtype=exported.dtype, file_bytes=file_bytes)
         config.save_pretrained(partial)
-        GenerationConfig.from_model_config(config).save_pretrained(partial)
+        # not `save_pretrained`, which refuses some settings that published folders have
+        (partial / "generation_config.json").write_text(_generation_of(exported).to_json_string())
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        certificate = certify(exported, partial, with_logits=with_logits)
+        sources = copy_beside_weights(exported.architecture.source, partial)
+        certificate = certify(exported, partial, with_logits=with_logits, source_files=sources)
         if not certificate["good"]:
             raise CheckpointError(
-                f"{out} is not written: the exported tensors or logits differ from the checkpoint: "
+                f"{out} is not written: the exported tensors, logits or tokenizer differ from the checkpoint: "
                 + "; ".join(certificate["problems"][:3])
             )
     return certificate
 
 
-def read_tokenizer(asked: str | None, recorded: str) -> PreTrainedTokenizerBase | None:
-    """The run's tokenizer, or the one of `--tokenizer`; None = without one. Code in its folder is not run.
+def _generation_of(exported: Exported) -> GenerationConfig:
+    """The source's generation settings; without a source, those of the model's configuration."""
+    recorded = exported.architecture.generation
+    if not recorded:
+        return GenerationConfig.from_model_config(exported.native.config)
+    try:
+        return GenerationConfig.from_dict(dict(recorded))
+    except Exception as error:  # a checkpoint may hold anything
+        raise ValueError(f"the checkpoint's generation settings are not valid: {error}") from error
+
+
+def read_tokenizer(asked: str | None, recorded: Architecture) -> PreTrainedTokenizerBase | None:
+    """The run's tokenizer, with the tokens, template and settings that the run gave it, or the one of `--tokenizer`;
+    None = without one. Code in its folder is not run.
 
     Raises:
         ValueError: it cannot be read.
     """
-    name = recorded if asked is None else asked
+    name = recorded.tokenizer if asked is None else asked
     if name in ("", NO_TOKENIZER):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return restore_tokenizer(name, recorded.tokenizer_state if asked is None else {})
     except Exception as error:  # OSError, ValueError and others, by what is wrong
         where, reason = "the run's tokenizer" if asked is None else "--tokenizer", str(error).partition("\n")[0]
         raise ValueError(
-            f"{where} ({name}) cannot be read ({reason}); a checkpoint records its name only: give its "
+            f"{where} ({name}) cannot be read ({reason}); a checkpoint does not contain its vocabulary: give its "
             f"folder with --tokenizer FOLDER, or export without one with --tokenizer {NO_TOKENIZER}"
         ) from error
 
@@ -170,8 +181,13 @@ def _said(certificate: dict[str, Any]) -> str:
     logits = certificate["logits"]
     compared = f"logits were not compared: {logits.get('why')}"
     if logits["compared"]:
-        compared = f"logits differ by {logits['largest_difference']:.1e} of their standard deviation"
+        compared = (
+            f"logits differ by {logits['largest_difference']:.1e} of their standard deviation, over "
+            f"{logits['generated']} generated tokens too"
+        )
+    dropped = [name for name, done in certificate["source_files"].items() if done not in DONE]
+    left = f"; of the source folder {', '.join(dropped)} not copied (reasons in certificate.json)" * bool(dropped)
     return (
         f"step {certificate['checkpoint']['step']} as {certificate['family']}; {len(certificate['tensors'])} tensors "
-        f"are the checkpoint's; {compared}"
+        f"match the checkpoint; {compared}{left}"
     )

@@ -1,4 +1,4 @@
-"""Whether an exported folder is the checkpoint's model: tensor by tensor, and by the logits of plain transformers.
+"""Whether an exported folder is the checkpoint's model: by tensors, and by logits and generation of plain transformers.
 
 Reads the files through safetensors and the checkpoint, and uses no state of the writer except which tensor is made of
 which; the logits check that.
@@ -19,7 +19,7 @@ import transformers
 import xxhash
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from foundry_moe.checkpoint.codec import DTYPES
 from foundry_moe.commands.exported_files import INDEX, Weights
@@ -27,9 +27,11 @@ from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import Native
 from foundry_moe.models.native.targets import Target, assemble
+from foundry_moe.models.native.tokenizer import differences, digest_of, sentence_for
 
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
 TOKENS = (2, 16)  # sequences and positions
+GENERATED = 32  # tokens after these
 # In standard deviations of the logits. Both models compute in fp32, with sums in different orders; swapped experts, a
 # transposed matrix, or gate and up exchanged moved logits by 1e-2 and more in the tests' small random models.
 TOLERANCE = 1e-3
@@ -42,6 +44,7 @@ class Exported:
 
     weights: by name without the architecture's prefix.
     dtype: of floating-point tensors; None = as trained.
+    tokenizer: of the folder; None = it has none.
     """
 
     weights: Weights
@@ -49,15 +52,23 @@ class Exported:
     native: Native
     targets: Sequence[Target]
     dtype: str | None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
-def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None) -> dict[str, Any]:
+def certify(
+    exported: Exported,
+    folder: Path,
+    *,
+    with_logits: bool | None = None,
+    source_files: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Compares a folder with the checkpoint, and writes the certificate to the folder.
 
     Writes our model's logits, too, so that those of other programs can be compared with them.
 
     Args:
         with_logits: None = where the model in fp32 fits into this machine's free memory.
+        source_files: for the certificate, what became of each file of the source folder.
 
     Returns:
         What `certificate.json` holds. `good`: there are no `problems`. `tensors`: for each tensor of the folder the
@@ -67,6 +78,7 @@ def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None
     blocks, commit = exported.native.blocks, exported.weights.found.commit
     hashes: dict[str, str] = {}
     problems = _compare_tensors(exported, folder, hashes)
+    tokenizer = _compare_tokenizer(exported, folder, problems)
     needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
     if with_logits is False:
         logits: dict[str, Any] = {"compared": False, "why": "not asked for"}
@@ -87,6 +99,8 @@ def certify(exported: Exported, folder: Path, *, with_logits: bool | None = None
         "dtype": exported.dtype or "as trained",
         "experts": {"layers": len(blocks.layers), "each": blocks.num_experts},
         "logits": logits,
+        "tokenizer": tokenizer,
+        "source_files": dict(source_files or {}),
         "problems": problems,
         "tensors": hashes,
     }
@@ -124,11 +138,36 @@ def _hash(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def _compare_tokenizer(exported: Exported, folder: Path, problems: list[str]) -> dict[str, Any] | None:
+    """A sentence with every added token, and its ids by the folder's tokenizer; None without one.
+
+    `ids_of_the_run`: whether the run's tokenizer gave its own sentence these ids; null = the checkpoint does not say.
+    """
+    tokenizer, recorded = exported.tokenizer, exported.architecture.tokenizer_state.get("ids")
+    if tokenizer is None:
+        return None
+    there = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    found = differences(tokenizer, there)
+    if found:
+        problems.append(f"the folder's tokenizer differs from the run's in {', '.join(found)}")
+    sentence = sentence_for(tokenizer)
+    ids_of_the_run = None if recorded is None else digest_of(there) == recorded
+    return {
+        "sentence": sentence,
+        "ids": there(sentence, verbose=False)["input_ids"],
+        "ids_of_the_run": ids_of_the_run,
+    }
+
+
 def _compare_logits(exported: Exported, folder: Path, problems: list[str]) -> dict[str, Any]:
     vocabulary = int(exported.native.config.vocab_size)
     ids = torch.randint(vocabulary, TOKENS, generator=torch.Generator().manual_seed(0))
+    longest = int(getattr(exported.native.config, "max_position_embeddings", 0) or TOKENS[1] + GENERATED)
     try:
-        ours = logits_of(_ours(exported), ids)
+        model = _ours(exported)
+        ours = logits_of(model, ids)
+        steps = greedy(model, ids, max(0, min(GENERATED, longest - TOKENS[1])))
+        del model
     except Exception as error:  # a checkpoint's configuration may hold anything
         if is_users(error) or isinstance(error, MemoryError):
             raise
@@ -152,10 +191,13 @@ def _compare_logits(exported: Exported, folder: Path, problems: list[str]) -> di
         problems.append(
             f"logits differ by {difference:.1e} of their standard deviation, and rounding by {TOLERANCE:g} at most"
         )
+    elif steps.shape[1]:
+        difference = max(difference, _compare_generation(theirs_model, ids, steps, scale, problems))
     np.savez(folder / LOGITS, tokens=ids.numpy(), logits=ours.numpy())
     return {
         "compared": True,
         "tokens": ids.tolist(),
+        "generated": steps.shape[1],
         "standard_deviation": scale,
         "largest_difference": difference,
         "tolerance": TOLERANCE,
@@ -163,6 +205,32 @@ def _compare_logits(exported: Exported, folder: Path, problems: list[str]) -> di
         "transformers": transformers.__version__,
         "biases_raised": raised,
     }
+
+
+def _compare_generation(theirs: Any, ids: Tensor, ours: Tensor, scale: float, problems: list[str]) -> float:
+    """Generates greedily with the folder's setting of the cache; returns the largest difference of logits in `scale`.
+
+    Args:
+        ours: logits [batch, steps, vocabulary] before each token that our model generates.
+    """
+    settings = {"max_new_tokens": ours.shape[1], "return_dict_in_generate": True, "output_logits": True}
+    theirs.generation_config = GenerationConfig(
+        **settings, do_sample=False, pad_token_id=0, use_cache=theirs.generation_config.use_cache
+    )
+    out = theirs.generate(ids, attention_mask=torch.ones_like(ids))
+    if out.past_key_values is None:
+        problems.append("the folder turns off the KV cache of generation (use_cache)")
+    there = torch.stack(out.logits, dim=1).float()
+    # after a token that a rounding has changed, two sequences have nothing in common
+    same = (there.argmax(-1) == ours.argmax(-1)).cumprod(dim=1).bool()
+    compared = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], dim=1)
+    difference = float((there - ours).abs().amax(-1)[compared].max()) / scale
+    if not difference <= TOLERANCE:
+        problems.append(
+            f"logits of generation with the KV cache differ by {difference:.1e} of their standard deviation, and "
+            f"rounding by {TOLERANCE:g} at most"
+        )
+    return difference
 
 
 @torch.no_grad()
@@ -234,3 +302,13 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     """[batch, positions, vocabulary] in fp32."""
     return model(input_ids=ids).logits.float()
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, ids: Tensor, steps: int) -> Tensor:
+    """Logits [batch, steps, vocabulary] before each of the most probable next tokens, without a KV cache."""
+    found = []
+    for _ in range(steps):
+        found.append(logits_of(model, ids)[:, -1])
+        ids = torch.cat([ids, found[-1].argmax(-1, keepdim=True)], dim=1)
+    return torch.stack(found, dim=1) if found else torch.empty(len(ids), 0, 0)

@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
 from foundry_moe.checkpoint import open_store
@@ -174,7 +174,7 @@ def spoiled_export(spoil: Any, run: Path, out: Path, capsys: Any, monkeypatch: p
     monkeypatch.setattr("foundry_moe.commands.export.certify", certify)
     assert export(run, out, "--certify") == 1 and not out.exists()
     error = capsys.readouterr().err
-    assert "the exported tensors or logits differ from the checkpoint" in error
+    assert "the exported tensors, logits or tokenizer differ from the checkpoint" in error
     return error
 
 
@@ -328,6 +328,97 @@ def test_a_tokenizer_goes_along_or_is_asked_for(tiny_text: Path, tmp_path: Path,
     small_run = commit(mpt(), tmp_path / "other")
     assert export(small_run, tmp_path / "other_out", "--tokenizer", tiny_text / "tokenizer") == 2
     assert "give the tokenizer of this model" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_the_run_leaves_with_its_tokens_template_side_and_length(
+    tiny_text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_text / "tokenizer", padding_side="left", model_max_length=77)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|end|>"], "pad_token": "<pad>"})
+    tokenizer.add_tokens(["kilowatt"])
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+    model = mpt(vocab_size=len(tokenizer))
+    model.tokenizer = tokenizer
+    run = commit(model, tmp_path / "run")
+    assert export(run, tmp_path / "out") == 0
+    there = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "<|user|>a kilowatt<|end|> of <pad>"
+    assert there(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert (there.padding_side, there.model_max_length, there.pad_token) == ("left", 77, "<pad>")
+    chat = [{"role": "user", "content": "Hello"}]
+    assert there.apply_chat_template(chat, tokenize=False) == "<|user|>Hello<|end|>"
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())["tokenizer"]
+    assert all(token in found["sentence"] for token in ("<|user|>", "<|end|>", "kilowatt", "<pad>"))
+    assert found["ids_of_the_run"] and found["ids"] == tokenizer(found["sentence"])["input_ids"]
+    # another tokenizer, as asked, and one that changed under its name
+    assert export(run, tmp_path / "other", "--tokenizer", tiny_text / "tokenizer", "--no-certify") == 0
+    other = json.loads((tmp_path / "other" / "certificate.json").read_text())["tokenizer"]
+    assert other["ids_of_the_run"] is False
+    tokenizer.add_tokens(["megawatt"])
+    tokenizer.name_or_path = str(tmp_path / "changed")
+    tokenizer.save_pretrained(tmp_path / "changed")
+    changed = json.loads((tmp_path / "changed" / "tokenizer.json").read_text())
+    changed["added_tokens"][-1]["content"] = "gigawatt"
+    (tmp_path / "changed" / "tokenizer.json").write_text(json.dumps(changed))
+    model = mpt(vocab_size=len(tokenizer) + 8)
+    model.tokenizer = tokenizer
+    capsys.readouterr()
+    assert export(commit(model, tmp_path / "run2"), tmp_path / "out2", "--no-certify") == 2
+    assert "cannot be read (its token ids differ from those of the run)" in capsys.readouterr().err
+
+
+def test_a_folders_tokenizer_that_differs_fails(tiny_text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = mpt(vocab_size=4096)
+    model.tokenizer = AutoTokenizer.from_pretrained(tiny_text / "tokenizer")
+    original = certificate.certify
+
+    def certify(exported: Any, folder: Path, **options: Any) -> dict[str, Any]:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "padding_side": "left"}))
+        return original(exported, folder, **options)
+
+    monkeypatch.setattr("foundry_moe.commands.export.certify", certify)
+    assert export(commit(model, tmp_path / "run"), tmp_path / "out", "--no-certify") == 1
+    assert "the folder's tokenizer differs from the run's in padding_side" in capsys.readouterr().err
+
+
+def test_settings_of_generation_leave_as_they_came_with_the_cache(tmp_path: Path, capsys: Any) -> None:
+    source = tmp_path / "source"
+    small("mixtral").save_pretrained(source)
+    settings = {"eos_token_id": [0, 5, 7], "temperature": 0.6, "top_k": 20, "do_sample": True}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    for name in ("LICENSE.txt", "README.md", "modeling.py", "scores.csv"):
+        (source / name).write_text(name)
+    model: Any = MixtralForCausalLM.from_pretrained(source, use_cache=False)
+    model.config.quantization_config = {"quant_method": "fp8"}  # a CPU does not load such weights
+    apply_dmoe(model, MoEConfig(num_experts=5, top_k=2))
+    model.save_pretrained(tmp_path / "saved")
+    out = tmp_path / "out"
+    assert export(commit(Wrapped(model), tmp_path / "run"), out, "--certify") == 0
+    assert "README.md, modeling.py, scores.csv not copied" in capsys.readouterr().out
+    for folder in (out, tmp_path / "saved"):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["use_cache"] is True and "quantization_config" not in config
+        found = json.loads((folder / "generation_config.json").read_text())
+        assert {key: found.get(key) for key in settings} == settings and found.get("use_cache", True)
+    assert (out / "LICENSE.txt").read_text() == "LICENSE.txt" and not (out / "modeling.py").exists()
+    written = json.loads((out / "certificate.json").read_text())
+    assert written["source_files"]["README.md"] == "dropped: it describes the source model"
+    assert written["logits"]["generated"] == 32
+
+
+def test_a_folder_without_a_cache_fails_its_certificate(
+    good: tuple[Path, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turn_off(exported: Any, folder: Path, **options: Any) -> dict[str, Any]:
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "use_cache": False}))
+        return original(exported, folder, **options)
+
+    original = certificate.certify
+    monkeypatch.setattr("foundry_moe.commands.export.certify", turn_off)
+    assert export(good[0], tmp_path / "out", "--certify") == 1
+    assert "turns off the KV cache" in capsys.readouterr().err
 
 
 def test_a_tokenizers_own_code_is_not_run(tiny_text: Path, tmp_path: Path, capsys: Any) -> None:

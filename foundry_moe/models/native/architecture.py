@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -18,11 +18,13 @@ from foundry_moe.checkpoint.strict import integer, mapping, sequence, shown, tex
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.configurations import LAYERS, MOST_LAYERS, WIDTH, check_configuration, first_of
+from foundry_moe.models.native.tokenizer import describe_tokenizer
 from foundry_moe.schema import from_mapping
 
 KEY = "architecture"  # of a checkpoint's `info`
 # keys of `MoEConfig` that do not affect what saved weights compute
 _OF_THE_RUN = ("layers", "loss", "balance_over", "freeze", "init", "backend", "memory", "mesh")
+_NOT_OF_GENERATION = ("use_cache", "transformers_version", "_from_model_config")  # a trainer turns the cache off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,9 @@ class Architecture:
     num_layers: of the model.
     prefix: of its tensors' names in a checkpoint, because the trainer's wrapper has the model as an attribute.
     tokenizer: name or folder of the run's tokenizer; empty = none.
+    tokenizer_state: see `describe_tokenizer`.
+    generation: keys of the source's `generation_config.json`; empty = it has none.
+    source: name or folder that the model was loaded from; empty = none.
     """
 
     config: Mapping[str, Any]
@@ -43,6 +48,9 @@ class Architecture:
     num_layers: int
     prefix: str
     tokenizer: str = ""
+    tokenizer_state: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def model_type(self) -> str:
@@ -74,7 +82,10 @@ class Architecture:
             num_layers = integer(found["num_layers"], f"{within}.num_layers", least=1, most=MOST_LAYERS)
             layers = sequence(found["layers"], f"{within}.layers")
             layers = [integer(layer, f"an index in {within}.layers", most=num_layers - 1) for layer in layers]
-            prefix, tokenizer = (text(found.get(name, ""), f"{within}.{name}") for name in ("prefix", "tokenizer"))
+            texts = {name: text(found.get(name, ""), f"{within}.{name}") for name in ("prefix", "tokenizer", "source")}
+            state, generation = (
+                mapping(found.get(name, {}), f"{within}.{name}") for name in ("tokenizer_state", "generation")
+            )
         except DamagedError as error:
             raise ValueError(str(error)) from None
         check_configuration(config, f"{within}.config")
@@ -83,8 +94,11 @@ class Architecture:
             experts=from_mapping(MoEConfig, found["experts"], f"{where}: experts"),
             layers=tuple(layers),
             num_layers=num_layers,
-            prefix=prefix,
-            tokenizer=tokenizer,
+            prefix=texts["prefix"],
+            tokenizer=texts["tokenizer"],
+            tokenizer_state=state,
+            generation=generation,
+            source=texts["source"],
         )
 
     def check_fits(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -117,14 +131,26 @@ def architecture_of(model: nn.Module) -> Architecture | None:
         return None
     name, pretrained = named[0]
     name = name.removeprefix("module").removeprefix(".")  # DDP's
+    tokenizer = getattr(model, "tokenizer", None)
     return Architecture(
         config=_plain(pretrained.config),
         experts=replace(layers[0].config, layers="all", mesh=None),
         layers=tuple(layer.layer_index for layer in layers),
         num_layers=int(getattr(pretrained.config, "n_layers", None) or pretrained.config.num_hidden_layers),
         prefix=f"{name}." if name else "",
-        tokenizer=str(getattr(getattr(model, "tokenizer", None), "name_or_path", "") or ""),
+        tokenizer=str(getattr(tokenizer, "name_or_path", "") or ""),
+        tokenizer_state=describe_tokenizer(tokenizer),
+        generation=_generation_of(pretrained),
+        source=str(getattr(pretrained.config, "_name_or_path", "") or ""),
     )
+
+
+def _generation_of(model: Any) -> dict[str, Any]:
+    """The generation settings that came with the model; empty if transformers made them of its configuration."""
+    settings = model.generation_config
+    if settings is None or settings._from_model_config:
+        return {}
+    return {key: value for key, value in settings.to_diff_dict().items() if key not in _NOT_OF_GENERATION}
 
 
 def _plain(config: PretrainedConfig) -> dict[str, Any]:

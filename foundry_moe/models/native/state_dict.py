@@ -23,7 +23,12 @@ from foundry_moe.schema import yaml_value
 Shapes = Mapping[str, tuple[int, ...]]
 _BLOCK = re.compile(r"(.*?\.(\d+)\..*)\.experts\.w1_EFD")
 _TRAINING_ONLY = "gate.weight_noise_ED"
-_OF_THE_FILE = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
+# keys of a configuration that hold for its folder or its training: exported weights are not quantized, custom code is
+# not copied, and a trainer turns the cache off
+_OF_THE_FILE = (
+    *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
+    *("quantization_config", "auto_map", "use_cache"),
+)
 # A dense model_type -> the family with its attention, norms and rope, and values that its keys must have if present.
 _DENSE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("mixtral", {"attention_bias": False, "mlp_bias": False, "rope_scaling": None, "hidden_act": "silu"}),
@@ -33,7 +38,7 @@ _DENSE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 _CARRIED_OVER = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings"),
+    *("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "rope_theta", "rope_scaling", "sliding_window"),
     *("use_sliding_window", "max_window_layers", "attention_dropout"),
 )
