@@ -65,7 +65,7 @@ def test_losses_of_each_rank_are_compared_by_the_microbatches_of_their_mesh(cert
     assert certificates["on two meshes"] == ["pass", "pass"]
 
 
-@pytest.mark.parametrize("name", ["clean", "clean, biased"])
+@pytest.mark.parametrize("name", ["clean", "clean, biased", "clean, over the batch"])
 def test_a_clean_run_passes_and_every_row_was_compared(certificates: dict[str, Any], name: str) -> None:
     certificate = certificates[name]
     assert certificate["verdict"] == "pass", wrong(certificate)
@@ -98,6 +98,11 @@ FAULTS = {
         "auxiliary loss z: scale on the mesh",
         "auxiliary loss balance: scale on the mesh",
     },
+    "weighed as the loss": {
+        "gate's gradient",
+        "gate's gradient, by its formula",
+        "auxiliary loss balance: scale on the mesh",
+    },
     "softmax twice": {"layer's output, by its formula", "gate's gradient, by its formula"},
     "one bias stays": {"gate's bias, equal on all ranks"},
     "swapped": {"state saved, resumed on (1, 2, 1)"},
@@ -106,6 +111,7 @@ UNTOUCHED = {
     "multiplied": {"gate's gradient", "dense gradients", "auxiliary loss z: scale on the mesh"},
     "dropped": {"gate's gradient", "layer's output, by its formula", "auxiliary loss balance: scale on the mesh"},
     "counted twice": {"auxiliary loss z: scale on one process", "layer's output, by its formula"},
+    "weighed as the loss": {"layer's output, by its formula", "experts' gradients, by formula"},
     "softmax twice": {"gate's gradient", "experts' gradients"},
     "one bias stays": {"layer's output, by its formula", "experts' gradients, by formula"},
     "swapped": {"gate's gradient", "weights after 3 steps"},

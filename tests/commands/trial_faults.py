@@ -33,6 +33,7 @@ def run_with(**moe: Any) -> dict[str, Any]:
     return run
 
 
+OVER_BATCH = {"balance_over": "batch", "loss": {"balance": 0.05, "importance": 0.05}}
 BIASED = {"gate": {"name": "topk", "score": "sigmoid", "bias_balance": True, "bias_step": 0.01}}
 
 
@@ -76,6 +77,14 @@ def counted_twice(trials: Sequence[Trial]) -> Found:
 
     aux_loss._AttachLoss.forward = staticmethod(noting_forward)  # type: ignore[method-assign]
     aux_loss._AttachLoss.backward = staticmethod(doubling_backward)  # type: ignore[method-assign]
+    return train_trials(trials)
+
+
+def weighed_as_the_loss(trials: Sequence[Trial]) -> Found:
+    """Microbatches' auxiliary losses are weighed by trained tokens, as the trainer weighs the loss; everywhere."""
+    from foundry_moe.algorithms import gate_steps
+
+    gate_steps.real_tokens = lambda batch: None
     return train_trials(trials)
 
 
@@ -135,9 +144,11 @@ def failing(trials: Sequence[Trial]) -> Found:
 CASES: dict[str, tuple[dict[str, Any], Callable[..., Found]]] = {
     "clean": ({}, train_trials),
     "clean, biased": (BIASED, train_trials),
+    "clean, over the batch": (OVER_BATCH, train_trials),
     "multiplied": ({}, multiplied),
     "dropped": ({}, dropped),
     "counted twice": ({}, counted_twice),
+    "weighed as the loss": ({}, weighed_as_the_loss),
     "softmax twice": ({}, softmax_twice),
     "one bias stays": (BIASED, one_bias_stays),
     "swapped": ({}, swapped),

@@ -78,7 +78,7 @@ class Case:
 CASES = (
     Case(
         name="random, uneven and empty ranks, hot experts",
-        moe={"num_experts": 8, "top_k": 3, "loss": {"balance": 0.1, "z": 0.01}},
+        moe={"num_experts": 8, "top_k": 3, "loss": {"balance": 0.1, "z": 0.01, "importance": 0.05}},
         microbatches=2,
         share=(3, 0, 1, 2),
         hot_experts=2,
@@ -165,7 +165,7 @@ class TinyLM(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x_NSD = self.embed(input_ids)
         for block in self.blocks:
             x_NSD = block(x_NSD)
@@ -192,6 +192,14 @@ def draw_batch(step: int, microbatch: int) -> Tensor:
     """Token ids [N, S + 1] of one microbatch of the whole job."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     return torch.randint(VOCABULARY, (SEQUENCES, POSITIONS + 1), generator=generator)
+
+
+def real_and_trained(ids_NS: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks [N, S] of the positions that are no padding, and of those that the loss is over: uneven, at least one."""
+    position_S = torch.arange(POSITIONS, device=ids_NS.device)
+    length_N1 = 2 + ids_NS[:, :1] % (POSITIONS - 1)
+    real_NS = position_S < length_N1
+    return real_NS, real_NS & (position_S >= ids_NS[:, 1:2] % length_N1)
 
 
 def take_share(ids_NS: Tensor, share: tuple[int, ...], rank: int, world_size: int) -> Tensor:
@@ -291,21 +299,23 @@ def accumulate_gradients(case: Case, model: TinyLM, step: int, dtype: torch.dtyp
     context, device = batch_context(model), model.norm.weight.device
     assert context is not None
     total = torch.zeros((), dtype=dtype, device=device)
+    masks = [real_and_trained(draw_batch(step, microbatch)) for microbatch in range(case.microbatches)]
+    all_real, all_trained = (sum(int(mask.sum()) for mask in kind) for kind in zip(*masks, strict=True))
     for microbatch in range(case.microbatches):
         last = microbatch + 1 == case.microbatches
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_requires_all_reduce(last, recurse=False)
         ids = draw_batch(step, microbatch)
-        everyone = ids[:, 1:].numel() * case.microbatches
         mine = take_share(ids, case.share, rank, world_size).to(device)
-        logits = model(mine[:, :-1])
-        losses_T = F.cross_entropy(logits.flatten(0, 1).to(dtype), mine[:, 1:].flatten(), reduction="none")
+        real_NS, trained_NS = real_and_trained(mine)
+        logits = model(mine[:, :-1], attention_mask=real_NS)
+        losses_T = F.cross_entropy(logits[trained_NS].to(dtype), mine[:, 1:][trained_NS], reduction="none")
         mean = context.anchor(losses_T.sum() / max(losses_T.numel(), 1))
-        # gradients are averaged over ranks, so a rank's mean weighs as its share of the tokens
-        share = losses_T.numel() * world_size / everyone
-        (mean * share).backward()
-        total += losses_T.detach().sum() / everyone
+        # gradients are averaged over ranks, so a rank's means weigh as its share of the tokens
+        context.auxiliary_scale = real_NS.sum().double() * world_size / all_real
+        (mean * losses_T.numel() * world_size / all_trained).backward()
+        total += losses_T.detach().sum() / all_trained
     if distributed:
         dist.all_reduce(total)
     return total

@@ -42,6 +42,10 @@ class Routed(NamedTuple):
     chosen_TE: Tensor
     weights_TE: Tensor
 
+    def at(self, tokens: Tensor) -> Routed:
+        """Those of some tokens, by mask or index."""
+        return Routed(*(values_TE[tokens] for values_TE in self))
+
 
 def why_not(config: MoEConfig, keys: Mapping[str, Any]) -> str:
     """Why a layer has no formula here; empty where it has one. `keys`: of its gate, with defaults."""
@@ -125,22 +129,20 @@ class Formula:
             y_TD = y_TD + shared_TD
         return y_TD
 
-    def auxiliary_losses(self, routed: Routed, sequences: int, batch_counts_E: Tensor) -> dict[str, Tensor]:
-        """The wanted losses of one microbatch, times their weights.
+    def auxiliary_losses(self, routed: Routed, lengths: list[int]) -> dict[str, Tensor]:
+        """The wanted losses of real tokens, times their weights.
 
         Args:
-            sequences: that the tokens are in, all of one length.
-            batch_counts_E: choices of the whole batch, for a balance loss over it.
+            lengths: tokens of each sequence.
         """
-        over, probs_TE, chosen_TE = self.config.balance_over, routed.probs_TE, routed.chosen_TE
-        parts = [(probs_TE, batch_counts_E if over == "batch" else chosen_TE.sum(0))]
-        if over == "sequence":
-            by_sequence = zip(probs_TE.chunk(sequences), chosen_TE.chunk(sequences), strict=True)
-            parts = [(probs_SE, chosen_SE.sum(0)) for probs_SE, chosen_SE in by_sequence]
-        shares = [(counts_E / counts_E.sum() * probs_SE.mean(0)).sum() for probs_SE, counts_E in parts]
+        probs_TE, chosen_TE = routed.probs_TE, routed.chosen_TE
+        parts = [(probs_TE, chosen_TE)]
+        if self.config.balance_over == "sequence":
+            parts = list(zip(probs_TE.split(lengths), chosen_TE.split(lengths), strict=True))
+        shares = [(chosen_SE.sum(0) / chosen_SE.sum() * probs_SE.sum(0)).sum() for probs_SE, chosen_SE in parts]
         importance_E = routed.weights_TE.sum(0)
         losses = {
-            "balance": self.config.num_experts * torch.stack(shares).mean(),
+            "balance": self.config.num_experts * torch.stack(shares).sum() / len(probs_TE),
             "z": routed.logits_TE.logsumexp(-1).square().mean(),
             "importance": importance_E.var(correction=0) / importance_E.mean().square(),
         }
@@ -149,12 +151,15 @@ class Formula:
 
 @dataclass(kw_only=True)
 class _Pass:
-    """A microbatch through one layer: tokens, the gate's input, output, and its gradient from the backward pass."""
+    """A microbatch through one layer: tokens, the gate's input, output, and its gradient from the backward pass.
+
+    mask_NS: True for real tokens, by sequence.
+    """
 
     x_TD: Tensor
     gate_TD: Tensor
     y_TD: Tensor
-    sequences: int
+    mask_NS: Tensor
     dy_TD: Tensor | None = None
 
 
@@ -175,8 +180,10 @@ class Capture:
             return  # counting ahead
         x = args[0] if args else next(iter(kwargs.values()))
         x_TD, y_TD = (_whole(tensor.reshape(-1, layer.d_model)) for tensor in (x, y))
-        sequences = x.shape[0] if x.dim() == 3 else 1
-        found = _Pass(x_TD=x_TD, gate_TD=_jittered(layer, x_TD, x.device), y_TD=y_TD, sequences=sequences)
+        mask_T = layer.context.for_tokens(len(x_TD)).mask_T
+        mask_T = torch.ones(len(x_TD)).bool() if mask_T is None else mask_T.cpu()
+        mask_NS = mask_T.view(x.shape[0] if x.dim() == 3 else 1, -1)
+        found = _Pass(x_TD=x_TD, gate_TD=_jittered(layer, x_TD, x.device), y_TD=y_TD, mask_NS=mask_NS)
         self._passes[name].append(found)
 
         def keep(gradient: Tensor) -> None:
@@ -219,20 +226,25 @@ def _judge(layer: MoELayer, passes: list[_Pass]) -> dict[str, Any]:
     if why or not passes:
         return {"why": why or "the layer was not run"}
     formula = Formula(layer, keys)
-    tokens = sum(len(seen.x_TD) for seen in passes)
     routed = [formula.route(seen.gate_TD) for seen in passes]
-    counts_E = torch.stack([one.chosen_TE.sum(0) for one in routed]).sum(0)
     output = 0.0
     main = torch.zeros((), dtype=torch.float64)
-    losses: dict[str, Tensor] = {}
     for seen, one in zip(passes, routed, strict=True):
         y_TD = formula.output(seen.x_TD, one.weights_TE)
         output = max(output, difference(seen.y_TD, y_TD.detach()))
         assert seen.dy_TD is not None
         main = main + (y_TD * seen.dy_TD).sum()
-        # a microbatch weighs as its share of the batch's tokens, as the trainer weighs its loss
-        for loss, value in formula.auxiliary_losses(one, seen.sequences, counts_E).items():
-            losses[loss] = losses.get(loss, 0.0) + value * len(seen.x_TD) / tokens
+    # losses are of a microbatch, which weighs as its share of the real tokens, or of the whole batch
+    masks = [seen.mask_NS for seen in passes]
+    parts = [(one.at(mask.flatten()), mask.sum(1).tolist()) for one, mask in zip(routed, masks, strict=True)]
+    if config.balance_over == "batch":
+        together = Routed(*map(torch.cat, zip(*(one for one, _ in parts), strict=True)))
+        parts = [(together, [length for _, lengths in parts for length in lengths])]
+    tokens = sum(sum(lengths) for _, lengths in parts)
+    losses: dict[str, Tensor] = {}
+    for one, lengths in parts:
+        for loss, value in formula.auxiliary_losses(one, lengths).items():
+            losses[loss] = losses.get(loss, 0.0) + value * sum(lengths) / tokens
     trained = {key: weight for key, weight in formula.weights.items() if weight.requires_grad}
     weight_ED = trained.get("gate.weight_ED")
     by_loss = {

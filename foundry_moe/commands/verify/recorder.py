@@ -13,6 +13,7 @@ import torch
 from composer.core import Callback, DataSpec, State
 from composer.loggers import Logger
 from composer.utils import dist
+from llmfoundry.data.utils import get_tokens_per_batch_func
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -149,15 +150,36 @@ def _logits_of_both(model: nn.Module, source: str) -> tuple[Tensor, Tensor]:
 
 
 def build_loader(
-    device_batch_size: int, length: int, vocabulary: int, steps: int, microbatch: int, tokenizer: Any = None
+    device_batch_size: int,
+    length: int,
+    vocabulary: int,
+    steps: int,
+    microbatch: int,
+    uneven: bool,
+    tokenizer: Any = None,
 ) -> DataSpec:
     """LLM Foundry's constructor of the loader: tokens uniform below `vocabulary`, without 0, some models' padding.
 
     A microbatch of the job is consecutive sequences, of which each rank has a consecutive part.
+
+    Args:
+        uneven: each sequence has its own numbers of real and of trained tokens; else all are both.
     """
     ranks, rank = dist.get_world_size(), dist.get_global_rank()
     own = [i for i in range(steps * device_batch_size * ranks) if i // microbatch % ranks == rank]
-    drawn = [torch.randint(1, vocabulary, (length,), generator=torch.Generator().manual_seed(i)) for i in own]
-    batches = torch.stack(drawn).split(device_batch_size)
-    keys = [{"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)} for ids in batches]
-    return DataSpec(keys)
+    rows = [_draw_row(i, length, vocabulary, uneven) for i in own]
+    batches = [rows[i : i + device_batch_size] for i in range(0, len(rows), device_batch_size)]
+    keys = [{key: torch.stack([row[key] for row in batch]) for key in batch[0]} for batch in batches]
+    return DataSpec(keys, get_num_tokens_in_batch=get_tokens_per_batch_func())
+
+
+def _draw_row(index: int, length: int, vocabulary: int, uneven: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    ids_S = torch.randint(1, vocabulary, (length,), generator=generator)
+    real, first = length, 0
+    if uneven:  # the last of the real tokens are trained, at least one
+        real = int(torch.randint(2, length + 1, (), generator=generator))
+        first = int(torch.randint(1, real, (), generator=generator))
+    position_S = torch.arange(length)
+    labels_S = ids_S.masked_fill((position_S < first) | (position_S >= real), -100)
+    return {"input_ids": ids_S, "labels": labels_S, "attention_mask": (position_S < real).long()}

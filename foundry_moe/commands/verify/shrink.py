@@ -150,8 +150,7 @@ def _ranks_counted(run: dict[str, Any], config: MoEConfig, mesh: Mesh | None, pr
 
     What a rank counts by itself can be compared with microbatches of a rank's size alone.
     """
-    by_rank = {name for name in ("importance", "load") if config.loss != AUTO and config.loss.get(name)}
-    if config.gate["name"] == "expert_choice" or isinstance(config.capacity, int | float) or by_rank:
+    if config.gate["name"] == "expert_choice" or isinstance(config.capacity, int | float):
         if config.balance_over in ("microbatch", "group"):
             moe_keys(run)["balance_over"] = "rank"
         return 1

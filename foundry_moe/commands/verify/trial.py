@@ -73,6 +73,8 @@ def trial_of(
     processes, microbatch = processes or small.processes, microbatch or small.microbatch
     length, vocabulary = run["max_seq_len"], run["model"].get("vocab_size", VOCABULARY)
     data = {"length": length, "vocabulary": vocabulary, "steps": steps, "microbatch": microbatch}
+    # weighed by rows, the mean loss of uneven ones depends on the microbatches
+    data["uneven"] = bool(run.get("accumulate_train_batch_on_tokens", True))
     recorded = {"microbatches": small.batch // processes // microbatch, "with_formula": with_formula}
     callbacks: dict[str, Any] = {RECORDER: {**recorded, "source": small.source if with_formula else ""}}
     if folder:
