@@ -30,6 +30,11 @@ def unchanged(tensor: Tensor) -> Tensor:
 Shuffle = Callable[[Tensor, int], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
+def _by_sequence(tokens: Tensor) -> Tensor:
+    """[B, S] of [..., S]: with one dimension it is one sequence."""
+    return tokens[None] if tokens.dim() == 1 else tokens.flatten(0, -2)
+
+
 def stay(rows_TX: Tensor, stream: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The `Shuffle` of a single process: unchanged rows.
 
@@ -261,14 +266,16 @@ class BatchContext:
     def note(
         self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None, sequence_id_BS: Tensor | None = None
     ) -> None:
-        """Notes ids and padding of the next forward pass.
+        """Notes ids and padding of the next forward pass: [sequences, positions], or [tokens] of one sequence.
 
         Args:
             mask_BS: 1 or True = real, 0 = padding.
             sequence_id_BS: index of a token's packed document in its row, from 0 up; -1 = padding.
         """
-        self.token_ids_BS = token_ids_BS
-        self.mask_BS = mask_BS.bool() if mask_BS is not None and mask_BS.dim() == 2 else None
+        if mask_BS is not None and mask_BS.dim() > 2 and (token_ids_BS is None or mask_BS.shape != token_ids_BS.shape):
+            mask_BS = None  # of pairs of positions
+        self.token_ids_BS = None if token_ids_BS is None else _by_sequence(token_ids_BS)
+        self.mask_BS = None if mask_BS is None else _by_sequence(mask_BS).bool()
         self.sequence_id_BS = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None
         self._keys_T = None
         if token_ids_BS is not None:

@@ -211,8 +211,8 @@ def _gradients_plain(
 ) -> tuple[Tensor, Tensor]:
     dy_RD = gather_tokens(dy_TD, source_R, row_TK.shape[1])
     dot_R = (y_RD.to(_accumulator(y_RD.dtype)) * dy_RD).sum(-1)
-    if dot_R.shape[0] == 0:
-        return dy_RD, torch.zeros_like(weights_TK)
+    if dot_R.shape[0] == 0 or weights_TK.shape[0] == 0:
+        return dy_RD.to(y_RD.dtype), torch.zeros_like(weights_TK)
     dweights_TK = dot_R[row_TK.clamp(min=0).long()].masked_fill(row_TK < 0, 0).to(weights_TK.dtype)
     weight_R = weights_TK.reshape(-1)[source_R.clamp(min=0).long()]
     return (dy_RD * weight_R[:, None]).to(y_RD.dtype), dweights_TK

@@ -37,11 +37,17 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "base": {"top_k": 1, "gate": {"name": "base"}, "loss": {}},
     "expert_choice": {"top_k": 2, "gate": {"name": "expert_choice"}, "loss": {"z": 0.01}},
 }
+# rank 0 of two has all tokens
+EMPTY: dict[str, dict[str, Any]] = {
+    f"{name}, capacity {capacity}, no tokens": {**moe, "capacity": capacity}
+    for name, moe in (ALONE | {"expert_choice": TOGETHER["expert_choice"]}).items()
+    for capacity in (None, 1.25)
+}
 
 
 def case_of(name: str) -> Case:
-    moe = {"num_experts": 8, "loss": LOSS, **(ALONE | TOGETHER)[name]}
-    return Case(name=name, moe=moe, microbatches=2)
+    moe = {"num_experts": 8, "loss": LOSS, **(ALONE | TOGETHER | EMPTY)[name]}
+    return Case(name=name, moe=moe, microbatches=2, share=(1, 0) if name in EMPTY else (1,))
 
 
 def on_meshes(names: list[str], meshes: list[tuple[int, int, int]]) -> list[dict[str, dict[str, Tensor]]]:

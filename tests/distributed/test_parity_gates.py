@@ -27,6 +27,15 @@ def test_gates_over_expert_ranks_train_as_one_process_does():
     assert bias and all(results["noisy, in groups, with bias"][key].any() for key in bias)
 
 
+def test_a_rank_without_tokens_trains_as_one_process_does():
+    (results,) = run_processes(
+        gates_worker.on_meshes, list(gates_worker.EMPTY), [(1, 1, 2)], world_size=2, preload=PRELOAD
+    )
+    for name, ours in results.items():
+        rows = compare(ours, run_case(gates_worker.case_of(name), None))
+        assert max(rows.values()) < TOLERANCE, (name, rows)
+
+
 @needs_replicas
 def test_gates_in_which_tokens_compete_do_not_depend_on_the_mesh():
     """They see the tokens of a rank, so one process differs; but the ranks' roles make no difference."""
