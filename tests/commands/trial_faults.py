@@ -33,8 +33,11 @@ def run_with(**moe: Any) -> dict[str, Any]:
     return run
 
 
-OVER_BATCH = {"balance_over": "batch", "loss": {"balance": 0.05, "importance": 0.05}}
-BIASED = {"gate": {"name": "topk", "score": "sigmoid", "bias_balance": True, "bias_step": 0.01}}
+BIASED = {
+    "gate": {"name": "topk", "score": "sigmoid", "bias_balance": True, "bias_step": 0.01},
+    "loss": {"balance": 0.1, "importance": 0.1},
+    "balance_over": "batch",
+}
 
 
 def multiplied(trials: Sequence[Trial]) -> Found:
@@ -144,7 +147,6 @@ def failing(trials: Sequence[Trial]) -> Found:
 CASES: dict[str, tuple[dict[str, Any], Callable[..., Found]]] = {
     "clean": ({}, train_trials),
     "clean, biased": (BIASED, train_trials),
-    "clean, over the batch": (OVER_BATCH, train_trials),
     "multiplied": ({}, multiplied),
     "dropped": ({}, dropped),
     "counted twice": ({}, counted_twice),
