@@ -16,15 +16,16 @@ from torch import Tensor
 
 @triton.jit
 def _slot_kernel(
-    experts_ptr, sorted_row_ptr, ends_ptr, order_ptr, experts_out, row_ptr, source_ptr, tokens, choices, capacity,
-    ORDERED: tl.constexpr, BLOCK: tl.constexpr,
+    experts_ptr, sorted_row_ptr, ends_ptr, order_ptr, experts_out, row_ptr, source_ptr, room_ptr, tokens, choices,
+    capacity, ORDERED: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tokens * choices
     expert = tl.load(experts_ptr + i, mask=inside, other=-1)
     first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     slot = tl.load(sorted_row_ptr + i, mask=inside, other=-1) - first
-    kept = (expert >= 0) & (slot < capacity)
+    room = tl.load(room_ptr) if LIMITED else capacity
+    kept = (expert >= 0) & (slot < room)
     # `i` counts choices in the order in which they are given slots
     by_choice = tl.load(order_ptr + i, mask=inside, other=0).to(tl.int32) if ORDERED else i
     assignment = by_choice % tokens * choices + by_choice // tokens
@@ -50,7 +51,13 @@ def _gather_kernel(
 
 
 def assign_slots(
-    experts_A: Tensor, row_A: Tensor, offsets_E: Tensor, order_A: Tensor | None, shape: torch.Size, capacity: int
+    experts_A: Tensor,
+    row_A: Tensor,
+    offsets_E: Tensor,
+    order_A: Tensor | None,
+    shape: torch.Size,
+    capacity: int,
+    room: int | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """int32: experts_TK and row_TK (e * C + slot), both -1 for dropped choices, and source_R (-1: unused).
 
@@ -58,8 +65,11 @@ def assign_slots(
         experts_A, row_A, offsets_E: of `permute_plan.plan_permute`, for choices in the order in which they get slots.
         order_A: that order, as numbers k * T + t; None = all first choices before all second ones, by token.
         shape: [T, K].
+        capacity: C, slots allocated for an expert.
+        room: slots that are used, at most C; an int32 scalar where the host does not know it.
     """
     tokens, choices = shape
+    limit = room if isinstance(room, Tensor) else None
     experts_TK = torch.empty(shape, dtype=torch.int32, device=experts_A.device)
     row_TK = torch.empty_like(experts_TK)
     rows = offsets_E.shape[0] * capacity
@@ -67,8 +77,8 @@ def assign_slots(
     if experts_TK.numel():
         block = 256
         _slot_kernel[(triton.cdiv(experts_TK.numel(), block),)](
-            experts_A, row_A, offsets_E, order_A, experts_TK, row_TK, source_R, tokens, choices, capacity,
-            ORDERED=order_A is not None, BLOCK=block,
+            experts_A, row_A, offsets_E, order_A, experts_TK, row_TK, source_R, limit, tokens, choices, capacity,
+            ORDERED=order_A is not None, LIMITED=limit is not None, BLOCK=block,
         )  # fmt: skip
     return experts_TK, row_TK, source_R
 

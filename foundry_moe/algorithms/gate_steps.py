@@ -105,6 +105,8 @@ class GateSteps(Algorithm):
             return
         if event == Event.FIT_START:
             self._layers = moe_layers(state.model)
+            # first at a batch's end: Composer's EMA averages the gates' buffers there
+            state.algorithms.insert(0, state.algorithms.pop(state.algorithms.index(self)))
         if not self._layers:
             return
         layers, context = self._layers, self._layers[0].context
@@ -124,12 +126,12 @@ class GateSteps(Algorithm):
             self._before = note_loads(layers)
             tokens = real_tokens(state.batch) if any(layer.loss_weights for layer in layers) else None
             if tokens is not None:
-                tokens = context.sum_over_ranks(state.device.tensor_to_device(tokens)) / dist.get_world_size()
+                tokens = context.sum_over_ranks(state.device.tensor_to_device(tokens)).double() / dist.get_world_size()
             self._rank_tokens = tokens
         elif event == Event.BEFORE_FORWARD:
             tokens = real_tokens(state.batch)
             if tokens is not None and self._rank_tokens is not None:
-                context.auxiliary_scale = tokens / self._rank_tokens.clamp(min=1)
+                context.auxiliary_scale = tokens.double() / self._rank_tokens.clamp(min=1)
                 if state.precision == Precision.AMP_FP16 and state.scaler is not None:
                     context.auxiliary_scale = state.scaler.scale(context.auxiliary_scale)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foundry_moe.config import MoEConfig
-from foundry_moe.layers.aux_loss import LoadStatistics, attach
+from foundry_moe.layers.aux_loss import LoadStatistics, attach, refuse_second_derivatives
 from foundry_moe.layers.context import BatchContext
 from foundry_moe.layers.dispatch import Dispatcher
 from foundry_moe.layers.experts import Experts, MixedExperts, SharedExpert
@@ -148,7 +148,8 @@ class MoELayer(nn.Module):
 
     @property
     def _gate_uses_loads(self) -> bool:
-        return self.gate.uses_loads and "gate" not in self.config.freeze
+        weights = list(self.gate.parameters())
+        return self.gate.uses_loads and (not weights or any(weight.requires_grad for weight in weights))
 
     def after_step(self, counts_E: Tensor, progress: Progress) -> None:
         """Once after each optimizer step: arguments as of `Gate.after_step`."""
@@ -195,6 +196,8 @@ class MoELayer(nn.Module):
         y_TD = self.compute_experts(x_TD, kept)
         if self.training and torch.is_grad_enabled():
             y_TD = self._attach(y_TD, measured, choices, mask_T)
+        elif y_TD.requires_grad and not torch.compiler.is_compiling():
+            y_TD.register_hook(refuse_second_derivatives)
         y = y_TD.reshape(x.shape)
         if self.gate_output == "none":
             return y
@@ -246,6 +249,7 @@ class MoELayer(nn.Module):
             top_k=self.config.top_k,
             capacity=self.config.capacity,
             weights_TK=choices.weights_TK if self.config.drop == "weight" else None,
+            mask_T=mask_T,
         )
         wanted = (wanted_TK >= 0).sum()
         dropped = (wanted - (plan.row_TK >= 0).sum()) / wanted.clamp(min=1)

@@ -84,7 +84,7 @@ def apply_dmoe(
         layer.train(block.module.training)
         parent, _, child = block.name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
-        _replace_parameters(block.module.parameters(), layer.parameters(), optimizers)
+        _replace_parameters(block.module.parameters(), layer, optimizers)
         layers.append(layer)
     context.observe(model)
     if config.lora is not None:
@@ -155,17 +155,22 @@ def _build_layer(block: FFNBlock, plan: LayerPlan, num_layers: int, context: Bat
 
 
 def _replace_parameters(
-    old: Iterable[nn.Parameter],
-    new: Iterable[nn.Parameter],
-    optimizers: Optimizer | Sequence[Optimizer] | None,
+    old: Iterable[nn.Parameter], layer: MoELayer, optimizers: Optimizer | Sequence[Optimizer] | None
 ) -> None:
-    """Puts new parameters into the first group that held old ones, and drops the old parameters' state."""
-    gone, new = {id(parameter): parameter for parameter in old}, list(new)
+    """Puts the layer's parameters into the first group that held old ones, and drops the old parameters' state.
+
+    Biases go into the first group that held old biases, if one did: such a group has no weight decay.
+    """
+    gone = {id(parameter): parameter for parameter in old}
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers or []:
-        arriving = new
+        held: dict[bool, dict[str, Any]] = {}  # by whether it is for biases
         for group in optimizer.param_groups:
-            kept = [p for p in group["params"] if id(p) not in gone]
-            if len(kept) < len(group["params"]):
-                group["params"], arriving = [*kept, *arriving], []
+            for parameter in group["params"]:
+                if id(parameter) in gone:
+                    held.setdefault(parameter.dim() == 1, group)
+            group["params"] = [p for p in group["params"] if id(p) not in gone]
+        for name, parameter in layer.named_parameters() if held else ():
+            is_bias = "bias" in name.rpartition(".")[2]
+            held.get(is_bias, next(iter(held.values())))["params"].append(parameter)
         for parameter in gone.values():
             optimizer.state.pop(parameter, None)

@@ -31,6 +31,7 @@ def plan_padded(
     top_k: int,
     capacity: float | Literal["dynamic"],
     weights_TK: Tensor | None = None,
+    mask_T: Tensor | None = None,
 ) -> PermutePlan:
     """Gives each choice a slot of its expert; choices beyond an expert's capacity are dropped.
 
@@ -44,6 +45,7 @@ def plan_padded(
         capacity: a factor, or `dynamic`: the smallest capacity that drops none (Hwang et al. 2023, Tutel);
             this reads the loads on the host.
         weights_TK: finite; None = drop by order.
+        mask_T: True for real tokens: a factor is of their number. Slots are allocated for all T, which the host knows.
 
     Returns:
         A plan with `capacity` = C; `row_TK` is -1 where a choice is dropped or was none.
@@ -54,16 +56,20 @@ def plan_padded(
         experts_A = experts_A[order_A]
     by_expert = plan_permute(experts_A, num_experts)
     loads_E = by_expert.tokens_per_expert_E
+    room: int | Tensor
     if capacity == "dynamic":
-        slots = max(1, int(loads_E.max()))
+        room = slots = max(1, int(loads_E.max()))
     else:
-        slots = capacity_of(capacity, experts_TK.shape[0], top_k, num_experts)
+        room = slots = capacity_of(capacity, experts_TK.shape[0], top_k, num_experts)
+        if mask_T is not None:  # the same formula on the device
+            real = mask_T.sum().double()
+            room = (capacity * real * top_k / num_experts - 1e-9).ceil().clamp(1, slots).int()
     # torch.compile cannot trace this kernel: it is no operator
     on_kernels = experts_TK.is_cuda and not torch.compiler.is_compiling()
     kept_TK, row_TK, source_R = (kernels.assign_slots if on_kernels else assign_plain)(
-        by_expert.experts_TK, by_expert.row_TK, by_expert.offsets_E, order_A, experts_TK.shape, slots
+        by_expert.experts_TK, by_expert.row_TK, by_expert.offsets_E, order_A, experts_TK.shape, slots, room
     )
-    kept_E = loads_E.clamp(max=slots)
+    kept_E = loads_E.clamp(max=room)  # type: ignore[call-overload]
     return PermutePlan(
         experts_TK=kept_TK,
         tokens_per_expert_E=kept_E,
@@ -75,14 +81,20 @@ def plan_padded(
 
 
 def assign_plain(
-    experts_A: Tensor, row_A: Tensor, offsets_E: Tensor, order_A: Tensor | None, shape: torch.Size, capacity: int
+    experts_A: Tensor,
+    row_A: Tensor,
+    offsets_E: Tensor,
+    order_A: Tensor | None,
+    shape: torch.Size,
+    capacity: int,
+    room: int | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain twin of `kernels.assign_slots`."""
     tokens, choices = shape
     dropped = offsets_E.shape[0] * capacity  # one row more takes what is dropped
     experts_A = experts_A.flatten().long()
     slot_A = row_A.flatten() - F.pad(offsets_E, (1, 0))[experts_A.clamp(min=0)]
-    kept_A = (experts_A >= 0) & (slot_A < capacity)
+    kept_A = (experts_A >= 0) & (slot_A < room)
     target_A = torch.where(kept_A, experts_A * capacity + slot_A, dropped)
     by_choice_A = torch.arange(tokens * choices, device=experts_A.device) if order_A is None else order_A
     assignment_A = by_choice_A % tokens * choices + by_choice_A // tokens

@@ -164,7 +164,7 @@ def launch_routing(experts: int = 128) -> None:
     experts_TK = torch.zeros(T, K, dtype=torch.int64)
     permute_plan.count_choices(experts_TK, experts, mask_T)
     experts_A, _, offsets_E, _, row_A = permute_plan.plan_permute(experts_TK, experts)
-    padded.assign_slots(experts_A, row_A, offsets_E, None, experts_TK.shape, 8)
+    padded.assign_slots(experts_A, row_A, offsets_E, None, experts_TK.shape, 8, 8)
     counts_P2, counts_PN = dispatch_plan.count_rows(experts_TK, experts // 8, 8)
     dispatch_plan.assign_rows(experts_TK, torch.zeros(T, K), experts // 8, counts_P2, counts_PN)
     room_E, expert_T, bid_T = torch.ones(experts, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T)

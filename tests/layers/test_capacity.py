@@ -128,15 +128,34 @@ def test_dropping_by_weight_keeps_the_choices_that_weigh_most():
 
 def test_padding_takes_no_place():
     context = BatchContext()
-    layer = build(replace(CONFIG, capacity=1.0, num_experts=2, top_k=1, gate={"name": "topk"}), context)
+    layer = build(replace(CONFIG, capacity=2.0, num_experts=2, top_k=1, gate={"name": "topk"}), context)
     with torch.no_grad():
         layer.gate.weight_ED[0], layer.gate.weight_ED[1] = 1.0, -1.0
-    x = torch.ones(1, 8, 6, dtype=torch.float64)  # all to expert 0, which has 4 slots
+    x = torch.ones(1, 8, 6, dtype=torch.float64)  # all to expert 0, which has 4 slots for 4 real tokens
     context.note(torch.zeros(1, 8, dtype=torch.long), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
     y = layer(x)
     assert (y[0, :4] == 0).all() and (y[0, 4:] != 0).all()
     y.sum().backward()
     assert layer.statistics.losses_L.item() == 0
+
+
+@pytest.mark.parametrize("drop", ["position", "weight"])
+@pytest.mark.parametrize("positions", [12, 24, 48])
+def test_a_capacity_counts_real_tokens(positions, drop):
+    """24 tokens in two rows drop what they drop without padding."""
+    config = replace(CONFIG, capacity=0.5, drop=drop)
+    x = torch.randn(2, positions, 6, dtype=torch.float64, requires_grad=True)
+    x_TD = x.detach()[:, :12].reshape(-1, 6).requires_grad_()
+    alone, padded = build(config), build(config)
+    truth_TD = alone(x_TD)
+    padded.context.note(torch.zeros(2, positions).long(), (torch.arange(positions) < 12).expand(2, -1))
+    y = padded(x)
+    torch.testing.assert_close(y[:, :12].reshape(-1, 6), truth_TD)
+    y[:, :12].sum().backward()
+    truth_TD.sum().backward()
+    torch.testing.assert_close(x.grad[:, :12].reshape(-1, 6), x_TD.grad)
+    assert alone.statistics.losses_L.item() > 0
+    assert padded.statistics.losses_L.item() == pytest.approx(alone.statistics.losses_L.item())
 
 
 def test_over_several_processes_the_same_choices_are_dropped():

@@ -215,6 +215,16 @@ def test_auxiliary_losses_count_exactly_once(mode, microbatches):
     assert layer.statistics.counts_E.sum() == microbatches * 8 * 2
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_second_derivatives_are_refused_in_a_sentence(training):
+    layer = build(replace(CONFIG, loss=WEIGHTS)).train(training)
+    x_TD = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    y_TD = layer(x_TD)
+    with pytest.raises(ValueError, match=r"create_graph \(True\): MoE layers have no second derivatives"):
+        torch.autograd.grad(y_TD.square().sum(), x_TD, create_graph=True)
+    torch.autograd.grad(layer(x_TD).square().sum(), x_TD)
+
+
 def test_without_an_anchor_the_losses_weigh_one():
     layer = build(replace(CONFIG, loss=WEIGHTS))
     x_TD = torch.randn(8, 6, dtype=torch.float64)

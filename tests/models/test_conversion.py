@@ -84,9 +84,13 @@ def test_an_optimizer_that_keeps_biases_apart_is_left_no_parameter_of_the_old_bl
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
-    apply_dmoe(model, MoEConfig(num_experts=2), optimizer)
+    apply_dmoe(model, MoEConfig(num_experts=2, bias=True), optimizer)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, others = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert not any("bias" in name for name in decayed)
+    assert sum("_bias_" in name for name in others) == 3 * 3 and all("bias" in n or "norm" in n for n in others)
 
 
 def test_width_activation_device_and_dtype_are_those_of_the_block():

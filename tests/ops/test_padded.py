@@ -28,7 +28,8 @@ def choices(kind, tokens=23, k=3, experts=5):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [1, 9, 60])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_kernels_assign_the_slots_that_torch_assigns(kind, capacity, weighted):
+@pytest.mark.parametrize("limited", [False, True])
+def test_kernels_assign_the_slots_that_torch_assigns(kind, capacity, weighted, limited):
     experts_TK = choices(kind)
     # few different weights, so that many choices are equal
     weight_A = torch.randint(4, (experts_TK.numel(),), device=DEVICE).float() if weighted else None
@@ -36,7 +37,9 @@ def test_kernels_assign_the_slots_that_torch_assigns(kind, capacity, weighted):
     expert_A = experts_TK.t().reshape(-1)
     sorted_A = plan_permute(expert_A if order_A is None else expert_A[order_A], 5)
     given = (sorted_A.experts_TK, sorted_A.row_TK, sorted_A.offsets_E, order_A, experts_TK.shape, capacity)
-    for ours, truth in zip(kernels.assign_slots(*given), padded.assign_plain(*given), strict=True):
+    # below the slots that are allocated, where padding has none
+    room = torch.tensor(max(1, capacity // 2), dtype=torch.int32, device=DEVICE) if limited else capacity
+    for ours, truth in zip(kernels.assign_slots(*given, room), padded.assign_plain(*given, room), strict=True):
         assert torch.equal(ours, truth)
 
 

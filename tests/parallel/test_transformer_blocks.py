@@ -40,6 +40,24 @@ def test_a_gate_is_compiled_with_its_block_where_it_sums_no_loads(alone: bool) -
     torch.testing.assert_close(compiled, eager)
 
 
+def test_the_second_shape_of_a_batch_compiles_for_all_others() -> None:
+    """So that the limit of compilations, beyond which blocks run eagerly, is not a matter of shapes."""
+    graphs: list[tuple[int, int]] = []
+    torch._dynamo.reset()
+    model = build_model(CASES[0], torch.float64, torch.device("cpu"))
+    shape = (0, 0)
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(shape)
+        return graph
+
+    compile_blocks(model, backend=note)
+    shapes = [(2, 4), (3, 5), (2, 6), (5, 7), (4, 9), (6, 3), (7, 2)]
+    for shape in shapes:
+        model(torch.arange(shape[0] * shape[1]).view(shape) % 40).sum().backward()
+    assert set(graphs) == set(shapes[:2])
+
+
 @pytest.mark.quick
 def test_a_block_is_asked_for_whole_while_its_neighbour_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fake process group, whose messages carry nothing."""

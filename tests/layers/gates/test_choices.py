@@ -317,6 +317,7 @@ def test_ties_go_to_the_lower_expert():
         ),
         ({"name": "topk", "jitter": {"start": 0.1, "end": 2, "until": "5ba"}}, 2, "below 1"),
         ({"name": "topk", "bias_step": -1}, 2, "must be 0 or more"),
+        ({"name": "topk", "bias_step": 0.01}, 2, r"bias_step \(0.01\) has no effect without gate.bias_balance"),
     ],
 )
 def test_a_mistake_is_named_before_anything_runs(settings, top_k, sentence):

@@ -1,5 +1,6 @@
 """What all gates have in common, whichever experts they choose."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -110,14 +111,27 @@ def test_weights_pass_their_gradient_to_the_gate(settings, top_k):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() and p.grad.any() for p in gate.parameters())
 
 
+CASTS = {
+    "to": (lambda gate: gate.to(torch.bfloat16), torch.bfloat16),
+    "half": (lambda gate: gate.half(), torch.float16),
+    "type": (lambda gate: gate.type(torch.float16), torch.float16),
+    "copy": (lambda gate: copy.deepcopy(gate).bfloat16(), torch.bfloat16),
+    "double": (lambda gate: gate.half().double(), torch.float64),
+}
+
+
 @every_gate
-def test_a_cast_leaves_state_in_its_dtype(settings, top_k):
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_leaves_state_in_its_dtype(settings, top_k, cast):
     gate = build(settings, top_k)
+    for buffer in gate.buffers():
+        buffer.copy_(torch.randperm(buffer.numel()) + (1 / 3 if buffer.is_floating_point() else 0))  # no bf16 number
     before = {name: buffer.clone() for name, buffer in gate.named_buffers()}
-    gate.to(torch.bfloat16)
+    apply, dtype = CASTS[cast]
+    gate = apply(gate)
     for name, buffer in gate.named_buffers():
         assert buffer.dtype == before[name].dtype and torch.equal(buffer, before[name])
-    assert all(p.dtype is torch.bfloat16 for p in gate.parameters())
+    assert all(p.dtype is dtype for p in gate.parameters())
 
 
 @every_gate
