@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from composer.core.precision import Precision, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
@@ -111,6 +112,7 @@ class GateSteps(Algorithm):
             return
         layers, context = self._layers, self._layers[0].context
         if event == Event.FIT_START:
+            check_loaders(state)
             check_hf_checkpointer(state)
             self._ours = {"experts": describe_experts(layers), "model": describe_model(state.model)}
             for where, described in self._ours.items():
@@ -148,6 +150,23 @@ def real_tokens(batch: Any) -> Tensor | None:
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return mask.bool().sum()
     return torch.full((), ids.numel(), device=ids.device)
+
+
+def check_loaders(state: State) -> None:
+    """Refuses a loader without a batch, for whose first batch Composer would wait for ever.
+
+    Raises:
+        ValueError: names the loader and the arithmetic.
+    """
+    loaders = {"train_loader": state.train_dataloader}
+    loaders |= {f"eval_loader ({e.label})": getattr(e.dataloader, "dataloader", None) for e in state.evaluators}
+    for name, loader in loaders.items():
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, Sized) and len(loader) == 0:
+            raise ValueError(
+                f"{name} has no batch on rank {dist.get_global_rank()}: {len(loader.dataset)} samples are fewer than "
+                f"the {loader.batch_size} of its batch, and drop_last (true) drops the rest; lower the batch size, add "
+                "data, or use drop_last: false"
+            )
 
 
 def check_hf_checkpointer(state: State) -> None:

@@ -306,7 +306,25 @@ def missing_files(run: Mapping[str, Any]) -> list[str]:
     is_path = isinstance(name, str) and (Path(name).is_absolute() or len(Path(name).parts) > 2)
     if is_path and not Path(str(name)).exists():
         found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
-    return [*found, *_vocabulary_mistakes(run)]
+    return [*found, *_vocabulary_mistakes(run), *_small_data(run)]
+
+
+def _small_data(run: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence if the training data in MDS format on this machine has less than a batch."""
+    dataset, batch = section(run, "train_loader", "dataset"), run.get("global_train_batch_size")
+    local, split = dataset.get("local"), dataset.get("split")
+    if not isinstance(local, str) or dataset.get("remote") or not isinstance(batch, int):
+        return
+    path = Path(local) / split if isinstance(split, str) else Path(local)
+    shards = _local_json(str(path), "index.json").get("shards")
+    if not isinstance(shards, list) or section(run, "train_loader").get("drop_last", True) is False:
+        return
+    samples = sum(int(shard.get("samples", 0)) for shard in shards if isinstance(shard, dict))
+    if samples < batch:
+        yield (
+            f"train_loader.dataset ({path}) has {samples} samples, fewer than global_train_batch_size ({batch}): lower "
+            "it, or add data"
+        )
 
 
 def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:

@@ -386,3 +386,19 @@ def test_only_one_algorithm_drives_the_gates():
 def test_a_balance_scope_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"balance_over: 'bach' is not one of .*did you mean 'batch'"):
         MoEConfig(num_experts=4, balance_over="bach")
+
+
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_a_loader_without_a_batch_is_refused_before_training(which):
+    samples = [{"input_ids": torch.zeros(4, dtype=torch.int64)}] * 3
+    empty = DataLoader(samples, batch_size=4, drop_last=True)  # Composer waits for its first batch for ever
+    loaders = {"train_dataloader": empty if which == "train" else data(1)}
+    if which == "eval":
+        loaders |= {"eval_dataloader": empty, "eval_interval": "1ba"}
+    trainer = Trainer(
+        model=Model(), algorithms=[DMoE(num_experts=4)], device="cpu", max_duration="1ba", progress_bar=False,
+        log_to_console=False, **loaders,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=rf"{which}_loader.* has no batch on rank 0: 3 samples are fewer than the 4"):
+        trainer.fit()
+    trainer.close()

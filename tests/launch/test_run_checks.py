@@ -242,3 +242,13 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(model: str, size: 
     if found:
         assert f"has 5 tokens, and the model has embeddings for {size}" in found[0]
         assert not missing_files({"model": {**keys, "allow_embedding_resizing": True}, "tokenizer": tokenizer})
+
+
+@pytest.mark.parametrize(("batch", "drop_last", "accepted"), [(7, True, True), (8, True, False), (8, False, True)])
+def test_training_data_of_less_than_a_batch_is_a_sentence(batch: int, drop_last: bool, accepted: bool, tmp_path: Path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/index.json").write_text(json.dumps({"shards": [{"samples": 3}, {"samples": 4}]}))
+    loader = {"drop_last": drop_last, "dataset": {"local": str(tmp_path), "split": "train"}}
+    found = missing_files({"train_loader": loader, "global_train_batch_size": batch})
+    assert len(found) == (0 if accepted else 1)
+    assert accepted or "has 7 samples, fewer than global_train_batch_size (8)" in found[0]
