@@ -11,7 +11,7 @@ from composer.loggers import Logger
 from foundry_moe.algorithms.dmoe_mesh import check_parallelism, place_on_mesh
 from foundry_moe.algorithms.gate_steps import GateSteps, log_parameter_counts
 from foundry_moe.algorithms.parameter_rules import RULES, apply_rules
-from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles
+from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles, check_loaded, tie_weights
 from foundry_moe.config import META_NEEDS_MESH, MoEConfig
 from foundry_moe.layers.lookup import batch_context, idle_parameters
 from foundry_moe.layers.moe import MoELayer
@@ -44,8 +44,8 @@ class DMoE(Algorithm):
     def __init__(self, **settings: Any) -> None:
         self._rules = settings.pop(RULES, None) or {}  # from `pass_rules`
         self._loaded: bool | None = settings.pop(LOADED, None)  # both from `describe_weights`
-        source = settings.pop(SOURCE, None)
-        self._files = None if source is None else WeightsFromFiles(source)
+        self._source: str | None = settings.pop(SOURCE, None)
+        self._files = WeightsFromFiles(self._source) if self._source and self._loaded else None
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
         self._settings = settings
         self._start = None if self.config.lora_config is None else self.config.lora_config.start
@@ -65,7 +65,10 @@ class DMoE(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
             check_parallelism(state)
+            tie_weights(state)
             layers = self._put_experts(state)
+            if self._source and self._files is None:
+                check_loaded(state, self._source)
             if self.config.mesh is None and any(tensor.is_meta for layer in layers for tensor in layer.parameters()):
                 raise ValueError(META_NEEDS_MESH)
             apply_rules(state.model, state.optimizers or (), self._rules)

@@ -15,8 +15,15 @@ import torch
 from composer.core import State
 from composer.distributed import prepare_distributed
 from torch import nn
+from transformers import PreTrainedModel
 
-from foundry_moe.models.pretrained import SafetensorsFolder, materialize, read_pretrained
+from foundry_moe.models.pretrained import (
+    SafetensorsFolder,
+    check_names,
+    materialize,
+    read_pretrained,
+    safetensors_in,
+)
 
 LOADED, SOURCE = "weights_loaded", "weights_source"  # internal keys of algorithms.dmoe
 
@@ -24,20 +31,44 @@ LOADED, SOURCE = "weights_loaded", "weights_source"  # internal keys of algorith
 def describe_weights(config: dict[str, Any]) -> dict[str, Any]:
     """Part of a config transform: records what the built model does not show of a Hugging Face model's weights.
 
-    They may be fresh (`model.pretrained: false`); or `algorithms.dmoe` reads them, on several processes.
+    They may be fresh (`model.pretrained: false`); `algorithms.dmoe` reads them, on several processes; or it checks that
+    LLM Foundry had all of them to read, since transformers draws what a folder lacks.
+
+    Raises:
+        ValueError: a file that LLM Foundry would read is missing, truncated or no safetensors.
     """
     model, algorithms = config.get("model") or {}, config.get("algorithms") or {}
     if not isinstance(algorithms.get("dmoe"), Mapping):
         return config
     keys: dict[str, Any] = {}
-    from_meta = model.get("name") == "hf_causal_lm" and model.get("init_device") == "meta"
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not model.get("pretrained", True):
         keys = {LOADED: False}
-    elif from_meta and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        keys = {LOADED: True, SOURCE: model.get("pretrained_model_name_or_path")}
-        config["model"] = {**model, "pretrained": False}
+    elif model.get("name") == "hf_causal_lm":
+        source = str(model.get("pretrained_model_name_or_path"))
+        keys = {SOURCE: source}
+        if model.get("init_device") == "meta" and several:
+            keys[LOADED] = True
+            config["model"] = {**model, "pretrained": False}
+        elif Path(source).is_dir():
+            local_files(source)
     config["algorithms"] = {**algorithms, "dmoe": {**keys, **algorithms["dmoe"]}}
     return config
+
+
+def tie_weights(state: State) -> None:
+    """Ties the embeddings of a model on the meta device as its configuration says, and its optimizers' parameters.
+
+    LLM Foundry builds it in a context that gives each module a parameter of its own, even where two share one.
+    """
+    model: Any = next((module for module in state.model.modules() if isinstance(module, PreTrainedModel)), None)
+    if model is None or not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    before = list(model.parameters())
+    model.tie_weights()
+    gone = {id(parameter) for parameter in before} - {id(parameter) for parameter in model.parameters()}
+    for group in (group for optimizer in state.optimizers or () for group in optimizer.param_groups):
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
 
 
 class WeightsFromFiles:
@@ -75,9 +106,25 @@ class WeightsFromFiles:
         read_pretrained(state.model, SafetensorsFolder(_folder_of(self.source)), root="model")
 
 
-def _folder_of(source: str) -> Path:
+def check_loaded(state: State, source: str) -> None:
+    """Raises ValueError for a tensor of the model, as LLM Foundry has loaded it, that the source's files lack."""
+    folder = None if getattr(state.model, "using_peft", False) else local_files(source)
+    if folder is not None:
+        check_names(state.model, folder, root="model")
+
+
+def local_files(source: str) -> SafetensorsFolder | None:
+    """The safetensors files that a model is loaded from; None if it has others, or is not on this machine."""
+    try:
+        folder = _folder_of(source, local_files_only=True)
+    except (FileNotFoundError, ValueError):  # huggingface_hub's: not in the cache; not a name
+        return None
+    return SafetensorsFolder(folder) if safetensors_in(folder) else None
+
+
+def _folder_of(source: str, **options: Any) -> Path:
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+    return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"], **options))

@@ -28,6 +28,7 @@ from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import Native
 from foundry_moe.models.native.targets import Target, assemble
 from foundry_moe.models.native.tokenizer import differences, digest_of, sentence_for
+from foundry_moe.models.pretrained import EMBEDDINGS, HEAD
 
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
 TOKENS = (2, 16)  # sequences and positions
@@ -77,7 +78,7 @@ def certify(
     """
     blocks, commit = exported.native.blocks, exported.weights.found.commit
     hashes: dict[str, str] = {}
-    problems = _compare_tensors(exported, folder, hashes)
+    problems = [*_compare_tensors(exported, folder, hashes), *_compare_head(exported)]
     tokenizer = _compare_tokenizer(exported, folder, problems)
     needed = HEADROOM * 4 * sum(target.count for target in exported.targets)
     if with_logits is False:
@@ -126,6 +127,21 @@ def _compare_tensors(exported: Exported, folder: Path, hashes: dict[str, str]) -
                 problems.append(f"{target.name} is not what the checkpoint has{shapes}")
     absent = [name for name in weight_map if name in targets and name not in hashes]
     return problems + [f"{name} is not in {weight_map[name]}" for name in absent]
+
+
+def _compare_head(exported: Exported) -> list[str]:
+    """A problem if an output projection was trained that the folder does not have, as the configuration ties it."""
+    sources = exported.weights.sources
+    embedding = next((name for name in sources if name.endswith(EMBEDDINGS)), None)
+    if HEAD not in sources or embedding is None or any(t.name == HEAD for t in exported.targets):
+        return []
+    held = exported.weights.read({HEAD, embedding})
+    if torch.equal(held[HEAD], held[embedding]):
+        return []
+    return [
+        f"{HEAD} is not {embedding}, though tie_word_embeddings is true: the run has trained them untied, and the "
+        "folder would have the embedding alone"
+    ]
 
 
 def _cast(tensor: Tensor, target: Target, dtype: str | None) -> Tensor:

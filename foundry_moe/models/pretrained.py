@@ -30,6 +30,9 @@ from foundry_moe.models.families import FAMILIES
 log = logging.getLogger(__name__)
 
 _ROOT = "model."  # where LLM Foundry's wrapper holds the Hugging Face model
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_POINTER = b"version https://git-lfs"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # buffers that old versions of transformers saved
 _IGNORED = (r"rotary_emb\.inv_freq$", r"masked_bias$", r"attn\.bias$", r"attention\.bias$")
@@ -110,10 +113,14 @@ class SafetensorsFolder:
         """A safetensors slice: indexing it reads from the file."""
         return self._opened(self.files[name]).get_slice(name)
 
+    def check_name(self, name: str) -> None:
+        """Raises ValueError if a tensor is missing."""
+        if name not in self.files:
+            raise ValueError(f"{self.folder} has no tensor {name}: it is not a whole checkpoint of this model")
+
     def check(self, name: str, shape: Iterable[int]) -> None:
         """Raises ValueError if a tensor is missing or has another shape or a dtype that is not read."""
-        if name not in self.files:
-            raise ValueError(f"{self.folder} has no tensor {name}: it is not a checkpoint of this model")
+        self.check_name(name)
         part = self.part(name)
         if tuple(part.get_shape()) != tuple(shape):
             raise ValueError(f"{name}: {self.folder} has shape {list(part.get_shape())}, the model has {list(shape)}")
@@ -149,6 +156,17 @@ def read_pretrained(model: nn.Module, folder: SafetensorsFolder, *, root: str = 
         local, begin = local_box(tensor)
         fill(local, begin, sources, folder.part)
         folder.close()
+
+
+def check_names(model: nn.Module, folder: SafetensorsFolder, *, root: str = "") -> None:
+    """Raises ValueError if a tensor of a converted model is not in the folder that transformers has loaded it from."""
+    module = model.get_submodule(root)
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    optional = getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
+    for _, sources in dict(_wanted(model, root)).values():
+        for name in (part.theirs for part in sources):
+            if name.removeprefix(prefix) not in folder.files and not any(re.search(key, name) for key in optional):
+                folder.check_name(name)
 
 
 def _wanted(model: nn.Module, root: str) -> Iterator[tuple[str, tuple[Tensor, list[WeightPart]]]]:
@@ -219,7 +237,8 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
 
     family = FAMILIES[model_type]
     try:
-        blocks = family.read(AutoConfig.from_pretrained(folder))
+        made = AutoConfig.from_pretrained(folder)
+        blocks = family.read(made)
     except Exception as error:  # transformers raises many types for an invalid configuration
         raise ValueError(f"{path} is no configuration of {model_type}: {str(error).partition(chr(10))[0]}") from error
     if not blocks.layers:
@@ -251,6 +270,9 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
                 filled = torch.empty(shape, dtype=torch.float32 if first.fp32 else theirs[first.theirs].dtype)
                 fill(filled, (0,) * len(shape), its_parts, theirs.__getitem__)
                 renamed[f"{_ROOT}{prefix}{ours}"] = filled
+        embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), None)
+        if made.tie_word_embeddings and embedding is not None:
+            tensors.setdefault(HEAD, tensors[embedding])  # files hold it once, a run's state dict under both names
         return renamed | {_ROOT + name: tensor for name, tensor in tensors.items()}
 
     return rename
@@ -274,7 +296,8 @@ def safetensors_in(folder: Path) -> list[Path]:
     """The folder's safetensors files, those that its index names if it has one; none where it has no such files.
 
     Raises:
-        ValueError: the index cannot be read, or names something else than safetensors files beside it.
+        ValueError: the index cannot be read, or names something else than safetensors files beside it; a file is a
+            symbolic link out of the folder or a pointer of Git LFS.
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
@@ -301,4 +324,7 @@ def _inside(folder: Path, files: list[Path]) -> list[Path]:
     for file in files:
         if file.resolve().parent not in allowed:
             raise ValueError(f"{file} is a symbolic link out of the folder: copy the file there")
+        with file.open("rb") as opened:
+            if opened.read(len(_POINTER)) == _POINTER:
+                raise ValueError(f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in its folder")
     return files

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from foundry_moe import MoEConfig, apply_dmoe
+from foundry_moe.checkpoint.codec import tensor_bytes
 from foundry_moe.launch.processes import run_processes
 from tests.distributed import pretrained_worker
+from tests.helpers.commands import export, tool
+from tests.helpers.exporting import Wrapped, commit, of_hugging_face
 from tests.helpers.families import SIZES, small
 from tests.helpers.launching import PRELOAD
+from tests.helpers.tiny_runs import launch
 
 MESH = {"replicate": 1, "shard": 2, "expert": 2}
 # of four experts, so that two ranks can divide them
@@ -73,7 +80,7 @@ def test_files_that_do_not_fit_are_one_sentence(folders: dict[str, Path], tmp_pa
     good = {name: t for path in folders["mixtral"].glob("*.safetensors") for name, t in load_file(path).items()}
     one = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     spoiled = {
-        "missing": ({k: v for k, v in good.items() if k != one}, rf"has no tensor {one}: it is not a checkpoint"),
+        "missing": ({k: v for k, v in good.items() if k != one}, rf"has no tensor {one}: it is not a whole checkpoint"),
         "extra": ({**good, "more.weight": torch.zeros(2)}, r"has a tensor more.weight, which this MixtralForCausalLM"),
         "shape": ({**good, one: torch.zeros(3, 4)}, rf"{one}: .* has shape \[3, 4\], the model has \[44, 32\]"),
         "dtype": ({**good, one: good[one].to(torch.float8_e4m3fn)}, rf"{one}: .* has dtype F8_E4M3, not one of F64"),
@@ -114,7 +121,108 @@ def test_a_run_on_one_process_loads_as_llm_foundry_does(monkeypatch: pytest.Monk
         "algorithms": {"dmoe": {"num_experts": 4}},
     }
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert add_steps_algorithm({key: dict(value) for key, value in run.items()}) == run
+    kept = add_steps_algorithm({key: dict(value) for key, value in run.items()})
+    assert kept["model"] == run["model"] and "weights_loaded" not in kept["algorithms"]["dmoe"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     changed = add_steps_algorithm({key: dict(value) for key, value in run.items()})
     assert changed["model"]["pretrained"] is False and changed["algorithms"]["dmoe"]["weights_loaded"] is True
+
+
+def described(folder: Path, init_device: str) -> dict[str, Any]:
+    """The keys of algorithms.dmoe that a run of this folder gets."""
+    from foundry_moe.algorithms.gate_steps import add_steps_algorithm
+
+    model = {"name": "hf_causal_lm", "pretrained_model_name_or_path": str(folder), "init_device": init_device}
+    run = {"model": model, "algorithms": {"dmoe": moe_of("mixtral")}}
+    return add_steps_algorithm(run)["algorithms"]["dmoe"]
+
+
+def test_missing_weights_are_refused_where_transformers_would_draw_them(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from composer.core import Event
+    from composer.models import HuggingFaceModel
+    from safetensors.torch import load_file, save_file
+
+    from foundry_moe.algorithms.dmoe import DMoE
+
+    good = {name: t for path in folders["mixtral"].glob("*.safetensors") for name, t in load_file(path).items()}
+    config = AutoConfig.from_pretrained(folders["mixtral"])
+    experts, attention = "model.layers.1.block_sparse_moe.experts.2.w3.weight", "model.layers.1.self_attn.q_proj.weight"
+    for lacking in ("", experts, attention):
+        kept = {name: tensor for name, tensor in good.items() if name != lacking}
+        folder = tmp_path / (lacking or "whole")
+        config.save_pretrained(folder)
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        model = HuggingFaceModel(AutoModelForCausalLM.from_pretrained(folder), shift_labels=True)
+        algorithm = DMoE(**described(folder, "cpu"))
+        state = SimpleNamespace(model=model, optimizers=(), fsdp_config=None, tp_config=None, algorithms=[])
+        logger = SimpleNamespace(log_hyperparameters=lambda values: None)
+        if lacking:
+            with pytest.raises(ValueError, match=rf"{folder} has no tensor {lacking}: it is not a whole checkpoint"):
+                algorithm.apply(Event.INIT, state, logger)  # type: ignore[arg-type]
+        else:
+            algorithm.apply(Event.INIT, state, logger)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("init_device", ["cpu", "meta"])
+def test_spoiled_files_are_refused_before_a_model_is_built(
+    init_device: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    names = [path.name for path in sorted(folders["mixtral"].glob("*.safetensors"))]
+    assert described(folders["mixtral"], init_device)["weights_source"] == str(folders["mixtral"])
+    for case, sentence in {
+        "truncated": f"{names[1]} cannot be read as safetensors",
+        "missing": f"index.json names .*{names[1][:11]}.*, not safetensors files beside it",
+        "pointer": rf"{names[1]} is a pointer of Git LFS, not the weights: run `git lfs pull`",
+    }.items():
+        folder = tmp_path / case
+        shutil.copytree(folders["mixtral"], folder)
+        spoiled = folder / names[1]
+        data = spoiled.read_bytes()
+        spoiled.unlink()
+        if case != "missing":
+            pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+            spoiled.write_bytes(pointer if case == "pointer" else data[:-10])
+        with pytest.raises(ValueError, match=sentence):
+            described(folder, init_device)
+
+
+def test_tied_embeddings_stay_tied_from_files_and_from_a_commit(tmp_path: Path) -> None:
+    """On two processes: from meta as from the CPU, with a copy of the embedding in the files, and after an import."""
+    from safetensors.torch import load_file, save_file
+
+    plain, doubled = tmp_path / "plain", tmp_path / "doubled"
+    small("mixtral", num_local_experts=4, tie_word_embeddings=True).save_pretrained(plain)
+    tensors = load_file(plain / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    shutil.copytree(plain, doubled)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, doubled / "model.safetensors", metadata={"format": "pt"})
+    assert tool("import", tmp_path / "imported", plain) == 0
+
+    def run_of(source: Path, init_device: str, folder: str) -> dict[str, Any]:
+        keys = {"name": "hf_causal_lm", "pretrained_model_name_or_path": str(source), "init_device": init_device}
+        return {
+            "model": {**keys, "use_train_metrics": False},
+            "algorithms.dmoe": {**moe_of("mixtral"), "mesh": {"expert": 2}},
+            "train_loader.vocab_size": 60,
+            "callbacks.elastic_checkpoint": {"folder": str(tmp_path / folder), "interval": "3ba", "async": False},
+        }
+
+    runs = [run_of(plain, "cpu", "cpu"), run_of(plain, "meta", "meta")]
+    runs += [run_of(doubled, "meta", "copied"), run_of(plain, "meta", "imported")]
+    cpu, *others = launch(2, *runs)
+    for other in others:
+        assert len(cpu["losses"]) == 3 and other["losses"] == cpu["losses"] and other["ended"] == cpu["ended"]
+    assert export(tmp_path / "meta", tmp_path / "out", "--tokenizer", "none", "--certify") == 0
+    left = {name: t for path in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(path).items()}
+    embedding = xxhash.xxh3_64_hexdigest(tensor_bytes(left["model.embed_tokens.weight"]))
+    assert embedding == cpu["ended"]["model|model.model.embed_tokens.weight"]
+
+
+def test_embeddings_that_were_trained_untied_are_not_exported_as_tied(tmp_path: Path, capsys: Any) -> None:
+    model: Any = of_hugging_face("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    assert export(commit(Wrapped(model), tmp_path / "run"), tmp_path / "out", "--tokenizer", "none") == 1
+    assert "lm_head.weight is not model.embed_tokens.weight, though tie_word_embeddings" in capsys.readouterr().err
