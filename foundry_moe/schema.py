@@ -19,7 +19,11 @@ from typing import Any, Literal, TypeVar, Union
 T = TypeVar("T")
 
 
-class MistakesError(ValueError):
+class UserError(ValueError):
+    """A user's mistake: the message is all that the user needs. Commands print any other error with its traceback."""
+
+
+class MistakesError(UserError):
     """Mistakes of a user, a sentence each."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
@@ -40,10 +44,10 @@ def raise_mistakes(sentences: Iterable[str]) -> None:
 
 
 def caught(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
-    """The sentences of the ValueError that a check raises; none if it passes."""
+    """The sentences of the UserError that a check raises; none if it passes."""
     try:
         check(*arguments)
-    except ValueError as error:
+    except UserError as error:
         return sentences_of(error)
     return ()
 
@@ -56,19 +60,19 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def one_of(where: str, value: object, known: Iterable[str]) -> None:
-    """Raises ValueError unless `value` is one of `known`."""
+    """Raises UserError unless `value` is one of `known`."""
     known = list(known)
     if value not in known:
         match = difflib.get_close_matches(str(value), known, n=1)
         meant = f"; did you mean {match[0]!r}?" if match else ""
-        raise ValueError(f"{where}: {value!r} is not one of {', '.join(known)}{meant}")
+        raise UserError(f"{where}: {value!r} is not one of {', '.join(known)}{meant}")
 
 
 def section(run: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     """A mapping inside a run's YAML, such as `model` or `model.attn_config`; empty if it is missing or null.
 
     Raises:
-        ValueError: the value is not a mapping.
+        UserError: the value is not a mapping.
     """
     inner: Any = run
     for depth, key in enumerate(path, 1):
@@ -76,12 +80,12 @@ def section(run: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
         if inner is None:
             return {}
         if not isinstance(inner, Mapping):
-            raise ValueError(f"{'.'.join(path[:depth])} must be a mapping of keys to values, not {inner!r}")
+            raise UserError(f"{'.'.join(path[:depth])} must be a mapping of keys to values, not {inner!r}")
     return inner
 
 
 def refuse_unknown(unknown: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises ValueError for `unknown`, keys that a user wrote and `where` does not have."""
+    """Raises UserError for `unknown`, keys that a user wrote and `where` does not have."""
     raise_mistakes(f"{where}.{key} is not a key of {where}; {nearest(key, known)}" for key in unknown)
 
 
@@ -178,13 +182,13 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         where: the mapping's place in the run, for example `algorithms.dmoe`.
 
     Raises:
-        ValueError: unknown keys (the nearest known ones are named) or removed ones, missing keys, or values of another
+        UserError: unknown keys (the nearest known ones are named) or removed ones, missing keys, or values of another
             type; all of them in one error.
     """
     if mapping is None:
         mapping = {}
     if not isinstance(mapping, Mapping):
-        raise ValueError(f"{where} must be a mapping of keys to values, not {mapping!r}")
+        raise UserError(f"{where} must be a mapping of keys to values, not {mapping!r}")
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     removed = getattr(cls, "REMOVED", {})

@@ -37,7 +37,7 @@ from foundry_moe.launch.run_config import (
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
 from foundry_moe.launch.user_errors import PASSING_ERROR, raise_on_all_ranks, run_cleanly
-from foundry_moe.schema import raise_mistakes, section
+from foundry_moe.schema import UserError, raise_mistakes, section
 
 USAGE = "usage: foundry-moe train RUN.yaml -n PROCESSES [key=value ...]"
 _MICROBATCH = "device_train_microbatch_size"
@@ -52,7 +52,7 @@ def train(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         run, settings, ranks = checked(arguments)
-    except ValueError as error:
+    except UserError as error:
         raise_on_all_ranks(error)
     launched = launched_ranks()
 
@@ -87,7 +87,7 @@ def train(arguments: list[str]) -> int:
         if not isinstance(error, ValueError) or _COMPLETE not in str(error):
             atexit.unregister(_destroy_process_group)  # other ranks may wait in a collective
             if (sentence := explain_out_of_memory(error, settings, ranks)) is not None:
-                raise ValueError(sentence) from error
+                raise UserError(sentence) from error
             raise
         if is_first_rank():
             print(f"this run is complete: max_duration ({settings['max_duration']}) is reached, nothing to train")
@@ -117,7 +117,7 @@ def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
         ValueError: a sentence for each mistake.
     """
     if missing := [name for name in ("composer", "llmfoundry") if find_spec(name) is None]:
-        raise ValueError(
+        raise UserError(
             f"the training command needs {' and '.join(missing)}, which the base install leaves out: "
             "pip install 'foundry_moe[foundry]'"
         )
@@ -177,7 +177,7 @@ def _choose_microbatch(run: Mapping[str, Any], ranks: int) -> int | str:
     torch.distributed.all_reduce(free_bytes, op=torch.distributed.ReduceOp.MIN)
     try:
         plan = choose_microbatch(run, _machine(ranks, int(free_bytes) + CONTEXT_BYTES))  # this process's context exists
-    except ValueError as error:
+    except UserError as error:
         raise_on_all_ranks(error)
     if is_first_rank():
         sizes = f"{plan.memory_bytes / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB on each GPU"

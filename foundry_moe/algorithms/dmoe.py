@@ -17,7 +17,7 @@ from foundry_moe.layers.lookup import batch_context, idle_parameters
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.adapters import load_adapter
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.schema import from_mapping, with_keys
+from foundry_moe.schema import UserError, from_mapping, with_keys
 
 __all__ = ["DMoE", "apply_dmoe"]
 
@@ -70,7 +70,7 @@ class DMoE(Algorithm):
             if self._source and self._files is None:
                 check_loaded(state, self._source)
             if self.config.mesh is None and any(tensor.is_meta for layer in layers for tensor in layer.parameters()):
-                raise ValueError(META_NEEDS_MESH)
+                raise UserError(META_NEEDS_MESH)
             apply_rules(state.model, state.optimizers or (), self._rules)
             log_parameter_counts(state, logger, idle=idle_parameters(state.model))
             if not any(isinstance(algorithm, GateSteps) for algorithm in state.algorithms):
@@ -97,7 +97,7 @@ class DMoE(Algorithm):
             warnings.simplefilter("always")
             layers = apply_dmoe(state.model, self.config, state.optimizers, loaded=self._loaded)
         if not layers:
-            raise ValueError(f"algorithms.dmoe: {caught[-1].message}")
+            raise UserError(f"algorithms.dmoe: {caught[-1].message}")
         if getattr(state.model, "using_peft", False):  # with model.peft_config
             # Composer's state dict would have peft's tensors alone: no experts, no adapters of experts
             state.model.should_save_peft_only = False  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_nor
 from foundry_moe.parallel.mesh import plan_mesh
 from foundry_moe.parallel.placement import parallelize
 from foundry_moe.parallel.transformer_blocks import compile_blocks, prefetch_in_order
-from foundry_moe.schema import from_mapping, with_keys
+from foundry_moe.schema import UserError, from_mapping, with_keys
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def place_on_mesh(state: State, mesh_config: MeshConfig) -> None:
         _compile(state, mesh_config)
         return
     if not isinstance(state.fsdp_config, FSDP2Config):
-        raise ValueError(
+        raise UserError(
             "mesh needs FSDP2: give the run `fsdp_config: {}`, or pass parallelism_config={'fsdp': FSDP2Config()} to "
             "Trainer (from composer.utils import FSDP2Config; Composer ignores a key `fsdp2`)"
         )
@@ -90,7 +90,7 @@ def _compile(state: State, mesh_config: MeshConfig) -> None:
     if wanted == "none" or (wanted == "auto" and state.device.name != "gpu"):
         return
     if not compile_blocks(state.model) and wanted == "blocks":
-        raise ValueError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
+        raise UserError("mesh.compile (blocks): the model has no list of blocks with MoE layers; use compile: none")
 
 
 def _clippings(state: State) -> list[GradientClipping]:
@@ -103,7 +103,7 @@ def _replace_clipping(state: State, *, replicated: bool) -> None:
     for clipping in _clippings(state):
         kind, threshold = clipping.clipping_type, clipping.clipping_threshold
         if kind not in CLIPPING:
-            raise ValueError(
+            raise UserError(
                 f"gradient_clipping.clipping_type ({kind}) does not support a mesh: use {' or '.join(CLIPPING)}"
             )
         state.algorithms.remove(clipping)
@@ -232,7 +232,7 @@ def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         return config
     algorithms = dict(config.get("algorithms") or {})
     if algorithms.setdefault("dmoe_mesh", mesh) != mesh:
-        raise ValueError(
+        raise UserError(
             f"algorithms.dmoe_mesh ({algorithms['dmoe_mesh']}) and model.moe.mesh ({mesh}) differ: keep one"
         )
     config["algorithms"] = algorithms

@@ -26,6 +26,7 @@ from foundry_moe.models.native.saving import native_of_model
 from foundry_moe.models.same_run import check_model, describe_experts, describe_model
 from foundry_moe.ops.backends import describe_backend
 from foundry_moe.parallel.collectives import GateCollectives
+from foundry_moe.schema import UserError
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class GateSteps(Algorithm):
     def __init__(self, **internal: Any) -> None:
         self._rules = internal.pop(RULES, None) or {}  # from `pass_rules`
         if internal:
-            raise ValueError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
+            raise UserError(f"algorithms.dmoe_steps.{next(iter(internal))} is not a key of dmoe_steps, which has none")
         self._layers: list[MoELayer] = []  # found once: to walk through a model takes 0.1 ms
         self._before: list[Tensor] = []
         self._rank_tokens: Tensor | None = None  # real tokens of the batch, the mean over ranks
@@ -162,7 +163,7 @@ def check_loaders(state: State) -> None:
     loaders |= {f"eval_loader ({e.label})": getattr(e.dataloader, "dataloader", None) for e in state.evaluators}
     for name, loader in loaders.items():
         if isinstance(loader, DataLoader) and isinstance(loader.dataset, Sized) and len(loader) == 0:
-            raise ValueError(
+            raise UserError(
                 f"{name} has no batch on rank {dist.get_global_rank()}: {len(loader.dataset)} samples are fewer than "
                 f"the {loader.batch_size} of its batch, and drop_last (true) drops the rest; lower the batch size, add "
                 "data, or use drop_last: false"
@@ -179,8 +180,8 @@ def check_hf_checkpointer(state: State) -> None:
         if any(cls.__name__ == "HuggingFaceCheckpointer" for cls in type(callback).__mro__):
             try:
                 native_of_model(state.model)
-            except ValueError as error:
-                raise ValueError(
+            except UserError as error:
+                raise UserError(
                     f"callbacks.hf_checkpointer: {error}; or remove it: elastic_checkpoint saves the model, and "
                     "`foundry-moe checkpoints export` writes it under this package's names"
                 ) from error

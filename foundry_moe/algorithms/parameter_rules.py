@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from foundry_moe.schema import nearest
+from foundry_moe.schema import UserError, nearest
 
 KEYS = ("disable_grad", "param_groups")
 RULES = "parameter_rules"  # internal key of algorithms.dmoe and algorithms.dmoe_steps
@@ -43,7 +43,7 @@ def check_rules(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> None:
     for key in KEYS:
         for pattern in rules.get(key, ()):
             if not any(re.search(pattern, name) for name in names):
-                raise ValueError(f"optimizer.{key} ({pattern}) matches no parameter; {nearest(pattern, parts)}")
+                raise UserError(f"optimizer.{key} ({pattern}) matches no parameter; {nearest(pattern, parts)}")
 
 
 def apply_rules(model: nn.Module, optimizers: Iterable[Optimizer], rules: Mapping[str, Sequence[str]]) -> None:

@@ -28,6 +28,7 @@ from foundry_moe.checkpoint.store import folder_problem
 from foundry_moe.launch.checkpoint_settings import WHERE, CheckpointConfig, checkpoint_config
 from foundry_moe.launch.ending import leave
 from foundry_moe.launch.user_errors import NonfiniteError, raise_on_all_ranks
+from foundry_moe.schema import UserError
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class ElasticCheckpoint(Callback):
         state.callbacks.insert(0, self)
         self._mark("data and model")
         if sum(isinstance(callback, ElasticCheckpoint) for callback in state.callbacks) > 1:
-            raise ValueError(f"{WHERE} is there twice: one run has one folder")
+            raise UserError(f"{WHERE} is there twice: one run has one folder")
         store = open_store(self.config.folder, self.config.store_options)
         failures: list[tuple[type[Exception], str] | None] = [None]
         if dist.get_global_rank() == 0:
@@ -123,7 +124,7 @@ class ElasticCheckpoint(Callback):
                     log.info("%s is not loaded: the run resumes from a checkpoint in %s", folder, self.config.folder)
                 return
             for key in others:
-                raise ValueError(
+                raise UserError(
                     f"{key} does not apply to load_path ({folder}), a folder of elastic_checkpoint: delete it"
                 )
             start_from(folder, self.config, state, logger, weights_only=weights_only or resumes)

@@ -34,6 +34,7 @@ from foundry_moe.callbacks.data_order import DataPosition, allow_next_datamix, i
 from foundry_moe.checkpoint.codec import encode
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.strict import MOST, shown
+from foundry_moe.schema import UserError
 
 BY_NAME = ("schedulers", "algorithms", "callbacks", "scaler", "timestamp")
 PLAIN = ("rank_zero_seed", "dataset_state")
@@ -128,7 +129,7 @@ def check_storable(state: State) -> None:
             try:
                 encode(_named(item)[name], tensor=lambda path, tensor: None)
             except Exception as error:  # of a `state_dict` that fails, too
-                raise ValueError(
+                raise UserError(
                     f"{section}: the state of {name} cannot be saved with elastic_checkpoint, which stores plain data "
                     f"only ({type(error).__name__}: {error}): remove {name}, or let its state_dict return plain data"
                 ) from error

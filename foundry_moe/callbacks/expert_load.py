@@ -22,7 +22,7 @@ from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import DROPPED, GATE_ENTROPY, MoELayer
 from foundry_moe.loads.history import entropy_of
 from foundry_moe.loads.page import write_page
-from foundry_moe.schema import refuse_unknown
+from foundry_moe.schema import UserError, refuse_unknown
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
     try:
         every = Time.from_input(interval, TimeUnit.BATCH)
     except (ValueError, RuntimeError):  # for what is neither text nor a number
-        raise ValueError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok") from None
+        raise UserError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok") from None
     if every.value <= 0:
-        raise ValueError(f"{where} ({interval!r}) must be above 0")
+        raise UserError(f"{where} ({interval!r}) must be above 0")
     return create_interval_scheduler(every, checkpoint_events=False, final_events={Event.BATCH_END})
 
 
@@ -120,7 +120,7 @@ class ExpertLoad(Callback):
     ) -> None:
         refuse_unknown(unknown, ("interval", "shares", "file", "html"), "callbacks.expert_load")
         if html and not file:
-            raise ValueError(f"callbacks.expert_load.html ({html}) is a page of `file`: give file too")
+            raise UserError(f"callbacks.expert_load.html ({html}) is a page of `file`: give file too")
         self.due = at_interval(interval, "callbacks.expert_load.interval")
         self.shares = shares
         self.file = LoadFile(file) if file else None
@@ -198,7 +198,7 @@ class ExpertLoad(Callback):
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
             try:
                 write_page(self.file.path, Path(self.html))
-            except ValueError as error:  # of an older run in the same file, for example: no reason to end this one
+            except UserError as error:  # of an older run in the same file, for example: no reason to end this one
                 log.warning("callbacks.expert_load.html: %s", error)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from foundry_moe.loads.history import EVEN_ENOUGH
+from foundry_moe.schema import UserError
 
 PATIENCE = 2  # looks in a row
 
@@ -29,7 +30,7 @@ class LoadFile:
 
     def __init__(self, path: str) -> None:
         if "://" in path:
-            raise ValueError(f"callbacks.expert_load.file ({path}) must be a local path: lines are appended to it")
+            raise UserError(f"callbacks.expert_load.file ({path}) must be a local path: lines are appended to it")
         self.path = Path(path)
         self._opened = False
 

@@ -20,7 +20,7 @@ from foundry_moe.callbacks.elastic_checkpoint import ElasticCheckpoint
 from foundry_moe.callbacks.expert_load import ExpertLoad, at_interval
 from foundry_moe.layers.moe import DROPPED
 from foundry_moe.models.mpt import DMoECausalLM
-from foundry_moe.schema import refuse_unknown
+from foundry_moe.schema import UserError, refuse_unknown
 
 _LOSS = "loss/train/total"
 _EVAL_LOSS = "LanguageCrossEntropy"
@@ -174,7 +174,7 @@ def read_facts(path: str) -> dict[str, float]:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
+        raise UserError(
             f"callbacks.run_report.facts ({path}): {error}; leave it out, or write it with the demo's data "
             "(python examples/demo_data.py FOLDER)"
         ) from None

@@ -20,6 +20,7 @@ from foundry_moe.callbacks.preemption import StopSignals, shield_workers
 from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.launch.user_errors import raise_on_all_ranks
 from foundry_moe.parallel.collectives import group_timeout
+from foundry_moe.schema import UserError
 
 FALLBACK_TIMEOUT = datetime.timedelta(hours=1)
 
@@ -111,7 +112,7 @@ class RunWatch:
         rows = self._exchange(microbatches=count)
         try:
             check_microbatches([row.microbatches for row in rows], batch, state.device_train_microbatch_size)
-        except ValueError as error:
+        except UserError as error:
             raise_on_all_ranks(error)
         if self.finite is not None:
             # the number of automatic microbatches is not known yet
@@ -188,7 +189,7 @@ def check_microbatches(counts: Sequence[int], batch: int, size: object) -> None:
     if others:
         numbers = sorted({counts[rank] for rank in others})
         theirs = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
-        raise ValueError(
+        raise UserError(
             f"batch {batch} does not have the same number of microbatches on all ranks ({theirs} on "
             f"{name_ranks(others)}; {usual} on all others), so that a collective would never complete: set "
             f"train_loader.drop_last: true, or a device_train_microbatch_size ({size}) that is at least the batch of "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from foundry_moe.certify.record import Quantity, Record, Step
+from foundry_moe.schema import UserError
 
 # Sums in another order: measured up to 3e-15 in fp64, 1e-6 in fp32, a few units of rounding in 16 bits.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
@@ -82,7 +83,7 @@ def compare(
     b = _renamed(b, rename) if rename is not None else b
     names = [name for name in a.shapes if b.shapes.get(name) == a.shapes[name]]
     if not names:
-        raise ValueError(f"{a.name} and {b.name} have no parameter of the same name and shape: see --names")
+        raise UserError(f"{a.name} and {b.name} have no parameter of the same name and shape: see --names")
     dtypes = {record.dtypes[name] for record in (a, b) for name in names}
     limit = tolerance or max(TOLERANCE.get(dtype, TOLERANCE["bfloat16"]) for dtype in dtypes)
     floor = min(0.1, 10 * max(_EPSILON.get(dtype, 8e-3) for dtype in dtypes) / limit)
@@ -93,7 +94,7 @@ def compare(
         symptoms += judge.diagnose(first)
     steps = tuple(step.number for step, _ in judge.pairs_of_steps())
     if not steps and judge.state_of(a, b.begin.number) is None:
-        raise ValueError(
+        raise UserError(
             f"{a.name} has steps {_range(a)}, {b.name} {_range(b)}: no step in common; pass `step` to Recorder"
         )
     return Report(

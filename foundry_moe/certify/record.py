@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foundry_moe.certify.sketch import STACK, units_of
+from foundry_moe.schema import UserError
 
 FILE = "record.jsonl"
 FORMAT = "foundry_moe record 1"
@@ -101,16 +102,16 @@ class RecordWriter:
         for of_rank in held:
             for name, part in of_rank.items():
                 if self.whole.setdefault(name, part).shape != part.shape:
-                    raise ValueError(f"{name} has shapes {self.whole[name].shape} and {part.shape} on two ranks")
+                    raise UserError(f"{name} has shapes {self.whole[name].shape} and {part.shape} on two ranks")
         for name, whole in self.whole.items():
             boxes = {(tuple(h[name].begin), tuple(h[name].size)) for h in held if name in h}
             if (found := sum(math.prod(size) for _, size in boxes)) != (total := math.prod(whole.shape)):
-                raise ValueError(f"{name} has {total} elements, and ranks hold {found} in different boxes: see box_of")
+                raise UserError(f"{name} has {total} elements, and ranks hold {found} in different boxes: see box_of")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self.path.open("x").close()
         except FileExistsError:
-            raise ValueError(f"{self.path} exists: give each run, and each resume, a folder of its own") from None
+            raise UserError(f"{self.path} exists: give each run, and each resume, a folder of its own") from None
         self.append(
             {
                 "format": FORMAT,
@@ -182,13 +183,13 @@ def read_record(folder: str | Path) -> Record:
     path = Path(folder)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {FILE}: give the folder that a Recorder wrote")
+        raise UserError(f"{folder} holds no {FILE}: give the folder that a Recorder wrote")
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # the last may be torn
     number = 1
     try:
         head = json.loads(lines[0]) if lines else {}
         if head.get("format") != FORMAT:
-            raise ValueError(f"its format is {str(head.get('format'))[:60]!r}, not {FORMAT!r}")
+            raise UserError(f"its format is {str(head.get('format'))[:60]!r}, not {FORMAT!r}")
         parameters = head["parameters"]
         steps = []
         for number, line in enumerate(lines[1:], 2):  # noqa: B007 - the error below names it
@@ -204,11 +205,11 @@ def read_record(folder: str | Path) -> Record:
             steps=tuple(steps[1:]),
         )
         if any(len(parts) != record.ranks for parts in record.held.values()):
-            raise ValueError("a parameter's `held` has not one entry a rank")
+            raise UserError("a parameter's `held` has not one entry a rank")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{path}, line {number}: this is no record: {str(error)[:200]}") from None
+        raise UserError(f"{path}, line {number}: this is no record: {str(error)[:200]}") from None
     if not record.steps:
-        raise ValueError(f"{path} holds no step: did the optimizer step while the Recorder was there?")
+        raise UserError(f"{path} holds no step: did the optimizer step while the Recorder was there?")
     return record
 
 
@@ -224,7 +225,7 @@ def _step(line: Mapping[str, Any], parameters: Mapping[str, Any], width: int) ->
             for name, of_tensor in rows.items():
                 units = units_of(tuple(parameters[name]["shape"]))
                 if of_tensor is not None and [len(row) for row in of_tensor] != [width] * units:
-                    raise ValueError(f"{kind} of {name} is not of {units} rows of {width} numbers")
+                    raise UserError(f"{kind} of {name} is not of {units} rows of {width} numbers")
             kinds[kind] = Quantity(
                 rows={k: None if v is None else [[float(x) for x in row] for row in v] for k, v in rows.items()},
                 apart={str(name): float(value) for name, value in found["apart"].items()},

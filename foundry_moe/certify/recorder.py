@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from foundry_moe.certify.record import NONE, Held, RecordWriter
 from foundry_moe.certify.sketch import sketch, units_of
+from foundry_moe.schema import UserError
 
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.|^(module\.)+")
 
@@ -69,7 +70,7 @@ class Recorder:
         self.boxes: dict[str, Box] = {}
         for name, parameter in model.named_parameters():
             if "_flat_param" in name:
-                raise ValueError(
+                raise UserError(
                     f"{name} is a flattened parameter of FSDP1, which has no shape: use FSDP2 (fully_shard)"
                 )
             name = clean_name(name)

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from foundry_moe.checkpoint.store import Store, StoreOptions, folder_problem
+from foundry_moe.schema import UserError
 
 _PUBLIC = {"Writer": "dcp_writer", "Reader": "dcp_reader"}
 
@@ -33,7 +34,7 @@ def open_store(folder: str, options: StoreOptions | None = None) -> Store:
     options = options or StoreOptions()
     problem = folder_problem(folder)
     if problem:
-        raise ValueError(f"folder {folder!r}: {problem}")
+        raise UserError(f"folder {folder!r}: {problem}")
     scheme, separator, rest = folder.partition("://")
     if not separator or scheme == "file":
         from foundry_moe.checkpoint.store_file import FileStore
@@ -47,7 +48,7 @@ def open_store(folder: str, options: StoreOptions | None = None) -> Store:
         from foundry_moe.checkpoint.store_cloud import CloudStore
     except ImportError as error:
         extra = {"gs": "gcs", "az": "azure"}[scheme]
-        raise ValueError(
+        raise UserError(
             f"folder {folder!r}: {scheme}:// needs obstore ({error}): pip install 'foundry_moe[{extra}]'"
         ) from error
     return CloudStore(folder, options)

@@ -36,6 +36,7 @@ from foundry_moe.checkpoint.strict import (
     shown,
     text,
 )
+from foundry_moe.schema import UserError
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}  # of a checkpoint
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -84,7 +85,7 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
         nonlocal packed_bytes
         packed_bytes += len(raw)
         if packed_bytes > INFLATED_BYTES:
-            raise ValueError(f"{path or 'the value'}: arrays and byte strings beside the tensors exceed 1 GiB")
+            raise UserError(f"{path or 'the value'}: arrays and byte strings beside the tensors exceed 1 GiB")
         if len(raw) > PACK_BYTES and len(raw) <= most_inflated(len(packed := zlib.compress(raw))):
             return {"$z": base64.b85encode(packed).decode()}
         return {"$b": base64.b85encode(raw).decode()}
@@ -96,7 +97,7 @@ def encode(value: Any, *, where: str = "", tensor: Callable[[str, Tensor], Any] 
             return item.body
         depth += 1
         if depth > DEPTH:
-            raise ValueError(f"{path or 'the value'} is nested deeper than {DEPTH}, which a checkpoint cannot hold")
+            raise UserError(f"{path or 'the value'} is nested deeper than {DEPTH}, which a checkpoint cannot hold")
         if isinstance(item, enum.Enum):
             return go(item.value, path, depth)
         if isinstance(item, torch.Tensor):

@@ -1,6 +1,6 @@
 """Errors of checkpoints, with messages that a user can act on.
 
-Where it is in doubt, a message says which checkpoints are kept. Errors that the user must repair are also ValueErrors,
+Where it is in doubt, a message says which checkpoints are kept. Errors that the user must repair are also UserErrors,
 which the training command prints without a traceback. This module depends neither on stores nor on torch.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+
+from foundry_moe.schema import UserError
 
 # an address other than a folder's; one slash is a slip for two
 _ADDRESS = re.compile(r"\b(?!(?:s3|gs|az|file):)([a-z][a-z0-9+.-]*:/+)([^\s\"'<>]+)", re.IGNORECASE)
@@ -46,7 +48,7 @@ class StoreError(CheckpointError):
     lasting = False
 
 
-class NotFoundError(StoreError, ValueError):
+class NotFoundError(StoreError, UserError):
     """An object, bucket or folder does not exist."""
 
     lasting = True
@@ -62,7 +64,7 @@ class ExistsError(StoreError):
     lasting = True
 
 
-class DeniedError(StoreError, ValueError):
+class DeniedError(StoreError, UserError):
     """Credentials are missing, wrong or lack permission, or the clock is too far off for them."""
 
     lasting = True
@@ -72,21 +74,21 @@ class DamagedError(CheckpointError):
     """A commit is damaged: an object is missing, or does not have the recorded size or hash."""
 
 
-class MismatchError(CheckpointError, ValueError):
+class MismatchError(CheckpointError, UserError):
     """The checkpoint is intact and belongs to another model."""
 
 
-class ResumeError(CheckpointError, ValueError):
+class ResumeError(CheckpointError, UserError):
     """The folder does not hold what `resume` asks for."""
 
 
-class OwnedError(CheckpointError, ValueError):
+class OwnedError(CheckpointError, UserError):
     """The folder belongs to another run. `model_differs`: only the tensors of the models differ."""
 
     model_differs = False
 
 
-class TakenOverError(CheckpointError, ValueError):
+class TakenOverError(CheckpointError, UserError):
     """Another process owns the folder by now: this one must not write, and must not be restarted."""
 
 

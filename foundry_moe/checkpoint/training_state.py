@@ -24,6 +24,7 @@ from foundry_moe.checkpoint.exchange import Targets
 from foundry_moe.checkpoint.layout import Block, Layout, layout_of, narrow_to, plan_writes, replicated
 from foundry_moe.checkpoint.manifest import ALIGN_BYTES, Manifest, Row, block_hash, object_key, tensors_in
 from foundry_moe.checkpoint.store import Store
+from foundry_moe.schema import UserError
 
 INLINE_BYTES = 256  # smaller replicated tensors, such as step counters, are stored in the manifest
 STRICT = ("model", "optim")  # sections whose tensors must match exactly in a load
@@ -116,14 +117,14 @@ def flatten(state_dict: Mapping[str, Any], world_size: int, *, inline: bool = Tr
 
     def take(path: str, tensor: Tensor) -> Any:
         if path in paths:
-            raise ValueError(f"two tensors have the path {path}: rename a key that contains a dot")
+            raise UserError(f"two tensors have the path {path}: rename a key that contains a dot")
         if len(path) > 4096 or not path.isprintable():
-            raise ValueError(f"a tensor has the path {path!a}, which a checkpoint cannot hold: rename its key")
+            raise UserError(f"a tensor has the path {path!a}, which a checkpoint cannot hold: rename its key")
         paths.add(path)
         if inline and not isinstance(tensor, DTensor) and tensor.nbytes <= INLINE_BYTES:
             return encode(tensor)
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
-            raise ValueError(f"{path} has dtype {tensor.dtype} and layout {tensor.layout}: it cannot be stored")
+            raise UserError(f"{path} has dtype {tensor.dtype} and layout {tensor.layout}: it cannot be stored")
         tensors[path] = tensor
         layouts[path] = layout_of(tensor, world_size, path)
         return {"$ref": path}

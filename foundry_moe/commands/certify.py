@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict
 
 from foundry_moe.certify import Report, compare, read_record
+from foundry_moe.schema import UserError
 
 SHOWN = 5  # units of the first difference
 
@@ -20,7 +21,7 @@ def certify_command(arguments: argparse.Namespace) -> int:
     """
     pairs = [word.partition("=") for word in arguments.names]
     if wrong := [f"{old}{sign}{new}" for old, sign, new in pairs if not old or not sign]:
-        raise ValueError(f"--names {wrong[0]} must be OLD=NEW, for example --names model.=")
+        raise UserError(f"--names {wrong[0]} must be OLD=NEW, for example --names model.=")
 
     def rename(name: str) -> str:
         for old, _, new in pairs:

@@ -20,7 +20,7 @@ from foundry_moe.launch.run_config import (
 from foundry_moe.launch.run_values import check_fit
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import check_expert_widths, plan_mesh
-from foundry_moe.schema import caught, raise_mistakes, section, sentences_of
+from foundry_moe.schema import UserError, caught, raise_mistakes, section, sentences_of
 
 GLOO_GROUPS = 2  # those of a run with `elastic_checkpoint` on a GPU: of the threads that save, and of the main threads
 
@@ -37,7 +37,7 @@ def check_command(arguments: argparse.Namespace) -> int:
     if arguments.gpus is not None:
         try:
             mesh = f", mesh {_mesh_of(run, arguments.gpus, arguments.gpus_per_node)}"
-        except ValueError as error:
+        except UserError as error:
             mistakes += sentences_of(error)
         except Exception:
             if not mistakes:

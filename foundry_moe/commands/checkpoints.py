@@ -21,6 +21,7 @@ from foundry_moe.commands.chosen_checkpoint import describe_mesh, open_folder, w
 from foundry_moe.config import can_cut_rows
 from foundry_moe.launch.checkpoint_settings import parse_interval
 from foundry_moe.parallel.mesh import divisors
+from foundry_moe.schema import UserError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -282,7 +283,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         count, size = import_weights(source, store, prefix=prefix, trust_pickle=arguments.trust_pickle, rename=rename)
     except CheckpointError:
         raise
-    except ValueError as error:
+    except UserError as error:
         raise CheckpointError(f"{source}: {error}") from error
     print(f"{count} tensors, {_size(size)}: the checkpoint of step 0 in {store.url}; runs here start from it")
     return 0

@@ -23,6 +23,7 @@ from foundry_moe.launch.user_errors import is_users
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
 from foundry_moe.models.native.tokenizer import restore_tokenizer
+from foundry_moe.schema import UserError
 
 NO_TOKENIZER = "none"
 
@@ -68,7 +69,7 @@ def _read(store: Store, found: Found) -> tuple[Architecture, Weights]:
     prefix, weights = architecture.prefix, Weights.of(store, found, "model")
     dense = next((name for name in weights.sources if ".lora_A." in name), None)
     if dense is not None:
-        raise ValueError(
+        raise UserError(
             f"{dense}: adapters of model.peft_config are not exported; train without peft_config, or save the model "
             "from Python with peft's save_pretrained"
         )
@@ -92,7 +93,7 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
         frozen = frozen_sources(found.manifest.info[FROZEN], architecture, weights.sources, base)
         weights = replace(weights, sources={**weights.sources, **frozen})
     elif base is not None:
-        raise ValueError("--base is for checkpoints that leave out the frozen weights, and this one holds all: drop it")
+        raise UserError("--base is for checkpoints that leave out the frozen weights, and this one holds all: drop it")
     if merged:
         weights = merge(architecture, weights)
         architecture = replace(architecture, experts=replace(architecture.experts, lora=None))
@@ -104,7 +105,7 @@ def plan_export(store: Store, found: Found, dtype: str | None, *, merged: bool, 
         if is_users(error):
             raise
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"the checkpoint's configuration is not a valid one: {type(error).__name__}: {reason}"
         ) from error
     kinds = {source.dtype for source in weights.sources.values()}
@@ -122,7 +123,7 @@ def export_to(exported: Exported, out: Path, with_logits: bool | None, file_byte
     config, tokenizer = exported.native.config, exported.tokenizer
     if tokenizer is not None:
         if len(tokenizer) > config.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer: it has {len(tokenizer)} tokens, and the model {config.vocab_size}: give the tokenizer "
                 "of this model"
             )
@@ -154,7 +155,7 @@ def _generation_of(exported: Exported) -> GenerationConfig:
     try:
         return GenerationConfig.from_dict(dict(recorded))
     except Exception as error:  # a checkpoint may hold anything
-        raise ValueError(f"the checkpoint's generation settings are not valid: {error}") from error
+        raise UserError(f"the checkpoint's generation settings are not valid: {error}") from error
 
 
 def read_tokenizer(asked: str | None, recorded: Architecture) -> PreTrainedTokenizerBase | None:
@@ -171,7 +172,7 @@ def read_tokenizer(asked: str | None, recorded: Architecture) -> PreTrainedToken
         return restore_tokenizer(name, recorded.tokenizer_state if asked is None else {})
     except Exception as error:  # OSError, ValueError and others, by what is wrong
         where, reason = "the run's tokenizer" if asked is None else "--tokenizer", str(error).partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"{where} ({name}) cannot be read ({reason}); a checkpoint does not contain its vocabulary: give its "
             f"folder with --tokenizer FOLDER, or export without one with --tokenizer {NO_TOKENIZER}"
         ) from error

@@ -28,6 +28,7 @@ from foundry_moe.models.families import Family, family_of
 from foundry_moe.models.frozen_weights import digest
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.state_dict import native_of
+from foundry_moe.schema import UserError
 
 _FACTOR = re.compile(r"(.*?\.(\d+)\..*\.experts\.)(w1|v1|w2)_([AB])_E([DF])L")
 _FUSED = "base_model.model.model.layers.{layer}.mlp.experts."  # transformers 5's name in all families with such experts
@@ -40,7 +41,7 @@ Pairs = Callable[[Factors, list[int]], Iterator[tuple[str, Tensor]]]
 def _scale_of(architecture: Architecture) -> float:
     lora = architecture.experts.lora_config
     if lora is None:
-        raise ValueError("--merge and --adapter are for runs with lora, and this checkpoint has no adapters")
+        raise UserError("--merge and --adapter are for runs with lora, and this checkpoint has no adapters")
     return lora.scale
 
 
@@ -60,12 +61,12 @@ def frozen_sources(
     where = place or str(recorded.get("from") or "")
     hint = "name the Hugging Face model that the run began with by --base FOLDER, or use --adapter"
     if not where or architecture.model_type == "mpt":
-        raise ValueError(f"the checkpoint leaves out the frozen weights and records no place of theirs: {hint}")
+        raise UserError(f"the checkpoint leaves out the frozen weights and records no place of theirs: {hint}")
     try:
         model = AutoModelForCausalLM.from_pretrained(where, torch_dtype="auto", trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"the checkpoint leaves out the frozen weights, and {where} cannot be read ({reason}): {hint}"
         ) from error
     apply_dmoe(model, replace(architecture.experts, layers=architecture.layers, lora=None, backend="auto"), loaded=True)
@@ -76,7 +77,7 @@ def frozen_sources(
         named = {f"{architecture.prefix}{name}": tensor for name, tensor in cast.items()}
         if digest(named) == recorded.get("digest"):
             return {name: Source.of(tensor) for name, tensor in cast.items()}
-    raise ValueError(
+    raise UserError(
         f"{where} does not hold the {recorded.get('tensors')} frozen tensors that the checkpoint leaves out (digest "
         f"{recorded.get('digest')}): {hint}"
     )
@@ -124,7 +125,7 @@ def write_adapter(architecture: Architecture, weights: Weights, out: Path, *, fo
     native = native_of(replace(architecture, experts=replace(architecture.experts, lora=None)))
     parts = [part for part in native.family.parts(native.blocks) if part.expert is not None]
     if any(part.their_shape != part.shape or part.transposed for part in parts):
-        raise ValueError(f"--adapter: {native.family.name} has no matrix of its own for each expert; use --merge")
+        raise UserError(f"--adapter: {native.family.name} has no matrix of its own for each expert; use --merge")
     names = {name: match for name in weights.sources if (match := _FACTOR.fullmatch(name))}
     tensors = weights.read(names)
     factors = {(int(match[2]), match[3], match[4]): tensors[name] for name, match in names.items()}
@@ -155,7 +156,7 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
         config = json.loads((Path(base or "") / "config.json").read_text())
         kind, experts = config["model_type"], config.get("num_local_experts") or config["num_experts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"--base ({base}) must be the folder of the model that {folder} adapts, with its config.json: {error!r}"
         ) from error
     interleaved = kind == GPT_OSS
@@ -167,7 +168,7 @@ def convert_adapter(folder: Path, out: Path, base: str | None, form: str, dtype:
         (layer, matrix) for layer in layers for matrix in ("w1", "v1", "w2") if (layer, matrix, "B") not in factors
     ]
     if lacking:
-        raise ValueError(f"{folder} has no adapter of {lacking[0][1]} in layer {lacking[0][0]}")
+        raise UserError(f"{folder} has no adapter of {lacking[0][1]} in layer {lacking[0][0]}")
     pairs: Pairs | None = None
     if form != "peft" and interleaved:
         pairs = _stacked
@@ -244,7 +245,7 @@ def _stacked(factors: Factors, layers: list[int]) -> Iterator[tuple[str, Tensor]
     for layer in layers:
         a1, b1, a3, b3, a2, b2 = (factors[layer, matrix, factor] for matrix in ("w1", "v1", "w2") for factor in "AB")
         if not torch.equal(a1, a3):
-            raise ValueError(f"gate and up of layer {layer} have factors A of their own, and SGLang's format has one")
+            raise UserError(f"gate and up of layer {layer} have factors A of their own, and SGLang's format has one")
         for matrix, a_EKM, b_ENM in (("gate_up_proj", a1, torch.cat([b1, b3], dim=1)), ("down_proj", a2, b2)):
             name = f"{_FUSED.format(layer=layer)}{matrix}."
             yield f"{name}lora_A.weight", a_EKM.mT

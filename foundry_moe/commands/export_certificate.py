@@ -29,6 +29,7 @@ from foundry_moe.models.native.state_dict import Native
 from foundry_moe.models.native.targets import Target, assemble
 from foundry_moe.models.native.tokenizer import differences, digest_of, sentence_for
 from foundry_moe.models.pretrained import EMBEDDINGS, HEAD
+from foundry_moe.schema import UserError
 
 FILE, LOGITS = "certificate.json", "certificate.npz"  # not safetensors: servers read all such files of a folder
 TOKENS = (2, 16)  # sequences and positions
@@ -188,7 +189,7 @@ def _compare_logits(exported: Exported, folder: Path, problems: list[str]) -> di
         if is_users(error) or isinstance(error, MemoryError):
             raise
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ValueError(f"no model can be built of the checkpoint's configuration: {reason}") from error
+        raise UserError(f"no model can be built of the checkpoint's configuration: {reason}") from error
     try:
         theirs_model, report = AutoModelForCausalLM.from_pretrained(
             folder, torch_dtype=torch.float32, output_loading_info=True
@@ -307,7 +308,7 @@ def build(architecture: Architecture, tensors: Mapping[str, Tensor]) -> nn.Modul
     model.tie_weights()
     lacking = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if lacking or unexpected:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint's tensors are not those of its architecture: it lacks {lacking[:3]}, and "
             f"{unexpected[:3]} have no place"
         )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from foundry_moe.checkpoint.errors import without_secrets
 from foundry_moe.checkpoint.store import FORM, StoreOptions, endpoint_problem, folder_problem
-from foundry_moe.schema import MistakesError, caught, form, from_mapping, raise_mistakes, sentences_of
+from foundry_moe.schema import MistakesError, UserError, caught, form, from_mapping, raise_mistakes, sentences_of
 
 RESTART = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop: a restart loses nothing
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGXCPU")  # that can ask a run to stop
@@ -48,7 +48,7 @@ def parse_interval(text: str, where: str, unit: str | None = None) -> Interval:
     if given in COUNTS and amount >= 1 and amount == int(amount):
         found = Interval(int(amount), given)
     if found is None or found.unit != (unit or found.unit):
-        raise ValueError(f"{where} ({text}) {_FORMS[unit]}")
+        raise UserError(f"{where} ({text}) {_FORMS[unit]}")
     return found
 
 
@@ -179,6 +179,6 @@ def checkpoint_config(mapping: Mapping[str, Any]) -> CheckpointConfig:
     keys = {"asynchronous" if key == "async" else key: value for key, value in mapping.items()}
     try:
         return from_mapping(CheckpointConfig, keys, WHERE)
-    except ValueError as error:
+    except UserError as error:
         # the value that is wrong may hold a password
         raise MistakesError(without_secrets(text) for text in sentences_of(error)) from None

@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from foundry_moe.schema import caught, fits, nearest, one_of, refuse_unknown, section
+from foundry_moe.schema import UserError, caught, fits, nearest, one_of, refuse_unknown, section
 
 # names of this package, for a checkout that is not installed
 OURS: Mapping[str, tuple[str, ...]] = {
@@ -166,11 +166,11 @@ class _Walk:
             if not self.foreign:
                 one_of(where, value, known_names(rest[0]))
         elif sign == ">=" and not (fits(value, float) and value >= int(rest[0])):
-            raise ValueError(f"{where} ({value!r}) must be {rest[0]} or more")
+            raise UserError(f"{where} ({value!r}) must be {rest[0]} or more")
         elif sign == ">" and not (value in rest[1:] or (fits(value, float) and value > int(rest[0]))):
-            raise ValueError(f"{where} ({value!r}) must be a number above {' '.join(rest)}")
+            raise UserError(f"{where} ({value!r}) must be a number above {' '.join(rest)}")
         elif sign == "0" and not (fits(value, float) and 0 <= value <= 1):
-            raise ValueError(f"{where} ({value!r}) must be a probability, from 0 to 1")
+            raise UserError(f"{where} ({value!r}) must be a probability, from 0 to 1")
 
 
 @cache

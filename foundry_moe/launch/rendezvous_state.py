@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from foundry_moe.checkpoint.errors import DamagedError
 from foundry_moe.checkpoint.strict import fail, integer, mapping, parse_json, sequence, text
+from foundry_moe.schema import UserError
 
 TOKEN, TOKEN_FILE = "FOUNDRY_MOE_TOKEN", "FOUNDRY_MOE_TOKEN_FILE"
 STATE_BYTES = 2**24  # 100 bytes a node
@@ -38,9 +39,9 @@ def shared_token() -> bytes:
     try:
         token = Path(path).read_bytes().strip()
     except OSError as error:
-        raise ValueError(f"{TOKEN_FILE} ({path}) cannot be read: {error.strerror}") from error
+        raise UserError(f"{TOKEN_FILE} ({path}) cannot be read: {error.strerror}") from error
     if not token:
-        raise ValueError(f"{TOKEN_FILE} ({path}) is empty: write the token that all nodes share into it")
+        raise UserError(f"{TOKEN_FILE} ({path}) is empty: write the token that all nodes share into it")
     return token
 
 

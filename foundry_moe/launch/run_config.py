@@ -27,7 +27,7 @@ from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit
 from foundry_moe.launch.spares import launched_ranks, ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate
 from foundry_moe.parallel.mesh import divisors, listed
-from foundry_moe.schema import caught, from_mapping, raise_mistakes, section
+from foundry_moe.schema import UserError, caught, from_mapping, raise_mistakes, section
 
 MODEL = "dmoe_causal_lm"
 MOST_BYTES = 2**22
@@ -44,12 +44,12 @@ def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
         ValueError: the file is missing, a folder or invalid YAML, or an override is not `key=value`.
     """
     if Path(path).is_dir():
-        raise ValueError(f"{path} is a folder: name a run's YAML in it")
+        raise UserError(f"{path} is a folder: name a run's YAML in it")
     if not Path(path).is_file():
-        raise ValueError(f"{path}: there is no such file" + (f"; {usage}" if usage else ""))
+        raise UserError(f"{path}: there is no such file" + (f"; {usage}" if usage else ""))
     for override in overrides:
         if "=" not in override:
-            raise ValueError(f"{override}: an override is key=value, for example max_duration=100ba")
+            raise UserError(f"{override}: an override is key=value, for example max_duration=100ba")
     config = _read_yaml(path)
     for override in overrides:
         _override(config, override)
@@ -58,18 +58,18 @@ def load_run(path: str, overrides: list[str], usage: str = "") -> DictConfig:
 
 def _read_yaml(path: str) -> DictConfig:
     if (size := Path(path).stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes: a run's YAML has at most {MOST_BYTES:,}")
+        raise UserError(f"{path} has {size:,} bytes: a run's YAML has at most {MOST_BYTES:,}")
     try:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {_one_line(error)}") from None
+        raise UserError(f"{path} is not valid YAML: {_one_line(error)}") from None
     except OSError as error:  # a file that holds one number
-        raise ValueError(f"{path} must be a mapping of keys to values at its top level: {_one_line(error)}") from None
+        raise UserError(f"{path} must be a mapping of keys to values at its top level: {_one_line(error)}") from None
     keys = OmegaConf.to_container(config, resolve=False)  # OmegaConf reads one word as a key without a value
     if not isinstance(config, DictConfig) or not isinstance(keys, dict) or list(keys.values()) == [None]:
-        raise ValueError(f"{path} must be a mapping of keys to values at its top level")
+        raise UserError(f"{path} must be a mapping of keys to values at its top level")
     if "models" in config and "model" not in config:
-        raise ValueError(f"{path} is a run of LLM Foundry's evaluation (models): use `llmfoundry eval`")
+        raise UserError(f"{path} is a run of LLM Foundry's evaluation (models): use `llmfoundry eval`")
     return config
 
 
@@ -88,7 +88,7 @@ def _override(config: DictConfig, override: str) -> None:
         else:
             config.merge_with(given)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{override[:100]}: this override cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{override[:100]}: this override cannot be read: {_one_line(error)}") from None
 
 
 def _names_another(value: Any, old: Any) -> bool:
@@ -111,7 +111,7 @@ def plain(run: DictConfig) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(run, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise ValueError(f"a ${{...}} in the run has no value: {_one_line(error)}") from None
+        raise UserError(f"a ${{...}} in the run has no value: {_one_line(error)}") from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
@@ -191,18 +191,16 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
     algorithms, model = section(run, "algorithms"), section(run, "model")
     name, has_algorithm = model.get("name"), "dmoe" in algorithms
     if has_algorithm and (name == MODEL or model.get("moe") is not None):
-        raise ValueError(
-            f"algorithms.dmoe and model.moe (of {MODEL}) both put experts into the model: keep one of them"
-        )
+        raise UserError(f"algorithms.dmoe and model.moe (of {MODEL}) both put experts into the model: keep one of them")
     if has_algorithm:
         return from_mapping(MoEConfig, algorithms["dmoe"], "algorithms.dmoe")
     if model.get("moe") is not None and name in _WITHOUT_EXPERTS:
-        raise ValueError(
+        raise UserError(
             f"model.moe: model.name: {name} does not read it; move its keys to algorithms.dmoe"
             + (f", or use model.name: {MODEL}" if name == "mpt_causal_lm" else "")
         )
     if section(run, "model", "ffn_config").get("ffn_type") == "dmoe":
-        raise ValueError("model.ffn_config.ffn_type (dmoe) was removed: move the keys of the experts to model.moe")
+        raise UserError("model.ffn_config.ffn_type (dmoe) was removed: move the keys of the experts to model.moe")
     if model.get("moe") is not None or name == MODEL:
         return from_mapping(MoEConfig, model.get("moe"), "model.moe")
     return None
@@ -221,7 +219,7 @@ def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> 
         return
     # without a launcher, only what is invalid for any number of GPUs
     if mesh.expert != AUTO and config.num_experts % mesh.expert:
-        raise ValueError(
+        raise UserError(
             f"mesh.expert ({mesh.expert}) must divide num_experts ({config.num_experts}): use "
             f"{listed(divisors(config.num_experts))}"
         )
@@ -258,10 +256,10 @@ def check_device(run: Mapping[str, Any]) -> None:
     import torch
 
     if run.get("device_train_microbatch_size", AUTO) == AUTO and not torch.cuda.is_available():
-        raise ValueError(_AUTO_NEEDS_GPU)
+        raise UserError(_AUTO_NEEDS_GPU)
     precision = run.get("precision", "amp_bf16")
     if precision != "fp32" and not torch.cuda.is_available() and not torch.backends.mps.is_available():
-        raise ValueError(_NEEDS_GPU.format(precision))
+        raise UserError(_NEEDS_GPU.format(precision))
 
 
 def device_notes(run: Mapping[str, Any]) -> list[str]:

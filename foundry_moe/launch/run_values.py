@@ -14,7 +14,7 @@ from typing import Any
 from foundry_moe.config import MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, table
 from foundry_moe.launch.run_times import time_mistakes
-from foundry_moe.schema import caught, fits, one_of, section
+from foundry_moe.schema import UserError, caught, fits, one_of, section
 
 _ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # what matches these matches every name
 # names in config.json of the MoE families that models/families supports
@@ -31,7 +31,7 @@ def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) ->
         check_batch_size(batch, used)
     placed = config is not None and (config.mesh is not None or "dmoe_mesh" in section(run, "algorithms"))
     if placed and used > 1 and run.get("fsdp_config") is None:
-        raise ValueError("mesh needs FSDP2, which this run does not use: add `fsdp_config: {}`")
+        raise UserError("mesh needs FSDP2, which this run does not use: add `fsdp_config: {}`")
 
 
 def _lengths(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:

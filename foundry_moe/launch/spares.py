@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from foundry_moe.config import MeshConfig, check_batch_size
 from foundry_moe.launch.lost_nodes import beat
 from foundry_moe.parallel.mesh import plan_mesh
+from foundry_moe.schema import UserError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,17 +48,17 @@ def ranks_in_use(
         return world_size
     plan_mesh(MeshConfig(), world_size=world_size, ranks_per_node=ranks_per_node)  # whole nodes
     unit = ranks_per_node if world_size > ranks_per_node else 1
-    reason: ValueError | None = None
+    reason: UserError | None = None
     for ranks in range(world_size, 0, -unit):
         try:
             plan_mesh(config, world_size=ranks, ranks_per_node=ranks_per_node, num_experts=num_experts)
             if isinstance(batch_size, int):
                 check_batch_size(batch_size, ranks)
-        except ValueError as error:
+        except UserError as error:
             reason = reason or error
         else:
             return ranks
-    raise ValueError(f"{reason}; and no smaller number of GPUs fits either (mesh.spares)")
+    raise UserError(f"{reason}; and no smaller number of GPUs fits either (mesh.spares)")
 
 
 def launched_ranks() -> int:

@@ -50,7 +50,7 @@ from foundry_moe.launch.failures import keep_logs, print_cause
 from foundry_moe.launch.fork_server import SERVER, ForkServer, serves
 from foundry_moe.launch.lost_nodes import NodeWatch, silent_s
 from foundry_moe.launch.network import LOOPBACK
-from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR
+from foundry_moe.launch.user_errors import NO_RESTART, PASSING_ERROR, USER_ERROR, run_cleanly
 
 SETTLE_S = 2.0  # for ranks that end with an error that all have
 SECOND_S = 1.0  # one Ctrl-C may arrive from the terminal and from a parent process
@@ -276,4 +276,4 @@ def _forking(parsed: Any) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))
+    sys.exit(run_cleanly(lambda: launch(sys.argv[1:])))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from foundry_moe.checkpoint.errors import CheckpointError, TakenOverError, without_secrets
 from foundry_moe.launch.ending import LEAVE_S, code_here, is_first_rank, wait_to_end
-from foundry_moe.schema import sentences_of
+from foundry_moe.schema import UserError, sentences_of
 
 PASSING_ERROR, USER_ERROR, NONFINITE, TAKEN_OVER, BAD_NODE = 1, 2, 3, 4, 5
 NO_RESTART = (NONFINITE, TAKEN_OVER)  # a restart would fail again, or stop the process that took over
@@ -27,12 +24,6 @@ _LOST_PEER = (
     "remote process exited or there was a network error",
     "NCCL communicator was aborted",
 )
-_KERNELS = importlib.util.find_spec("foundry_moe_kernels")  # not imported: that takes seconds
-_OURS = tuple(
-    f"{folder}{os.sep}"
-    for folder in (Path(__file__).parents[1], Path(_KERNELS.origin).parent if _KERNELS and _KERNELS.origin else None)
-    if folder
-)
 
 
 class NonfiniteError(RuntimeError):
@@ -40,10 +31,8 @@ class NonfiniteError(RuntimeError):
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether the message is all that a user needs: a ValueError raised by our packages, or a CheckpointError."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and frames[-1].filename.startswith(_OURS)
-    return isinstance(error, CheckpointError) or (isinstance(error, ValueError) and ours)
+    """Whether the message is all that a user needs."""
+    return isinstance(error, UserError | CheckpointError)
 
 
 def raise_on_all_ranks(error: Exception) -> NoReturn:
@@ -65,11 +54,11 @@ def run_cleanly(action: Callable[[], int]) -> int:
         return code
     except (NonfiniteError, TakenOverError) as error:
         return _report(error, NONFINITE if isinstance(error, NonfiniteError) else TAKEN_OVER)
-    except (ValueError, CheckpointError) as error:
-        if not is_users(error) or os.environ.get("FOUNDRY_MOE_TRACEBACK"):
+    except (UserError, CheckpointError) as error:
+        if os.environ.get("FOUNDRY_MOE_TRACEBACK"):
             _record(error)
             raise
-        return _report(error, USER_ERROR if isinstance(error, ValueError) else PASSING_ERROR)
+        return _report(error, USER_ERROR if isinstance(error, UserError) else PASSING_ERROR)
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, BrokenPipeError) and "RANK" not in os.environ:  # `head` has read what it wanted
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,7 +95,7 @@ def _report(error: Exception, code: int) -> int:
     """Prints an error, a line for each sentence; returns the exit code of this process."""
     everywhere = getattr(error, "on_all_ranks", False)
     if not everywhere or is_first_rank():
-        sentences = sentences_of(error) if isinstance(error, ValueError) else (str(error),)
+        sentences = sentences_of(error) if isinstance(error, UserError) else (str(error),)
         lines = (f"error: {without_secrets(' '.join(sentence.splitlines()))}" for sentence in sentences)
         print("\n".join(lines), file=sys.stderr, flush=True)
     return code_here(code) if everywhere else code

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.ops.operators import define
+from foundry_moe.schema import UserError
 
 
 class LoadStatistics:
@@ -74,7 +75,7 @@ def refuse_second_derivatives(_: Tensor) -> None:
         ValueError: the backward pass builds a graph.
     """
     if torch.is_grad_enabled():
-        raise ValueError(
+        raise UserError(
             "create_graph (True): MoE layers have no second derivatives: call backward or autograd.grad without it"
         )
 

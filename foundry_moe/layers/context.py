@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
+from foundry_moe.schema import UserError
 
 
 def unchanged(tensor: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ class BatchContext:
         if ids is not None and ids.numel() == num_tokens:
             rows = ids.shape[0]
         if rows is None or (rows == 0) != (num_tokens == 0) or (rows and num_tokens % rows):
-            raise ValueError(
+            raise UserError(
                 f"balance_over (sequence): a layer got {num_tokens} tokens without their sequences: give it the whole "
                 "batch (MPT: use_pad_tok_in_ffn: true), or use balance_over: rank"
             )

@@ -24,6 +24,7 @@ from foundry_moe.layers.losses import gate_entropy
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops.padded import plan_padded
 from foundry_moe.ops.select_topk import count_choices
+from foundry_moe.schema import UserError
 
 # values in `LoadStatistics` beside the losses: the share of dropped choices, and that of `measure_gate`
 DROPPED, GATE_ENTROPY = "dropped", "gate_entropy"
@@ -66,9 +67,9 @@ class MoELayer(nn.Module):
         super().__init__()
         for key in ("expert_hidden_size", "activation"):
             if getattr(config, key) == "auto":
-                raise ValueError(f"{key} (auto): a layer on its own has no FFN to read it from; give it a value")
+                raise UserError(f"{key} (auto): a layer on its own has no FFN to read it from; give it a value")
         if context is None and config.mesh is not None:
-            raise ValueError(
+            raise UserError(
                 f"mesh ({config.mesh}): a layer does not place itself on a mesh; leave the key out and call "
                 "foundry_moe.parallelize(model, mesh)"
             )
@@ -187,7 +188,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         if x.shape[-1] != self.d_model:
-            raise ValueError(f"the layer's width is {self.d_model}, and the last dimension of its input {x.shape[-1]}")
+            raise UserError(f"the layer's width is {self.d_model}, and the last dimension of its input {x.shape[-1]}")
         x_TD = x.reshape(-1, self.d_model)
         choices, mask_T = self.choose(x)
         measured, kept = dict(choices.losses), choices
@@ -226,7 +227,7 @@ class MoELayer(nn.Module):
         """y_TD: each token's weighted sum of its experts, and the shared expert. On a mesh it is never compiled."""
         if self.hot is not None:
             if self.training and self.context.progress is None:
-                raise ValueError(
+                raise UserError(
                     f"mesh.hot_experts ({self.hot.copies}) follows the loads of each step, which are not passed to it: "
                     "add `dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or use hot_experts: 0"
                 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from foundry_moe.schema import form, from_mapping, one_of
+from foundry_moe.schema import UserError, form, from_mapping, one_of
 
 A_TIME = "a time such as 100ba, 1ep, 5000sp, 10Mtok or 0.1dur"
 _UNITS = ("ba", "ep", "sp", "tok", "dur")
@@ -43,7 +43,7 @@ class Duration:
         """The share of this duration that has passed, 1 from its end on; 1 for a duration of zero."""
         done = getattr(progress, self.unit)
         if done is None:
-            raise ValueError(f"a time in {self.unit} needs a training whose length is known: use ba, ep, sp or tok")
+            raise UserError(f"a time in {self.unit} needs a training whose length is known: use ba, ep, sp or tok")
         return min(done / self.value, 1.0) if self.value else 1.0
 
 
@@ -55,7 +55,7 @@ def parse_duration(text: Any, where: str) -> Duration:
     """
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(
+        raise UserError(
             f"{where} ({text!r}) must be {A_TIME}: a number, perhaps k, M, B or T, and one of {', '.join(_UNITS)}"
         )
     number, suffix, unit = match.groups()
@@ -80,13 +80,13 @@ class Schedule:
         one_of("shape", self.shape, ("linear", "exponential", "cosine"))
         after, until = self._times
         if after.unit != until.unit:
-            raise ValueError(f"after ({self.after}) and until ({self.until}) must have one unit")
+            raise UserError(f"after ({self.after}) and until ({self.until}) must have one unit")
         if until.value <= after.value:
-            raise ValueError(
+            raise UserError(
                 f"the schedule ends (until: {self.until}) before it starts (after: {self.after or '0'}); raise until"
             )
         if self.shape == "exponential" and (self.start <= 0 or self.end <= 0):
-            raise ValueError(f"an exponential goes from {self.start} to {self.end}, and both must be above 0")
+            raise UserError(f"an exponential goes from {self.start} to {self.end}, and both must be above 0")
 
     @cached_property
     def _times(self) -> tuple[Duration, Duration]:

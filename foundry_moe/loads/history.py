@@ -16,6 +16,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from foundry_moe.schema import UserError
+
 POINTS = 120  # columns of a heat map over time
 EVEN_ENOUGH = 0.5  # entropy of a layer's loads over log E; below it, sqrt(E) experts process all tokens
 MOST_LINE_BYTES = 32 * 2**20
@@ -82,7 +84,7 @@ def read_history(path: Path) -> LoadHistory:
             file.seek(0)
             return _merge(path, number, _parsed_lines(path, file))
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{str(path)[-200:]} cannot be read: {error.strerror}; give the file of callbacks.expert_load.file"
         ) from error
 
@@ -90,7 +92,7 @@ def read_history(path: Path) -> LoadHistory:
 def _merge(path: Path, number: int, lines: Iterator[LoadLine]) -> LoadHistory:
     first = next(lines, None)
     if first is None:
-        raise ValueError(f"{path} has no line yet: the run writes one each callbacks.expert_load.interval")
+        raise UserError(f"{path} has no line yet: the run writes one each callbacks.expert_load.interval")
     lines_a_point = -(-number // max(8, min(POINTS, _MOST_CELLS // first.loads_LE.size)))
     ends, loads, dropped = [], [], []
     point = [first, *islice(lines, lines_a_point - 1)]
@@ -122,11 +124,11 @@ def _parsed_lines(path: Path, file: BinaryIO) -> Iterator[LoadLine]:
         try:
             line = _parse_line(raw)
             if before is not None and line.batch <= before.batch:
-                raise ValueError(f"batch {line.batch} comes after batch {before.batch}")
+                raise UserError(f"batch {line.batch} comes after batch {before.batch}")
             if before is not None and (line.layers, line.loads_LE.shape) != (before.layers, before.loads_LE.shape):
-                raise ValueError("its layers or experts differ from those of the line before: it is of another model")
-        except ValueError as error:
-            raise ValueError(f"{path} line {number}: {error}") from error
+                raise UserError("its layers or experts differ from those of the line before: it is of another model")
+        except UserError as error:
+            raise UserError(f"{path} line {number}: {error}") from error
         yield line
         before = line
 
@@ -142,9 +144,9 @@ def _parse_line(raw: bytes) -> LoadLine:
             metrics={name: float(number) for name, number in metrics if number is not None},
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(_FORM) from error
+        raise UserError(_FORM) from error
     counts_LE = line.loads_LE
     valid = counts_LE.ndim == 2 and counts_LE.size and bool(((counts_LE >= 0) & (counts_LE <= _MOST_COUNT)).all())
     if not valid or line.batch < 0 or len(set(line.layers)) < len(line.layers):
-        raise ValueError(_FORM)
+        raise UserError(_FORM)
     return line

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from foundry_moe.loads.history import EVEN_ENOUGH, LoadHistory, entropy_of, over_mean, read_history
+from foundry_moe.schema import UserError
 
 _LISTED = 8  # layers in the verdict
 _MAPS_OVER_TIME = 64  # layers
@@ -41,11 +42,11 @@ def write_page(source: Path, target: Path) -> int:
     text = render(history, title=source.name)
     try:
         if target.resolve() == source.resolve():
-            raise ValueError(f"--html ({target}) is the file of loads itself: give another path")
+            raise UserError(f"--html ({target}) is the file of loads itself: give another path")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{target} cannot be written: {error.strerror}") from error
+        raise UserError(f"{target} cannot be written: {error.strerror}") from error
     return history.lines
 
 

@@ -26,6 +26,7 @@ from foundry_moe.config import LoRAConfig
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.pretrained import local_box
+from foundry_moe.schema import UserError
 
 _MATRICES = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2", "w1": "w1", "w3": "v1", "w2": "w2"}
 _PAIR = re.compile(r"\.layers\.(\d+)\..*\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight$")
@@ -79,9 +80,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """
     layer, found = _peft_layer(model), _experts_with_adapters(model)
     if not found:
-        raise ValueError("adapters_off: the model has no experts with lora")
+        raise UserError("adapters_off: the model has no experts with lora")
     if layer is not None and not layer.disable_adapters:
-        raise ValueError(
+        raise UserError(
             "adapters_off: the model has adapters of peft, which would stay on; use peft's model.disable_adapter(), "
             "which switches those of experts too"
         )
@@ -117,12 +118,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         for matrix, names in experts.adapter_names.items():
             pair = [factors.pop((index, matrix, factor), None) for factor in "AB"]
             if pair[0] is None or pair[1] is None:
-                raise ValueError(f"lora.start: {folder} has no adapter of {matrix} in layer {index}")
+                raise UserError(f"lora.start: {folder} has no adapter of {matrix} in layer {index}")
             a_EKM, b_ENM = _of_rank(pair[0], pair[1], matrix, experts.lora.r, folder)
             for name, whole in zip(names, (a_EKM, b_ENM * (scale / experts.lora.scale)), strict=True):
                 parameter = experts.get_parameter(name)
                 if tuple(parameter.shape) != tuple(whole.shape):
-                    raise ValueError(
+                    raise UserError(
                         f"lora.start: {folder} has shape {list(whole.shape)} for {name} of layer {index}, the run has "
                         f"{list(parameter.shape)}"
                     )
@@ -132,7 +133,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
                 local.copy_(whole)
     left = sorted(key for key, factor in factors.items() if key[2] == "B" and factor.any())
     if left:
-        raise ValueError(
+        raise UserError(
             f"lora.start: {folder} adapts {left[0][1]} of layer {left[0][0]}, which the run does not: add it to "
             "lora.targets"
         )
@@ -145,7 +146,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = load_file(folder / "adapter_model.safetensors")
         scale_of(config)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(f"lora.start ({folder}) cannot be read as a PEFT folder: {error!r}") from None
+        raise UserError(f"lora.start ({folder}) cannot be read as a PEFT folder: {error!r}") from None
     return tensors, config
 
 
@@ -173,7 +174,7 @@ def factors_of(
         if fused and tensor.dim() == 2:
             layer, wide, factor = int(fused[1]), fused[2] is not None, fused[3]
             if tensor.shape[0 if factor == "A" else 1] != rank * experts:
-                raise ValueError(f"lora.start: {name} {list(tensor.shape)} of {folder} is not of {experts} experts")
+                raise UserError(f"lora.start: {name} {list(tensor.shape)} of {folder} is not of {experts} experts")
             # A: expert e in rows e * M and on; B: in columns e, e + E, ...
             by_expert = tensor.view(experts, rank, -1) if factor == "A" else tensor.view(-1, rank, experts)
             whole = by_expert.mT if factor == "A" else by_expert.permute(2, 0, 1)
@@ -181,7 +182,7 @@ def factors_of(
             layer, wide, factor = int(stacked[1]), stacked[2] == "gate_up", stacked[3]
             whole = tensor.mT if factor == "A" else tensor
         else:
-            raise ValueError(f"lora.start: {name} of {folder} is not an adapter of experts")
+            raise UserError(f"lora.start: {name} of {folder} is not an adapter of experts")
         matrices = ("w1", "v1") if wide else ("w2",)
         halves = whole.chunk(len(matrices), dim=1)  # gate above up
         if factor == "A":
@@ -191,9 +192,7 @@ def factors_of(
         factors |= {(layer, matrix, factor): half for matrix, half in zip(matrices, halves, strict=True)}
     for key, found in pairs.items():
         if sorted(found) != list(range(experts)):
-            raise ValueError(
-                f"lora.start: {folder} has adapters of {len(found)} of {experts} experts in layer {key[0]}"
-            )
+            raise UserError(f"lora.start: {folder} has adapters of {len(found)} of {experts} experts in layer {key[0]}")
         factors[key] = torch.stack([found[e] for e in range(experts)])
     return factors
 
@@ -210,5 +209,5 @@ def _of_rank(a_EKM: Tensor, b_ENM: Tensor, matrix: str, rank: int, folder: Path)
     own = slice(rank, 2 * rank) if matrix == "v1" else slice(0, rank)
     rest = slice(0, rank) if matrix == "v1" else slice(rank, 2 * rank)
     if found != 2 * rank or b_ENM[..., rest].any():
-        raise ValueError(f"lora.r ({rank}) must be {found}, the rank of lora.start ({folder})")
+        raise UserError(f"lora.r ({rank}) must be {found}, the rank of lora.start ({folder})")
     return a_EKM[..., own], b_ENM[..., own]

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foundry_moe.schema import UserError
+
 
 def _allowed(
     queries: int,
@@ -59,7 +61,7 @@ def sdpa_attention(
         ValueError: attention weights or soft-capping, which torch's function does not support.
     """
     if needs_weights or attn_logit_softcapping is not None:
-        raise ValueError(
+        raise UserError(
             "attn_impl sdpa gives neither attention weights nor attn_logit_softcapping: use attn_impl: torch"
         )
     q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)

@@ -29,7 +29,7 @@ from foundry_moe.layers.gates.topk import TopKGate
 from foundry_moe.models.blocks import Blocks, WeightPart
 from foundry_moe.models.families import FAMILIES, Family
 from foundry_moe.models.ffn import DenseFFN, check_nothing_else, describe, holds_experts, packs_experts, read_dense
-from foundry_moe.schema import nearest
+from foundry_moe.schema import UserError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def find_blocks(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None] 
         return _find_named(model, named)
     for name, module in model.named_modules():
         if packs_experts(module):
-            raise ValueError(
+            raise UserError(
                 f"{name} ({type(module).__name__}) has experts of transformers 5, which are not replaced: compute them "
                 "on the kernels of this package by foundry_moe.integrations.transformers.register() and "
                 "model.set_experts_implementation('foundry_moe'), see docs/how-to/transformers.md"
@@ -125,7 +125,7 @@ def _find_dense(model: nn.Module) -> list[FFNBlock]:
             inside = (*inside, f"{name}.")
             found.append(FFNBlock(name=name, module=module, layer=len(found), dense=dense))
         elif holds_experts(module):
-            raise ValueError(
+            raise UserError(
                 f"{name} ({type(module).__name__}) is an MoE block of a model whose family is not known: see "
                 "docs/how-to/hugging_face.md for those that can be taken over"
             )
@@ -143,7 +143,7 @@ def _find_sparse(model: nn.Module) -> list[FFNBlock]:
             continue
         blocks = family.read(module.config)
         if not blocks.layers:
-            raise ValueError(
+            raise UserError(
                 f"all layers of this {family.name} model are dense by its configuration, so it has no experts to take "
                 "over; correct the configuration, or load the dense model as its own model_type"
             )
@@ -171,7 +171,7 @@ def _find_named(model: nn.Module, named: Mapping[str, Mapping[str, Any] | None])
     for pattern, parts in named.items():
         matching = [name for name in names if _matches(name, pattern)]
         if not matching:
-            raise ValueError(f"blocks: {pattern} names no module of {type(model).__name__}; {nearest(pattern, names)}")
+            raise UserError(f"blocks: {pattern} names no module of {type(model).__name__}; {nearest(pattern, names)}")
         chosen |= dict.fromkeys(matching, parts)
     ordered = [name for name in names if name in chosen]
     return [
@@ -189,7 +189,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, source: str, *, from_files: bool) -> LayerPlan:
     activation = block.activation if config.activation == AUTO else config.activation
     if activation is None:
-        raise ValueError(
+        raise UserError(
             f"activation (auto): that of {name} is not one of {', '.join(ACTIVATIONS)}; name one of these, "
             "with init: random"
         )
@@ -201,15 +201,15 @@ def _plan_dense(name: str, block: DenseFFN, config: MoEConfig, source: str, *, f
         return LayerPlan(d_model=block.d_model, config=replace(config, bias=config.bias is True))
     try:
         shards = check_upcycle(name, block, config)
-    except ValueError as error:
+    except UserError as error:
         if config.init != AUTO:
             raise
-        raise ValueError(
+        raise UserError(
             f"init (auto): the feed-forward weights of {source} would not be used, since they cannot be copied: "
             f"{error}; or write init: random to draw experts anew (model.pretrained: false, if nothing is loaded)"
         ) from None
     if block.weight("w1").is_meta and not from_files:
-        raise ValueError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
+        raise UserError(f"init (upcycle): {name} has no weights yet to copy; use init_device: cpu")
     config = replace(config, bias=bool(block.biases) or config.bias is True)
     return LayerPlan(
         d_model=block.d_model,
@@ -228,9 +228,9 @@ def _plan_sparse(name: str, family: Family, blocks: Blocks, config: MoEConfig) -
     for key in ("num_experts", "top_k", "expert_hidden_size", "activation", "shared_expert_hidden_size"):
         ours, theirs = getattr(config, key), settings[key]
         if ours != theirs and ours != AUTO and not (key == "shared_expert_hidden_size" and (fresh or ours == 0)):
-            raise ValueError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}, which cannot change")
+            raise UserError(f"{key} ({ours}): {name} is an MoE block already, with {theirs}, which cannot change")
     if config.bias is True:
-        raise ValueError(f"bias (true): {name} is an MoE block already, without biases")
+        raise UserError(f"bias (true): {name} is an MoE block already, without biases")
     if fresh:
         shared = {"shared_expert_hidden_size": config.shared_expert_hidden_size}
         settings |= {**shared, "shared_expert_gate": config.shared_expert_gate}
@@ -246,14 +246,14 @@ def _plan_sparse(name: str, family: Family, blocks: Blocks, config: MoEConfig) -
 def _gate_of(name: str, blocks: Blocks, config: MoEConfig) -> dict[str, Any]:
     """The block's gate, with the user's keys that affect training only."""
     if config.gate.get("name") != "topk":
-        raise ValueError(f"gate.name ({config.gate.get('name')}): {name} is an MoE block already, with gate topk")
+        raise UserError(f"gate.name ({config.gate.get('name')}): {name} is an MoE block already, with gate topk")
     keys = {key: value for key, value in blocks.gate.items() if key != "name"}
     trained = TopKKeys(**keys)
     for key, value in config.gate.items():
         if key == "name" or key in TopKGate.MAY_CHANGE or not hasattr(trained, key):
             continue  # the gate itself reports an unknown key
         if value != getattr(trained, key):
-            raise ValueError(
+            raise UserError(
                 f"gate.{key} ({value}): {name} is an MoE block already, trained with {getattr(trained, key)}; "
                 "leave it out"
             )
@@ -275,26 +275,26 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
     """
     width, dense = config.expert_hidden_size, block.hidden_size
     if config.activation != block.activation:
-        raise ValueError(
+        raise UserError(
             f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
             "leave it auto"
         )
     if not isinstance(width, int) or dense % width:
-        raise ValueError(
+        raise UserError(
             f"expert_hidden_size ({width}) must be that of {name} ({dense}) or a fraction of it for init: upcycle; "
             "leave it auto"
         )
     if block.biases and config.bias is False:
-        raise ValueError(f"bias (false): {name} has biases, which init: upcycle copies; leave bias out, or write true")
+        raise UserError(f"bias (false): {name} has biases, which init: upcycle copies; leave bias out, or write true")
     shards = dense // width
     for key, value in (("num_experts", config.num_experts), ("top_k", config.top_k)):
         if value % shards:
-            raise ValueError(
+            raise UserError(
                 f"{key} ({value}) must be a multiple of {shards} for init: upcycle, since {name} ({dense} wide) is "
                 f"cut into {shards} experts of {width}"
             )
     if shards > 1 and config.gate["name"] != "topk":
-        raise ValueError(
+        raise UserError(
             f"gate.name ({config.gate['name']}): init: upcycle with experts of 1/{shards} of the width needs topk"
         )
     return shards

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from foundry_moe.config import MoEConfig
+from foundry_moe.schema import UserError
 
 _OF_CONFIG = (  # fields of `Blocks` that are keys of `MoEConfig` with the same meaning
     *("num_experts", "top_k", "expert_hidden_size", "activation", "gate"),
@@ -54,14 +55,14 @@ def blocks_of(config: MoEConfig, *, d_model: int, layers: tuple[int, ...], num_l
         ValueError: tokens are dropped, or experts have biases or several widths, which no family does.
     """
     if isinstance(config.expert_hidden_size, tuple):
-        raise ValueError(
+        raise UserError(
             f"expert_hidden_size ({list(config.expert_hidden_size)}): no Hugging Face model has experts of different "
             "widths; use one width"
         )
     if config.bias is True:
-        raise ValueError("bias (true): experts of Hugging Face's families have no biases; use false")
+        raise UserError("bias (true): experts of Hugging Face's families have no biases; use false")
     if config.capacity is not None and config.capacity != "dynamic":
-        raise ValueError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; use null")
+        raise UserError(f"capacity ({config.capacity}) drops tokens, which no Hugging Face model does; use null")
     same = {key: getattr(config, key) for key in _OF_CONFIG}
     return Blocks(**same, d_model=d_model, layers=layers, num_layers=num_layers)
 
@@ -77,7 +78,7 @@ def gate_keys(blocks: Blocks) -> dict[str, Any]:
     if name == "switch":  # in evaluation the top one of softmax scores, unnormalised
         return {**keys, "name": "topk", "normalize": False}
     if name != "topk":
-        raise ValueError(f"gate.name ({name}): no Hugging Face family has this gate; use topk")
+        raise UserError(f"gate.name ({name}): no Hugging Face family has this gate; use topk")
     found: dict[str, Any] = {"name": "topk", **keys, **{key: blocks.gate[key] for key in keys if key in blocks.gate}}
     limited = 0 < found["group_limit"] < found["groups"]
     return found if limited else {**found, "groups": 1, "group_limit": 0}

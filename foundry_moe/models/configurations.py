@@ -7,6 +7,7 @@ from typing import Any
 
 from foundry_moe.checkpoint.strict import shown
 from foundry_moe.config import MOST_EXPERTS
+from foundry_moe.schema import UserError
 
 MOST_LAYERS = 10_000
 MOST_SIZE = 2**24  # of a width, a vocabulary or a sequence
@@ -50,22 +51,22 @@ def check_configuration(config: Mapping[str, Any], where: str) -> None:
         ValueError: an invalid value; names its key.
     """
     if not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{where}.model_type ({shown(config.get('model_type'))}) must be a text")
+        raise UserError(f"{where}.model_type ({shown(config.get('model_type'))}) must be a text")
     todo: list[tuple[str, Any]] = [(where, config)]
     while todo:
         name, value = todo.pop()
         key = name.rpartition(".")[2]
         if key in _PARTS and not (value is None or isinstance(value, Mapping)):
-            raise ValueError(f"{name} ({shown(value)}) must be a mapping")
+            raise UserError(f"{name} ({shown(value)}) must be a mapping")
         kinds, least, most = _LIMITS.get(key, ((), -MOST_NUMBER, MOST_NUMBER))
         wrong = kinds and type(value) not in kinds and (value is not None or key not in _MAY_BE_NULL)
         if wrong or (isinstance(value, int | float) and not least <= value <= most):
             kind = "whole number" if kinds == (int,) else "number"
-            raise ValueError(f"{name} ({shown(value)}) must be a {kind} from {least} to {most}")
+            raise UserError(f"{name} ({shown(value)}) must be a {kind} from {least} to {most}")
         if isinstance(value, Mapping):
             todo.extend((f"{name}.{shown(inner)[1:-1]}", item) for inner, item in value.items())
     heads, width, groups = (first_of(config, keys) for keys in (HEADS, WIDTH, ("num_key_value_heads",)))
     if heads is not None and width is not None and heads > width:
-        raise ValueError(f"{where}: {heads} heads of a model of width {width}")
+        raise UserError(f"{where}: {heads} heads of a model of width {width}")
     if groups is not None and heads is not None and heads % groups:
-        raise ValueError(f"{where}.num_key_value_heads ({groups}) must divide the {heads} heads")
+        raise UserError(f"{where}.num_key_value_heads ({groups}) must divide the {heads} heads")

@@ -17,6 +17,7 @@ from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.adapters import follow_peft
 from foundry_moe.models.block_plans import FFNBlock, LayerPlan, find_blocks, source_of
 from foundry_moe.models.pretrained import by_tensor, fill
+from foundry_moe.schema import UserError
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def apply_dmoe(
             loaded and cannot be copied.
     """
     if moe_layers(model):
-        raise ValueError(
+        raise UserError(
             "the model has dMoE layers already: configure them once, by algorithms.dmoe or by the model's own keys "
             "(model.name: dmoe_causal_lm with model.moe)"
         )
@@ -119,7 +120,7 @@ def _without_dense(chosen: list[FFNBlock], found: Sequence[FFNBlock], config: Mo
         return chosen
     dense = [block.layer for block in chosen if not block.sparse]
     if dense and isinstance(config.layers, tuple):
-        raise ValueError(
+        raise UserError(
             f"layers ({list(config.layers)}): {', '.join(map(str, dense))} of this model are dense beside MoE blocks, "
             "and stay so; leave them out"
         )

@@ -20,7 +20,7 @@ from foundry_moe.models.blocks import (
     side_by_side,
     whole,
 )
-from foundry_moe.schema import yaml_value
+from foundry_moe.schema import UserError, yaml_value
 
 # names in transformers' ACT2FN, for GLUs; of several names with one meaning the first is written
 _GATED = {
@@ -102,7 +102,7 @@ class Family:
         fixed = {key: value for key, value in _FIXED.items() if key not in self.keys} | self.fixed
         for key, value in fixed.items():
             if found[key] != value:
-                raise ValueError(
+                raise UserError(
                     f"{key} ({yaml_value(found[key])}): {self.name} has no such blocks; use {yaml_value(value)}"
                 )
         written = self.write_layers(blocks)
@@ -127,7 +127,7 @@ class Family:
         """A value of its configuration as that of our key."""
         if key == "activation":
             if value not in _GATED:
-                raise ValueError(f"{self.name}: hidden_act ({value}) is not one of {', '.join(_GATED)}")
+                raise UserError(f"{self.name}: hidden_act ({value}) is not one of {', '.join(_GATED)}")
             return _GATED[value]
         return {"gate.normalize": bool, "gate.scale": float}.get(key, lambda value: value)(value)
 
@@ -136,7 +136,7 @@ class Family:
         if key != "activation":
             return value
         if not ACTIVATIONS[value].gated:
-            raise ValueError(
+            raise UserError(
                 f"activation ({value}): experts of {self.name} are GLUs; use swiglu, geglu, geglu_tanh or reglu"
             )
         return next(theirs for theirs, ours in _GATED.items() if ours == value)
@@ -149,14 +149,14 @@ class Family:
         """Keys of its configuration for the indices of sparse layers."""
         dense = sorted(set(range(blocks.num_layers)) - set(blocks.layers))
         if dense:
-            raise ValueError(f"layers: {dense} are dense, and {self.name} has no dense layers; use layers: all")
+            raise UserError(f"layers: {dense} are dense, and {self.name} has no dense layers; use layers: all")
         return {}
 
 
 def _get(config: Any, name: str) -> Any:
     for part in name.split("."):
         if isinstance(config, Mapping) and part not in config:
-            raise ValueError(f"{name} is missing in the model's configuration")
+            raise UserError(f"{name} is missing in the model's configuration")
         config = config[part] if isinstance(config, Mapping) else getattr(config, part)
     return config
 
@@ -190,9 +190,9 @@ class _DeepSeek(Family):
     def read(self, config: Any) -> Blocks:
         limited = config.topk_group < config.n_group
         if limited and config.n_routed_experts < 2 * config.n_group:
-            raise ValueError(f"{self.name}: n_group ({config.n_group}) leaves groups of fewer than two experts")
+            raise UserError(f"{self.name}: n_group ({config.n_group}) leaves groups of fewer than two experts")
         if not config.n_shared_experts:
-            raise ValueError(f"{self.name}: n_shared_experts ({config.n_shared_experts}) must be 1 or more")
+            raise UserError(f"{self.name}: n_shared_experts ({config.n_shared_experts}) must be 1 or more")
         blocks = super().read(config)
         width = blocks.expert_hidden_size * blocks.shared_expert_hidden_size  # this many shared experts, side by side
         return replace(blocks, shared_expert_hidden_size=width)
@@ -201,7 +201,7 @@ class _DeepSeek(Family):
         written, width = super().write(blocks), blocks.expert_hidden_size
         shared, rest = divmod(blocks.shared_expert_hidden_size, width)
         if rest or not shared:
-            raise ValueError(
+            raise UserError(
                 f"shared_expert_hidden_size ({blocks.shared_expert_hidden_size}) must be a multiple of "
                 f"expert_hidden_size ({width}) in {self.name}; use {max(shared, 1) * width}"
             )
@@ -214,7 +214,7 @@ class _DeepSeek(Family):
     def write_layers(self, blocks: Blocks) -> dict[str, Any]:
         first = min(blocks.layers)
         if blocks.layers != tuple(range(first, blocks.num_layers)):
-            raise ValueError(
+            raise UserError(
                 f"layers ({list(blocks.layers)}): in {self.name} the first layers are dense and all others sparse; "
                 f"use {list(range(first, blocks.num_layers))}"
             )
@@ -236,7 +236,7 @@ class _DBRX(Family):
 
     def to_ours(self, key: str, value: Any) -> Any:
         if key == "gate.normalize" and value not in (None, 1, 1.0):
-            raise ValueError(
+            raise UserError(
                 f"{self.name}: ffn_config.moe_normalize_expert_weights ({value}) divides by another norm than the sum; "
                 "1 or null can be taken over"
             )
@@ -348,4 +348,4 @@ def family_of(model_type: str) -> Family:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(family.name for family in FAMILIES.values())
-    raise ValueError(f"model_type ({model_type}) cannot be taken over or exported; these families can: {known}")
+    raise UserError(f"model_type ({model_type}) cannot be taken over or exported; these families can: {known}")

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foundry_moe.schema import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class DenseFFN:
@@ -132,19 +134,19 @@ def describe(name: str, module: nn.Module, parts: Mapping[str, Any] | None) -> D
     if parts is None:
         found = read_dense(module)
         if found is None:
-            raise ValueError(
+            raise UserError(
                 f"blocks: {name} ({type(module).__name__}) is not a feed-forward block that is known; say what it is: "
                 "{w1: ..., w2: ..., activation: gelu}, and v1 for a GLU"
             )
         return found
     names = {role: parts[role] for role in ("w1", "v1", "w2") if parts.get(role) is not None}
     if not {"w1", "w2"} <= names.keys() or not parts.keys() <= {"w1", "v1", "w2", "activation"}:
-        raise ValueError(
+        raise UserError(
             f"blocks: {name} ({', '.join(map(str, parts))}) must have w1 and w2, and may have v1 and activation"
         )
     kind = _linears(module, tuple(names.values()))
     if kind is None:
-        raise ValueError(
+        raise UserError(
             f"blocks: {name} ({type(module).__name__}): {', '.join(names.values())} are not all linear maps of it"
         )
     block = DenseFFN(module=module, names=names, transposed=kind == "Conv1D", activation=parts.get("activation"))
@@ -162,7 +164,7 @@ def check_nothing_else(name: str, block: DenseFFN) -> None:
     others = [parameter for parameter, _ in block.module.named_parameters() if not parameter.startswith(known)]
     if others:
         shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-        raise ValueError(
+        raise UserError(
             f"blocks: {name} ({type(block.module).__name__}) also holds {shown}, which experts would replace: name a "
             "module that holds the feed-forward block alone, if need be by moving its linear maps into one"
         )

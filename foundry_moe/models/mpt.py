@@ -22,7 +22,7 @@ from foundry_moe.layers.lookup import idle_parameters, moe_layers
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models import loss_head
 from foundry_moe.models.conversion import apply_dmoe
-from foundry_moe.schema import from_mapping
+from foundry_moe.schema import UserError, from_mapping
 
 _ATTENTION = "sdpa"
 _FUSED_LOSS = "fused_linear_crossentropy"
@@ -62,7 +62,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
     def __init__(self, moe: Mapping[str, Any] | None = None, loss_fn: str = "auto", **kwargs: Any) -> None:
         config = from_mapping(MoEConfig, moe, "model.moe")
         if config.init == "upcycle":
-            raise ValueError(UPCYCLE_NEEDS_WEIGHTS)
+            raise UserError(UPCYCLE_NEEDS_WEIGHTS)
         kwargs["attn_config"] = {"attn_impl": _ATTENTION, **(kwargs.get("attn_config") or {})}
         fused = loss_fn in ("auto", _FUSED_LOSS)
         super().__init__(loss_fn="torch_crossentropy" if fused else loss_fn, **kwargs)
@@ -75,7 +75,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
                     module.attn_fn = attention_implementations.get(_ATTENTION)
         self._parallelism_checked = False
         if not apply_dmoe(self.model, config):
-            raise ValueError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
+            raise UserError(f"model.moe.layers ({config.layers}) selects none of the model's layers")
 
     @property
     def config_class(self) -> type[MPTConfig]:
@@ -128,7 +128,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
         else:
             return True
         if required:
-            raise ValueError(f"model.loss_fn ({_FUSED_LOSS}) {reason}; or use loss_fn: torch_crossentropy")
+            raise UserError(f"model.loss_fn ({_FUSED_LOSS}) {reason}; or use loss_fn: torch_crossentropy")
         return False
 
     @cached_property
@@ -146,5 +146,5 @@ def init_moe_module(module: nn.Module, **_: Any) -> bool:
     # a mesh, `parallelize` has drawn it before.
     ours = isinstance(module, Experts | Gate)
     if ours and any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-        raise ValueError(META_NEEDS_MESH)
+        raise UserError(META_NEEDS_MESH)
     return ours

@@ -26,6 +26,7 @@ from foundry_moe.layers.lookup import named_moe_layers, plain_name
 from foundry_moe.models.blocks import WeightPart, whole
 from foundry_moe.models.configurations import HEADS, WIDTH, check_configuration, first_of
 from foundry_moe.models.families import FAMILIES
+from foundry_moe.schema import UserError
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +85,11 @@ class SafetensorsFolder:
         self.files: dict[str, Path] = {}
         self._open: tuple[Path, Any] | None = None
         if not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is not a folder with a Hugging Face model")
+            raise UserError(f"{self.folder} is not a folder with a Hugging Face model")
         paths = safetensors_in(self.folder)
         if not paths:
             pickles = "; its .bin files can be converted with save_pretrained" * any(self.folder.glob("*.bin"))
-            raise ValueError(f"{self.folder} holds no safetensors files{pickles}")
+            raise UserError(f"{self.folder} holds no safetensors files{pickles}")
         for path in paths:
             for name in self._opened(path).keys():  # noqa: SIM118 - no mapping
                 self.files[name] = path
@@ -102,7 +103,7 @@ class SafetensorsFolder:
             try:
                 self._open = (path, safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
+                raise UserError(f"{path} cannot be read as safetensors: {error}") from None
         return self._open[1]
 
     def close(self) -> None:
@@ -116,16 +117,16 @@ class SafetensorsFolder:
     def check_name(self, name: str) -> None:
         """Raises ValueError if a tensor is missing."""
         if name not in self.files:
-            raise ValueError(f"{self.folder} has no tensor {name}: it is not a whole checkpoint of this model")
+            raise UserError(f"{self.folder} has no tensor {name}: it is not a whole checkpoint of this model")
 
     def check(self, name: str, shape: Iterable[int]) -> None:
         """Raises ValueError if a tensor is missing or has another shape or a dtype that is not read."""
         self.check_name(name)
         part = self.part(name)
         if tuple(part.get_shape()) != tuple(shape):
-            raise ValueError(f"{name}: {self.folder} has shape {list(part.get_shape())}, the model has {list(shape)}")
+            raise UserError(f"{name}: {self.folder} has shape {list(part.get_shape())}, the model has {list(shape)}")
         if part.get_dtype() not in _FLOATS:
-            raise ValueError(f"{name}: {self.folder} has dtype {part.get_dtype()}, not one of {', '.join(_FLOATS)}")
+            raise UserError(f"{name}: {self.folder} has dtype {part.get_dtype()}, not one of {', '.join(_FLOATS)}")
 
 
 def local_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -197,7 +198,7 @@ def _refuse_extra(model: nn.Module, folder: SafetensorsFolder, wanted: set[str],
     ignored += [f"^{name}\\." for name in drawn]  # dense blocks whose experts are random
     for name in sorted(set(folder.files) - wanted - tied):
         if not any(re.search(pattern, name) for pattern in ignored):
-            raise ValueError(f"{folder.folder} has a tensor {name}, which this {type(module).__name__} does not have")
+            raise UserError(f"{folder.folder} has a tensor {name}, which this {type(module).__name__} does not have")
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -222,7 +223,7 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
     try:
         config = mapping(parse_json(path.read_bytes(), str(path)), str(path))
     except DamagedError as error:
-        raise ValueError(str(error)) from None
+        raise UserError(str(error)) from None
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         log.warning(
@@ -240,11 +241,11 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
         made = AutoConfig.from_pretrained(folder)
         blocks = family.read(made)
     except Exception as error:  # transformers raises many types for an invalid configuration
-        raise ValueError(f"{path} is no configuration of {model_type}: {str(error).partition(chr(10))[0]}") from error
+        raise UserError(f"{path} is no configuration of {model_type}: {str(error).partition(chr(10))[0]}") from error
     if not blocks.layers:
-        raise ValueError(f"{path}: no layer of this model has experts")
+        raise UserError(f"{path}: no layer of this model has experts")
     if not 1 <= blocks.top_k <= blocks.num_experts <= MOST_EXPERTS:
-        raise ValueError(
+        raise UserError(
             f"{path}: {blocks.top_k} of {blocks.num_experts} experts for a token: there must be 1 to "
             f"{blocks.num_experts}, of at most {MOST_EXPERTS} experts"
         )
@@ -262,7 +263,7 @@ def renaming_of(folder: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]
                 found = tensors.pop(prefix + name, None)
                 if found is None or tuple(found.shape) != shape:
                     has = "no tensor" if found is None else f"shape {list(found.shape)} for"
-                    raise ValueError(f"{folder} has {has} {prefix}{name}, where its configuration has {list(shape)}")
+                    raise UserError(f"{folder} has {has} {prefix}{name}, where its configuration has {list(shape)}")
                 theirs[name] = found
             for ours, its_parts in by_tensor(parts).items():
                 first = its_parts[0]
@@ -287,7 +288,7 @@ def _check_attention(config: dict[str, Any], tensors: dict[str, Tensor], path: P
             continue
         rows = count * (config.get("head_dim") or width // heads)
         if tensors[name].shape[0] != rows:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {count} heads would make {rows} rows of {name}, which has {tensors[name].shape[0]}"
             )
 
@@ -306,10 +307,10 @@ def safetensors_in(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         strange = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} cannot be read as an index of safetensors: {error!r}") from None
+        raise UserError(f"{index} cannot be read as an index of safetensors: {error!r}") from None
     strange = strange or [name for name in names if not (folder / name).is_file()]
     if strange or not names:
-        raise ValueError(f"{index} names {shown(strange)}, not safetensors files beside it")
+        raise UserError(f"{index} names {shown(strange)}, not safetensors files beside it")
     return _inside(folder, [folder / name for name in names])
 
 
@@ -323,8 +324,8 @@ def _inside(folder: Path, files: list[Path]) -> list[Path]:
     allowed = [real, *([real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [])]
     for file in files:
         if file.resolve().parent not in allowed:
-            raise ValueError(f"{file} is a symbolic link out of the folder: copy the file there")
+            raise UserError(f"{file} is a symbolic link out of the folder: copy the file there")
         with file.open("rb") as opened:
             if opened.read(len(_POINTER)) == _POINTER:
-                raise ValueError(f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in its folder")
+                raise UserError(f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in its folder")
     return files

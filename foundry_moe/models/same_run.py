@@ -22,7 +22,7 @@ from foundry_moe.checkpoint.errors import printable
 from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.layers.moe import MoELayer
-from foundry_moe.schema import yaml_value
+from foundry_moe.schema import UserError, yaml_value
 
 # the only key of every Hugging Face configuration that changes what the model computes; the others are for generation
 _COMPUTES = ("tie_word_embeddings",)
@@ -157,7 +157,7 @@ def check_model(here: Mapping[str, Any], there: object, where: str = "model") ->
     there = _readable(there)
     for key in here:
         if key in there and here[key] != there[key]:
-            raise ValueError(
+            raise UserError(
                 f"{where}.{key} ({yaml_value(here[key])}): the checkpoint was trained with {yaml_value(there[key])}, "
                 f"and its weights would compute something else; use {yaml_value(there[key])}, or give this run another "
                 "folder"

@@ -10,6 +10,8 @@ import triton
 from foundry_moe_kernels.descriptors import capability_supported, products_compile
 from foundry_moe_kernels.launch import INTERPRETED
 
+from foundry_moe.schema import UserError
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALIGN = 8  # what divides the widths that kernels compute with: 16 bytes of a 16-bit type, moved at a time
 _HOPPER = "blocksparse, Hopper kernels"
@@ -47,12 +49,12 @@ def choose_backend(
     if backend == "auto":
         return "blocksparse" if device.type == "cuda" and blocksparse_available(device, dtype) else "reference"
     if backend == "grouped" and not _grouped_available(device, dtype, capability):
-        raise ValueError(
+        raise UserError(
             f"backend grouped needs bf16 on a CUDA device of capability 9.0 and torch 2.8 or later, not {dtype} on "
             f"{device} with torch {torch.__version__}: use backend: auto or reference"
         )
     if backend == "blocksparse" and not blocksparse_available(device, dtype):
-        raise ValueError(
+        raise UserError(
             f"backend blocksparse needs fp32, fp16 or bf16 on a CUDA device (on a CPU, TRITON_INTERPRET=1 for tests), "
             f"not {dtype} on {device}: use backend: auto or reference"
         )
@@ -120,7 +122,7 @@ def describe_backend(
     if device.type == "cuda":
         major, minor = capability or torch.cuda.get_device_capability(device)
         if not products_compile((major, minor)):
-            raise ValueError(
+            raise UserError(
                 f"Triton {triton.__version__} compiles no matrix products for this GPU (sm_{major}{minor}): use the "
                 "modern stack (uv pip install --override requirements/modern.txt '.[foundry]')"
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from foundry_moe.config import AUTO, MeshConfig
+from foundry_moe.schema import UserError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -122,12 +123,12 @@ def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_e
         ValueError: no such mesh exists; the message has the arithmetic and valid values.
     """
     if world_size < 1 or ranks_per_node < 1:
-        raise ValueError(f"a mesh needs at least one GPU and one GPU a node, not {world_size} and {ranks_per_node}")
+        raise UserError(f"a mesh needs at least one GPU and one GPU a node, not {world_size} and {ranks_per_node}")
     if world_size > ranks_per_node and world_size % ranks_per_node:
-        raise ValueError(f"{world_size} GPUs do not fill nodes of {ranks_per_node} GPUs: give every node as many")
+        raise UserError(f"{world_size} GPUs do not fill nodes of {ranks_per_node} GPUs: give every node as many")
     if num_experts is not None and config.expert != AUTO and num_experts % config.expert:
         valid = [d for d in divisors(num_experts) if world_size % d == 0]
-        raise ValueError(f"mesh.expert ({config.expert}) must divide num_experts ({num_experts}): use {listed(valid)}")
+        raise UserError(f"mesh.expert ({config.expert}) must divide num_experts ({num_experts}): use {listed(valid)}")
     widths = {name: getattr(config, name) for name in ("expert", "shard", "replicate")}
     left = _left_over(widths, world_size)
     if widths["expert"] == AUTO:
@@ -138,7 +139,7 @@ def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_e
         if widths[name] == AUTO:
             widths[name], left = left, 1
     if left > 1 and num_experts is not None:
-        raise ValueError(
+        raise UserError(
             f"mesh.expert (auto: {widths['expert']}) x mesh.shard ({widths['shard']}) x mesh.replicate "
             f"({widths['replicate']}) = {world_size // left}, but there are {world_size} GPUs: set mesh.shard or "
             "mesh.replicate to auto"
@@ -155,9 +156,9 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
     if len(fixed) == len(widths) and product != world_size:
         without = [f"mesh.{n}: {world_size * w // product}" for n, w in fixed.items() if world_size * w % product == 0]
         hint = f", or use {' or '.join(without)}" if without else ""
-        raise ValueError(f"{arithmetic} = {product}, but there are {world_size} GPUs: set one of them to auto{hint}")
+        raise UserError(f"{arithmetic} = {product}, but there are {world_size} GPUs: set one of them to auto{hint}")
     if world_size % product:
-        raise ValueError(
+        raise UserError(
             f"{arithmetic} = {product} must divide the number of GPUs ({world_size}): "
             f"their product may be {listed(divisors(world_size))}"
         )
@@ -167,7 +168,7 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
 def _choose_all_to_all(wanted: str, plan: MeshPlan) -> str:
     whole_nodes = plan.expert % plan.ranks_per_node == 0
     if wanted == HIERARCHICAL and plan.expert > plan.ranks_per_node and not whole_nodes:
-        raise ValueError(
+        raise UserError(
             f"mesh.all_to_all: hierarchical needs mesh.expert ({plan.expert}) to fill whole nodes of "
             f"{plan.ranks_per_node} GPUs: use a multiple of {plan.ranks_per_node}, or all_to_all: flat"
         )
@@ -205,7 +206,7 @@ def check_expert_widths(widths: Sequence[int], expert: int) -> None:
     sums = [sum(widths[rank * local : (rank + 1) * local]) for rank in range(expert)]
     if len(set(sums)) == 1:
         return
-    raise ValueError(
+    raise UserError(
         f"mesh.expert ({expert}): every rank must hold as much of expert_hidden_size, but the sums of the widths of "
         f"{local} consecutive experts are {listed(sums)}; use another order of the widths, or mesh.expert: 1"
     )
@@ -225,7 +226,7 @@ def can_replicate(device_type: str) -> bool:
 def check_replicas(replicate: int, device_type: str) -> None:
     """Raises ValueError for replicas that the installed torch cannot train (see `can_replicate`)."""
     if replicate > 1 and not can_replicate(device_type):
-        raise ValueError(
+        raise UserError(
             f"mesh.replicate ({replicate}): torch 2.7 cannot train replicas on CPU processes; use replicate: 1, or the "
             "modern stack (uv pip install --override requirements/modern.txt '.[foundry]')"
         )

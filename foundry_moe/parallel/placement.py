@@ -40,6 +40,7 @@ from foundry_moe.parallel.mesh import (
     plan_mesh,
 )
 from foundry_moe.parallel.one_pass_cast import cast_in_one_pass
+from foundry_moe.schema import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ def parallelize(
     mesh_config = mesh if isinstance(mesh, MeshConfig) else MeshConfig(**mesh)
     layers = named_moe_layers(model)
     if not layers:
-        raise ValueError("mesh is for models with MoE layers, and this one has none: check `layers`")
+        raise UserError("mesh is for models with MoE layers, and this one has none: check `layers`")
     plan = plan_for_layers(layers.values(), mesh_config, ranks_per_node)
     dimensions = {name: shard_dimension(name, layer.experts, plan) for name, layer in layers.items()}
     device = torch.device(device)
@@ -169,7 +170,7 @@ def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:
         if plan.expert == 1:
             return 0
         valid = [d for d in divisors(plan.world_size // plan.expert) if rows % d == 0]
-        raise ValueError(
+        raise UserError(
             f"mesh.shard ({plan.shard}) must divide the rows ({rows}) of an expert's matrices "
             f"({name}.experts.{parameter_name}): use {listed(valid)}"
         )
@@ -257,6 +258,6 @@ def replace_parameters(optimizer: torch.optim.Optimizer, new: dict[nn.Parameter,
         ValueError: the optimizer has stepped, so its state has other shapes.
     """
     if optimizer.state:
-        raise ValueError("experts must be placed on a mesh before the optimizer's first step, but it has state")
+        raise UserError("experts must be placed on a mesh before the optimizer's first step, but it has state")
     for group in optimizer.param_groups:
         group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]

@@ -36,6 +36,7 @@ from foundry_moe.commands.plan.constants import (
     shipped_constants,
 )
 from foundry_moe.launch.processes import run_processes
+from foundry_moe.schema import UserError
 
 ROUNDS, WARM_UP = 12, 3
 LINKS_TIMEOUT_S = 180.0
@@ -255,11 +256,11 @@ def _contention(device: torch.device, whole: Tensor, part: Tensor) -> float:
 def calibrate_command(arguments: argparse.Namespace) -> int:
     """Measures the constants of this machine's GPUs, prints them and writes them to `default_path`."""
     if not torch.cuda.is_available():
-        raise ValueError("--calibrate: torch sees no GPU on this machine")
+        raise UserError("--calibrate: torch sees no GPU on this machine")
     present = torch.cuda.device_count()
     gpus = present if arguments.gpus is None else arguments.gpus
     if not 1 <= gpus <= present:
-        raise ValueError(f"--gpus ({gpus}): this machine has {present}")
+        raise UserError(f"--gpus ({gpus}): this machine has {present}")
     constants = calibrate(torch.device("cuda"), gpus)
     text = json.dumps(asdict(constants), indent=1) + "\n"
     print(text, end="", flush=True)  # first, in case the file cannot be written
@@ -268,7 +269,7 @@ def calibrate_command(arguments: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{out} cannot be written: {error.strerror or error}; write what is printed above to a file, and give it "
             "with --constants"
         ) from error

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from foundry_moe.schema import fits, from_mapping
+from foundry_moe.schema import UserError, fits, from_mapping
 
 FORMAT = 1
 LINKS = ("all_to_all", "all_gather", "reduce_scatter", "network")
@@ -41,7 +41,7 @@ def _check_positive(values: Mapping[str, object]) -> None:
     """Raises ValueError for a value that is not a number above 0."""
     for name, value in values.items():
         if not fits(value, float) or value <= 0:  # type: ignore[operator]
-            raise ValueError(f"{name} ({value!r}) must be a number above 0")
+            raise UserError(f"{name} ({value!r}) must be a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +93,15 @@ class Constants:
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ValueError(
-                f"format ({self.format}) must be {FORMAT}: measure again with foundry-moe plan --calibrate"
-            )
+            raise UserError(f"format ({self.format}) must be {FORMAT}: measure again with foundry-moe plan --calibrate")
         if self.contention < 0:
-            raise ValueError(f"contention ({self.contention}) must be 0 or more")
+            raise UserError(f"contention ({self.contention}) must be 0 or more")
         _check_positive({name: getattr(self, name) for name in ("gpus", "launch_s")})
         _check_positive({name: getattr(self, name) for name in ("attention_flops_per_s", "memory_bytes_per_s")})
         for name in ("dense_flops_per_s", "expert_flops_per_s"):
             rates = getattr(self, name)
             if not rates or not all(width.isdigit() and int(width) for width in rates):
-                raise ValueError(f"{name} ({rates}) must have a rate for at least one width, such as {{'2048': 6e14}}")
+                raise UserError(f"{name} ({rates}) must have a rate for at least one width, such as {{'2048': 6e14}}")
             _check_positive({f"{name}.{width}": rate for width, rate in rates.items()})
 
 
@@ -127,9 +125,9 @@ def read_constants(path: Path) -> Constants:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"--constants ({path}): {error.strerror}") from None
+        raise UserError(f"--constants ({path}): {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"--constants ({path}) is not JSON: {error}") from None
+        raise UserError(f"--constants ({path}) is not JSON: {error}") from None
     if isinstance(values, dict):
         for name in LINKS:
             if name in values:
@@ -150,7 +148,7 @@ def shipped_constants(chip: str) -> Constants:
     """
     path = Path(__file__).parent / f"constants_{chip}.json"
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"--chip ({chip}) has not been measured: run foundry-moe plan --calibrate on such a machine and give the "
             "file with --constants"
         )

@@ -11,7 +11,7 @@ from foundry_moe.commands.plan.step import GIB
 from foundry_moe.config import AUTO
 from foundry_moe.launch.run_config import MODEL
 from foundry_moe.models.loss_head import is_installed
-from foundry_moe.schema import section
+from foundry_moe.schema import UserError, section
 
 LESS = 0.9  # of the memory that a run lacked, at most: the planner is within 4%
 
@@ -25,10 +25,10 @@ def choose_microbatch(run: Mapping[str, Any], machine: Machine) -> RunPlan:
     run = _with_loss_of_here(run)
     try:
         plan = plan_run({**run, MICROBATCH: AUTO}, machine)
-    except ValueError as error:
-        raise ValueError(f"{MICROBATCH} (auto): {error}; or give a number") from None
+    except UserError as error:
+        raise UserError(f"{MICROBATCH} (auto): {error}; or give a number") from None
     if not plan.fits:
-        raise ValueError(
+        raise UserError(
             f"{MICROBATCH} (auto): one sequence needs {_gib(plan.memory_bytes)} by the plan, and a GPU has "
             f"{_gib(machine.gpu_bytes)} free; {_advice(run, plan)}; or give a number to try it"
         )
@@ -46,7 +46,7 @@ def out_of_memory(run: Mapping[str, Any], machine: Machine, where: str) -> str:
     run = _with_loss_of_here(run)
     try:
         plan = plan_run(run, machine)
-    except ValueError:  # a model that the planner does not support
+    except UserError:  # a model that the planner does not support
         return f"{failed}: lower {MICROBATCH} ({run.get(MICROBATCH)}), or use more GPUs"
     return (
         f"{failed}: {MICROBATCH} ({plan.microbatch}) needs {_gib(plan.memory_bytes)} by the plan; {_advice(run, plan)}"

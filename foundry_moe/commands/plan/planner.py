@@ -18,7 +18,7 @@ from foundry_moe.config import AUTO, MeshConfig, can_cut_rows, check_batch_size
 from foundry_moe.launch.run_config import mesh_of
 from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.parallel.mesh import Mesh, MeshPlan, check_expert_widths, divisors, plan_mesh
-from foundry_moe.schema import section
+from foundry_moe.schema import UserError, section
 
 MICROBATCH = "device_train_microbatch_size"
 TIGHT_SHARE = 0.92  # of the GPU's memory; the allocator reserves more than it allocates
@@ -143,7 +143,7 @@ def plan_run(
         rows["expert_hidden_size"] = shape.expert_widths[0]
     for key, size in rows.items():
         if not can_cut_rows(size, shard=plan.shard, expert=plan.expert):
-            raise ValueError(f"mesh.shard ({plan.shard}) must divide {key} ({size}), the rows of experts' matrices")
+            raise UserError(f"mesh.shard ({plan.shard}) must divide {key} ({size}), the rows of experts' matrices")
     sequences = check_batch_size(batch, gpus) // gpus
     microbatch = run.get(MICROBATCH, AUTO)
     if microbatch == AUTO:  # the largest that fits with room, or 1
@@ -151,7 +151,7 @@ def plan_run(
         plans = (plan_run({**run, MICROBATCH: size}, machine, shape=shape, mesh=config) for size in sizes)
         return next(found for found in plans if (found.fits and not found.tight) or found.microbatch == 1)
     if not isinstance(microbatch, int) or microbatch < 1:
-        raise ValueError(f"{MICROBATCH} ({microbatch!r}) must be a whole number of 1 or more, or auto")
+        raise UserError(f"{MICROBATCH} ({microbatch!r}) must be a whole number of 1 or more, or auto")
     microbatch = min(microbatch, sequences)
     fsdp = section(run, "fsdp_config")
     optimizer = str(section(run, "optimizer").get("name", "decoupled_adamw"))
@@ -201,7 +201,7 @@ def search_meshes(
             mesh = replace(given, replicate=replicate, shard=shard, expert=expert, spares=False)
             try:
                 plans.append(plan_run(run, machine, shape=shape, mesh=mesh))
-            except ValueError as error:
+            except UserError as error:
                 invalid[replicate, shard, expert] = str(error)
     return sorted(plans, key=lambda p: (p.tight, p.step_s) if p.fits else (2, p.memory_bytes)), invalid
 

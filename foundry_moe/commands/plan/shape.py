@@ -16,7 +16,7 @@ from typing import Any
 from foundry_moe.config import ACTIVATIONS, AUTO, MoEConfig
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_config import MODEL, read_moe
-from foundry_moe.schema import raise_mistakes, section
+from foundry_moe.schema import UserError, raise_mistakes, section
 
 HUGGING_FACE = "hf_causal_lm"
 ADAPTER = r"_[AB]_E[DF]L$"
@@ -140,11 +140,11 @@ def read_shape(run: Mapping[str, Any]) -> ModelShape:
     """
     moe, model = read_moe(run), section(run, "model")
     if moe is None:
-        raise ValueError("the run has no experts: add algorithms.dmoe or model.moe")
+        raise UserError("the run has no experts: add algorithms.dmoe or model.moe")
     if model.get("name") == HUGGING_FACE:
         return _count_hugging_face(run, moe)
     if model.get("name") not in MPTS:
-        raise ValueError(
+        raise UserError(
             f"model.name ({model.get('name')}): plan supports {', '.join(MPTS)} and {HUGGING_FACE}; to plan this "
             f"model, give its d_model, n_layers, n_heads, vocab_size and expansion_ratio to {MPTS[0]}, with the same "
             "algorithms.dmoe"
@@ -229,12 +229,12 @@ def read_config(model: Mapping[str, Any]) -> Any:
     where = "model.pretrained_model_name_or_path"
     source = model.get("pretrained_model_name_or_path")
     if not isinstance(source, str) or not source:
-        raise ValueError(f"{where} ({source!r}) must name a folder with a config.json, or a model of the hub")
+        raise UserError(f"{where} ({source!r}) must name a folder with a config.json, or a model of the hub")
     try:
         return AutoConfig.from_pretrained(source, **(model.get("config_overrides") or {}))
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{where} ({source}): its configuration cannot be read: {reason}") from error
+        raise UserError(f"{where} ({source}): its configuration cannot be read: {reason}") from error
 
 
 def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
@@ -266,7 +266,7 @@ def _count_hugging_face(run: Mapping[str, Any], moe: MoEConfig) -> ModelShape:
     apply_dmoe(built, replace(moe, init="random", mesh=None), loaded=False)
     layers = named_moe_layers(built)
     if not layers:
-        raise ValueError(
+        raise UserError(
             f"model.pretrained_model_name_or_path ({model.get('pretrained_model_name_or_path')}): {config.model_type} "
             "has no feed-forward block that algorithms.dmoe can replace"
         )

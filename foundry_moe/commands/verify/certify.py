@@ -30,7 +30,7 @@ from foundry_moe.commands.verify.trial import PRELOAD, Trial, train_trials, tria
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.launch.run_config import check_whole_run, load_run, own_mistakes, plain, read_moe
 from foundry_moe.parallel.mesh import Mesh, can_replicate
-from foundry_moe.schema import raise_mistakes, section
+from foundry_moe.schema import UserError, raise_mistakes, section
 
 Train = Callable[[Sequence[Trial]], dict[str, dict[str, Any]]]
 
@@ -128,7 +128,7 @@ def _small_run(
 ) -> SmallRun:
     config = read_moe(run)
     if config is None:
-        raise ValueError("the run has no experts to verify: neither algorithms.dmoe nor model.moe is there")
+        raise UserError("the run has no experts to verify: neither algorithms.dmoe nor model.moe is there")
     given, scale, source, notes = run, 1.0, "", ()  # type: tuple[Mapping[str, Any], float, str, tuple[str, ...]]
     if section(run, "model").get("name") == HUGGING_FACE:
         from foundry_moe.commands.verify.shrink_hugging_face import write_small_model
@@ -155,7 +155,7 @@ def _launch(
         )
     except RuntimeError as error:
         said = [line for line in str(error).splitlines() if line.strip()]
-        raise ValueError(
+        raise UserError(
             f"the small run ({trials[0].name}, {processes} processes) ended with: {said[-1].strip()}"
         ) from error
 
@@ -230,7 +230,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
     for mesh in arguments.mesh or ():
         if math.prod(mesh) > devices:
             named = ",".join(map(str, mesh))
-            raise ValueError(f"--mesh {named} needs {math.prod(mesh)} GPUs and {devices} are here: use --device cpu")
+            raise UserError(f"--mesh {named} needs {math.prod(mesh)} GPUs and {devices} are here: use --device cpu")
     if arguments.yaml is None:
         runs, precision = small_cases(), "fp64" if arguments.device == "cpu" else "fp32"
         fitting = [mesh for mesh in DEFAULT_MESHES if math.prod(mesh) <= max(devices, 1)]

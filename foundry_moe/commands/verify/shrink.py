@@ -16,7 +16,7 @@ from foundry_moe.config import AUTO, MeshConfig, MoEConfig
 from foundry_moe.launch.foundry_keys import MPTS
 from foundry_moe.launch.run_config import MODEL, mesh_of, read_moe
 from foundry_moe.parallel.mesh import DIMENSIONS, Mesh, can_replicate, divisors
-from foundry_moe.schema import section
+from foundry_moe.schema import UserError, section
 
 HEAD, LAYERS, POSITIONS, VOCABULARY = 16, 2, 32, 256
 SEQUENCES, MICROBATCHES = 8, 2  # sequences in a microbatch of all ranks, and microbatches of a step
@@ -89,7 +89,7 @@ def shrink(
         mesh = mesh or _small_mesh(keys, config.num_experts)
         set_mesh(small, mesh)
     elif mesh is not None:
-        raise ValueError(f"--mesh {mesh}: the run has no mesh; give its MoE keys one, such as mesh: {{expert: 2}}")
+        raise UserError(f"--mesh {mesh}: the run has no mesh; give its MoE keys one, such as mesh: {{expert: 2}}")
     small["max_seq_len"] = min(int(run["max_seq_len"]), POSITIONS)
     if small["model"].get("name") in MPTS:
         scale = _shrink_mpt(small, config)

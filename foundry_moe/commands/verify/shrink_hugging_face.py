@@ -16,7 +16,7 @@ from foundry_moe.commands.plan.shape import read_config
 from foundry_moe.commands.verify import shrink
 from foundry_moe.config import MoEConfig
 from foundry_moe.models.families import FAMILIES
-from foundry_moe.schema import section
+from foundry_moe.schema import UserError, section
 
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -60,7 +60,7 @@ def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> float:
         width, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
     except AttributeError as error:
         where = f"model.pretrained_model_name_or_path ({run['model']['pretrained_model_name_or_path']})"
-        raise ValueError(f"{where}: {config.model_type} has sizes that verify does not know: {error}") from None
+        raise UserError(f"{where}: {config.model_type} has sizes that verify does not know: {error}") from None
     attention: Any = getattr(config, "attn_config", None)
     kv_heads = getattr(attention, "kv_n_heads", None) or getattr(config, "num_key_value_heads", None) or heads
     small, small_heads, small_kv = shrink.shrink_heads(width, heads, kv_heads)

@@ -17,6 +17,7 @@ from foundry_moe.layers.gates.keys import BaseKeys
 from foundry_moe.layers.init import normal_matrix
 from foundry_moe.ops.assignment import assign
 from foundry_moe.ops.select_topk import topk
+from foundry_moe.schema import UserError
 
 _SHUFFLE = 6
 
@@ -67,7 +68,7 @@ class BaseGate(LinearGate):
         """int64 [T]; padding has no expert."""
         tokens = logits_TE.shape[0]
         if tokens < self.num_experts:
-            raise ValueError(
+            raise UserError(
                 f"gate base assigns tokens evenly: {tokens} tokens are fewer than num_experts ({self.num_experts}); "
                 "raise the microbatch or the sequence length"
             )

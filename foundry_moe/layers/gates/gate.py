@@ -22,6 +22,7 @@ from foundry_moe.ops.gate_logits import NO_JITTER, Jitter, gate_logits
 from foundry_moe.ops.operators import on_gpu
 from foundry_moe.ops.select_topk import pack
 from foundry_moe.ops.softmax_topk import Selection, balance, masked_mean, softmax_topk, z_loss
+from foundry_moe.schema import UserError
 
 _JITTER = 0  # stream of random numbers
 
@@ -125,7 +126,7 @@ class Gate(nn.Module):
             ValueError: it is not set, so that a schedule would not advance.
         """
         if context.progress is None:
-            raise ValueError(
+            raise UserError(
                 f"gate {type(self).__name__} follows the training's progress, which nothing sets: add "
                 "`dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or set "
                 "`batch_context(model).progress`"

@@ -16,6 +16,7 @@ from foundry_moe.layers.context import GateContext
 from foundry_moe.layers.gates.gate import Choices, Gate
 from foundry_moe.layers.gates.keys import HashKeys, read_counts
 from foundry_moe.ops import noise
+from foundry_moe.schema import UserError
 
 _TOKEN, _PAIR = 4, 5
 
@@ -55,7 +56,7 @@ class HashGate(Gate):
     def forward(self, x_TD: Tensor, context: GateContext) -> Choices:
         """See `Gate`. No losses."""
         if context.token_ids_BS is None:
-            raise ValueError(
+            raise UserError(
                 "gate hash needs the token ids: the model's forward must take `input_ids`, one id for each token that "
                 "reaches the layer (a model fed with embeddings, or sequences packed otherwise, cannot use it)"
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from foundry_moe.layers.schedule import A_TIME, parse_duration, parse_schedule
-from foundry_moe.schema import form, one_of
+from foundry_moe.schema import UserError, form, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class LinearKeys(GateKeys):
 def need_top_k(top_k: int, wanted: int, why: str) -> None:
     """Raises ValueError unless the user's `top_k` is this."""
     if top_k != wanted:
-        raise ValueError(f"top_k ({top_k}) must be {wanted}: {why}")
+        raise UserError(f"top_k ({top_k}) must be {wanted}: {why}")
 
 
 def _check_jitter(jitter: float | dict[str, Any]) -> None:
     low, high = parse_schedule(jitter, "jitter").bounds
     if low < 0 or high >= 1:
-        raise ValueError(f"jitter ({jitter}) must be at least 0 and below 1")
+        raise UserError(f"jitter ({jitter}) must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,11 @@ class TopKKeys(LinearKeys):
         one_of("score", self.score, ("softmax", "sigmoid"))
         _check_jitter(self.jitter)
         if parse_schedule(self.bias_step, "bias_step").bounds[0] < 0:
-            raise ValueError(f"bias_step ({self.bias_step}) must be 0 or more")
+            raise UserError(f"bias_step ({self.bias_step}) must be 0 or more")
         if self.scale <= 0:
-            raise ValueError(f"scale ({self.scale}) must be above 0")
+            raise UserError(f"scale ({self.scale}) must be above 0")
         if self.groups < 1 or not 0 <= self.group_limit <= self.groups:
-            raise ValueError(
+            raise UserError(
                 f"group_limit ({self.group_limit}) must be between 1 and groups ({self.groups}), or 0 for all"
             )
 
@@ -93,18 +93,18 @@ class TopKKeys(LinearKeys):
         groups, limit = self.groups, self.group_limit or self.groups
         if num_experts % groups:
             divisors = [str(g) for g in range(1, num_experts + 1) if num_experts % g == 0]
-            raise ValueError(
+            raise UserError(
                 f"gate.groups ({groups}) must divide num_experts ({num_experts}): use {', '.join(divisors)}"
             )
         eligible = limit * (num_experts // groups)
         if top_k > eligible:
-            raise ValueError(
+            raise UserError(
                 f"top_k ({top_k}): {limit} of {groups} groups have {eligible} experts; raise gate.group_limit"
             )
 
     def check_losses(self, names: Iterable[str], num_experts: int, top_k: int) -> None:
         if "load" in names and (not self.noise or top_k == num_experts):
-            raise ValueError(
+            raise UserError(
                 f"loss.load needs gate.noise: true and top_k ({top_k}) below num_experts ({num_experts}): "
                 "it is the load expected over the noise"
             )
@@ -152,7 +152,7 @@ class HierarchicalKeys(LinearKeys):
         groups = self.groups
         if groups < 1 or num_experts % groups or top_k > num_experts // groups:
             possible = [str(g) for g in range(1, num_experts + 1) if num_experts % g == 0 and num_experts // g >= top_k]
-            raise ValueError(
+            raise UserError(
                 f"gate.groups ({groups}) must divide num_experts ({num_experts}) into groups of top_k "
                 f"({top_k}) experts at least: use {', '.join(possible)}"
             )
@@ -165,7 +165,7 @@ class KTop1Keys(LinearKeys):
     def check(self, num_experts: int, top_k: int) -> None:
         if num_experts % top_k:
             divisors = [str(k) for k in range(1, num_experts + 1) if num_experts % k == 0]
-            raise ValueError(
+            raise UserError(
                 f"top_k ({top_k}) must divide num_experts ({num_experts}) for gate ktop1, which makes "
                 f"top_k equal prototypes: use {', '.join(divisors)}"
             )
@@ -186,9 +186,9 @@ class BaseKeys(LinearKeys):
 
     def __post_init__(self) -> None:
         if self.epsilon <= 0:
-            raise ValueError(f"epsilon ({self.epsilon}) must be above 0: it is what a bid raises a price by")
+            raise UserError(f"epsilon ({self.epsilon}) must be above 0: it is what a bid raises a price by")
         if self.rounds < 0:
-            raise ValueError(f"rounds ({self.rounds}) must be 0 or more")
+            raise UserError(f"rounds ({self.rounds}) must be 0 or more")
 
     def check(self, num_experts: int, top_k: int) -> None:
         need_top_k(top_k, 1, "gate base assigns a token to one expert")
@@ -207,7 +207,7 @@ class HashKeys(GateKeys):
     def __post_init__(self) -> None:
         one_of("table", self.table, ("random", "balanced", "bigram"))
         if (self.table == "balanced") != bool(self.frequencies):
-            raise ValueError(
+            raise UserError(
                 f"frequencies ({self.frequencies!r}) goes with table: balanced, and table is {self.table}: "
                 "give both or neither"
             )
@@ -236,13 +236,13 @@ class DenseToSparseKeys(LinearKeys):
 
     def __post_init__(self) -> None:
         if parse_schedule(self.temperature, "temperature").bounds[0] <= 0:
-            raise ValueError(f"temperature ({self.temperature}) must be above 0")
+            raise UserError(f"temperature ({self.temperature}) must be above 0")
         if not 0 <= self.threshold < 1:
-            raise ValueError(f"threshold ({self.threshold}) must be at least 0 and below 1")
+            raise UserError(f"threshold ({self.threshold}) must be at least 0 and below 1")
         if self.hard_after:
             parse_duration(self.hard_after, "hard_after")
         if self.max_experts < 0:
-            raise ValueError(f"max_experts ({self.max_experts}) must be 0 (no limit) or more")
+            raise UserError(f"max_experts ({self.max_experts}) must be 0 (no limit) or more")
 
     def check(self, num_experts: int, top_k: int) -> None:
         need_top_k(top_k, 1, "gate dense_to_sparse ends with one expert a token, and sets the number itself before")
@@ -265,9 +265,9 @@ def read_counts(path: str) -> list[int]:
     try:
         counts = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"gate.frequencies ({path}): {error}") from None
+        raise UserError(f"gate.frequencies ({path}): {error}") from None
     if not isinstance(counts, list) or not counts or not all(isinstance(c, int) and c >= 0 for c in counts):
-        raise ValueError(f"gate.frequencies ({path}) must be a JSON list: how often each token id occurs")
+        raise UserError(f"gate.frequencies ({path}) must be a JSON list: how often each token id occurs")
     return counts
 
 

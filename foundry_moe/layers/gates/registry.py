@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from foundry_moe.layers.gates.keys import BUILT_IN, GateKeys, LinearKeys
-from foundry_moe.schema import caught, from_mapping, nearest, raise_mistakes
+from foundry_moe.schema import UserError, caught, from_mapping, nearest, raise_mistakes
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def _declaration(name: str) -> Any:
         return others[name].load()
     if name in BUILT_IN:
         return BUILT_IN[name][1]
-    raise ValueError(f"gate.name: there is no gate {name!r}; {nearest(name, {*others, *BUILT_IN})}")
+    raise UserError(f"gate.name: there is no gate {name!r}; {nearest(name, {*others, *BUILT_IN})}")
 
 
 def build_gate(
@@ -80,9 +80,9 @@ def check_freeze(settings: Mapping[str, Any], freeze: Collection[str]) -> None:
         raise no_gate(name)
 
 
-def no_gate(name: str) -> ValueError:
+def no_gate(name: str) -> UserError:
     """The error for `freeze: [gate]` and a gate without weights."""
-    return ValueError(f"freeze (gate): gate {name} has no weights to freeze; remove gate from freeze")
+    return UserError(f"freeze (gate): gate {name} has no weights to freeze; remove gate from freeze")
 
 
 def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | str) -> dict[str, float]:
@@ -97,5 +97,5 @@ def resolve_losses(settings: Mapping[str, Any], losses: Mapping[str, float] | st
     for name, weight in losses.items():
         if name not in cls.LOSSES and weight:
             known = nearest(name, cls.LOSSES) if cls.LOSSES else "it has none: write loss: {}"
-            raise ValueError(f"loss.{name}: gate {settings['name']} has no such loss; {known}")
+            raise UserError(f"loss.{name}: gate {settings['name']} has no such loss; {known}")
     return {name: float(weight) for name, weight in losses.items() if weight}

@@ -19,7 +19,7 @@ from foundry_moe.config import MoEConfig
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.models.configurations import LAYERS, MOST_LAYERS, WIDTH, check_configuration, first_of
 from foundry_moe.models.native.tokenizer import describe_tokenizer
-from foundry_moe.schema import from_mapping
+from foundry_moe.schema import UserError, from_mapping
 
 KEY = "architecture"  # of a checkpoint's `info`
 # keys of `MoEConfig` that do not affect what saved weights compute
@@ -71,7 +71,7 @@ class Architecture:
         """
         found = info.get(KEY)
         if found is None:
-            raise ValueError(
+            raise UserError(
                 f"{where} does not record its model, as imported weights do not: start the run from it and export the "
                 "run's first checkpoint"
             )
@@ -87,7 +87,7 @@ class Architecture:
                 mapping(found.get(name, {}), f"{within}.{name}") for name in ("tokenizer_state", "generation")
             )
         except DamagedError as error:
-            raise ValueError(str(error)) from None
+            raise UserError(str(error)) from None
         check_configuration(config, f"{within}.config")
         return Architecture(
             config=config,
@@ -112,15 +112,13 @@ class Architecture:
         """
         width, words = (first_of(self.config, keys) for keys in (WIDTH, ("vocab_size",)))
         if not any(shape == (words, width) for shape in shapes.values()):
-            raise ValueError(
-                f"the checkpoint holds no embedding of {shown(words)} x {shown(width)} (vocabulary, width)"
-            )
+            raise UserError(f"the checkpoint holds no embedding of {shown(words)} x {shown(width)} (vocabulary, width)")
         layers = first_of(self.config, LAYERS)
         if layers != self.num_layers or self.num_layers > len(shapes):
-            raise ValueError(f"{shown(layers)} layers: the checkpoint has {self.num_layers}, and {len(shapes)} tensors")
+            raise UserError(f"{shown(layers)} layers: the checkpoint has {self.num_layers}, and {len(shapes)} tensors")
         for name, shape in shapes.items():
             if name.endswith(".experts.w1_EFD") and shape[0] != self.experts.num_experts:
-                raise ValueError(f"num_experts ({self.experts.num_experts}): the checkpoint has {shape[0]} in {name}")
+                raise UserError(f"num_experts ({self.experts.num_experts}): the checkpoint has {shape[0]} in {name}")
 
 
 def architecture_of(model: nn.Module) -> Architecture | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from foundry_moe.models.blocks import Blocks, WeightPart, gate_keys, whole
 from foundry_moe.models.families import FAMILIES, Family
-from foundry_moe.schema import yaml_value
+from foundry_moe.schema import UserError, yaml_value
 
 _RMS_NORMS = ("rmsnorm", "low_precision_rmsnorm", "triton_rmsnorm")
 _OLMOE_EPS = 1e-5
@@ -72,7 +72,7 @@ def config_of_mpt(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family, di
     attention = config["attn_config"]
     family = FAMILIES["qwen3_moe" if attention.get("qk_gn") else "olmoe" if attention.get("qk_ln") else "mixtral"]
     for key, value, valid in _differences(config, family, normalize=gate_keys(blocks)["normalize"]):
-        raise ValueError(
+        raise UserError(
             f"{key} ({yaml_value(value)}): the model would be exported as {family.name}, which does not support this; "
             f"use {valid}"
         )
@@ -112,7 +112,7 @@ def rename_mpt(config: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], li
                 replace(whole(name, f"{prefix}.{kind}_proj.weight", stop - start, *shape[1:]), first_row=start)
                 for kind, (start, stop) in zip("qkv", pairwise(ends), strict=True)
             ]
-        raise ValueError(f"{name} has no counterpart in a Hugging Face MoE family")
+        raise UserError(f"{name} has no counterpart in a Hugging Face MoE family")
 
     return rename
 
@@ -167,7 +167,7 @@ def _kv_heads(config: Mapping[str, Any]) -> int:
         return int(attention["kv_n_heads"])
     if kind in ("multihead_attention", "multiquery_attention"):
         return int(config["n_heads"]) if kind == "multihead_attention" else 1
-    raise ValueError(f"model.attn_config.attn_type ({kind}) cannot be exported; use grouped_query_attention")
+    raise UserError(f"model.attn_config.attn_type ({kind}) cannot be exported; use grouped_query_attention")
 
 
 def _dense_width(config: Mapping[str, Any], hidden_act: str) -> int:
@@ -175,7 +175,7 @@ def _dense_width(config: Mapping[str, Any], hidden_act: str) -> int:
     ffn = config["ffn_config"]
     act = (ffn.get("ffn_act_fn") or {"name": "gelu"}).get("name")
     if ffn.get("ffn_type") != "mptglu" or act != hidden_act:
-        raise ValueError(
+        raise UserError(
             f"model.ffn_config (ffn_type {ffn.get('ffn_type')}, ffn_act_fn {act}): in every family dense layers "
             f"are GLUs with the experts' activation; use ffn_type: mptglu, ffn_act_fn: {{name: {hidden_act}}}"
         )

@@ -32,6 +32,7 @@ from foundry_moe.models.native.architecture import architecture_of
 from foundry_moe.models.native.state_dict import Native, native_of
 from foundry_moe.models.native.targets import assemble
 from foundry_moe.models.pretrained import by_tensor, fill
+from foundry_moe.schema import UserError
 
 _HOW = (
     "save its state_dict, or use callbacks.elastic_checkpoint and `foundry-moe checkpoints export`, which writes it "
@@ -77,13 +78,13 @@ def native_of_model(model: nn.Module) -> Native:
     """
     architecture = architecture_of(model)
     if architecture is None:
-        raise ValueError(f"{type(model).__name__} has no dMoE layers, or is no Hugging Face model")
+        raise UserError(f"{type(model).__name__} has no dMoE layers, or is no Hugging Face model")
     return native_of(architecture)
 
 
 def _refuse(reason: str, *_: Any, **__: Any) -> None:
     how = "save the whole model" if reason.startswith("this") else _HOW
-    raise ValueError(f"save_pretrained: {reason}; {how}")
+    raise UserError(f"save_pretrained: {reason}; {how}")
 
 
 class SavesNative(nn.Module):
@@ -110,8 +111,8 @@ class SavesNative(nn.Module):
         """
         try:
             model = _native_model(self)
-        except ValueError as error:
-            raise ValueError(f"save_pretrained: {error}; {_HOW}") from error
+        except UserError as error:
+            raise UserError(f"save_pretrained: {error}; {_HOW}") from error
         state = keys.pop("state_dict", None)
         if state is None and any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             state = get_model_state_dict(self, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -149,7 +150,7 @@ def _take_family_names(
         targets = native.targets({name: tuple(tensor.shape) for name, tensor in own.items()})
         sources = by_tensor(part for target in targets if target.name not in own for part in target.parts)
         blocks += [native.family.block_name(layer) for layer in native.blocks.layers]
-    except ValueError as error:
+    except UserError as error:
         why = f": {error}"
     for ours, parts in sources.items():
         there = [part for part in parts if prefix + part.theirs in unknown]
@@ -181,7 +182,7 @@ def _take_family_names(
 def _native_model(converted: nn.Module) -> Any:
     """The family's model without weights; its `load_state_dict` takes the tensors of a model with dMoE layers."""
     if int(transformers.__version__.partition(".")[0]) >= 5:
-        raise ValueError(
+        raise UserError(
             f"transformers {transformers.__version__} names and packs experts in another way; use transformers 4"
         )
     native = native_of_model(converted)

@@ -18,7 +18,7 @@ from foundry_moe.models.families import FAMILIES, Family, family_of
 from foundry_moe.models.native.architecture import Architecture
 from foundry_moe.models.native.from_mpt import config_of_mpt, rename_mpt
 from foundry_moe.models.native.targets import Target, check_targets, targets_of
-from foundry_moe.schema import yaml_value
+from foundry_moe.schema import UserError, yaml_value
 
 Shapes = Mapping[str, tuple[int, ...]]
 _BLOCK = re.compile(r"(.*?\.(\d+)\..*)\.experts\.w1_EFD")
@@ -66,7 +66,7 @@ class Native:
         """
         prefixes = {match[1]: int(match[2]) for name in shapes if (match := _BLOCK.fullmatch(name))}
         if sorted(prefixes.values()) != sorted(self.blocks.layers):
-            raise ValueError(
+            raise UserError(
                 f"the tensors have experts in layers {sorted(prefixes.values())}, but the model has them in "
                 f"{sorted(self.blocks.layers)}"
             )
@@ -97,7 +97,7 @@ def native_of(architecture: Architecture) -> Native:
     """
     model_type, config = architecture.model_type, dict(architecture.config)
     if architecture.experts.lora is not None:
-        raise ValueError(
+        raise UserError(
             f"lora ({architecture.experts.lora}): no Hugging Face model has adapters in its weights; use `foundry-moe "
             "export --merge` for the whole model or --adapter for a PEFT folder"
         )
@@ -133,7 +133,7 @@ def _config_of_dense(config: Mapping[str, Any], blocks: Blocks) -> tuple[Family,
     family = FAMILIES[family_type]
     for key, value in wanted.items():
         if key in config and config[key] != value:
-            raise ValueError(
+            raise UserError(
                 f"{key} ({config[key]}) of this {model_type} model is not one that {family.name} has; "
                 f"use {yaml_value(value)}"
             )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_moe.models.blocks import WeightPart
+from foundry_moe.schema import UserError
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,19 @@ def check_targets(targets: Iterable[Target], sources: Mapping[str, tuple[int, ..
     for target in targets:
         for part in target.parts:
             if part.ours not in sources:
-                raise ValueError(f"{target.name} would be made of {part.ours}, which does not exist")
+                raise UserError(f"{target.name} would be made of {part.ours}, which does not exist")
             place = (part.ours, part.expert, part.first_row)
             if place in seen:
-                raise ValueError(f"{part.ours} would be written twice, to {target.name} too")
+                raise UserError(f"{part.ours} would be written twice, to {target.name} too")
             seen.add(place)
             if sources[part.ours][1:] == (part.shape[1:] if part.expert is None else part.shape):
                 taken[part.ours] += math.prod(part.shape)
         filled = sum(math.prod(part.shape) for part in target.parts)
         if filled != target.count:
-            raise ValueError(f"{target.name} has {target.count} elements, and {filled} would be written")
+            raise UserError(f"{target.name} has {target.count} elements, and {filled} would be written")
     lost = [name for name, count in taken.items() if count != math.prod(sources[name])]
     if lost:
-        raise ValueError(f"{lost[0]} and {len(lost) - 1} more tensors would not be written, or not once")
+        raise UserError(f"{lost[0]} and {len(lost) - 1} more tensors would not be written, or not once")
 
 
 def assemble(target: Target, source: Callable[[str], Tensor], dtype: torch.dtype | None = None) -> Tensor:

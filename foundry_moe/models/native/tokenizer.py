@@ -10,6 +10,8 @@ from typing import Any
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from foundry_moe.schema import UserError
+
 # arguments of `from_pretrained` that change token ids; a checkpoint is not trusted to set others
 _FLAGS = (
     *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "do_lower_case", "strip_accents"),
@@ -54,7 +56,7 @@ def restore_tokenizer(name: str, described: Mapping[str, Any]) -> PreTrainedToke
     if described["model_max_length"] is not None:
         tokenizer.model_max_length = int(described["model_max_length"])
     if digest_of(tokenizer) != described["ids"]:
-        raise ValueError("its token ids differ from those of the run")
+        raise UserError("its token ids differ from those of the run")
     return tokenizer
 
 
