@@ -99,6 +99,7 @@ def main(folder: str, steps: int) -> None:
     torch.manual_seed(0)
     context = BatchContext()
     model = Model(context).to(device)
+    context.observe(model)  # each call is one forward pass, which recomputation remembers
     layers = moe_layers(model)
 
     # The mesh: experts over 2 ranks, ZeRO-3 over the others; FSDP2 for the rest; then the optimizer.

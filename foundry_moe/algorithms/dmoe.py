@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from composer.core import Algorithm, Event, State
@@ -89,7 +90,8 @@ class DMoE(Algorithm):
             return
         context = batch_context(state.model)
         if context is not None:
-            state.loss = context.anchor(state.loss)
+            labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
+            state.loss = context.anchor(state.loss, labels)
 
     def _put_experts(self, state: State) -> list[MoELayer]:
         """Converts the model. Raises ValueError if that adds no experts: the run would train a dense model."""

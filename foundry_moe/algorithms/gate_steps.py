@@ -19,6 +19,7 @@ from foundry_moe.algorithms.dmoe_mesh import check_parallelism, count_samples
 from foundry_moe.algorithms.parameter_rules import RULES, check_rules, pass_rules
 from foundry_moe.algorithms.weights_from_files import describe_weights
 from foundry_moe.layers.context import unchanged
+from foundry_moe.layers.forward_pass import count_targets
 from foundry_moe.layers.lookup import moe_layers, note_loads, step_gates
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.layers.schedule import Progress
@@ -126,11 +127,16 @@ class GateSteps(Algorithm):
         elif event == Event.BEFORE_TRAIN_BATCH:
             # automatic microbatching repeats a batch that ran out of memory: loads of the failed attempt are discarded
             _count_ahead(state, layers)
+            _report_no_targets(state)
             self._before = note_loads(layers)
             tokens = real_tokens(state.batch) if any(layer.loss_weights for layer in layers) else None
+            self._rank_tokens = None
             if tokens is not None:
-                tokens = context.sum_over_ranks(state.device.tensor_to_device(tokens)).double() / dist.get_world_size()
-            self._rank_tokens = tokens
+                targets = count_targets(state.batch.get("labels"))
+                counts_2 = torch.stack([tokens, tokens if targets is None else targets])
+                tokens, targets = context.sum_over_ranks(state.device.tensor_to_device(counts_2)).unbind()
+                # a batch without targets trains nothing: the scale is x / inf
+                self._rank_tokens = (tokens.double() / dist.get_world_size()).masked_fill(targets == 0, torch.inf)
         elif event == Event.BEFORE_FORWARD:
             tokens = real_tokens(state.batch)
             if tokens is not None and self._rank_tokens is not None:
@@ -168,6 +174,22 @@ def check_loaders(state: State) -> None:
                 f"the {loader.batch_size} of its batch, and drop_last (true) drops the rest; lower the batch size, add "
                 "data, or use drop_last: false"
             )
+
+
+def _report_no_targets(state: State) -> None:
+    """Logs microbatches of this rank whose labels are all ignored."""
+    labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_cuda:
+        return
+    size = state.device_train_microbatch_size
+    parts = labels.split(size if isinstance(size, int) else len(labels))
+    empty = sum(not count_targets(part) for part in parts)
+    if empty:
+        log.warning(
+            "batch %d: %d of %d microbatches of rank %d have no targets (all labels are -100): they add nothing to the "
+            "loss",
+            *(int(state.timestamp.batch) + 1, empty, len(parts), dist.get_global_rank()),
+        )
 
 
 def check_hf_checkpointer(state: State) -> None:

@@ -1,15 +1,15 @@
-"""What a layer reads of a batch beyond its input: token ids, padding, progress, and the scale of the loss.
+"""Per-batch context shared by all MoE layers: token ids, padding, progress, and the scale of the loss.
 
-The layers of a model share one `BatchContext`. Hooks fill it, so that the model's code stays unchanged. Independent
-of ranks and trainers.
+Hooks fill it, so that the model's code stays unchanged. Independent of ranks and trainers.
 
 Shapes: B sequences, S positions, T tokens, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Signature, signature
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from foundry_moe.layers.forward_pass import ForwardPass, by_sequence, count_targets, inherit, read_call, read_mask
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops import noise
 from foundry_moe.schema import UserError
@@ -29,11 +30,6 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 # (rows, stream) -> shuffled rows, and a function that undoes the shuffle
 Shuffle = Callable[[Tensor, int], tuple[Tensor, Callable[[Tensor], Tensor]]]
-
-
-def _by_sequence(tokens: Tensor) -> Tensor:
-    """[B, S] of [..., S]: with one dimension it is one sequence."""
-    return tokens[None] if tokens.dim() == 1 else tokens.flatten(0, -2)
 
 
 def stay(rows_TX: Tensor, stream: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -113,9 +109,6 @@ class BatchContext:
     """
 
     def __init__(self) -> None:
-        self.token_ids_BS: Tensor | None = None
-        self.mask_BS: Tensor | None = None
-        self.sequence_id_BS: Tensor | None = None
         self.progress: Progress | None = None
         self.sum_over_ranks: Callable[[Tensor], Tensor] = unchanged
         self.sum_over_group: Callable[[Tensor], Tensor] = unchanged
@@ -123,10 +116,13 @@ class BatchContext:
         self.shuffle: Shuffle = stay
         self.auxiliary_scale: Tensor | None = None
         self.batch_counts: dict[tuple[int, str], Tensor] = {}
+        self.has_losses = False
         self._counting = False
-        self._keys_T: Tensor | None = None
-        self._packed_BS: Tensor | None = None
+        self._pass: ForwardPass | None = None  # that runs, or is recomputed
+        self._noted: ForwardPass | None = None
         self._loss_scale = torch.ones((), dtype=torch.float64)
+        self._backward: _Backward | None = None
+        self._warned = False
 
     def loss_scale(self, device: torch.device) -> Tensor:
         """`auxiliary_scale`, else d(what is differentiated) / d(loss): a trainer weighs microbatches and scales fp16.
@@ -148,76 +144,77 @@ class BatchContext:
         training: bool = False,
         rows: int | None = None,
         device: torch.device | None = None,
+        needs_mask: bool = False,
     ) -> GateContext:
         """The context of a layer's input. Ids and mask of another length (cached decoding) are ignored.
 
         Args:
             rows: sequences of the layer's input; None = tokens without sequences.
             device: of the input; None = that of the ids.
+            needs_mask: in training the result depends on which tokens are padding.
 
         Raises:
-            ValueError: a balance loss over sequences, where the tokens of a sequence are unknown.
+            ValueError: a balance loss over sequences, where the tokens of a sequence are unknown; an attention mask
+                whose padding is unknown, with `needs_mask`; a recomputation outside a pass that was observed.
         """
-        ids, mask = self.token_ids_BS, self.mask_BS
+        run = self._running(training and needs_mask)
+        ids, mask = run.token_ids_BS, run.mask_BS
         fits = ids is not None and ids.numel() == num_tokens
         by_sequence = training and balance_over == "sequence" and "balance" in losses
-        sum_for = partial(self._sum_for, balance_over if training else "rank", layer)
+        sum_for = partial(self._sum_for, balance_over if training else "rank", layer, run.batch_counts)
         return GateContext(
             token_ids_BS=ids if fits else None,
             mask_T=mask.reshape(-1) if mask is not None and mask.numel() == num_tokens else None,
-            progress=self.progress,
+            progress=run.progress,
             losses=losses if training else frozenset(),
             seed=seed,
             layer=layer,
             sum_counts=sum_for("counts"),
             sum_importance=sum_for("importance"),
             sum_load=sum_for("load"),
-            sequences=self._sequences(num_tokens, rows, device) if by_sequence else None,
+            sequences=_sequences(run, num_tokens, rows, device) if by_sequence else None,
             largest=self.max_over_ranks,
             shuffle=self.shuffle,
-            keys=self._token_keys if fits else None,
+            keys=partial(_token_keys, run) if fits else None,
         )
 
-    def _token_keys(self) -> Tensor:
-        assert self.token_ids_BS is not None
-        if self._keys_T is None:
-            self._keys_T = noise.token_keys(self.token_ids_BS)
-        return self._keys_T
-
-    def _sequences(self, num_tokens: int, rows: int | None, device: torch.device | None) -> TokenSequences:
-        packed_BS, ids = self.sequence_id_BS, self.token_ids_BS
-        if packed_BS is not None and packed_BS.numel() == num_tokens:
-            # a row of S tokens has S documents at most; -1 is padding
-            rows, length = packed_BS.shape
-            first_B1 = torch.arange(rows, device=packed_BS.device)[:, None] * length
-            return TokenSequences((first_B1 + packed_BS.long().clamp(0, max(length - 1, 0))).flatten(), num_tokens)
-        if ids is not None and ids.numel() == num_tokens:
-            rows = ids.shape[0]
-        if rows is None or (rows == 0) != (num_tokens == 0) or (rows and num_tokens % rows):
+    def _running(self, needs_mask: bool) -> ForwardPass:
+        run = self._pass
+        if run is None:
+            if self._noted is None:
+                return ForwardPass(progress=self.progress, batch_counts=self.batch_counts)
+            if _in_backward():
+                raise UserError(
+                    "activation checkpointing recomputes a layer whose ids or padding were given by note(): call "
+                    "context.observe(model) once after the model is built, so that each forward pass keeps its own"
+                )
+            run = replace(self._noted, progress=self.progress, batch_counts=self.batch_counts)
+        if needs_mask and run.unknown_mask:
             raise UserError(
-                f"balance_over (sequence): a layer got {num_tokens} tokens without their sequences: give it the whole "
-                "batch (MPT: use_pad_tok_in_ffn: true), or use balance_over: rank"
+                f"attention_mask ({run.unknown_mask}) does not tell which tokens are padding, on which this training "
+                "depends: give the model a mask [batch, sequence] or [batch, heads, sequence, sequence], or pass one "
+                "to batch_context(model).note(input_ids, mask) before each forward pass"
             )
-        device = ids.device if device is None and ids is not None else device
-        length = num_tokens // rows if rows else 0
-        return TokenSequences(torch.arange(rows, device=device).repeat_interleave(length, output_size=num_tokens), rows)
+        return run
 
     def counts_here(self, balance_over: str) -> bool:
         """Whether the balance loss is over loads of one microbatch of this process."""
-        return self._sum_for(balance_over, 0, "counts") is unchanged
+        return self._sum_for(balance_over, 0, {}, "counts") is unchanged
 
-    def _sum_for(self, balance_over: str, layer: int, of: str) -> Callable[[Tensor], Tensor]:
+    def _sum_for(
+        self, balance_over: str, layer: int, known: Mapping[tuple[int, str], Tensor], of: str
+    ) -> Callable[[Tensor], Tensor]:
         if balance_over == "group":
             return self.sum_over_group
         if balance_over == "batch":
-            return partial(self._sum_batch, (layer, of))
+            return partial(self._sum_batch, known, (layer, of))
         return self.sum_over_ranks if balance_over == "microbatch" else unchanged
 
-    def _sum_batch(self, key: tuple[int, str], counts: Tensor) -> Tensor:
+    def _sum_batch(self, known: Mapping[tuple[int, str], Tensor], key: tuple[int, str], counts: Tensor) -> Tensor:
         if self._counting:
             self.batch_counts[key] = self.batch_counts[key] + counts if key in self.batch_counts else counts
             return counts
-        return self.batch_counts[key] if key in self.batch_counts else self.sum_over_ranks(counts)
+        return known[key] if key in known else self.sum_over_ranks(counts)
 
     def count_ahead(self, run_forward: Callable[[], None]) -> None:
         """Counts the choices of a whole batch before its first microbatch is trained on.
@@ -238,70 +235,215 @@ class BatchContext:
         self.batch_counts = {key: self.sum_over_ranks(self.batch_counts[key]) for key in sorted(self.batch_counts)}
 
     def observe(self, model: nn.Module) -> None:
-        """Hooks the first module of `model` whose forward takes `input_ids`, to note ids and padding of each batch.
+        """Hooks `model` and those of its modules whose forward takes `input_ids` or `batch`.
 
-        An outer module whose forward takes `batch` is hooked too: it drops keys that the inner one does not take.
+        Each call of such a module is a forward pass, with the ids and padding of its arguments; of modules within each
+        other, the innermost one's, completed by those around it. While its backward pass runs, a layer that is
+        recomputed reads them again, whatever ran in between. A scalar `loss` among its results gives the scale of
+        auxiliary losses, and a loss without targets becomes 0. Modules that are hooked already are left alone.
         """
         for module in model.modules():
             takes = signature(module.forward)
-            if "input_ids" in takes.parameters:
-                module.register_forward_pre_hook(partial(self._note_batch, takes), with_kwargs=True)
-                return
-            if "batch" in takes.parameters:
-                module.register_forward_pre_hook(partial(self._note_packing, takes), with_kwargs=True)
+            begin = partial(self._begin, takes)
+            hooked = any(getattr(hook, "func", None) == self._begin for hook in module._forward_pre_hooks.values())
+            if not hooked and (module is model or not takes.parameters.keys().isdisjoint(("input_ids", "batch"))):
+                module.register_forward_pre_hook(begin, with_kwargs=True)
+                module.register_forward_hook(self._end, always_call=True)
 
-    def _note_packing(self, takes: Signature, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        batch = takes.bind_partial(*args, **kwargs).arguments.get("batch")
-        found = batch.get("sequence_id") if isinstance(batch, Mapping) else None
-        self._packed_BS = found if isinstance(found, Tensor) else None
+    def _begin(self, takes: Signature, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._backward is not None and not _in_backward():
+            self._end_backward()  # it has failed
+        found = inherit(read_call(takes, args, kwargs), self._pass)
+        if self._noted is not None:  # of this pass, and before what its arguments say
+            noted, self._noted = self._noted, None
+            if noted.mask_BS is not None:
+                found.update(mask_BS=noted.mask_BS, unknown_mask="")
+            for name in ("token_ids_BS", "sequence_id_BS"):
+                found[name] = found[name] if getattr(noted, name) is None else getattr(noted, name)
+        self._pass = ForwardPass(
+            **found,
+            progress=self.progress,
+            batch_counts=self.batch_counts,
+            auxiliary_scale=self.auxiliary_scale,
+            around=self._pass,
+        )
+        if self._pass.token_ids_BS is not None:
+            self.loss_scale(self._pass.token_ids_BS.device)  # a compiled graph would make it a constant
 
-    def _note_batch(self, takes: Signature, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        bound = takes.bind_partial(*args, **kwargs).arguments
-        found = (bound.get(name) for name in ("input_ids", "attention_mask", "sequence_id"))
-        ids, mask, packed = (value if isinstance(value, Tensor) else None for value in found)
-        around, self._packed_BS = self._packed_BS, None  # valid for this call only
-        if packed is None and around is not None and ids is not None and around.shape == ids.shape:
-            packed = around
-        self.note(ids, mask, packed)
+    def _end(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        ended = self._pass
+        assert ended is not None
+        self._pass = ended.around
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        changed = self._watch_loss(output, ended)
+        for tensor in _tensors(output if changed is None else changed):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._resume, ended))
+        return changed
+
+    def _watch_loss(self, output: Any, run: ForwardPass) -> Any:
+        """Records the gradient of a scalar loss in `output`, and makes it 0 where it has no targets.
+
+        Returns:
+            An output in place of this one; None = the same, changed in place.
+        """
+        key = "loss" if isinstance(output, MutableMapping) else 0
+        found = output.get(key) if key == "loss" else output[0] if isinstance(output, tuple) and output else None
+        if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
+            return None
+        loss = _zero_without(run.targets, found)
+        loss.register_hook(partial(self._record_loss, run))
+        if isinstance(output, MutableMapping):
+            output[key] = loss
+            return None
+        return (loss, *output[1:])
+
+    def _record_loss(self, run: ForwardPass, gradient: Tensor) -> Tensor:
+        gradient = _zero_without(run.targets, gradient)
+        scale = gradient.detach().double()
+        self._in_this_backward().losses[run] = scale if run.share is None else scale * run.share
+        return gradient
+
+    def _resume(self, run: ForwardPass, _: Tensor) -> None:
+        """At the begin of the backward pass of `run`."""
+        backward = self._in_this_backward()
+        self._pass = run
+        scale = run.auxiliary_scale if backward.anchored is None else backward.anchored
+        found: ForwardPass | None = run
+        while scale is None and found is not None:
+            scale, found = backward.losses.get(found), found.around
+        if scale is None:
+            scale = next(reversed(backward.losses.values()), None)
+        if scale is None and self.has_losses and not self._warned:
+            self._warned = True
+            warnings.warn(_NO_LOSS, stacklevel=2)
+        self._set_scale(scale)
+
+    def _set_scale(self, scale: Tensor | None) -> None:
+        # `.data`: a compiled layer has saved the buffer and must see the new value
+        data = self._loss_scale.data
+        data.fill_(1) if scale is None else data.copy_(scale)
+
+    def _in_this_backward(self) -> _Backward:
+        """The state of the backward pass that runs, which ends with it."""
+        if self._backward is None:
+            self._backward = _Backward(before=self._pass, losses={})
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
+
+    def _end_backward(self) -> None:
+        if self._backward is not None:
+            self._pass, self._backward = self._backward.before, None
+            self._set_scale(None)
 
     def note(
         self, token_ids_BS: Tensor | None, mask_BS: Tensor | None = None, sequence_id_BS: Tensor | None = None
     ) -> None:
         """Notes ids and padding of the next forward pass: [sequences, positions], or [tokens] of one sequence.
 
+        Without `observe`, of all forward passes until the next note.
+
         Args:
             mask_BS: 1 or True = real, 0 = padding.
             sequence_id_BS: index of a token's packed document in its row, from 0 up; -1 = padding.
         """
-        if mask_BS is not None and mask_BS.dim() > 2 and (token_ids_BS is None or mask_BS.shape != token_ids_BS.shape):
-            mask_BS = None  # of pairs of positions
-        self.token_ids_BS = None if token_ids_BS is None else _by_sequence(token_ids_BS)
-        self.mask_BS = None if mask_BS is None else _by_sequence(mask_BS).bool()
-        self.sequence_id_BS = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None
-        self._keys_T = None
+        packed = sequence_id_BS if sequence_id_BS is not None and sequence_id_BS.dim() == 2 else None
+        mask, ids_BS = read_mask(mask_BS, token_ids_BS), None if token_ids_BS is None else by_sequence(token_ids_BS)
+        self._noted = ForwardPass(token_ids_BS=ids_BS, sequence_id_BS=packed, **mask)
         if token_ids_BS is not None:
             self.loss_scale(token_ids_BS.device)  # before any layer runs: a compiled graph would make it a constant
 
-    def anchor(self, loss: Any) -> Any:
+    def anchor(self, loss: Any, labels_BS: Any = None) -> Any:
         """The loss unchanged; its backward pass records the factor by which the trainer scales it.
 
         A mapping of losses is anchored at `total`, other containers at each tensor.
+
+        Args:
+            labels_BS: of a language model; if all are -100, loss and gradient become 0 in place of NaN.
         """
         if isinstance(loss, Tensor):
-            return self._anchor(loss) if loss.requires_grad else loss
+            return self._anchor(loss, count_targets(labels_BS)) if loss.requires_grad else loss
         if isinstance(loss, Mapping):
             names = ["total"] if "total" in loss else list(loss)
-            return {**loss, **{name: self.anchor(loss[name]) for name in names}}
+            return {**loss, **{name: self.anchor(loss[name], labels_BS) for name in names}}
         if isinstance(loss, tuple | list):
-            return type(loss)(self.anchor(item) for item in loss)
+            return type(loss)(self.anchor(item, labels_BS) for item in loss)
         return loss
 
-    def _anchor(self, loss: Tensor) -> Tensor:
-        scale, anchored = self.loss_scale(loss.device), loss.clone()
+    def _anchor(self, loss: Tensor, targets: Tensor | None) -> Tensor:
+        self.loss_scale(loss.device)
+        given = self.auxiliary_scale
 
-        def record(gradient: Tensor) -> None:  # runs before all other nodes of the backward pass
-            # `.data`: a compiled layer has saved the buffer and must see the new value
-            scale.data.copy_(gradient.detach().sum() if self.auxiliary_scale is None else self.auxiliary_scale)
+        def record(gradient: Tensor) -> Tensor:  # runs before all other nodes of the backward pass
+            gradient = _zero_without(targets, gradient)
+            scale = gradient.detach().sum() if given is None else given
+            self._in_this_backward().anchored = scale
+            self._set_scale(scale)
+            return gradient
 
+        anchored = _zero_without(targets, loss)
         anchored.register_hook(record)
         return anchored
+
+
+@dataclass(kw_only=True)
+class _Backward:
+    """State of one backward pass.
+
+    before: the pass that ran when it began.
+    anchored: the scale of a loss that was anchored.
+    losses: scales by the passes that computed a loss.
+    """
+
+    before: ForwardPass | None
+    losses: dict[ForwardPass, Tensor]
+    anchored: Tensor | None = None
+
+
+_NO_LOSS = (
+    "auxiliary losses are added with factor 1: the loss of this backward pass is not known. If it is scaled before "
+    "backward() (divided by microbatches, by a GradScaler), use batch_context(model).anchor(loss) first; if a wrapper "
+    "that was made after apply_dmoe computes the loss, call batch_context(model).observe(wrapper) once"
+)
+
+
+def _zero_without(targets: Tensor | None, value: Tensor) -> Tensor:
+    """A copy, zero where there are no targets: a mean over none is NaN, as is a batch's share of none."""
+    return value.clone() if targets is None else value.masked_fill(targets == 0, 0)
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | tuple | list):
+        for item in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(item)
+
+
+def _token_keys(run: ForwardPass) -> Tensor:
+    return run.keys_T
+
+
+def _sequences(run: ForwardPass, num_tokens: int, rows: int | None, device: torch.device | None) -> TokenSequences:
+    packed_BS, ids = run.sequence_id_BS, run.token_ids_BS
+    if packed_BS is not None and packed_BS.numel() == num_tokens:
+        # a row of S tokens has S documents at most; -1 is padding
+        rows, length = packed_BS.shape
+        first_B1 = torch.arange(rows, device=packed_BS.device)[:, None] * length
+        return TokenSequences((first_B1 + packed_BS.long().clamp(0, max(length - 1, 0))).flatten(), num_tokens)
+    if ids is not None and ids.numel() == num_tokens:
+        rows = ids.shape[0]
+    if rows is None or (rows == 0) != (num_tokens == 0) or (rows and num_tokens % rows):
+        raise UserError(
+            f"balance_over (sequence): a layer got {num_tokens} tokens without their sequences: give it the whole "
+            "batch (MPT: use_pad_tok_in_ffn: true), or use balance_over: rank"
+        )
+    device = ids.device if device is None and ids is not None else device
+    length = num_tokens // rows if rows else 0
+    return TokenSequences(torch.arange(rows, device=device).repeat_interleave(length, output_size=num_tokens), rows)

@@ -122,6 +122,9 @@ class MoELayer(nn.Module):
         measured = list(self.loss_weights) if config.capacity is None else [*self.loss_weights, DROPPED]
         self.statistics = LoadStatistics(config.num_experts, measured)
         self.context = BatchContext() if context is None else context
+        self.context.has_losses |= bool(self.loss_weights)
+        reads_mask = bool(self.loss_weights) or config.capacity is not None
+        self._needs_mask = reads_mask or not self.gate.chooses_by_tokens_alone
         if not self._on_meta():
             self.reset_parameters()
 
@@ -219,6 +222,7 @@ class MoELayer(nn.Module):
             training=self.training,
             rows=x.shape[0] if x.dim() == 3 else None,
             device=x.device,
+            needs_mask=self._needs_mask,
         )
         with torch.autocast(x.device.type, enabled=False):
             return self.gate(x_TD, context), context.mask_T

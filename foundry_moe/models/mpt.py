@@ -116,7 +116,7 @@ class DMoECausalLM(ComposerMPTCausalLM):
             loss = super().loss(outputs, batch)
         else:
             loss = outputs.loss / (self._targets(batch) != loss_head.IGNORED).sum().clamp(min=1)
-        return self.context.anchor(loss)
+        return self.context.anchor(loss, self._targets(batch))
 
     def _can_fuse_loss(self, *, required: bool) -> bool:
         if not loss_head.is_installed():

@@ -85,12 +85,18 @@ def test_packed_documents_reach_the_layers(family):
     else:
         model = llama()
         fit(model, algorithms=[DMoE(**keys)], duration="1ba")
-    batch, context = packed_batch(), moe_layers(model)[0].context
+    batch, layer, seen = packed_batch(), moe_layers(model)[0], []
+
+    def note(*_):
+        wanted = {"losses": frozenset({"balance"}), "balance_over": "sequence", "training": True}
+        seen.append(layer.context.for_tokens(batch["input_ids"].numel(), **wanted).sequences)
+
+    layer.register_forward_hook(note)
     model(batch)
-    assert torch.equal(context.sequence_id_BS, batch["sequence_id"])
+    assert seen[0].index_T.tolist() == [0] * 5 + [1] * 7 + [0] * 4 + [16] * 16
     del batch["sequence_id"]
     model(batch)
-    assert context.sequence_id_BS is None, "of the batch before"
+    assert seen[1].num_sequences == 2, "not the documents of the batch before"
 
 
 @pytest.mark.quick

@@ -200,6 +200,38 @@ def test_auxiliary_losses_of_uneven_rows_are_those_of_the_whole_batch(moe, on_to
         torch.testing.assert_close(parts.said, whole.said)  # the values that are logged, fp32
 
 
+def test_what_has_no_targets_trains_nothing_and_is_reported(caplog):
+    """The first batch has no targets; of the second, the first of two microbatches has none."""
+
+    def without_targets(batches):
+        rows = data(batches).dataset
+        for index, row in enumerate(rows):
+            if index < BATCH + BATCH // 2:
+                row["labels"] = torch.full_like(row["labels"], -100)
+
+        # tensors, as LLM Foundry counts them: the trainer's weight of no targets is 0 / 0
+        def count(batch):
+            return {"total": batch["input_ids"].numel(), "loss_generating": (batch["labels"] != -100).sum()}
+
+        return DataSpec(DataLoader(rows, batch_size=BATCH), get_num_tokens_in_batch=count)
+
+    _, record = fit(
+        {"top_k": 2, "loss": LOSSES},
+        microbatch=BATCH // 2,
+        loader=without_targets,
+        record=Record(lambda state: state.loss.item()),
+        accumulate_train_batch_on_tokens=True,
+    )
+    first, second = record.gradients
+    assert not any(gradient.any() for gradient in first) and record.said[0] == 0
+    assert all(gradient.isfinite().all() for gradient in second) and any(gradient.any() for gradient in second)
+    lines = [line for line in caplog.messages if "have no targets" in line]
+    assert [line.partition(" have")[0] for line in lines] == [
+        "batch 1: 2 of 2 microbatches of rank 0",
+        "batch 2: 1 of 2 microbatches of rank 0",
+    ]
+
+
 def test_balance_over_microbatches_is_another_loss():
     """The test above would fail otherwise: the gradients of the two differ."""
     moe = {"loss": LOSSES, "balance_over": "microbatch"}

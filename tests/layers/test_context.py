@@ -31,11 +31,27 @@ def test_ids_and_padding_are_noted_through_a_wrapper():
     context, model = BatchContext(), Wrapper()
     context.observe(model)
     ids, mask = torch.arange(6).view(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    seen = []
+    model.model.embed.register_forward_hook(lambda *_: seen.append(context.for_tokens(6)))
     model({"input_ids": ids, "attention_mask": mask})
-    noted = context.for_tokens(6)
-    assert torch.equal(noted.token_ids_BS, ids) and torch.equal(noted.mask_T, mask.flatten().bool())
     model({"input_ids": ids})
-    assert context.for_tokens(6).mask_T is None
+    assert torch.equal(seen[0].token_ids_BS, ids) and torch.equal(seen[0].mask_T, mask.flatten().bool())
+    assert seen[1].mask_T is None
+    assert context.for_tokens(6).token_ids_BS is None  # none outside of a pass
+
+
+def test_a_note_is_for_one_call_of_the_model_and_outer_modules_complete_inner_ones():
+    context, model = BatchContext(), Wrapper()
+    context.observe(model)
+    context.observe(model)  # once is enough
+    seen = []
+    model.model.embed.register_forward_hook(lambda *_: seen.append(context.for_tokens(6)))
+    ids, packed = torch.arange(6).view(2, 3), torch.tensor([[0, 0, 1], [0, 1, -1]])
+    context.note(None, torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    model({"input_ids": ids, "sequence_id": packed})
+    model({"input_ids": ids})
+    assert seen[0].mask_T.sum() == 5 and torch.equal(seen[0].token_ids_BS, ids)
+    assert len(seen) == 2 and seen[1].mask_T is None
 
 
 def test_ids_of_another_length_are_left_out():
@@ -69,8 +85,10 @@ def test_anchor_keeps_the_loss_and_records_what_the_trainer_makes_of_it():
     loss = torch.tensor(2.0, requires_grad=True)
     anchored = context.anchor({"total": loss * 3, "part": loss})
     assert anchored["total"].item() == 6.0
+    during = []
+    loss.register_hook(lambda _: during.append(context.loss_scale(loss.device).item()))
     (anchored["total"] * 0.25).backward()
-    assert context.loss_scale(loss.device).item() == 0.25
+    assert during == [0.25] and context.loss_scale(loss.device).item() == 1
     assert loss.grad.item() == 0.75
 
 

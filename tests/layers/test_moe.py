@@ -248,10 +248,11 @@ def test_padding_takes_part_in_neither_loss_nor_statistics():
     context = BatchContext()
     layer = build(replace(CONFIG, loss={"balance": 1.0}), context)
     x = torch.randn(2, 4, 6, dtype=torch.float64)
-    context.mask_BS = torch.tensor([[True, True, False, False], [True, True, True, False]])
+    mask_BS = torch.tensor([[True, True, False, False], [True, True, True, False]])
+    context.note(None, mask_BS)
     layer(x).sum().backward()
     assert layer.statistics.counts_E.sum() == 5 * 2
-    real_TD = x.reshape(-1, 6)[context.mask_BS.flatten()]
+    real_TD = x.reshape(-1, 6)[mask_BS.flatten()]
     probs_TE = (real_TD @ layer.gate.weight_ED.T).softmax(-1)
     counts_E = torch.bincount(probs_TE.topk(2).indices.flatten(), minlength=5)
     assert layer.statistics.losses_L.item() == pytest.approx(balance(probs_TE.mean(0), counts_E).item(), rel=1e-6)
