@@ -162,7 +162,8 @@ def sdd(
     if s.numel():
         a_RK, b_KC = row_major(a_RK), _by_expert(b_KC, topology, 1)
         tile = tile or choose(
-            "sdd", topology, a.dtype, columns=max(topology.widths), inner=a_RK.shape[1], tf32=tf32, along=_along(b_KC)
+            "sdd", a.device, topology.block, a.dtype, columns=max(topology.widths), inner=a_RK.shape[1], tf32=tf32,
+            along=_along(b_KC), widths=topology.widths,
         )  # fmt: skip
         _rows((a_RK,), (b_KC,), s, topology, tile, sdd=True, tf32=tf32)
     return s
@@ -197,7 +198,8 @@ def sdd_act(
         glu = len(weights) == 2
         product = "glu" if glu else "act"
         tile = tile or choose(
-            product, topology, a.dtype, columns=max(topology.widths), inner=a.shape[1], tf32=tf32, along=True
+            product, a.device, topology.block, a.dtype, columns=max(topology.widths), inner=a.shape[1], tf32=tf32,
+            along=True, widths=topology.widths,
         )  # fmt: skip
         turned = tuple(weight.mT for weight in weights)
         _rows(
@@ -247,7 +249,8 @@ def dsd(
         b_P = tuple(_by_expert(matrix, topology, 0) for matrix in b_P)
         product = "dsd2" if len(b_P) == 2 else "dsd"
         tile = tile or choose(
-            product, topology, s.dtype, columns=n, inner=max(topology.widths), tf32=tf32, along=_along(b_in)
+            product, s.device, topology.block, s.dtype, columns=n, inner=max(topology.widths), tf32=tf32,
+            along=_along(b_in),
         )  # fmt: skip
         _rows(s_P, b_P, result, topology, tile, sdd=False, tf32=tf32)
     return result
@@ -267,7 +270,7 @@ def _inner(
     if out.numel():
         b_RN = row_major(b_RN)
         deep = tuning.per_expert(topology.num_rows, len(topology.widths))
-        tile = tile or choose("inner", topology, s.dtype, columns=n, inner=deep, tf32=tf32)
+        tile = tile or choose("inner", s.device, topology.block, s.dtype, columns=n, inner=deep, tf32=tf32)
         out_expert, out_column, out_n = _strides(out)
         along = _along(out)
         align = divisor(topology.common_width, n, b_RN.stride(0), out_expert, out_n if along else out_column)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from foundry_moe_kernels.launch import next_power_of_2
-from foundry_moe_kernels.topology import Topology
 
 # Block rows of a topology that layers use: the paper's 128
 BLOCK = 128
@@ -84,8 +83,8 @@ MEASURED: dict[int, dict[str, tuple[tuple[int, SparseTile], ...]]] = {
 
 
 def choose(
-    product: str, topology: Topology, dtype: torch.dtype, *, columns: int, inner: int, tf32: bool = False,
-    along: bool = False,
+    product: str, device: torch.device, block: int, dtype: torch.dtype, *, columns: int, inner: int,
+    tf32: bool = False, along: bool = False, widths: tuple[int, ...] = (),
 ) -> SparseTile:  # fmt: skip
     """The tile of a product.
 
@@ -95,8 +94,8 @@ def choose(
         columns, inner: of a tile's row, and how deep it is on average.
         tf32: fp32 operands are rounded to tf32.
         along: the second operand's adjacent elements follow the inner dimension.
+        widths: of a row's parts that a tile of sdd, act or glu may not cross.
     """
-    device, block = topology.starts_M.device, topology.block
     measured = MEASURED.get(capability(device))
     if measured is None:  # four warps' registers would not do for an activation, nor for a turned operand
         tile = SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "dsd", "dsd2") else 8)
@@ -111,7 +110,7 @@ def choose(
         tile = replace(tile, bn=max(min(64, next_power_of_2(columns)), 16), bk=max(min(32, next_power_of_2(inner)), 16))
     bn = min(tile.bn, max(next_power_of_2(columns), block))
     if product in ("sdd", "act", "glu"):  # a tile covers whole blocks of one expert, or parts of one
-        while bn > block and any(-(-width // block) * block % bn for width in topology.widths):
+        while bn > block and any(-(-width // block) * block % bn for width in widths):
             bn //= 2
     if bn < tile.bn:
         tile = replace(tile, bn=bn, warps=8 if product in ("act", "glu") and bn >= BLOCK else 4)

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "schema": set(),
     "config": {"schema"},
     "ops": {"config", "schema"},
+    "sparse": {"ops"},
     "layers": CORE,
     "parallel": {"config", "schema", "ops", "layers"},
     "checkpoint": {"config", "schema"},

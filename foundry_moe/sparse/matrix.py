@@ -1,0 +1,170 @@
+"""The block-sparse matrix: values, index tables, conversions.
+
+Shapes: a matrix [R, C] with Z blocks of B x B, M = R / B block rows, N = C / B block columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from foundry_moe_kernels.block_products import BlockIndex
+from torch import Tensor
+
+BLOCKS = (16, 32, 64, 128)
+
+
+def _split(dense_RC: Tensor, block: int) -> Tensor:
+    """A view [M, N, B, B]."""
+    return dense_RC.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)
+
+
+def _check_block(block: int, *sizes: int) -> None:
+    if block not in BLOCKS:
+        raise ValueError(f"block ({block}) must be one of {', '.join(map(str, BLOCKS))}")
+    for size in sizes:
+        if size % block or size == 0:
+            raise ValueError(f"block ({block}) must divide the matrix's size ({' x '.join(map(str, sizes))}): pad it")
+
+
+def _offsets(sorted_Z: Tensor, count: int) -> Tensor:
+    """int32 [count + 1]: where each number's run begins."""
+    return torch.searchsorted(sorted_Z, torch.arange(count + 1, device=sorted_Z.device), out_int32=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A block-sparse matrix in the hybrid blocked CSR-COO format of MegaBlocks.
+
+    Values that are not in a block are zeros. Block rows and columns may be empty. `values` may require a gradient.
+
+    Attributes:
+        values: [Z, B, B], fp32, fp16 or bf16 for kernels; block row by block row, in each by column.
+        index: where they are, which matrices of one topology share.
+        transposed: whether this is the transpose of the stored matrix, as `mT` gives it.
+    """
+
+    values: Tensor
+    index: BlockIndex
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        index, block = self.index, self.index.block
+        _check_block(block, *index.shape)
+        shape = (index.blocks, block, block)
+        if tuple(self.values.shape) != shape:
+            raise ValueError(f"values are {list(self.values.shape)}, not {list(shape)}: [blocks, block, block]")
+        for name, dtypes in {
+            "rows_Z": (torch.int16, torch.int32),
+            "columns_Z": (torch.int16, torch.int32),
+            "transposed_Z": (torch.int32, torch.int64),
+            "row_offsets_M1": (torch.int32, torch.int64),
+            "column_offsets_N1": (torch.int32, torch.int64),
+        }.items():
+            table = getattr(index, name)
+            if table.dtype not in dtypes or table.dim() != 1:
+                kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise ValueError(f"{name} is {table.dtype} with {table.dim()} dimensions: it must be {kinds} with one")
+            if table.device != self.values.device:
+                raise ValueError(f"{name} is on {table.device}, the values are on {self.values.device}")
+            if name.endswith("_Z") and table.shape[0] != index.blocks:
+                raise ValueError(f"{name} has {table.shape[0]} entries for {index.blocks} blocks")
+
+    @classmethod
+    def from_csr(cls, values: Tensor, row_offsets: Tensor, column_indices: Tensor, columns: int) -> Matrix:
+        """The matrix of blocked CSR tables; the other tables are made on their device, without a wait.
+
+        Args:
+            values: [Z, B, B].
+            row_offsets: [M + 1], the first block of each block row, and Z.
+            column_indices: [Z], the block column of each block, ascending in each row.
+            columns: C, dense columns.
+        """
+        if values.dim() != 3:
+            raise ValueError(f"values are {list(values.shape)}: they must be [blocks, block, block]")
+        block = values.shape[-1]
+        _check_block(block, columns)
+        row_offsets, column_indices = row_offsets.int().contiguous(), column_indices.int().contiguous()
+        z = torch.arange(column_indices.shape[0], device=column_indices.device)
+        rows = torch.searchsorted(row_offsets[1:].long(), z, right=True, out_int32=True)
+        ordered, order = torch.sort(column_indices, stable=True)
+        offsets = _offsets(ordered, columns // block)
+        return cls(values, BlockIndex(block, rows, column_indices, row_offsets, order.int(), offsets))
+
+    @classmethod
+    def from_mask(cls, mask_MN: Tensor, values: Tensor | None = None, *, block: int, dtype=torch.float32) -> Matrix:
+        """The matrix whose blocks are where the mask is not zero. Waits for the device, which counts them.
+
+        Args:
+            mask_MN: [M, N], one entry for each block.
+            values: [Z, B, B] (default: zeros of `dtype`).
+        """
+        _check_block(block)
+        rows, columns = (mask_MN != 0).nonzero(as_tuple=True)
+        if values is None:
+            values = torch.zeros(len(rows), block, block, dtype=dtype, device=mask_MN.device)
+        return cls.from_csr(values, _offsets(rows, mask_MN.shape[0]), columns, mask_MN.shape[1] * block)
+
+    @classmethod
+    def from_dense(cls, dense_RC: Tensor, *, block: int, mask_MN: Tensor | None = None) -> Matrix:
+        """The blocks of a dense matrix where a mask [M, N] is not zero (default: those that have a value).
+
+        Its values are a copy, through which gradients reach the dense matrix.
+        """
+        _check_block(block, *dense_RC.shape)
+        blocks = _split(dense_RC, block)
+        mask_MN = blocks.ne(0).any(-1).any(-1) if mask_MN is None else mask_MN != 0
+        if mask_MN.shape != blocks.shape[:2]:
+            raise ValueError(f"the mask is {list(mask_MN.shape)} for {list(blocks.shape[:2])} blocks of {block}")
+        return cls.from_mask(mask_MN, blocks[mask_MN], block=block)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.index.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def block(self) -> int:
+        return self.index.block
+
+    @property
+    def mT(self) -> Matrix:  # noqa: N802, as of torch.Tensor
+        """The transpose, of the same values and tables."""
+        return replace(self, transposed=not self.transposed)
+
+    def with_values(self, values: Tensor) -> Matrix:
+        """Other values at the same blocks."""
+        return replace(self, values=values)
+
+    def to_dense(self) -> Tensor:
+        """[R, C], with zeros where there is no block."""
+        (rows, columns), block = self.index.shape, self.block
+        blocks = self.values.new_zeros(rows // block, columns // block, block, block)
+        blocks = blocks.index_put((self.index.rows_Z.long(), self.index.columns_Z.long()), self.values)
+        dense = blocks.transpose(1, 2).reshape(rows, columns)
+        return dense.mT if self.transposed else dense
+
+    def check(self) -> Matrix:
+        """The matrix itself, after a look at every index, for which the host waits.
+
+        Raises:
+            ValueError: an index is out of range, or tables contradict each other.
+        """
+        index, block = self.index, self.block
+        rows, columns = (size // block for size in index.shape)
+        place, order = index.rows_Z.long() * columns + index.columns_Z.long(), index.transposed_Z.long()
+        z = torch.arange(index.blocks, device=place.device)
+        for name, table, count in (("rows_Z", index.rows_Z, rows), ("columns_Z", index.columns_Z, columns)):
+            if ((table < 0) | (table >= count)).any():
+                raise ValueError(f"{name} has an index outside of 0 to {count - 1}")
+        if (place[1:] <= place[:-1]).any():
+            raise ValueError("blocks must be in ascending order of row and column, each once")
+        if not torch.equal(order.sort()[0], z):
+            raise ValueError(f"transposed_Z must have each of the {index.blocks} blocks once")
+        for name, found, sorted_Z, count in (
+            ("row_offsets_M1", index.row_offsets_M1, index.rows_Z, rows),
+            ("column_offsets_N1", index.column_offsets_N1, index.columns_Z[order], columns),
+        ):
+            if (sorted_Z[1:] < sorted_Z[:-1]).any() or not torch.equal(found.int(), _offsets(sorted_Z.int(), count)):
+                raise ValueError(f"{name} and the index tables contradict each other")
+        return self

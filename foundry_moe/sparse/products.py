@@ -1,0 +1,132 @@
+"""SDD, DSD and DDS with gradients: on kernels where they run, otherwise in plain torch.
+
+Each letter is the result or an operand, sparse or dense. A transposed operand is a view: `matrix.mT`.
+
+Shapes: S [R, C] with Z blocks of B x B, K inner width, N columns of a dense operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from foundry_moe_kernels import block_products as kernels
+from foundry_moe_kernels.block_products import BlockIndex
+from torch import Tensor
+
+from foundry_moe.ops.backends import blocksparse_available
+from foundry_moe.sparse.matrix import Matrix
+
+
+def _tf32() -> bool:
+    """Whether fp32 products may round their operands, as torch's own would."""
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype plain torch adds up blocks."""
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def _sdd(a_RK: Tensor, b_KC: Tensor, index: BlockIndex) -> Tensor:
+    if blocksparse_available(a_RK.device, a_RK.dtype):
+        return kernels.sdd(a_RK, b_KC, index, tf32=_tf32())
+    block = index.block
+    return torch.bmm(
+        a_RK.unflatten(0, (-1, block))[index.rows_Z.long()],
+        b_KC.unflatten(1, (-1, block)).transpose(0, 1)[index.columns_Z.long()],
+    )
+
+
+def _dsd(values: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tensor:
+    """S b or Sᵀ b."""
+    if blocksparse_available(values.device, values.dtype):
+        return kernels.dsd(values.contiguous(), b, index, transposed=transposed, tf32=_tf32())
+    own, other, rows = index.rows_Z, index.columns_Z, index.shape[0]
+    if transposed:
+        own, other, rows, values = other, own, index.shape[1], values.mT
+    block = index.block
+    parts = torch.bmm(values, b.unflatten(0, (-1, block))[other.long()]).to(_sums(values.dtype))
+    out = parts.new_zeros(rows // block, block, b.shape[1]).index_add_(0, own.long(), parts)
+    return out.view(rows, -1).to(values.dtype)
+
+
+class _SDD(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a_RK: Tensor, b_KC: Tensor, index: BlockIndex) -> Tensor:
+        ctx.save_for_backward(a_RK, b_KC)
+        ctx.index = index
+        return _sdd(a_RK, b_KC, index)
+
+    @staticmethod
+    def backward(ctx: Any, dvalues: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        a_RK, b_KC = ctx.saved_tensors
+        da = _DSD.apply(dvalues, b_KC.mT, ctx.index, False) if ctx.needs_input_grad[0] else None
+        db = _DSD.apply(dvalues, a_RK, ctx.index, True).mT if ctx.needs_input_grad[1] else None
+        return da, db, None
+
+
+class _DSD(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tensor:
+        ctx.save_for_backward(values, b)
+        ctx.index, ctx.transposed = index, transposed
+        return _dsd(values, b, index, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        values, b = ctx.saved_tensors
+        outer = (b, dout.mT) if ctx.transposed else (dout, b.mT)
+        dvalues = _SDD.apply(*outer, ctx.index) if ctx.needs_input_grad[0] else None
+        db = _DSD.apply(values, dout, ctx.index, not ctx.transposed) if ctx.needs_input_grad[1] else None
+        return dvalues, db, None, None
+
+
+def _check(name: str, left: Any, right: Any, *tensors: Tensor) -> None:
+    """Raises ValueError unless `left` times `right` exists, of one dtype on one device."""
+    if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
+        raise ValueError(f"{name} of {list(left.shape)} and {list(right.shape)}: inner sizes must agree")
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"{name} of {first.dtype} on {first.device} and {tensor.dtype} on {tensor.device}: they must agree"
+            )
+    if first.device.type == "cuda" and not blocksparse_available(first.device, first.dtype):
+        raise ValueError(f"{name} of {first.dtype}: on a GPU it must be fp32, fp16 or bf16")
+
+
+def sdd(a_RK: Tensor, b_KC: Tensor, topology: Matrix) -> Matrix:
+    """a b at the blocks of `topology`, whose values are not read.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not agree.
+    """
+    _check("sdd", a_RK, b_KC, a_RK, b_KC)
+    if (a_RK.shape[0], b_KC.shape[1]) != topology.shape:
+        product = [a_RK.shape[0], b_KC.shape[1]]
+        raise ValueError(f"sdd gives {product}, and the topology is {list(topology.shape)}: they must agree")
+    if topology.values.device != a_RK.device:
+        raise ValueError(f"sdd on {a_RK.device} with a topology on {topology.values.device}: they must agree")
+    pair = (b_KC.mT, a_RK.mT) if topology.transposed else (a_RK, b_KC)
+    return topology.with_values(_SDD.apply(*pair, topology.index))
+
+
+def dsd(s_RC: Matrix, b_CN: Tensor) -> Tensor:
+    """s b, dense [R, N]. Sums are fp32; fp32 operands are rounded to tf32 if torch's own products may do that.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not agree.
+    """
+    _check("dsd", s_RC, b_CN, s_RC.values, b_CN)
+    return _DSD.apply(s_RC.values, b_CN, s_RC.index, s_RC.transposed)
+
+
+def dds(a_NR: Tensor, s_RC: Matrix) -> Tensor:
+    """a s, dense [N, C]: the transpose of sᵀ aᵀ, on the same kernels as `dsd`.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not agree.
+    """
+    _check("dds", a_NR, s_RC, a_NR, s_RC.values)
+    return _DSD.apply(s_RC.values, a_NR.mT, s_RC.index, not s_RC.transposed).mT
