@@ -31,7 +31,7 @@ class BlockIndex:
     Args:
         rows_Z, columns_Z: block row and block column of each block, row by row (COO).
         row_offsets_M1: the first block of each block row, and Z (CSR).
-        transposed_Z: the blocks column by column (the secondary index).
+        transposed_Z, transposed_rows_Z: the blocks column by column (the secondary index), and the block row of each.
         column_offsets_N1: the first entry of each block column in it, and Z.
     """
 
@@ -40,6 +40,7 @@ class BlockIndex:
     columns_Z: Tensor
     row_offsets_M1: Tensor
     transposed_Z: Tensor
+    transposed_rows_Z: Tensor
     column_offsets_N1: Tensor
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
@@ -52,7 +53,8 @@ class BlockIndex:
         return tuple(self.block * (table.shape[0] - 1) for table in (self.row_offsets_M1, self.column_offsets_N1))  # type: ignore[return-value]
 
     def tiles(self, wide: int) -> Tensor:
-        """int32: the first block of each tile of `sdd`, which covers up to `wide` blocks of a row; -1 past the last.
+        """int32 [tiles, 3]: the first block of each tile of `sdd` (-1 past the last), its block row, and how many blocks
+        of the row are left from there. A tile covers up to `wide` of them.
 
         In the order in which they are computed. Made on the device when first asked for.
         """
@@ -65,25 +67,31 @@ class BlockIndex:
             order = torch.where(first, order, torch.iinfo(torch.int64).max)
             most = min((self.blocks + (wide - 1) * (offsets.shape[0] - 1)) // wide, self.blocks)
             chosen = order.argsort()[:most]
-            self._tiles[wide] = torch.where(first[chosen], chosen, -1).int()
+            row = rows_Z[chosen]
+            tiles = torch.where(first[chosen], chosen, -1), row, offsets[row + 1] - chosen
+            self._tiles[wide] = torch.stack(tiles, 1).int()
         return self._tiles[wide]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def sdd_kernel(
-    a_ptr, b_ptr, out_ptr, tiles, rows_Z, columns_Z, row_offsets, inner, a_row, a_k, b_k, b_n,
+    a_ptr, b_ptr, out_ptr, tiles, columns_Z, blocks, inner, a_row, a_k, b_k, b_n,
     BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Values of A B at the blocks of S, BN / BLOCK of a block row at a time, wherever their columns are."""
-    z = tl.load(tiles + tl.program_id(0))
+    """Values of A B at the blocks of S, BN / BLOCK of a block row at a time, wherever their columns are.
+
+    Where BN is less, as many programs share a block.
+    """
+    PARTS: tl.constexpr = (BLOCK + BN - 1) // BN
+    RUN: tl.constexpr = min(BLOCK, BN)
+    tile = tiles + tl.program_id(0) // PARTS * 3
+    z, m, left = tl.load(tile), tl.load(tile + 1).to(tl.int64), tl.load(tile + 2)
     if z < 0:
         return
-    m = tl.load(rows_Z + z).to(tl.int64)
-    left = tl.load(row_offsets + m + 1).to(tl.int32) - z
-    i, j, k = tl.arange(0, BLOCK), tl.arange(0, BN), tl.arange(0, BK)
+    i, j, k = tl.arange(0, BLOCK), tl.program_id(0) % PARTS * BN + tl.arange(0, BN), tl.arange(0, BK)
     nth = j // BLOCK
-    n = tl.load(columns_Z + z + tl.minimum(nth, left - 1)).to(tl.int64)
-    column = tl.max_contiguous(tl.multiple_of(n * BLOCK + j % BLOCK, BLOCK), BLOCK)
+    n = tl.load(columns_Z + tl.minimum(z + nth, blocks - 1)).to(tl.int64)  # past the row's end: never stored
+    column = tl.max_contiguous(tl.multiple_of(n * BLOCK + j % BLOCK, RUN), RUN)
     a = a_ptr + (m * BLOCK + i)[:, None] * a_row + k.to(tl.int64)[None, :] * a_k
     b = b_ptr + k.to(tl.int64)[:, None] * b_k + column[None, :] * b_n
     acc = tl.zeros((BLOCK, BN), tl.float32)
@@ -97,26 +105,22 @@ def sdd_kernel(
 
 
 @triton.jit
-def _block(t, rows_Z, columns_Z, transposed_Z, TRANSPOSED: tl.constexpr):
+def _block(t, transposed_Z, others_Z, TRANSPOSED: tl.constexpr):
     """The t-th block of S (of Sᵀ, by the secondary index) and the block of the inner dimension where it lies."""
-    if TRANSPOSED:
-        z = tl.load(transposed_Z + t).to(tl.int64)
-        n = tl.load(rows_Z + z).to(tl.int64)
-    else:
-        z = t.to(tl.int64)
-        n = tl.load(columns_Z + t).to(tl.int64)
-    return z, n
+    z = tl.load(transposed_Z + t).to(tl.int64) if TRANSPOSED else t.to(tl.int64)
+    return z, tl.load(others_Z + t).to(tl.int64)
 
 
 @triton.jit
 def dsd_kernel(
-    s_ptr, b_ptr, out_ptr, offsets, rows_Z, columns_Z, transposed_Z,
+    s_ptr, b_ptr, out_ptr, offsets, transposed_Z, others_Z,
     block_rows, columns, b_k, b_n, out_row, out_n,
     BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr,
     TRANSPOSED: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = S B, or Sᵀ B where TRANSPOSED. A block row without blocks gets zeros.
 
+    offsets, others_Z: row offsets and columns of S, or column offsets of S and the rows of its secondary index.
     TURNED: a block is read as its transpose, not turned in shared memory (see `sparse_kernels.inner_kernel`).
     """
     wide = tl.cdiv(columns, BN)
@@ -134,7 +138,7 @@ def dsd_kernel(
     b_at = k.to(tl.int64)[:, None] * b_k + j.to(tl.int64)[None, :] * b_n
     acc = tl.zeros((BLOCK, BN), tl.float32)
     if first < last:
-        z, n = _block(first, rows_Z, columns_Z, transposed_Z, TRANSPOSED)
+        z, n = _block(first, transposed_Z, others_Z, TRANSPOSED)
         for step in range((last - first) * (BLOCK // BK)):
             inside = step % (BLOCK // BK) * BK
             s = tl.load(s_ptr + (z * (BLOCK * BLOCK) + inside * s_k) + s_at)
@@ -144,7 +148,7 @@ def dsd_kernel(
             acc = tl.dot(s, b, acc, input_precision=PRECISION)
             # the next step's block, so that its index is there when its address is computed
             t = tl.minimum(first + (step + 1) // (BLOCK // BK), last - 1)
-            z, n = _block(t, rows_Z, columns_Z, transposed_Z, TRANSPOSED)
+            z, n = _block(t, transposed_Z, others_Z, TRANSPOSED)
     out = out_ptr + (m * BLOCK + i).to(tl.int64)[:, None] * out_row + j.to(tl.int64)[None, :] * out_n
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(j < columns)[None, :])
 
@@ -182,11 +186,9 @@ def sdd(
             )  # fmt: skip
         tiles = index.tiles(cdiv(tile.bn, block))
         options = _options(index, tile, tf32)
-        options["BN"] = max(tile.bn, block)
         launch(
-            sdd_kernel, (tiles.shape[0],),
-            a_RK, b_KC, values, tiles, index.rows_Z, index.columns_Z, index.row_offsets_M1,
-            inner, *a_RK.stride(), *b_KC.stride(), EVEN_K=inner % options["BK"] == 0, **options,
+            sdd_kernel, (tiles.shape[0] * cdiv(block, tile.bn),),
+            a_RK, b_KC, values, tiles, index.columns_Z, index.blocks, inner, *a_RK.stride(), *b_KC.stride(), EVEN_K=inner % options["BK"] == 0, **options,
         )  # fmt: skip
     return values
 
@@ -213,8 +215,8 @@ def dsd(
         )  # fmt: skip
         launch(
             dsd_kernel, (rows // block * cdiv(columns, tile.bn),),
-            values, b_KC, out, index.column_offsets_N1 if transposed else index.row_offsets_M1,
-            index.rows_Z, index.columns_Z, index.transposed_Z, rows // block, columns, *b_KC.stride(), *out.stride(),
+            values, b_KC, out, index.column_offsets_N1 if transposed else index.row_offsets_M1, index.transposed_Z,
+            index.transposed_rows_Z if transposed else index.columns_Z, rows // block, columns, *b_KC.stride(), *out.stride(),
             GROUP=tile.group, EVEN_N=columns % tile.bn == 0, TRANSPOSED=transposed,
             TURNED=tf32 and values.element_size() == 4, **_options(index, tile, tf32),
         )  # fmt: skip

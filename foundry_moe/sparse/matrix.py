@@ -58,6 +58,7 @@ class Matrix:
             "rows_Z": (torch.int16, torch.int32),
             "columns_Z": (torch.int16, torch.int32),
             "transposed_Z": (torch.int32, torch.int64),
+            "transposed_rows_Z": (torch.int16, torch.int32),
             "row_offsets_M1": (torch.int32, torch.int64),
             "column_offsets_N1": (torch.int32, torch.int64),
         }.items():
@@ -89,7 +90,7 @@ class Matrix:
         rows = torch.searchsorted(row_offsets[1:].long(), z, right=True, out_int32=True)
         ordered, order = torch.sort(column_indices, stable=True)
         offsets = _offsets(ordered, columns // block)
-        return cls(values, BlockIndex(block, rows, column_indices, row_offsets, order.int(), offsets))
+        return cls(values, BlockIndex(block, rows, column_indices, row_offsets, order.int(), rows[order], offsets))
 
     @classmethod
     def from_mask(cls, mask_MN: Tensor, values: Tensor | None = None, *, block: int, dtype=torch.float32) -> Matrix:
@@ -161,6 +162,8 @@ class Matrix:
             raise ValueError("blocks must be in ascending order of row and column, each once")
         if not torch.equal(order.sort()[0], z):
             raise ValueError(f"transposed_Z must have each of the {index.blocks} blocks once")
+        if not torch.equal(index.transposed_rows_Z.int(), index.rows_Z.int()[order]):
+            raise ValueError("transposed_rows_Z and the index tables contradict each other")
         for name, found, sorted_Z, count in (
             ("row_offsets_M1", index.row_offsets_M1, index.rows_Z, rows),
             ("column_offsets_N1", index.column_offsets_N1, index.columns_Z[order], columns),

@@ -23,11 +23,6 @@ def _tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32
 
 
-def _sums(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype plain torch adds up blocks."""
-    return torch.float32 if dtype.itemsize == 2 else dtype
-
-
 def _sdd(a_RK: Tensor, b_KC: Tensor, index: BlockIndex) -> Tensor:
     if blocksparse_available(a_RK.device, a_RK.dtype):
         return kernels.sdd(a_RK, b_KC, index, tf32=_tf32())
@@ -45,10 +40,11 @@ def _dsd(values: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tens
     own, other, rows = index.rows_Z, index.columns_Z, index.shape[0]
     if transposed:
         own, other, rows, values = other, own, index.shape[1], values.mT
-    block = index.block
-    parts = torch.bmm(values, b.unflatten(0, (-1, block))[other.long()]).to(_sums(values.dtype))
+    block, dtype = index.block, values.dtype
+    sums = torch.float32 if dtype.itemsize == 2 else dtype
+    parts = torch.bmm(values.to(sums), b.to(sums).unflatten(0, (-1, block))[other.long()])
     out = parts.new_zeros(rows // block, block, b.shape[1]).index_add_(0, own.long(), parts)
-    return out.view(rows, -1).to(values.dtype)
+    return out.view(rows, -1).to(dtype)
 
 
 class _SDD(torch.autograd.Function):

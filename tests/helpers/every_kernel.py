@@ -11,6 +11,7 @@ import torch
 from foundry_moe_kernels import (
     adamw,
     assignment,
+    block_products,
     descriptors,
     dispatch_plan,
     expert_products,
@@ -99,6 +100,25 @@ def launch_mixed_widths(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
     pointwise.values_backward_(h, z, t, "silu", torch.zeros(T, K), source_R)
     products.dsd(h, dy, t, trans_s=True)
     products.dsd(tuple(z), (w1, v1), t)
+
+
+def launch_block_sparse(dtype: torch.dtype, **options: bool) -> None:
+    """A block-sparse matrix of any topology, every transpose: rows of 8 blocks, of which two make a tile, and of 4."""
+    for wide in (8, 4):
+        rows, columns = 2 * BLOCK, wide * BLOCK
+        order = torch.arange(2 * wide, dtype=torch.int32)
+        offsets = (torch.arange(3, dtype=torch.int32) * wide, torch.arange(wide + 1, dtype=torch.int32) * 2)
+        index = block_products.BlockIndex(BLOCK, order // wide, order % wide, offsets[0], order, order // wide, offsets[1])
+        values = torch.zeros(2 * wide, BLOCK, BLOCK, dtype=dtype)
+        for turned in (False, True):
+
+            def new(*shape: int, turned: bool = turned) -> torch.Tensor:
+                return torch.zeros(*shape[::-1], dtype=dtype).mT if turned else torch.zeros(*shape, dtype=dtype)
+
+            block_products.sdd(new(rows, D), new(D, columns), index, **options)
+            block_products.sdd(torch.zeros(rows, D, dtype=dtype), new(D, columns), index, **options)
+            block_products.dsd(values, new(columns, D), index, **options)
+            block_products.dsd(values, new(rows, D), index, transposed=True, **options)
 
 
 def launch_experts(dtype: torch.dtype) -> None:
@@ -209,9 +229,11 @@ def launch_low_rank(dtype: torch.dtype) -> None:
 def launch_all(capability: int) -> None:
     pretend(capability)
     launch_products(torch.bfloat16)
+    launch_block_sparse(torch.bfloat16)
     launch_other_transposes(torch.bfloat16)
     if capability in TF32_CHIPS:
         launch_products(torch.float32, tf32=True)
+        launch_block_sparse(torch.float32, tf32=True)
     launch_experts(torch.bfloat16)
     launch_mixed_widths(torch.bfloat16, (F, F // 2))
     launch_low_rank(torch.bfloat16)

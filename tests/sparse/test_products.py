@@ -16,7 +16,7 @@ K = 37
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 # sums of at most 768 products in fp32; fp16 and bf16 round the result once
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3, torch.float64: 1e-14}
-TABLES = ("rows_Z", "columns_Z", "row_offsets_M1", "transposed_Z", "column_offsets_N1")
+TABLES = ("rows_Z", "columns_Z", "row_offsets_M1", "transposed_Z", "transposed_rows_Z", "column_offsets_N1")
 BOTH_WAYS = list(itertools.product([False, True], repeat=2))
 
 
@@ -124,7 +124,7 @@ def test_plain_torch_gives_the_dense_products_in_fp64():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("table", ["rows_Z", "columns_Z", "transposed_Z"])
+@pytest.mark.parametrize("table", ["rows_Z", "columns_Z", "transposed_Z", "transposed_rows_Z"])
 def test_kernels_find_blocks_by_the_index_tables(table):
     """With other indices a product is another: nothing is derived from where the neighbours lie."""
     s, _ = matrix(masks()["full"], 16)
@@ -133,16 +133,17 @@ def test_kernels_find_blocks_by_the_index_tables(table):
     before, after = ([dsd(one, x), dsd(one.mT, y), sdd(y, x.mT, one).values] for one in (s, other))
     changed = [not torch.equal(one, two) for one, two in zip(before, after, strict=True)]
     assert changed == {
-        "rows_Z": [False, True, True],
+        "rows_Z": [False, False, True],
         "columns_Z": [True, False, True],
         "transposed_Z": [False, True, False],
+        "transposed_rows_Z": [False, True, False],
     }[table]
 
 
 @pytest.mark.quick
 def test_indices_of_16_bits_and_offsets_of_64_give_the_same_bits():
     s, _ = matrix(masks()["random"], 16)
-    dtypes = dict(zip(TABLES, (torch.int16, torch.int16, torch.int64, torch.int64, torch.int64), strict=True))
+    dtypes = dict(zip(TABLES, (torch.int16, torch.int16, torch.int64, torch.int64, torch.int16, torch.int64), strict=True))
     other = Matrix(s.values, changed_index(s, **{name: getattr(s.index, name).to(t) for name, t in dtypes.items()}))
     x, y = new(s.shape[1], K), new(s.shape[0], K)
     assert torch.equal(dsd(s, x), dsd(other, x))
@@ -184,6 +185,7 @@ MISTAKES = {
     "columns_Z has an index outside of 0 to 6": lambda s, x: checked(s, columns_Z=s.index.columns_Z + 1),
     "ascending order": lambda s, x: checked(s, columns_Z=s.index.columns_Z.flip(0)),
     "each of the": lambda s, x: checked(s, transposed_Z=s.index.transposed_Z * 0),
+    "transposed_rows_Z and": lambda s, x: checked(s, transposed_rows_Z=s.index.transposed_rows_Z.flip(0)),
     "row_offsets_M1 and": lambda s, x: checked(s, row_offsets_M1=s.index.row_offsets_M1.flip(0)),
 }
 
