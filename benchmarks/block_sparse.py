@@ -1,14 +1,14 @@
 """TFLOP/s of block-sparse products of any topology (`foundry_moe.sparse`) beside cuBLAS, torch's BSR and stk.
 
-    python benchmarks/block_sparse.py [--parts problems random transposed launches tiles] [--cases XS,Small,Medium]
-                                      [--stk FOLDER]
+    python benchmarks/block_sparse.py [--parts problems transposes random ...] [--cases XS,Small,Medium] [--stk FOLDER]
 
 `problems`: the 18 problems of the MegaBlocks paper (Gale et al. 2022, figure 9): six products of a layer whose
 topology is block-diagonal. `index` are the kernels for any topology, `contiguous` the layers' own, which know that an
-expert's blocks are adjacent, `cuBLAS` a batched product. `random`: topologies of 10%, 50% and 90% of the blocks;
+expert's blocks are adjacent, `cuBLAS` a batched product. `transposes`: SDD, DSD and DDS of that topology with
+every transpose. `random`: topologies of 10%, 50% and 90% of the blocks;
 `cuBLAS` multiplies the dense matrix, whose zeros count for nothing in its TFLOP/s. `torch BSR` are Triton kernels of
-`torch.sparse`. `transposed` (section 5.1.4): Sᵀ by the secondary index over the product of a copy that is stored
-transposed. `launches` (section 5.1.3): SDD with a program for each block that exists, and with one for each
+`torch.sparse`. `transposed` (section 5.1.4): Sᵀ by the secondary index over the product of a matrix that is stored
+transposed, and a gather of its blocks in that order, the least that an explicit transpose copies. `launches` (section 5.1.3): SDD with a program for each block that exists, and with one for each
 that could. `tiles` (figure 4): columns x depth of a tile. `--stk` adds stk where it runs: a folder with its source.
 
 Shapes: R rows, D model width, F expert width, E experts, C = E * F columns, block 128.
@@ -17,6 +17,7 @@ Shapes: R rows, D model width, F expert width, E experts, C = E * F columns, blo
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,22 +36,45 @@ from torch import Tensor
 from foundry_moe.ops.blocksparse import block_of
 from foundry_moe.sparse import Matrix, dds, dsd, sdd
 
-PARTS = ("problems", "random", "transposed", "launches", "tiles")
+PARTS = ("problems", "transposes", "random", "transposed", "launches", "tiles")
 DENSITIES = (0.1, 0.5, 0.9)
 BLOCK = block_of(DEVICE)
 SIZE = 8192 if DEVICE.type == "cuda" else 64
+ONE_BLOCK = SparseTile(bn=BLOCK, stages=3, warps=4) if DEVICE.type == "cuda" else SparseTile(bn=BLOCK, bk=16)
+WIDE = SparseTile(bn=256, stages=4, warps=8, group=4) if DEVICE.type == "cuda" else None
 CASES["toy"] = (64, 32, 32, 2)
 Ways = dict[str, Callable[[], Any]]
 
 
 def stk_matrix(stk: Any, s: Matrix) -> Any:
-    """The same tables and values; its indices have 16 bits."""
+    """The same tables and values. Of 16-bit indices, as it makes them, stk reads before an operand from 256 block
+    columns on: its products of an index and 128 have 16 bits too.
+    """
     index = s.index
-    rows, columns, order = index.rows_Z.short(), index.columns_Z.short(), index.transposed_Z
     return stk.Matrix(
-        torch.Size(index.shape), s.values, rows, columns, index.row_offsets_M1, index.transposed_rows_Z.short(),
-        index.column_offsets_N1, order,
+        torch.Size(index.shape), s.values, index.rows_Z, index.columns_Z, index.row_offsets_M1,
+        index.transposed_rows_Z, index.column_offsets_N1, index.transposed_Z,
     )  # fmt: skip
+
+
+def layer_matrix(case: str) -> Matrix:
+    """S of a layer with even loads."""
+    rows, _, f, experts = CASES[case]
+    box = torch.ones(rows // experts // BLOCK, f // BLOCK, device=DEVICE)
+    mask = torch.block_diag(*[box] * experts)
+    return Matrix.from_mask(mask, new(int(mask.sum()), BLOCK, BLOCK), block=BLOCK)
+
+
+def layer_rows(s: Matrix, case: str) -> Tensor:
+    """[R, F]: the values of `layer_matrix`, row by row."""
+    rows, _, f, _ = CASES[case]
+    blocks = s.values.view(rows // BLOCK, f // BLOCK, BLOCK, BLOCK)
+    return blocks.transpose(1, 2).reshape(rows, f)
+
+
+def new_as(how: str, rows: int, columns: int) -> Tensor:
+    """n: as it is; t: transposed in memory."""
+    return new(columns, rows).mT if how == "t" else new(rows, columns)
 
 
 def random_matrix(density: float, size: int = SIZE) -> Matrix:
@@ -66,10 +90,9 @@ def problems(case: str, stk: Any) -> dict[str, Ways]:
     """The six products of a case, by who computes them."""
     rows, d, f, experts = CASES[case]
     each = rows // experts
-    box = torch.ones(each // BLOCK, f // BLOCK, device=DEVICE)
-    mask = torch.block_diag(*[box] * experts)
-    s = Matrix.from_mask(mask, new(int(mask.sum()), BLOCK, BLOCK), block=BLOCK)
-    x, w1, w2, h = new(rows, d), new(experts * f, d), new(experts * f, d), new(rows, f)
+    s = layer_matrix(case)
+    x, w1, w2 = new(rows, d), new(experts * f, d), new(experts * f, d)
+    h = layer_rows(s, case)
     topology = topology_from_offsets(
         torch.full((experts,), each, device=DEVICE).cumsum(0).int(), rows, [f] * experts, BLOCK
     )
@@ -108,8 +131,38 @@ def problems(case: str, stk: Any) -> dict[str, Ways]:
     return ways
 
 
-def random_products(density: float, stk: Any) -> tuple[dict[str, Ways], int]:
-    """Products of a random topology, by who computes them; and the number of its blocks."""
+def transposes(case: str) -> dict[str, Ways]:
+    """SDD, DSD and DDS of a layer's topology with every transpose: n is as it is, t lies transposed in memory."""
+    rows, d, f, experts = CASES[case]
+    each, c = rows // experts, experts * f
+    s = layer_matrix(case)
+    s3 = layer_rows(s, case).view(experts, each, f)
+    ways: dict[str, Ways] = {}
+    for one, two in itertools.product("nt", repeat=2):
+        a_RD, b_DC = new_as(one, rows, d), new_as(two, d, c)
+        a3, b3 = a_RD.unflatten(0, (experts, each)), b_DC.unflatten(1, (experts, f)).transpose(0, 1)
+        ways[f"SDD {one}{two}"] = {
+            "index": lambda a=a_RD, b=b_DC: sdd(a, b, s), "cuBLAS": lambda a=a3, b=b3: torch.bmm(a, b)
+        }  # fmt: skip
+        turned, op, op3 = one == "t", s.mT if one == "t" else s, s3.mT if one == "t" else s3
+        b, inner = new_as(two, op.shape[1], d), each if turned else f
+        ways[f"DSD {one}{two}"] = {
+            "index": lambda op=op, b=b: dsd(op, b),
+            "cuBLAS": lambda op3=op3, b=b, inner=inner: torch.bmm(op3, b.unflatten(0, (experts, inner))),
+        }
+        turned, op, op3 = two == "t", s.mT if two == "t" else s, s3.mT if two == "t" else s3
+        a, inner = new_as(one, d, op.shape[0]), f if turned else each
+        ways[f"DDS {one}{two}"] = {
+            "index": lambda op=op, a=a: dds(a, op),
+            "cuBLAS": lambda op3=op3, a=a, inner=inner: torch.bmm(
+                a.unflatten(1, (experts, inner)).transpose(0, 1), op3
+            ),
+        }
+    return ways
+
+
+def random_ways(density: float, stk: Any) -> dict[str, Ways]:
+    """Products of a random topology, by who computes them."""
     from torch.sparse import _triton_ops as bsr
 
     s = random_matrix(density)
@@ -129,7 +182,7 @@ def random_products(density: float, stk: Any) -> tuple[dict[str, Ways], int]:
         runs = lambda: ops.sdd(a, b, m), lambda: ops.dsd(m, b), lambda: ops.dsd(m.t(), b), lambda: ops.dds(a, m)
         for name, run in zip(ways, runs, strict=True):
             ways[name]["stk"] = run
-    return ways, s.index.blocks
+    return ways
 
 
 def measured(ways: Ways, repeats: int) -> dict[str, float]:
@@ -139,7 +192,7 @@ def measured(ways: Ways, repeats: int) -> dict[str, float]:
         try:
             run()
             able[name] = run
-        except Exception as error:  # noqa: BLE001, whatever a peer raises
+        except Exception as error:  # whatever a peer raises
             print(f"{name} does not run: {type(error).__name__}: {str(error).splitlines()[:1]}", file=sys.stderr)
     return dict(zip(able, in_turn_ms(list(able.values()), repeats), strict=True))
 
@@ -174,10 +227,23 @@ def print_problems(cases: list[str], stk: Any, repeats: int) -> None:
         print(f"{way}: {geometric_mean(found):.3f} of cuBLAS ({min(found):.2f} to {max(found):.2f}), {len(found)}")
 
 
+def print_transposes(cases: list[str], repeats: int) -> None:
+    shares: dict[str, list[float]] = {}
+    for case in cases:
+        for name, ways in transposes(case).items():
+            shares.setdefault(name, []).append(_ratio(measured(ways, repeats), "index"))
+        torch.cuda.empty_cache()
+    rows = [[name, *(f"{share:.2f}" for share in found)] for name, found in sorted(shares.items())]
+    print_table(("over cuBLAS", *cases), rows)
+    for kind in ("SDD", "DSD", "DDS"):
+        found = [share for name, of_cases in shares.items() if name.startswith(kind) for share in of_cases]
+        print(f"{kind}: {geometric_mean(found):.3f} of cuBLAS ({min(found):.2f} to {max(found):.2f}), {len(found)}")
+
+
 def print_random(stk: Any, repeats: int) -> None:
     names, rows = ("index", "torch BSR", "stk", "cuBLAS"), []
     for density in DENSITIES:
-        ways, blocks = random_products(density, stk)
+        ways, blocks = random_ways(density, stk), random_matrix(density).index.blocks
         for product, one in ways.items():
             ms = measured(one, repeats)
             flops = 2.0 * blocks * BLOCK * BLOCK * SIZE
@@ -190,10 +256,7 @@ def print_transposed(cases: list[str], repeats: int) -> None:
     """Sᵀ x of the secondary index, and of a matrix that is stored as Sᵀ."""
     rows = []
     matrices = {f"random {density:.0%}": random_matrix(density) for density in DENSITIES}
-    for case in cases:
-        r, _, f, experts = CASES[case]
-        mask = torch.block_diag(*[torch.ones(r // experts // BLOCK, f // BLOCK, device=DEVICE)] * experts)
-        matrices[case] = Matrix.from_mask(mask, new(int(mask.sum()), BLOCK, BLOCK), block=BLOCK)
+    matrices |= {case: layer_matrix(case) for case in cases}
     for name, s in matrices.items():
         x = new(s.shape[0], CASES[name][1] if name in CASES else SIZE)
         index = s.index
@@ -201,12 +264,11 @@ def print_transposed(cases: list[str], repeats: int) -> None:
             s.values.mT[index.transposed_Z.long()].contiguous(), index.column_offsets_N1,
             index.rows_Z[index.transposed_Z.long()], s.shape[0],
         )  # fmt: skip
-        tile = SparseTile(bn=256, stages=4, warps=8, group=4) if DEVICE.type == "cuda" else None
         by_index, copied, same_tile, copy = in_turn_ms(
             [
                 lambda s=s, x=x: dsd(s.mT, x),
                 lambda stored=stored, x=x: dsd(stored, x),
-                lambda stored=stored, x=x: block_products.dsd(stored.values, x, stored.index, tile=tile),
+                lambda stored=stored, x=x: block_products.dsd(stored.values, x, stored.index, tile=WIDE),
                 lambda s=s, index=index: s.values.mT[index.transposed_Z],
             ],
             repeats,
@@ -215,7 +277,14 @@ def print_transposed(cases: list[str], repeats: int) -> None:
         shown = [f"{ms:.4f}" for ms in (by_index, copied, copy)]
         rows.append([name, *shown, f"{by_index / copied:.3f}", f"{(copied + copy) / by_index:.2f}"])
     print_table(
-        ("matrix", "by index ms", "stored transposed ms", "copy ms", "index over stored", "copy and product over index"),
+        (
+            "matrix",
+            "by index ms",
+            "stored transposed ms",
+            "gather ms",
+            "index over stored",
+            "gather and product over index",
+        ),
         rows,
     )
 
@@ -226,7 +295,6 @@ def print_launches(repeats: int) -> None:
         s = random_matrix(density)
         a, b = new(s.shape[0], SIZE // 8), new(SIZE // 8, s.shape[1])
         (m, n), index = (size // BLOCK for size in s.shape), s.index
-        tile = SparseTile(bn=BLOCK, stages=3, warps=4) if DEVICE.type == "cuda" else SparseTile(bn=BLOCK, bk=16)
         every = block_products.BlockIndex(
             BLOCK, index.rows_Z, index.columns_Z, index.row_offsets_M1, index.transposed_Z, index.transposed_rows_Z,
             index.column_offsets_N1,
@@ -236,7 +304,7 @@ def print_launches(repeats: int) -> None:
         tiles[index.rows_Z[found] * n + index.columns_Z[found]] = index.tiles(1)
         every._tiles[1] = tiles  # a program for each block that could exist looks up whether it does
         exact, over = in_turn_ms(
-            [lambda i=i, a=a, b=b: block_products.sdd(a, b, i, tile=tile) for i in (index, every)], repeats
+            [lambda i=i, a=a, b=b: block_products.sdd(a, b, i, tile=ONE_BLOCK) for i in (index, every)], repeats
         )
         rows.append([f"{density:.0%}", str(index.blocks), f"{exact:.4f}", f"{over:.4f}", f"{over / exact:.2f}"])
     print_table(("blocks", "number", "one program each, ms", "over-launched, ms", "over-launched over exact"), rows)
@@ -279,6 +347,8 @@ def main() -> None:
     cases = arguments.cases.split(",")
     if "problems" in arguments.parts:
         print_problems(cases, stk, arguments.repeats)
+    if "transposes" in arguments.parts:
+        print_transposes([case for case in cases if case in PAPER or case == "toy"], arguments.repeats)
     if "random" in arguments.parts:
         print_random(stk, arguments.repeats)
     if "transposed" in arguments.parts:

@@ -1,13 +1,10 @@
 """TFLOP/s of the six expert products against cuBLAS (`torch.bmm`) and `torch._grouped_mm`.
 
-    python benchmarks/matmul.py [--cases XS,Small,...] [--transposes]
+    python benchmarks/matmul.py [--cases XS,Small,...]
 
-`ours` are the Hopper kernels. `sparse` are the portable SDD, DSD and DDS products over the hybrid CSR-COO topology:
-fwd1 is SDD, fwd2 DSD, dgrad2 SDD, dgrad1 DSD, wgrad2 DDS, wgrad1 DSD of a transposed S. FOUNDRY_MOE_KERNELS=portable
-leaves `ours` out. The first three cases are the MegaBlocks paper's 18 problems (Gale et al. 2022, figure 9).
-
-`--transposes` measures the six other transposes of SDD, DSD and DDS instead, with even loads. Two letters name the
-operands: n is not transposed, t is transposed.
+`ours` are the Hopper kernels. `sparse` are the portable SDD and DSD products of a layer: fwd1 and dgrad2 are SDD, fwd2
+and dgrad1 DSD, wgrad2 and wgrad1 DSD of a transposed S. FOUNDRY_MOE_KERNELS=portable leaves `ours` out. The first three
+cases are the MegaBlocks paper's 18 problems (Gale et al. 2022, figure 9). For other topologies: `block_sparse.py`.
 
 Shapes: R rows, D model width, F expert width, E experts, C = E * F columns of S.
 """
@@ -26,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foundry_moe_kernels import expert_products as ep
 from foundry_moe_kernels import products
 from foundry_moe_kernels.topology import topology_from_offsets
-from timing import DEVICE, DTYPE, geometric_mean, header, in_turn_ms, loads, print_table
+from timing import DEVICE, DTYPE, geometric_mean, header, in_turn_ms, loads
 from torch import Tensor
 
 from foundry_moe.ops.backends import takes_hopper
@@ -74,7 +71,7 @@ def variants(case: str, load: str) -> dict[str, dict[str, Callable[[], Tensor]]]
         "fwd2": lambda: products.dsd(h, w2, topology, trans_b=True, zero_tail=False),
         "dgrad2": lambda: products.sdd(dy, w2, topology, zero_tail=False),
         "dgrad1": lambda: products.dsd(dh, w1, topology, zero_tail=False),
-        "wgrad2": lambda: products.dds(dy, h, topology, trans_a=True, stacked=True, out=dw2[0]),
+        "wgrad2": lambda: products.dsd(h, dy, topology, trans_s=True, stacked=True, out=dw2[0].mT),
         "wgrad1": lambda: products.dsd(dh, x, topology, trans_s=True, stacked=True, out=dw1[0]),
     }
     grouped = {
@@ -101,64 +98,6 @@ def variants(case: str, load: str) -> dict[str, dict[str, Callable[[], Tensor]]]
     return ways
 
 
-def other_transposes(case: str) -> dict[str, dict[str, Callable[[], Tensor]]]:
-    """The six transposes that no layer uses, by `bmm` and `sparse`. S holds the same values, transposed or not."""
-    rows, d, f, experts = CASES[case]
-    each = rows // experts
-    offsets_E = torch.full((experts,), each, device=DEVICE).cumsum(0).int()
-    topology = topology_from_offsets(offsets_E, rows, [f] * experts, block_of(DEVICE))
-    x_DR, s_RF, w_EFD, w_EDF, w_DC = (
-        new(d, rows),
-        new(rows, f),
-        new(experts, f, d),
-        new(experts, d, f),
-        new(d, experts * f),
-    )
-    w_CD = w_EFD.view(experts * f, d)
-    x_EDr, s_ErF = x_DR.view(d, experts, each).transpose(0, 1), s_RF.view(experts, each, f)
-    by_expert_EDF = w_DC.view(d, experts, f).transpose(0, 1)
-    out_EFD, out_EDF = torch.empty_like(w_EFD), torch.empty_like(w_EDF)
-    return {
-        "SDD tn": {
-            "bmm": lambda: torch.bmm(x_EDr.mT, w_EDF),
-            "sparse": lambda: products.sdd(x_DR, w_EDF, topology, trans_a=True, zero_tail=False),
-        },
-        "SDD tt": {
-            "bmm": lambda: torch.bmm(x_EDr.mT, w_EFD.mT),
-            "sparse": lambda: products.sdd(x_DR, w_EFD, topology, trans_a=True, trans_b=True, zero_tail=False),
-        },
-        "DSD tt": {
-            "bmm": lambda: torch.bmm(s_ErF.mT, x_EDr.mT),
-            "sparse": lambda: products.dsd(
-                s_RF, x_DR, topology, trans_s=True, trans_b=True, stacked=True, out=out_EFD
-            ),
-        },
-        "DDS nn": {
-            "bmm": lambda: torch.bmm(x_EDr, s_ErF),
-            "sparse": lambda: products.dds(x_DR, s_RF, topology, stacked=True, out=out_EDF),
-        },
-        "DDS nt": {
-            "bmm": lambda: torch.bmm(by_expert_EDF, s_ErF.mT),
-            "sparse": lambda: products.dds(w_DC, s_RF, topology, trans_s=True),
-        },
-        "DDS tt": {
-            "bmm": lambda: torch.bmm(w_EFD.mT, s_ErF.mT),
-            "sparse": lambda: products.dds(w_CD, s_RF, topology, trans_a=True, trans_s=True),
-        },
-    }  # fmt: skip
-
-
-def measure_transposes(cases: list[str]) -> list[list[str]]:
-    """Rows of (case, product, TFLOP/s of cuBLAS, TFLOP/s of `sparse`, their ratio)."""
-    rows = []
-    for case in cases:
-        size, d, f, _ = CASES[case]
-        for product, runs in other_transposes(case).items():
-            bmm, sparse = (2e-9 * size * d * f / ms for ms in in_turn_ms([runs["bmm"], runs["sparse"]], 15))
-            rows.append([case, product, f"{bmm:.0f}", f"{sparse:.0f}", f"{sparse / bmm:.3f}"])
-    return rows
-
-
 def measure(case: str, load: str) -> dict[str, dict[str, float]]:
     """TFLOP/s of each product by those that `variants` names."""
     rows, d, f, _ = CASES[case]
@@ -174,14 +113,9 @@ def measure(case: str, load: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--transposes", action="store_true", help="the transposes that no layer uses")
     args = parser.parse_args()
     torch.manual_seed(0)
     print(header(), flush=True)
-    if args.transposes:
-        columns = ("case", "product", "cuBLAS TFLOP/s", "sparse TFLOP/s", "sparse over cuBLAS")
-        print_table(columns, measure_transposes(args.cases.split(",")))
-        return
     ratios: dict[str, list[float]] = defaultdict(list)
     print("| case | load | | " + " | ".join(PRODUCTS) + " |\n" + "|---" * 9 + "|")
     for case in args.cases.split(","):

@@ -37,6 +37,7 @@ TILES = [
     SparseTile(bn=128, bk=64, stages=3, warps=4),
     SparseTile(bn=128, bk=64, stages=3, warps=8),
     SparseTile(bn=128, bk=64, stages=4, warps=8),
+    SparseTile(bn=128, bk=32, stages=4, warps=4),
     SparseTile(bn=128, bk=32, stages=6, warps=8),
     SparseTile(bn=128, bk=128, stages=2, warps=8),
     SparseTile(bn=256, bk=64, stages=3, warps=8),
@@ -112,7 +113,8 @@ def runs(case: str, shrink: int = 1) -> dict[str, tuple[float, Callable[[SparseT
         "dsd tn": (one, both(
             lambda t: products.dsd(h, x, topology, trans_s=True, stacked=True, out=out1, tile=t), lambda: h3.mT @ x3)),
         "dds tn": (one, both(
-            lambda t: products.dds(x, h, topology, trans_a=True, stacked=True, out=out2, tile=t), lambda: x3.mT @ h3)),
+            lambda t: products.dsd(h, x, topology, trans_s=True, stacked=True, out=out2.mT, tile=t),
+            lambda: x3.mT @ h3)),
     }  # fmt: skip
 
 

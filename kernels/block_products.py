@@ -1,9 +1,9 @@
 """SDD, DSD and DDS of a block-sparse matrix of any topology, on any chip from sm_80 up and Triton 3.3 and later.
 
 Hybrid blocked CSR-COO (Gale et al. 2022, MegaBlocks, section 5.1). Values are [Z, B, B], block row by block row.
-`sdd_kernel` finds its blocks by the row and column index of each (COO), `dsd_kernel` walks a block row by row offsets and
-column indices (CSR). Of the transpose it walks a block column by the secondary index, which lists the blocks column by
-column; values are never transposed or copied. Layers with experts have a shortcut: `sparse_kernels`.
+`sdd_kernel` finds its blocks by the row and column index of each (COO), `dsd_kernel` walks a block row by row offsets
+and column indices (CSR). Of the transpose it walks a block column by the secondary index, which lists the blocks column
+by column; values are never transposed or copied. Layers with experts have a shortcut: `sparse_kernels`.
 
 Shapes: S [M B, N B] with Z blocks, B block, K inner width, C columns of the dense operand.
 """
@@ -50,11 +50,11 @@ class BlockIndex:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self.block * (table.shape[0] - 1) for table in (self.row_offsets_M1, self.column_offsets_N1))  # type: ignore[return-value]
+        return self.block * (self.row_offsets_M1.shape[0] - 1), self.block * (self.column_offsets_N1.shape[0] - 1)
 
     def tiles(self, wide: int) -> Tensor:
-        """int32 [tiles, 3]: the first block of each tile of `sdd` (-1 past the last), its block row, and how many blocks
-        of the row are left from there. A tile covers up to `wide` of them.
+        """int32 [tiles, 3]: the first block of each tile of `sdd` (-1 past the last), its block row, and how many
+        blocks of the row are left from there. A tile covers up to `wide` of them.
 
         In the order in which they are computed. Made on the device when first asked for.
         """
@@ -83,7 +83,7 @@ def sdd_kernel(
     Where BN is less, as many programs share a block.
     """
     PARTS: tl.constexpr = (BLOCK + BN - 1) // BN
-    RUN: tl.constexpr = min(BLOCK, BN)
+    RUN: tl.constexpr = BLOCK if BLOCK < BN else BN
     tile = tiles + tl.program_id(0) // PARTS * 3
     z, m, left = tl.load(tile), tl.load(tile + 1).to(tl.int64), tl.load(tile + 2)
     if z < 0:
@@ -179,16 +179,16 @@ def sdd(
     if values.numel():
         a_RK, b_KC = _strided(a_RK), _strided(b_KC)
         if tile is None:
-            long = index.blocks >= _LONG_ROW * (index.row_offsets_M1.shape[0] - 1)
+            long, along = index.blocks >= _LONG_ROW * (index.row_offsets_M1.shape[0] - 1), b_KC.stride(0) == 1
             tile = choose(
-                "sdd", a_RK.device, block, a_RK.dtype, columns=index.shape[1] if long else block, inner=inner, tf32=tf32,
-                along=b_KC.stride(0) == 1,
+                "sdd along" if along else "sdd", a_RK.device, block, a_RK.dtype,
+                columns=index.shape[1] if long else block, inner=inner, tf32=tf32, along=along,
             )  # fmt: skip
         tiles = index.tiles(cdiv(tile.bn, block))
-        options = _options(index, tile, tf32)
         launch(
             sdd_kernel, (tiles.shape[0] * cdiv(block, tile.bn),),
-            a_RK, b_KC, values, tiles, index.columns_Z, index.blocks, inner, *a_RK.stride(), *b_KC.stride(), EVEN_K=inner % options["BK"] == 0, **options,
+            a_RK, b_KC, values, tiles, index.columns_Z, index.blocks, inner, *a_RK.stride(), *b_KC.stride(),
+            EVEN_K=inner % min(tile.bk, block) == 0, **_options(index, tile, tf32),
         )  # fmt: skip
     return values
 
@@ -208,15 +208,15 @@ def dsd(
         out = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
     if out.numel():
         b_KC = _strided(b_KC)
-        along = b_KC.stride(0) == 1
         tile = tile or choose(
             "inner" if transposed else "dsd", values.device, block, values.dtype, columns=columns,
-            inner=index.blocks * block * block // rows, tf32=tf32, along=along and not transposed,
+            inner=index.blocks * block * block // rows, tf32=tf32, along=b_KC.stride(0) == 1 and not transposed,
         )  # fmt: skip
         launch(
             dsd_kernel, (rows // block * cdiv(columns, tile.bn),),
             values, b_KC, out, index.column_offsets_N1 if transposed else index.row_offsets_M1, index.transposed_Z,
-            index.transposed_rows_Z if transposed else index.columns_Z, rows // block, columns, *b_KC.stride(), *out.stride(),
+            index.transposed_rows_Z if transposed else index.columns_Z,
+            rows // block, columns, *b_KC.stride(), *out.stride(),
             GROUP=tile.group, EVEN_N=columns % tile.bn == 0, TRANSPOSED=transposed,
             TURNED=tf32 and values.element_size() == 4, **_options(index, tile, tf32),
         )  # fmt: skip

@@ -1,13 +1,11 @@
-"""Block-sparse products of any shape, dtype and orientation on a topology: SDD, DSD, DDS, on any chip from sm_80.
+"""The block-sparse products of a layer with experts, on any chip from sm_80: SDD, DSD, and DSD of Sᵀ.
 
-S is sparse [R, C] (R rows of tokens, C columns: all experts' widths side by side); its values are as `topology` lays
-them out. Where a chip has faster kernels for a whole layer (`expert_products`), layers use those.
+S is block-diagonal [R, C] (R rows of tokens, C columns: all experts' widths side by side); its values are as `topology`
+lays them out. Where a chip has faster kernels for a whole layer (`expert_products`), layers use those; for other
+topologies, and every transpose, there is `block_products`.
 
 A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
 one matrix an expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
-
-A dense operand that meets S's rows and is contiguous along them is copied to be contiguous across them: an expert's
-rows begin anywhere, so along them kernels could only load element by element, without a pipeline.
 
 Shapes: R rows, C columns of S, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
 """
@@ -17,43 +15,12 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
-import triton.language as tl
 from foundry_moe_kernels import tuning
-from foundry_moe_kernels.launch import cdiv, divisor, launch, multiple
+from foundry_moe_kernels.launch import cdiv, divisor, launch
 from foundry_moe_kernels.sparse_kernels import inner_kernel, rows_kernel
 from foundry_moe_kernels.sparse_tiles import SparseTile, choose
 from foundry_moe_kernels.topology import Topology
 from torch import Tensor
-
-_TRANSPOSED = 64  # rows and columns of a program: lines of 128 bytes on both sides for 16-bit elements
-
-
-@triton.jit
-def _transpose_kernel(in_ptr, out_ptr, rows, columns, in_stride, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """out [rows, columns] from in [columns, rows]."""
-    rows, columns, in_stride = multiple(rows, ALIGN), multiple(columns, ALIGN), multiple(in_stride, ALIGN)
-    wide = tl.cdiv(columns, TILE)
-    r = (tl.program_id(0) // wide) * TILE + tl.arange(0, TILE)
-    n = (tl.program_id(0) % wide) * TILE + tl.arange(0, TILE)
-    keep = (n < columns)[:, None] & (r < rows)[None, :]
-    tile = tl.load(in_ptr + n.to(tl.int64)[:, None] * in_stride + r[None, :], mask=keep)
-    keep = (r < rows)[:, None] & (n < columns)[None, :]
-    tl.store(out_ptr + r.to(tl.int64)[:, None] * columns + n[None, :], tl.trans(tile), mask=keep)
-
-
-def row_major(matrix_RN: Tensor) -> Tensor:
-    """The matrix itself, or its copy with contiguous rows where its columns are contiguous and its rows are not."""
-    rows, columns = matrix_RN.shape
-    along, across = matrix_RN.stride()
-    if along != 1 or across == 1 or matrix_RN.numel() == 0:
-        return matrix_RN
-    out_RN = torch.empty(rows, columns, dtype=matrix_RN.dtype, device=matrix_RN.device)
-    launch(
-        _transpose_kernel, (cdiv(rows, _TRANSPOSED) * cdiv(columns, _TRANSPOSED),),
-        matrix_RN, out_RN, rows, columns, across, ALIGN=divisor(rows, columns, across), TILE=_TRANSPOSED, num_warps=4,
-    )  # fmt: skip
-    return out_RN
 
 
 def _meets_columns(matrix_CN: Tensor, topology: Topology) -> bool:
@@ -140,32 +107,30 @@ def sdd(
     b: Tensor,
     topology: Topology,
     *,
-    trans_a: bool = False,
     trans_b: bool = False,
     tf32: bool = False,
     zero_tail: bool = True,
     tile: SparseTile | None = None,
 ) -> Tensor:
-    """op(a) op(b) at the blocks of S: its values, a matrix [R, F] for experts of one width, else flat.
+    """a op(b) at the blocks of S: its values, a matrix [R, F] for experts of one width, else flat.
 
     Args:
-        a: [R, K] (with `trans_a` [K, R], of which a copy is made where its rows are contiguous).
+        a: [R, K].
         b: [K, C] or [E, K, F] (with `trans_b` [C, K] or [E, F, K]).
         tf32: fp32 operands are rounded to tf32.
         zero_tail: rows past the loads' end are zeros, otherwise undefined.
     """
-    a_RK = a.mT if trans_a else a
     b_KC = b.mT if trans_b else b
     assert a.dtype == b.dtype and _meets_columns(b_KC.mT, topology)
-    assert a_RK.shape == (topology.num_rows, b_KC.shape[-2])
+    assert a.shape == (topology.num_rows, b_KC.shape[-2])
     s = _empty_values(topology, a, zero_tail)
     if s.numel():
-        a_RK, b_KC = row_major(a_RK), _by_expert(b_KC, topology, 1)
+        b_KC = _by_expert(b_KC, topology, 1)
         tile = tile or choose(
-            "sdd", a.device, topology.block, a.dtype, columns=max(topology.widths), inner=a_RK.shape[1], tf32=tf32,
+            "sdd", a.device, topology.block, a.dtype, columns=max(topology.widths), inner=a.shape[1], tf32=tf32,
             along=_along(b_KC), widths=topology.widths,
         )  # fmt: skip
-        _rows((a_RK,), (b_KC,), s, topology, tile, sdd=True, tf32=tf32)
+        _rows((a,), (b_KC,), s, topology, tile, sdd=True, tf32=tf32)
     return s
 
 
@@ -227,8 +192,7 @@ def dsd(
     Args:
         s: values as `sdd` returns them.
         b: without `trans_s` [C, N] or [E, F, N] (with `trans_b` [N, C] or [E, N, F]) and the result is [R, N];
-            with `trans_s` [R, N] (with `trans_b` [N, R], copied as `sdd` does) and the result is [C, N], or
-            [E, F, N] if `stacked`.
+            with `trans_s` [R, N] and the result is [C, N], or [E, F, N] if `stacked`.
         zero_tail: rows of the result past the loads' end are zeros, otherwise undefined.
         out: the result's place, with `trans_s` and `stacked`; in fp32 it gets the sums unrounded.
     """
@@ -268,7 +232,7 @@ def _inner(
         out = torch.empty(shape, dtype=s.dtype, device=s.device)
     assert out.shape == shape and out.dtype in (s.dtype, torch.float32)
     if out.numel():
-        b_RN = row_major(b_RN)
+        b_RN = b_RN if b_RN.stride(1) == 1 else b_RN.contiguous()
         deep = tuning.per_expert(topology.num_rows, len(topology.widths))
         tile = tile or choose("inner", s.device, topology.block, s.dtype, columns=n, inner=deep, tf32=tf32)
         out_expert, out_column, out_n = _strides(out)
@@ -277,31 +241,12 @@ def _inner(
         launch(
             inner_kernel, (topology.block_columns * cdiv(n, tile.bn),),
             s, b_RN, out,
-            topology.starts_M, topology.sizes_M, topology.heights_M, topology.values_M, topology.rows_Z,
-            topology.transposed_Z, topology.column_offsets_N1, topology.order_E, topology.widths_E, topology.columns_E,
-            topology.column_experts_N, topology.column_locals_N, n, width, b_RN.stride(0), b_RN.stride(1),
-            out_expert, out_column, out_n,
+            topology.starts_M, topology.sizes_M, topology.values_M, topology.column_rows_N, topology.column_heights_N,
+            topology.order_E, topology.widths_E, topology.columns_E, topology.column_experts_N,
+            topology.column_locals_N, n, width, b_RN.stride(0), b_RN.stride(1), out_expert, out_column, out_n,
             UNIFORM=topology.uniform, STACKED=stacked, BLOCK=topology.block, BN=tile.bn, BK=tile.bk, GROUP=tile.group,
             ALIGN=align, ALONG=along, EVEN_M=topology.common_width % topology.block == 0, EVEN_N=n % tile.bn == 0,
             TURNED=tf32 and s.element_size() == 4,
             PRECISION=_precision(tf32), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
-
-
-def dds(
-    a: Tensor, s: Tensor, topology: Topology, *, trans_a: bool = False, trans_s: bool = False, tf32: bool = False,
-    stacked: bool = False, out: Tensor | None = None, tile: SparseTile | None = None,
-) -> Tensor:  # fmt: skip
-    """op(a) op(S), dense: [N, C], or [N, R] with `trans_s`. The transpose of `dsd`, on the same kernels.
-
-    Args:
-        a: [N, R], copied as `sdd` does (with `trans_a` [R, N]); with `trans_s` [N, C] (with `trans_a` [C, N]).
-        s: values as `sdd` returns them.
-        stacked, out: the result [E, N, F] without `trans_s`, and its place.
-    """
-    a_T = a if trans_a else a.mT
-    if stacked and out is None:
-        out = torch.empty(len(topology.widths), a_T.shape[1], topology.widths[0], dtype=s.dtype, device=s.device)
-    turned = None if out is None else out.mT
-    return dsd(s, a_T, topology, trans_s=not trans_s, tf32=tf32, stacked=stacked, out=turned, tile=tile).mT

@@ -52,7 +52,8 @@ def fit(tile: SparseTile, block: int, itemsize: int, limit_bytes: int, operands:
 
 
 # The tiles of chips that were measured, by capability (benchmarks/sparse_tiles.py): for each product, tiles and the
-# inner depth from which they are used, the deepest first. dsd2 is the sum of two; `along` is any tf32 product whose
+# inner depth from which they are used, the deepest first. dsd2 is the sum of two, `sdd along` that of `block_products`
+# whose second operand is contiguous along the inner dimension; `along` is any tf32 product whose
 # second operand is contiguous along the inner dimension, `across` one where it is not. With two warps Triton avoids
 # Hopper's tf32 instruction, which needs operands contiguous along it: others would be transposed four bytes at a time
 # (H200: 41 to 158 TFLOP/s)
@@ -70,11 +71,8 @@ MEASURED: dict[int, dict[str, tuple[tuple[int, SparseTile], ...]]] = {
             (4096, SparseTile(bn=256, bk=32, stages=6, warps=8)),
             (0, SparseTile(bn=256, bk=32, stages=4, warps=8)),
         ),
-        "inner": (
-            (1536, SparseTile(bn=256, stages=4, warps=8, group=4)),
-            (512, SparseTile(group=2)),
-            (0, SparseTile(stages=2)),
-        ),
+        "inner": ((1024, SparseTile(bn=256, stages=4, warps=8)), (0, SparseTile(bk=32, stages=4))),
+        "sdd along": ((0, SparseTile()),),
         "glu tf32": ((0, SparseTile(bk=32, warps=8)),),
         "along": ((0, SparseTile(bn=256, bk=32, stages=4, warps=8)),),
         "across": ((0, SparseTile(bn=64, bk=16, stages=4, warps=2)),),
@@ -88,7 +86,8 @@ def choose(
 ) -> SparseTile:  # fmt: skip
     """The tile of a product.
 
-    `product`: sdd, act (sdd and an activation), glu (two sdd and one), dsd, dsd2 (two dsd), inner (weights' gradients).
+    `product`: sdd, sdd along, act (sdd and an activation), glu (two sdd and one), dsd, dsd2 (two dsd), inner (weights'
+    gradients).
 
     Args:
         columns, inner: of a tile's row, and how deep it is on average.
@@ -98,7 +97,7 @@ def choose(
     """
     measured = MEASURED.get(capability(device))
     if measured is None:  # four warps' registers would not do for an activation, nor for a turned operand
-        tile = SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "dsd", "dsd2") else 8)
+        tile = SparseTile(bk=32, stages=4, warps=4 if product in ("sdd", "sdd along", "dsd", "dsd2") else 8)
     else:
         kind = product
         if tf32 and dtype.itemsize == 4:

@@ -1,8 +1,8 @@
 """Block-sparse topology of a dMoE layer, built on the device from tokens per expert without a host synchronisation.
 
-Hybrid blocked CSR-COO (Gale et al. 2022, MegaBlocks, section 5.1): row offsets and column indices, the row index of
-every block beside them, and a secondary index that lists the blocks column by column, so that a transposed product
-walks the same values. Values are never transposed or copied.
+A shortcut of the hybrid blocked CSR-COO format (`block_products.BlockIndex`) for a matrix that is block-diagonal: the
+blocks of an expert are adjacent in row order and in column order, so kernels walk them as one box and need no column
+index and no secondary index. Whoever builds a matrix of another topology takes that format.
 
 Rows are not padded. Block row m covers the dense rows [starts[m], starts[m] + sizes[m]), at most B of them and fewer
 at an expert's end. The values of a block row lie row by row, its blocks side by side: element (i, j) of its n-th block
@@ -31,10 +31,7 @@ _CHUNK = 64  # indices that one program of the topology's kernel fills in
 
 @dataclass(frozen=True)
 class Topology:
-    """int32 index tensors unless noted. Past the blocks in use, sizes are 0 and the rest is undefined.
-
-    The blocks of an expert are adjacent in row order and in column order: kernels may walk them as one box.
-    """
+    """int32 index tensors unless noted. Past the blocks in use, sizes are 0 and the rest is undefined."""
 
     block: int
     num_rows: int
@@ -47,9 +44,8 @@ class Topology:
     heights_M: Tensor  # block rows of its expert
     row_offsets_M1: Tensor  # CSR; the last one is the number of blocks in use
     rows_Z: Tensor  # COO
-    columns_Z: Tensor
-    transposed_Z: Tensor  # blocks in column order
-    column_offsets_N1: Tensor  # CSR offsets of the secondary index
+    column_rows_N: Tensor  # block row of the first block of a block column
+    column_heights_N: Tensor  # blocks of a block column
     order_E: Tensor  # experts, most rows first
     widths_E: Tensor
     columns_E: Tensor  # first dense column
@@ -109,7 +105,7 @@ def _take(values_E, own, EXPERTS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_experts", "block_rows", "blocks", "block_columns"])
 def _topology_kernel(
     offsets_ptr, widths_ptr, values_ptr, starts_ptr, sizes_ptr, experts_ptr, locals_ptr, heights_ptr, row_offsets_ptr,
-    rows_ptr, columns_ptr, transposed_ptr, column_offsets_ptr, order_ptr,
+    rows_ptr, column_rows_ptr, column_heights_ptr, order_ptr,
     num_experts, block_rows, blocks, block_columns,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +117,7 @@ def _topology_kernel(
     width = tl.load(widths_ptr + e, mask=here, other=0)
     height, wide = (size + BLOCK - 1) // BLOCK, (width + BLOCK - 1) // BLOCK
     row_end, block_end, column_end = tl.cumsum(height, 0), tl.cumsum(height * wide, 0), tl.cumsum(wide, 0)
-    row_first, block_first, column_first = row_end - height, block_end - height * wide, column_end - wide
+    row_first, block_first = row_end - height, block_end - height * wide
     area = size.to(tl.int64) * width
     value_first = tl.cumsum(area, 0) - area
     used = tl.sum(height * wide)
@@ -144,22 +140,13 @@ def _topology_kernel(
     tl.store(row_offsets_ptr + at, offset, mask=at <= block_rows)
 
     own = _owner(at, block_end, EXPERTS)
-    first, tall, broad = (
-        _take(block_first, own, EXPERTS),
-        _take(height, own, EXPERTS),
-        _take(wide, own, EXPERTS),
-    )
-    local = at - first
-    row, column = local // tl.maximum(broad, 1), local // tl.maximum(tall, 1)
-    keep = at < blocks
-    tl.store(rows_ptr + at, _take(row_first, own, EXPERTS) + row, mask=keep)
-    tl.store(columns_ptr + at, _take(column_first, own, EXPERTS) + local - row * broad, mask=keep)
-    tl.store(transposed_ptr + at, first + (local - column * tall) * broad + column, mask=keep)
+    row = (at - _take(block_first, own, EXPERTS)) // tl.maximum(_take(wide, own, EXPERTS), 1)
+    tl.store(rows_ptr + at, _take(row_first, own, EXPERTS) + row, mask=at < blocks)
 
     own = _owner(at, column_end, EXPERTS)
-    inside = (at - _take(column_first, own, EXPERTS)) * _take(height, own, EXPERTS)
-    offset = _take(block_first, own, EXPERTS) + inside
-    tl.store(column_offsets_ptr + at, tl.where(at < block_columns, offset, used), mask=at <= block_columns)
+    keep = at < block_columns
+    tl.store(column_rows_ptr + at, _take(row_first, own, EXPERTS), mask=keep)
+    tl.store(column_heights_ptr + at, _take(height, own, EXPERTS), mask=keep)
 
     my_end = tl.load(offsets_ptr + at, mask=at < num_experts, other=0)
     mine_size = my_end - tl.load(offsets_ptr + at - 1, mask=(at > 0) & (at < num_experts), other=0)
@@ -202,10 +189,10 @@ def _block_columns(widths: tuple[int, ...], block: int) -> tuple[int, int]:
 
 
 def _lengths(num_rows: int, widths: Sequence[int], block: int) -> list[int]:
-    """Integers of each table: values_M (two each), five by block row, row offsets, three by block, offsets, order."""
+    """Integers of each table: values_M (two each), five by block row, row offsets, rows_Z, two by column, order."""
     rows = max(max_block_rows(num_rows, len(widths), block), 1)
     widest, all_columns = _block_columns(tuple(widths), block)
-    return [2 * rows] + [rows] * 5 + [rows + 1] + [rows * widest] * 3 + [all_columns + 1, len(widths)]
+    return [2 * rows] + [rows] * 5 + [rows + 1] + [rows * widest] + [all_columns] * 2 + [len(widths)]
 
 
 def packed_topology_size(num_rows: int, widths: Sequence[int], block: int) -> int:
@@ -225,9 +212,9 @@ def pack_topology(offsets_E: Tensor, num_rows: int, widths: Sequence[int], block
     widths_E = column_tables(tuple(widths), block, device)[0]
     packed = torch.empty(packed_topology_size(num_rows, widths, block), dtype=torch.int32, device=device)
     values_M, starts_M, *tables = _split(packed, num_rows, widths, block)
-    rows, blocks, columns = starts_M.shape[0], tables[5].shape[0], tables[8].shape[0] - 1
+    rows, blocks, columns = starts_M.shape[0], tables[5].shape[0], tables[6].shape[0]
     launch(
-        _topology_kernel, (cdiv(max(rows + 1, blocks, columns + 1, experts), _CHUNK),),
+        _topology_kernel, (cdiv(max(rows + 1, blocks, columns, experts), _CHUNK),),
         offsets_E.contiguous(), widths_E, values_M.view(torch.int64), starts_M, *tables,
         experts, rows, blocks, columns, EXPERTS=next_power_of_2(experts), BLOCK=block, CHUNK=_CHUNK,
     )  # fmt: skip

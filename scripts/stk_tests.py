@@ -2,10 +2,10 @@
 
     python scripts/stk_tests.py FOLDER [PYTEST ARGUMENTS]
 
-FOLDER holds a copy of stk (github.com/stanford-futuredata/stk). Its matrix, autograd of dense operands, conversions and tests
-are used as they are; only `stk.backend.sputnik`, where its operations call their kernels, is replaced. The fields of its
-`Matrix` are those of ours, one for one. Without a GPU the tests run on the CPU, in Triton's interpreter with
-TRITON_INTERPRET=1 (bf16 in plain torch). Needs absl-py.
+FOLDER holds a copy of stk (github.com/stanford-futuredata/stk). Its matrix, conversions and tests are used as they are;
+only `stk.backend.sputnik`, where its operations call their kernels, is replaced. The fields of its `Matrix` are those
+of ours, one for one. Without a GPU the tests run on the CPU, in Triton's interpreter with TRITON_INTERPRET=1 (bf16 in
+plain torch). Needs absl-py.
 """
 
 from __future__ import annotations

@@ -5,9 +5,12 @@ CLAIMS = (
         "MegaBlocks, figure 9: block-sparse products against cuBLAS",
         "python benchmarks/matmul.py --cases XS,Small,Medium",
     ),
-    ("the same, transposes that no layer uses", "python benchmarks/matmul.py --cases XS,Small,Medium --transposes"),
+    (
+        "the same on kernels for any topology, every transpose, random topologies, transposed access, over-launching",
+        "python benchmarks/block_sparse.py",
+    ),
     ("MegaBlocks, figure 4: tile sizes", "python benchmarks/sparse_tiles.py --cases XS,Small,Medium"),
-    ("MegaBlocks, section 5.1: transpose indices, topology", "python -m benchmarks.papers.megablocks_indices"),
+    ("MegaBlocks, section 5.1: cost of the topology", "python -m benchmarks.papers.megablocks_indices"),
     ("MegaBlocks, section 6.2: dropless against token dropping", "python benchmarks/capacity.py data/demo.pt"),
     (
         "MegaBlocks, figures 7 and 8: speed at equal loss",

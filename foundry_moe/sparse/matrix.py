@@ -129,7 +129,7 @@ class Matrix:
         return self.index.block
 
     @property
-    def mT(self) -> Matrix:  # noqa: N802, as of torch.Tensor
+    def mT(self) -> Matrix:  # as of torch.Tensor
         """The transpose, of the same values and tables."""
         return replace(self, transposed=not self.transposed)
 

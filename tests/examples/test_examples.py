@@ -58,3 +58,9 @@ def test_a_gate_of_ones_own_is_installed_and_found_by_its_name(tmp_path: Path) -
     losses, experts = zip(*((float(loss), float(number)) for loss, number in steps), strict=True)
     assert len(steps) == 3 and losses[-1] < 0.7 * losses[0]
     assert all(1 <= number <= 4 for number in experts) and experts[-1] != experts[0]
+
+
+def test_a_pruned_layer_trains_back_to_the_dense_loss() -> None:
+    output = run("examples/pruned_linear.py", TRITON_INTERPRET="0")
+    dense, pruned, trained = (float(loss) for loss in re.findall(r"loss ([\d.]+)", output))
+    assert dense < 0.01 and pruned > 4 * dense and trained < 2 * dense

@@ -74,18 +74,7 @@ def launch_products(dtype: torch.dtype, **options: bool) -> None:
     products.sdd(x, w2, t, **options)
     products.dsd((h, h.clone()), (w1, v1), t, **options)
     products.dsd(h, x, t, trans_s=True, stacked=True, **options)
-    products.dds(x, h, t, trans_a=True, stacked=True, **options)
-
-
-def launch_other_transposes(dtype: torch.dtype) -> None:
-    """Operands that no layer has: along the rows of experts, and one matrix over all experts' columns."""
-    _, t, _ = tables()
-    x_DR, s_RF, w2_EDF, w_DC = (torch.zeros(*shape, dtype=dtype) for shape in ((D, R), (R, F), (E, D, F), (D, E * F)))
-    products.sdd(x_DR, w2_EDF, t, trans_a=True)
-    products.sdd(x_DR, w_DC, t, trans_a=True)
-    products.dsd(s_RF, x_DR, t, trans_s=True, trans_b=True, stacked=True)
-    products.dds(x_DR, s_RF, t, stacked=True)
-    products.dds(w_DC, s_RF, t, trans_s=True)
+    products.dsd(h, x, t, trans_s=True, stacked=True, out=w2.mT, **options)
 
 
 def launch_mixed_widths(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
@@ -108,7 +97,9 @@ def launch_block_sparse(dtype: torch.dtype, **options: bool) -> None:
         rows, columns = 2 * BLOCK, wide * BLOCK
         order = torch.arange(2 * wide, dtype=torch.int32)
         offsets = (torch.arange(3, dtype=torch.int32) * wide, torch.arange(wide + 1, dtype=torch.int32) * 2)
-        index = block_products.BlockIndex(BLOCK, order // wide, order % wide, offsets[0], order, order // wide, offsets[1])
+        index = block_products.BlockIndex(
+            BLOCK, order // wide, order % wide, offsets[0], order, order // wide, offsets[1]
+        )
         values = torch.zeros(2 * wide, BLOCK, BLOCK, dtype=dtype)
         for turned in (False, True):
 
@@ -230,7 +221,6 @@ def launch_all(capability: int) -> None:
     pretend(capability)
     launch_products(torch.bfloat16)
     launch_block_sparse(torch.bfloat16)
-    launch_other_transposes(torch.bfloat16)
     if capability in TF32_CHIPS:
         launch_products(torch.float32, tf32=True)
         launch_block_sparse(torch.float32, tf32=True)

@@ -1,4 +1,4 @@
-"""The block-sparse format and its products against dense matrices: ragged loads, partial blocks, unequal widths.
+"""A layer's topology and its products against dense matrices: ragged loads, partial blocks, unequal widths.
 
 Shapes: R rows, C columns of all experts, E experts, K inner width, N dense width.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 from foundry_moe_kernels import products
 
+from foundry_moe.sparse import Matrix, dsd, sdd
 from tests.helpers import kernel_twins as reference
 
 pytestmark = pytest.mark.quick
@@ -49,32 +50,31 @@ def case(request):
     return loads, WIDTHS[b], reference.build_topology(loads, ROWS, WIDTHS[b], 16)
 
 
-def test_topology_lists_every_block_once_in_row_order_and_in_column_order(case):
+def test_topology_lists_the_row_of_every_block_and_the_first_row_of_every_column(case):
     loads, widths, t = case
     blocks = int(t.row_offsets_M1[-1])
     assert blocks == sum(-(-load // 16) * -(-width // 16) for load, width in zip(loads.tolist(), widths, strict=True))
-    pairs = list(zip(t.rows_Z[:blocks].tolist(), t.columns_Z[:blocks].tolist(), strict=True))
-    assert pairs == sorted(set(pairs))
-    order = t.transposed_Z[:blocks].tolist()
-    assert sorted(order) == list(range(blocks))
-    assert [pairs[z][::-1] for z in order] == sorted(pair[::-1] for pair in pairs)
+    tall, wide = ([-(-size // 16) for size in sizes] for sizes in (loads.tolist(), widths))
+    rows = [m for m, e in enumerate(e for e, height in enumerate(tall) for _ in range(height)) for _ in range(wide[e])]
+    assert t.rows_Z[:blocks].tolist() == rows
+    columns = [e for e, width in enumerate(wide) for _ in range(width)]
+    assert t.column_heights_N.tolist() == [tall[e] for e in columns]
+    assert t.column_rows_N.tolist() == [sum(tall[:e]) for e in columns]
     assert int(t.sizes_M.sum()) == int(loads.sum())
 
 
-@pytest.mark.parametrize("trans_a, trans_b", BOTH_WAYS)
-def test_sdd_is_the_dense_product_at_the_blocks(case, trans_a, trans_b):
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_sdd_is_the_dense_product_at_the_blocks(case, trans_b):
     loads, widths, t = case
     a, b = new(ROWS, K), new(K, sum(widths))
     a[int(loads.sum()) :] = float("nan")
-    s = products.sdd(
-        a.mT.contiguous() if trans_a else a, b.mT.contiguous() if trans_b else b, t, trans_a=trans_a, trans_b=trans_b
-    )
+    s = products.sdd(a, b.mT.contiguous() if trans_b else b, t, trans_b=trans_b)
     truth = (a.nan_to_num().double() @ b.double()) * reference.sparsity(loads, ROWS, widths)
     assert error(reference.expand(s, loads, ROWS, widths), truth) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("trans_s, trans_b", BOTH_WAYS)
-def test_dsd_and_dds_are_the_dense_products(case, trans_s, trans_b):
+def test_dsd_is_the_dense_product(case, trans_s, trans_b):
     loads, widths, t = case
     s = poisoned(new(t.num_values), loads.tolist(), widths)
     dense = reference.expand(s, loads, ROWS, widths).double()
@@ -82,9 +82,6 @@ def test_dsd_and_dds_are_the_dense_products(case, trans_s, trans_b):
     b = new(op.shape[1], N)
     out = products.dsd(s, b.mT.contiguous() if trans_b else b, t, trans_s=trans_s, trans_b=trans_b)
     assert error(out, op @ b.double()) < TOLERANCE[torch.float32]
-    a = new(N, op.shape[0])
-    out = products.dds(a.mT.contiguous() if trans_b else a, s, t, trans_a=trans_b, trans_s=trans_s)
-    assert error(out, a.double() @ op) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,17 +102,19 @@ def test_stacked_weights_are_read_where_they_lie(dtype):
     assert error(dw, truth) < TOLERANCE[dtype]
 
 
-def test_operands_along_an_experts_rows_give_the_bits_of_those_across():
-    loads = torch.tensor(LOADS["ragged"], device=DEVICE)
-    for widths in WIDTHS.values():
-        t = reference.build_topology(loads, ROWS, widths, 16)
-        a, b, x = new(ROWS, K), new(K, sum(widths)), new(ROWS, N)
-        a_KR, x_NR = a.mT.contiguous(), x.mT.contiguous()
-        s = products.sdd(a, b, t)
-        assert torch.equal(products.sdd(a_KR, b, t, trans_a=True), s)
-        expected = products.dsd(s, x, t, trans_s=True)
-        assert torch.equal(products.dsd(s, x_NR, t, trans_s=True, trans_b=True), expected)
-        assert torch.equal(products.dds(x_NR, s, t), expected.mT)
+def test_the_shortcut_gives_the_products_of_the_matrix_of_any_topology():
+    """Loads and widths are whole blocks: the two formats then hold the same matrix."""
+    loads, width = torch.tensor([32, 0, 16], device=DEVICE), 32
+    t = reference.build_topology(loads, 48, [width] * 3, 16)
+    mask = torch.block_diag(*(torch.ones(load // 16, 2) for load in loads.tolist()))
+    h, x, w = new(48, width), new(48, K), new(3 * width, K)
+    s = Matrix.from_dense(reference.expand(h, loads, 48, [width] * 3), block=16, mask_MN=mask.to(DEVICE))
+    for found, expected in (
+        (products.dsd(h, w, t), dsd(s, w)),
+        (products.dsd(h, x, t, trans_s=True), dsd(s.mT, x)),
+        (reference.expand(products.sdd(x, w, t, trans_b=True), loads, 48, [width] * 3), sdd(x, w.mT, s).to_dense()),
+    ):
+        assert error(found, expected.double()) < TOLERANCE[torch.float32]
 
 
 def test_one_matrix_over_all_columns_gives_the_bits_of_a_stack():
@@ -130,18 +129,6 @@ def test_one_matrix_over_all_columns_gives_the_bits_of_a_stack():
     y = products.dsd(s, w_EFD, t)
     assert torch.equal(products.dsd(s, w_CD, t), y)
     assert torch.equal(products.dsd(s, w_DC, t, trans_b=True), y)
-    assert torch.equal(products.dds(w_DC, s, t, trans_s=True), y.mT)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 5), (64, 64), (65, 130), (7, 200)])
-def test_row_major_copies_what_lies_along_its_rows_and_nothing_else(shape, dtype):
-    inside = new(shape[1], shape[0] + 3, dtype=dtype)[:, 1:-2]  # rows of a larger matrix
-    out = products.row_major(inside.mT)
-    assert out.is_contiguous()
-    assert torch.equal(out, inside.mT)
-    rows = new(*shape, dtype=dtype)
-    assert products.row_major(rows) is rows
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])

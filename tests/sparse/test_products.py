@@ -132,18 +132,23 @@ def test_kernels_find_blocks_by_the_index_tables(table):
     other = Matrix(s.values, changed_index(s, **{table: getattr(s.index, table).flip(0).contiguous()}))
     before, after = ([dsd(one, x), dsd(one.mT, y), sdd(y, x.mT, one).values] for one in (s, other))
     changed = [not torch.equal(one, two) for one, two in zip(before, after, strict=True)]
-    assert changed == {
-        "rows_Z": [False, False, True],
-        "columns_Z": [True, False, True],
-        "transposed_Z": [False, True, False],
-        "transposed_rows_Z": [False, True, False],
-    }[table]
+    assert (
+        changed
+        == {
+            "rows_Z": [False, False, True],
+            "columns_Z": [True, False, True],
+            "transposed_Z": [False, True, False],
+            "transposed_rows_Z": [False, True, False],
+        }[table]
+    )
 
 
 @pytest.mark.quick
 def test_indices_of_16_bits_and_offsets_of_64_give_the_same_bits():
     s, _ = matrix(masks()["random"], 16)
-    dtypes = dict(zip(TABLES, (torch.int16, torch.int16, torch.int64, torch.int64, torch.int16, torch.int64), strict=True))
+    dtypes = dict(
+        zip(TABLES, (torch.int16, torch.int16, torch.int64, torch.int64, torch.int16, torch.int64), strict=True)
+    )
     other = Matrix(s.values, changed_index(s, **{name: getattr(s.index, name).to(t) for name, t in dtypes.items()}))
     x, y = new(s.shape[1], K), new(s.shape[0], K)
     assert torch.equal(dsd(s, x), dsd(other, x))
