@@ -2,14 +2,15 @@
 
     python benchmarks/block_sparse.py [--parts problems transposes random ...] [--cases XS,Small,Medium] [--stk FOLDER]
 
-`problems`: the 18 problems of the MegaBlocks paper (Gale et al. 2022, figure 9): six products of a layer whose
-topology is block-diagonal. `index` are the kernels for any topology, `contiguous` the layers' own, which know that an
-expert's blocks are adjacent, `cuBLAS` a batched product. `transposes`: SDD, DSD and DDS of that topology with
-every transpose. `random`: topologies of 10%, 50% and 90% of the blocks;
-`cuBLAS` multiplies the dense matrix, whose zeros count for nothing in its TFLOP/s. `torch BSR` are Triton kernels of
-`torch.sparse`. `transposed` (section 5.1.4): Sᵀ by the secondary index over the product of a matrix that is stored
-transposed, and a gather of its blocks in that order, the least that an explicit transpose copies. `launches` (section 5.1.3): SDD with a program for each block that exists, and with one for each
-that could. `tiles` (figure 4): columns x depth of a tile. `--stk` adds stk where it runs: a folder with its source.
+`problems`: the 18 problems of the MegaBlocks paper (Gale et al. 2022, figure 9), six products of a layer whose topology
+is block-diagonal. `index` are the kernels for any topology, `contiguous` the layers' own, which know that an expert's
+blocks are adjacent, `cuBLAS` a batched product. `transposes`: SDD, DSD and DDS of that topology with every transpose.
+`random`: topologies of 10%, 50% and 90% of the blocks; `cuBLAS` multiplies the dense matrix, whose zeros count for
+nothing in its TFLOP/s; `torch BSR` are Triton kernels of `torch.sparse`. `transposed` (section 5.1.4): Sᵀ by the
+secondary index over the product of a matrix that is stored transposed, and a gather of its blocks in that order, the
+least that an explicit transpose copies. `launches` (section 5.1.3): SDD with a program for each block that exists, and
+with one for each that could. `tiles` (figure 4): columns x depth of a tile. `--stk` adds stk where it runs: a folder
+with its source.
 
 Shapes: R rows, D model width, F expert width, E experts, C = E * F columns, block 128.
 """
