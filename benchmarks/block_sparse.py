@@ -21,6 +21,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -339,10 +340,10 @@ def main() -> None:
     parser.add_argument("--stk", type=Path, help="a folder with stk's source")
     parser.add_argument("--repeats", type=int, default=21)
     arguments = parser.parse_args()
-    stk = None
+    stk: Any = None
     if arguments.stk:
         sys.path.insert(0, str(arguments.stk))
-        import stk
+        stk = import_module("stk")
     torch.manual_seed(0)
     print(header(), flush=True)
     cases = arguments.cases.split(",")
