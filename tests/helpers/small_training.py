@@ -309,11 +309,11 @@ def accumulate_gradients(case: Case, model: TinyLM, step: int, dtype: torch.dtyp
         ids = draw_batch(step, microbatch)
         mine = take_share(ids, case.share, rank, world_size).to(device)
         real_NS, trained_NS = real_and_trained(mine)
+        # gradients are averaged over ranks, so a rank's means weigh as its share of the tokens
+        context.auxiliary_scale = real_NS.sum().double() * world_size / all_real
         logits = model(mine[:, :-1], attention_mask=real_NS)
         losses_T = F.cross_entropy(logits[trained_NS].to(dtype), mine[:, 1:][trained_NS], reduction="none")
         mean = context.anchor(losses_T.sum() / max(losses_T.numel(), 1))
-        # gradients are averaged over ranks, so a rank's means weigh as its share of the tokens
-        context.auxiliary_scale = real_NS.sum().double() * world_size / all_real
         (mean * losses_T.numel() * world_size / all_trained).backward()
         total += losses_T.detach().sum() / all_trained
     if distributed:
