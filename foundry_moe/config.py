@@ -224,7 +224,7 @@ class MoEConfig:
     gate: `{name: ..., ...}`; the other keys belong to the gate.
     loss: weights of auxiliary losses by name, for example `{balance: 0.01, z: 0.001}`; auto = the gate's defaults,
         `{balance: 0.01}` for most.
-    balance_over: scope of the loads in the balance loss: sequence (packed documents are sequences too) | rank |
+    balance_over: scope of balance, importance and load losses: sequence (packed documents are sequences too) | rank |
         group (ranks that share experts) | microbatch (of all ranks) | batch (all microbatches of a step, with one more
         forward pass if there are several).
     freeze: parts of the layers that are not trained: [gate] = the gate's weights and balancing bias. The gate's

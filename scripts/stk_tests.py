@@ -10,6 +10,7 @@ plain torch). Needs absl-py.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -84,6 +85,7 @@ def main(folder: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", help="a folder with stk's source")
+    known, rest = parser.parse_known_args()
+    sys.exit(main(known.folder, *rest))

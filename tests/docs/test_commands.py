@@ -30,6 +30,7 @@ ELSEWHERE = {
     "tutorials/hugging_face.md",
     "tutorials/cluster.md",
     "tutorials/instructions.md",
+    "how-to/block_sparse.md",
     "how-to/certify.md",
     "how-to/plain_pytorch.md",
 }
@@ -96,6 +97,7 @@ RUN_ELSEWHERE = {
     "python -m foundry_moe.launch.torchrun": "launch/test_ending.py::foundry_moe.launch.torchrun",
     "python -m tests.chaos.engine_kills": "chaos/test_engine_kills.py::tests.chaos.engine_kills",
     "python -m tests.chaos.hostile_answers": "chaos/test_fuzz_manifests.py::tests.chaos.hostile_answers",
+    "python -m benchmarks.papers.megablocks_indices": "papers/test_megablocks.py::megablocks_indices",
     "python examples/composer_script.py": "examples/test_examples.py::composer_script.py",
     "python examples/convert_hugging_face.py": "examples/test_examples.py::convert_hugging_face.py",
     "python examples/train_tokenizer.py FOLDER OUT": "docs/test_tutorials.py::train_tokenizer",
@@ -130,7 +132,10 @@ NOT_RUN = {  # and why; their arguments are parsed
     "python -m benchmarks.papers.hetumoe_layer": GPU,
     "python -m foundry_moe.cli plan --calibrate > h200.json": GPU,
     "python -m tests.helpers.transformers_experts": "needs transformers 5",
+    "python benchmarks/block_sparse.py --parts launches": GPU,
+    "python benchmarks/certify.py": GPU,
     "python benchmarks/layer.py": GPU,
+    "python scripts/stk_tests.py FOLDER": "needs a copy of stk",
     "sbatch docker/slurm.sbatch": "needs Slurm",
 }
 
