@@ -89,6 +89,6 @@ def test_commits_say_that_they_are_not_finite_and_the_last_good_one_outlives_kee
 
 def test_uneven_data_are_told_before_the_batch(two) -> None:
     error = two["data"]["error"]
-    assert "ValueError: batch 3 does not have the same number of microbatches on all ranks" in error
+    assert "UserError: batch 3 does not have the same number of microbatches on all ranks" in error
     assert "(1 on rank 1; 2 on all others)" in error
     assert sorted(two["data"]["losses"]) == [1, 2]
