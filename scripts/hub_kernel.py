@@ -41,6 +41,7 @@ def write(folder: Path) -> Path:
         for file in sorted((ROOT / source).iterdir())
         if file.suffix in (".py", ".json")
     }
+    files["schema.py"] = (ROOT / "foundry_moe/schema.py").read_text()  # the errors that the operators raise
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:8]
     kernel = f"{NAME.replace('-', '_')}_{digest}"
     variant = folder / "build" / "torch-universal"
