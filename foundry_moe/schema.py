@@ -9,7 +9,6 @@ import difflib
 import functools
 import inspect
 import math
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -176,14 +175,14 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     """Builds a frozen dataclass from a user's mapping, strictly.
 
     Args:
-        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise ValueError. A class variable
+        cls: a keyword-only dataclass; its `__post_init__` checks values and may raise UserError. A class variable
             `REMOVED` maps keys of earlier versions to the reason and what to do.
         mapping: the user's keys. None is an empty mapping.
         where: the mapping's place in the run, for example `algorithms.dmoe`.
 
     Raises:
         UserError: unknown keys (the nearest known ones are named) or removed ones, missing keys, or values of another
-            type; all of them in one error.
+            type; all of them in one error. Without any, the mistakes that `cls` finds in its values, in one error.
     """
     if mapping is None:
         mapping = {}
@@ -194,26 +193,19 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
     removed = getattr(cls, "REMOVED", {})
     given = {key: value for key, value in mapping.items() if key not in removed}
     wrong = _mistakes_of_keys(cls, given, where)
-    required = [name for name, item in known.items() if item.default is item.default_factory is MISSING]
-    missing = [name for name in required if name not in given]
+    missing = [
+        name for name, item in known.items() if item.default is item.default_factory is MISSING and name not in given
+    ]
     mistakes = [f"{where}.{key} was removed: {removed[key]}" for key in mapping if key in removed]
     mistakes += wrong.values()
     mistakes += [f"{where}.{name} is missing: give it {_form_of(known[name], hints[name])}" for name in missing]
-    replaced = [name for name in required if name in wrong or name in missing]
-    if any(hints[key] not in (int, float, str) for key in replaced):
-        raise_mistakes(mistakes)
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if key not in wrong}
-    values |= {key: hints[key](1) for key in replaced}  # so that the values of other keys are checked too
-    try:
-        made = cls(**values)
-    except ValueError as error:
-        unknown = [str(key) for key in wrong if key not in known]
-        meant = [word for key in unknown for word in difflib.get_close_matches(key, known, n=1) if word not in values]
-        named = {*wrong.keys() & known, *missing, *meant}  # a sentence about one of these may speak of its default
-        found = [text for text in sentences_of(error) if named.isdisjoint(re.findall(r"\w+", text))]
-        mistakes += [text if text.startswith(f"{where}.") else f"{where}: {text}" for text in found]
     raise_mistakes(mistakes)
-    return made
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    try:
+        return cls(**values)
+    except UserError as error:
+        found = sentences_of(error)
+    raise MistakesError(text if text.startswith(f"{where}.") else f"{where}: {text}" for text in found)
 
 
 def with_keys(text: str | None, cls: type) -> str:
