@@ -129,11 +129,9 @@ def parts_of(gpus: int) -> list[Part]:
             parts.append(step("scaling-" + "-".join(map(str, mesh)), "olmoe_1b_7b", mesh, 20, "model.n_layers=4"))
         some *= 2
     skew = (python, "benchmarks/skew.py", "--gpus", several)
-    hot = ("--zipf", "0.5", "1", "1.5", "--hot-experts", "0", "1", "2", "4", "8", "--buffers", "2")
     return [
         *parts,
         Part(name="skew", command=skew, limit_s=200),
-        Part(name="hot-experts", command=(*skew, *hot), limit_s=200),
         Part(name="saves", command=launched(gpus, "benchmarks/checkpoint_gpu.py"), limit_s=400),
     ]
 

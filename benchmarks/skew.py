@@ -2,11 +2,9 @@
 
     python benchmarks/skew.py --gpus 2 [--tokens 16384] [--width 2048] [--hidden 1024] [--experts 64] [--top-k 8]
     python benchmarks/skew.py --gpus 1 --ranks 8         # the fullest of eight ranks alone: see `skewed_rank.py`
-    python benchmarks/skew.py --gpus 4 --zipf 0.5 1 1.5 --hot-experts 0 1 2 4 8 --buffers 2      # `mesh.hot_experts`
 
 Skew S: the experts of GPU 0 get S times an even share of all choices; with as many as there are GPUs, every token goes
-there alone. With --zipf, skew is the exponent of Zipf's law instead, 0 an even load. Peak memory of the fullest GPU
-beyond weights and tokens; forward and backward. Copies of hot experts are planned from the very loads that are timed.
+there alone. Peak memory of the fullest GPU beyond weights and tokens; forward and backward.
 
 Shapes: T tokens of a GPU, K choices, D model width, E experts.
 """
@@ -14,25 +12,21 @@ Shapes: T tokens of a GPU, K choices, D model width, E experts.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from skewed_rank import MirroredDispatcher, choices_of, zipf_choices_of
+from skewed_rank import MirroredDispatcher, choices_of
 from torch import Tensor
 
 from foundry_moe.launch.processes import run_processes
 from foundry_moe.layers.experts import Experts
 from foundry_moe.layers.gates.gate import Choices
-from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.ops.select_topk import count_choices
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
-from foundry_moe.parallel.hot_experts import append_copies
 
 REPEATS, WARM_UP = 9, 3
 
@@ -75,13 +69,8 @@ def peak_and_time(step: Callable[[], None], inputs: Iterable[Tensor]) -> tuple[f
     return peak / 1e6, statistics.median(times[WARM_UP:])
 
 
-def plan_copies(hot: HotExperts, experts_TK: Tensor, experts: int) -> None:
-    """From the loads of all ranks."""
-    hot.after_step(sum_over_ranks(count_choices(experts_TK, experts)).tolist())
-
-
 def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float]) -> list[tuple[float, ...]]:
-    """On each rank: rows of (skew, buffer, hot experts, rows of the fullest over the mean, rounds, peak MB, ms)."""
+    """On each rank: rows of (skew, buffer, rows of the fullest over the mean, rounds, peak MB, ms)."""
     tokens, width, hidden, experts, top_k = (arguments[k] for k in ("tokens", "width", "hidden", "experts", "top_k"))
     ranks = arguments["ranks"]
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
@@ -92,37 +81,32 @@ def measure(arguments: dict[str, Any], skews: list[float], buffers: list[float])
     mlp.reset_parameters(seed=0, layer=0)
     weights = tuple(mlp.parameters())
 
-    def timed(skew: float, buffer: float, copies: int) -> tuple[float, float, float]:
+    def timed(skew: float, buffer: float) -> tuple[float, float, float]:
         x_TD = torch.randn(tokens, width, **options, requires_grad=True)
         weights_TK = torch.rand(tokens, top_k, device="cuda", requires_grad=True)
         gradient_TD = torch.randn_like(x_TD)
-        if arguments["zipf"]:
-            experts_TK = zipf_choices_of(tokens, experts, top_k, skew, "cuda")
-        else:
-            experts_TK = choices_of(tokens, experts, top_k, ranks, skew, "cuda")
+        experts_TK = choices_of(tokens, experts, top_k, ranks, skew, "cuda")
         choices = Choices(experts_TK=experts_TK, weights_TK=weights_TK)
-        alone = not dist.is_initialized()
-        rank = 0 if alone else dist.get_rank()
-        hot = HotExperts(num_experts=experts, ranks=ranks, rank=rank, copies=copies)
-        plan_copies(hot, experts_TK, experts)
-        mlp.with_copies = partial(append_copies, hot, dist.group.WORLD) if copies else tuple
-        sizes: dict[str, Any] = {"num_experts": hot.num_slots, "buffer": buffer}
-        dispatcher = MirroredDispatcher(ranks, **sizes) if alone else AllToAllDispatcher((dist.group.WORLD,), **sizes)
+        sizes: dict[str, Any] = {"num_experts": experts, "buffer": buffer}
+        dispatcher = (
+            AllToAllDispatcher((dist.group.WORLD,), **sizes)
+            if dist.is_initialized()
+            else MirroredDispatcher(ranks, **sizes)
+        )
 
         def step() -> None:
-            rows = dispatcher.dispatch(x_TD, hot.renumber(choices) if copies else choices)
+            rows = dispatcher.dispatch(x_TD, choices)
             dispatcher.combine(mlp(rows, dispatcher)).backward(gradient_TD)
 
-        hot.renumber(choices)
-        rows_P = sum_over_ranks(hot.counts_S.clone()).view(ranks, -1).sum(1).double()
+        rows_P = sum_over_ranks(count_choices(experts_TK, experts)).view(ranks, -1).sum(1).double()
         return (rows_P.max() / rows_P.mean()).item(), *peak_and_time(step, (x_TD, weights_TK, *weights))
 
     found = []
     for skew in skews:
-        for buffer, copies in itertools.product(buffers, arguments["hot_experts"]):
+        for buffer in buffers:
             mlp.most_rounds = 1
-            fullest, peak, ms = timed(skew, buffer, copies)
-            found.append((skew, buffer, copies, fullest, largest(mlp.most_rounds), peak, ms))
+            fullest, peak, ms = timed(skew, buffer)
+            found.append((skew, buffer, fullest, largest(mlp.most_rounds), peak, ms))
     return found
 
 
@@ -134,31 +118,25 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--ranks", type=int, help="with --gpus 1: of how many ranks the GPU is the fullest")
     parser.add_argument("--buffers", type=float, nargs="+", default=[math.inf, 2.0, 1.25, 1.0])
-    parser.add_argument("--hot-experts", type=int, nargs="+", default=[0], help="see mesh.hot_experts")
-    parser.add_argument("--zipf", type=float, nargs="+", default=[], help="exponents in place of skews")
     arguments = parser.parse_args()
     if arguments.gpus > 1:
         arguments.ranks = arguments.gpus
     if arguments.ranks is None or arguments.ranks < 2:
         parser.error("one GPU is one of several ranks: --ranks 8")
-    if arguments.gpus == 1 and (arguments.zipf or any(arguments.hot_experts)):
-        parser.error("--zipf and --hot-experts need several GPUs; for one, see benchmarks/hot_experts.py")
     ranks = float(arguments.ranks)
     skews = sorted({1.0, (1.0 + ranks) / 2 if ranks < 4 else 2.0, min(4.0, ranks), ranks})
-    if arguments.zipf:
-        skews = sorted({0.0, *arguments.zipf})
     if arguments.gpus == 1:
         rows = measure(vars(arguments), skews, arguments.buffers)
     else:
         rows = run_processes(
             measure, vars(arguments), skews, arguments.buffers, world_size=arguments.gpus, backend="nccl"
         )  # fmt: skip
-    print("| skew | buffer | hot experts | fullest rows | rounds | peak MB | ms | peak, of an even load's | ms |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| skew | buffer | fullest rows | rounds | peak MB | ms | peak, of an even load's | ms |")
+    print("|---|---|---|---|---|---|---|---|")
     *_, even_peak, even_ms = rows[0]
-    for skew, buffer, copies, fullest, rounds, peak, ms in rows:
+    for skew, buffer, fullest, rounds, peak, ms in rows:
         print(
-            f"| {skew:g} | {buffer:g} | {copies} | {fullest:.2f} | {rounds:g} | {peak:.0f} | {ms:.2f} "
+            f"| {skew:g} | {buffer:g} | {fullest:.2f} | {rounds:g} | {peak:.0f} | {ms:.2f} "
             f"| {peak / even_peak:.2f} | {ms / even_ms:.2f} |",
             flush=True,
         )

@@ -28,15 +28,6 @@ def choices_of(
     return score_TE.topk(top_k).indices
 
 
-def zipf_choices_of(
-    tokens: int, experts: int, top_k: int, exponent: float, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Different experts for each token: drawn by weights i ** -exponent, which stand in an order of their own."""
-    weight_E = torch.arange(1, experts + 1, device=device) ** -exponent
-    order_E = torch.randperm(experts, generator=torch.Generator().manual_seed(1)).to(device)  # the same on all ranks
-    return torch.multinomial(weight_E[order_E].expand(tokens, -1), top_k)
-
-
 class MirroredDispatcher(AllToAllDispatcher):
     """Of the first of P ranks that all send the same numbers of rows."""
 

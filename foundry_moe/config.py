@@ -113,8 +113,6 @@ class MeshConfig:
     all_to_all: flat | hierarchical | auto (hierarchical if `expert` spans nodes).
     buffer: rows that a GPU receives and computes at once, as a multiple of an even share. A more skewed batch is
         processed in rounds, all but the first of which are sent and computed again in the backward pass.
-    hot_experts: the number of a layer's most loaded experts, by the loads of the last steps, that have copies on the
-        GPUs of their group with the fewest rows; copies compute a part of their tokens. 0 = none.
     compile: none | blocks (`torch.compile` of each transformer block; not the trainer's `compile_config`) |
         auto (blocks on GPUs, if the model has any).
     spares: GPUs that do not fit the mesh or the batch size idle instead of raising an error, for a restart on fewer
@@ -123,6 +121,8 @@ class MeshConfig:
 
     REMOVED: ClassVar[Mapping[str, str]] = {
         "chunks": "sending tokens in parts gained nothing over NVLink; delete the key",
+        "hot_experts": "copies of loaded experts were never measured over NVLink; delete the key and balance the loads "
+        "(loss.balance)",
         "reduce": "no measurement showed that summing gradients once a batch is faster; delete the key",
     }
 
@@ -131,7 +131,6 @@ class MeshConfig:
     replicate: int | Literal["auto"] = 1
     all_to_all: str = AUTO
     buffer: float = 2.0
-    hot_experts: int = 0
     compile: str = "none"
     spares: bool = False
 
@@ -145,8 +144,6 @@ class MeshConfig:
                 yield f"mesh.{name} ({value}) must be 1 or more, or auto"
         if not self.buffer >= 1:
             yield f"mesh.buffer ({self.buffer}) must be 1 or more: times the even share of rows"
-        if self.hot_experts < 0:
-            yield f"mesh.hot_experts ({self.hot_experts}) must be 0 or more"
         yield from caught(one_of, "mesh.all_to_all", self.all_to_all, ALL_TO_ALL)
         yield from caught(one_of, "mesh.compile", self.compile, COMPILE)
         if self.spares and self.shard == AUTO:
@@ -377,12 +374,6 @@ class MoEConfig:
         mesh = mesh or self.mesh_config
         if mesh is None:
             return
-        hot = mesh.hot_experts
-        if hot > max(self.num_experts, 0):
-            raise UserError(f"mesh.hot_experts ({hot}) must be at most num_experts ({self.num_experts})")
-        if hot and (isinstance(self.expert_hidden_size, tuple) or self.lora is not None):
-            what = "experts of different widths" if self.lora is None else "lora"
-            raise UserError(f"mesh.hot_experts ({hot}) supports no {what}: use hot_experts: 0")
         if self.lora_config is not None and self.lora_config.dropout and mesh.expert not in (AUTO, 1):
             raise UserError(
                 f"lora.dropout ({self.lora_config.dropout}) supports no mesh.expert ({mesh.expert}) above 1: rows that "

@@ -149,8 +149,6 @@ class ExpertLoad(Callback):
         counts_LE, measured = _gather(layers)
         for layer in layers:
             layer.statistics.reset()
-            if layer.hot is not None:
-                layer.hot.reset()
         batch = state.timestamp.batch.value
         self.latest_LE, self.latest_batch = counts_LE, batch
         names = [layer.layer_index for layer in layers]
@@ -231,8 +229,7 @@ def _worst_ranks(layers: list[MoELayer]) -> Tensor:
     Empty where no experts are divided over ranks. Each group of ranks that shares experts has its own tokens: the worst
     group counts, which sums over all ranks hide.
     """
-    # with copies of hot experts, choices by slot: a copy's rows are those of the rank that computes them
-    counts = [layer.statistics.counts_E if layer.hot is None else layer.hot.counts_S for layer in layers]
+    counts = [layer.statistics.counts_E for layer in layers]
     if all(layer.dispatcher.local_experts == len(counts_E) for layer, counts_E in zip(layers, counts, strict=True)):
         return torch.zeros(0)
     summed = layers[0].context.sum_over_group(torch.cat(counts))

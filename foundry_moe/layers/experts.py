@@ -6,7 +6,7 @@ of LoRA adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -118,7 +118,6 @@ class Experts(ExpertsBase):
             w2_A_EFL and w2_B_EDL, in fp32 or better. The rows of both are those of weights, for placement to cut.
         Others as those of `ExpertsBase`.
 
-    `with_copies` adds the weights of other ranks' experts that this process has copies of: see `layers/hot_experts.py`.
     `adapters_enabled`: whether `lora` is computed; see `models/adapters.py`, which sets it.
     """
 
@@ -136,7 +135,6 @@ class Experts(ExpertsBase):
         **settings: Any,
     ) -> None:
         super().__init__(activation=activation, **settings)
-        self.with_copies: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]] = tuple
 
         def new(*sizes: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *sizes, device=device, dtype=dtype))
@@ -191,9 +189,9 @@ class Experts(ExpertsBase):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         weights = (self.w1_EFD, self.v1_EFD, self.w2_EDF, self.w1_bias_EF, self.v1_bias_EF, self.w2_bias_ED)
-        here = [None if weight is None else self.local(weight) for weight in weights]
+        here = (None if weight is None else self.local(weight) for weight in weights)
         factors = (self.local(self.get_parameter(name)) for names in self.adapter_names.values() for name in names)
-        return (*self.with_copies(here), *factors)
+        return (*here, *factors)
 
     def options(self, *tensors: Any) -> dict[str, Any]:
         """Biases and adapters."""

@@ -19,7 +19,6 @@ from foundry_moe.layers.dispatch import Dispatcher
 from foundry_moe.layers.experts import Experts, MixedExperts, SharedExpert
 from foundry_moe.layers.gates.gate import Choices
 from foundry_moe.layers.gates.registry import build_gate, no_gate, resolve_losses
-from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.losses import gate_entropy
 from foundry_moe.layers.schedule import Progress
 from foundry_moe.ops.padded import plan_padded
@@ -44,7 +43,6 @@ class MoELayer(nn.Module):
 
     gate_groups: size of the groups of experts whose gate rows start equal (see `models/block_plans.py`).
     adds_nothing: the shared expert's output starts as zero.
-    hot: copies of hot experts on other ranks, set by placement on a mesh; None = no copies.
     sources: files of the layer's weights, for a layer on the meta device that is filled from a checkpoint.
 
     Raises:
@@ -115,7 +113,6 @@ class MoELayer(nn.Module):
             else None
         )
         self.dispatcher = Dispatcher(config.num_experts)
-        self.hot: HotExperts | None = None
         self.loss_weights = resolve_losses(config.gate, config.loss)
         self.gate.check_losses(self.loss_weights)
         self.wanted_losses = frozenset(self.loss_weights)
@@ -148,19 +145,13 @@ class MoELayer(nn.Module):
     @property
     def uses_loads(self) -> bool:
         """Whether `after_step` has to be called."""
-        return self.hot is not None or self._gate_uses_loads
-
-    @property
-    def _gate_uses_loads(self) -> bool:
         weights = list(self.gate.parameters())
         return self.gate.uses_loads and (not weights or any(weight.requires_grad for weight in weights))
 
     def after_step(self, counts_E: Tensor, progress: Progress) -> None:
         """Once after each optimizer step: arguments as of `Gate.after_step`."""
-        if self._gate_uses_loads:
+        if self.uses_loads:
             self.gate.after_step(counts_E, progress)
-        if self.hot is not None:
-            self.hot.after_step(counts_E.tolist())
 
     def measure_gate(self) -> None:
         """Adds `gate_entropy` to the statistics, from the next microbatch on; NaN for a gate without logits."""
@@ -229,13 +220,6 @@ class MoELayer(nn.Module):
 
     def compute_experts(self, x_TD: Tensor, choices: Choices) -> Tensor:
         """y_TD: each token's weighted sum of its experts, and the shared expert. On a mesh it is never compiled."""
-        if self.hot is not None:
-            if self.training and self.context.progress is None:
-                raise UserError(
-                    f"mesh.hot_experts ({self.hot.copies}) follows the loads of each step, which are not passed to it: "
-                    "add `dmoe_steps: {}` to algorithms (the algorithm dmoe does this itself), or use hot_experts: 0"
-                )
-            choices = self.hot.renumber(choices)
         rows = self.dispatcher.dispatch(x_TD, choices)
         rows = self.experts(rows, self.dispatcher)
         shared_TD = None if self.shared_expert is None else self.shared_expert(x_TD)  # while results travel

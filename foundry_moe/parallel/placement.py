@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from foundry_moe.config import AUTO, MeshConfig
 from foundry_moe.layers.experts import MixedExperts
-from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import named_moe_layers
 from foundry_moe.parallel.all_to_all import AllToAllDispatcher
 from foundry_moe.parallel.collectives import GateCollectives
 from foundry_moe.parallel.gradients import LocalWeight
-from foundry_moe.parallel.hot_experts import append_copies
 from foundry_moe.parallel.mesh import (
     Meshes,
     MeshPlan,
@@ -143,13 +140,9 @@ def connect(layers: Iterable[Any], meshes: Meshes, mesh_config: MeshConfig) -> N
         if meshes.plan.expert > 1:
             group = meshes.expert.get_group()
             layer.context.sum_over_group = GateCollectives(group).sum
-            slots = layer.num_experts
-            if mesh_config.hot_experts:
-                sizes = {"num_experts": layer.num_experts, "ranks": meshes.plan.expert, "rank": dist.get_rank(group)}
-                layer.hot = HotExperts(copies=mesh_config.hot_experts, **sizes)
-                layer.experts.with_copies = partial(append_copies, layer.hot, group)
-                slots = layer.hot.num_slots
-            layer.dispatcher = AllToAllDispatcher(meshes.token_groups, num_experts=slots, buffer=mesh_config.buffer)
+            layer.dispatcher = AllToAllDispatcher(
+                meshes.token_groups, num_experts=layer.num_experts, buffer=mesh_config.buffer
+            )
 
 
 def shard_dimension(name: str, experts: nn.Module, plan: MeshPlan) -> int:

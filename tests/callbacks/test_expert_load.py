@@ -11,7 +11,6 @@ from composer.utils import dist
 
 from foundry_moe.callbacks.expert_load import ExpertLoad, _worst_ranks, load_metrics
 from foundry_moe.callbacks.run_report import RunReport
-from foundry_moe.layers.hot_experts import HotExperts
 from foundry_moe.layers.lookup import moe_layers
 from tests.helpers.training import fit, mpt
 
@@ -82,8 +81,3 @@ def test_the_fullest_rank_is_that_of_the_worst_group(monkeypatch):
     assert _worst_ranks(layers).tolist() == [[1.0, 2.0], [1.0, 3.0]] and largest == ["MAX"]
     layers[0].context.sum_over_group = lambda counts: counts + torch.tensor([9, 0, 0, 0, 0, 0, 0, 8])
     assert _worst_ranks(layers)[0].tolist() == [pytest.approx(13 / 8.5), 1.0], "over the ranks that share experts"
-    for layer, counts in zip(layers, ([3, 1, 0, 2, 1, 1], [8, 0, 0, 0, 0, 4]), strict=True):
-        layer.hot, layer.dispatcher.local_experts = HotExperts(num_experts=4, ranks=2, rank=0, copies=1), 3
-        layer.hot.counts_S = torch.tensor(counts)
-    layers[0].context.sum_over_group = lambda counts: counts
-    assert _worst_ranks(layers)[0].tolist() == [1.0, pytest.approx(8 / 6)], "a copy's rows are its own rank's"

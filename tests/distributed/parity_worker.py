@@ -8,14 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from foundry_moe.config import MeshConfig, MoEConfig
 from foundry_moe.layers import experts as experts_module
@@ -69,23 +67,6 @@ def compiled(meshes: list[tuple[int, int, int]], cases: tuple[Case, ...]) -> dic
     }
     frames = torch._dynamo.utils.counters["frames"]
     return {**results, "frames": frames["ok"]}
-
-
-def with_hot_experts(case: Case, mesh: MeshConfig) -> tuple[dict[str, Tensor], list[float]]:
-    """What a case leaves on a mesh, each block recomputed, and by layer the share of the rows that copies had."""
-
-    def recompute_blocks(model: Any) -> None:
-        for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-    models = change_models(recompute_blocks)
-    seen, shares = run_case(case, mesh), []
-    for layer in moe_layers(models[0]):
-        assert layer.hot is not None
-        counts_PS = layer.hot.counts_S.view(layer.hot.ranks, -1)
-        dist.all_reduce(counts_PS)
-        shares.append((counts_PS[:, layer.hot.local_experts :].sum() / counts_PS.sum()).item())
-    return seen, shares
 
 
 def with_a_crowd_in_one_group(case: Case, mesh: MeshConfig) -> tuple[dict[str, Tensor], list[int]]:

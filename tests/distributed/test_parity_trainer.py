@@ -23,10 +23,7 @@ def alone(microbatch: int, **more: Any) -> dict[str, Any]:
 
 
 def test_two_processes_equal_one() -> None:
-    checkpointing = {
-        "fsdp_config.activation_checkpointing": True,
-        "algorithms.dmoe.mesh.hot_experts": 1,
-    }
+    checkpointing = {"fsdp_config.activation_checkpointing": True}
     runs = [mesh(1, 1, 2), mesh(1, 1, 2, **checkpointing), mesh(1, 2, 1)]
     runs += [mesh(2, 1, 1)] if can_replicate("cpu") else []
     value = {

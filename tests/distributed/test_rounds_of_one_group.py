@@ -15,7 +15,7 @@ def test_a_crowd_in_one_group_changes_no_number_where_tokens_have_no_gradient() 
     """Nothing below the first layer is trained. That group reduced gradients in another order: all waited for ever."""
     seen = {}
     for buffer in (1.0, 2.0):
-        case = replace(CASES[0], hot_experts=0, share=(1, 1), buffer=buffer)
+        case = replace(CASES[0], share=(1, 1), buffer=buffer)
         launch = {"world_size": 4, "timeout_s": 120.0, "preload": PRELOAD}
         seen[buffer] = run_processes(
             parity_worker.with_a_crowd_in_one_group, case, MeshConfig(expert=2, shard=2), **launch

@@ -60,7 +60,7 @@ class Case:
         batches, a zero leaves a rank without any.
     crowd: all tokens choose the first `top_k` experts: the other experts, and their ranks, get none.
     max_norm: gradients are clipped to it.
-    buffer, hot_experts: of `MeshConfig`; with a buffer of one, tokens go in rounds where a rank would get more rows
+    buffer: of `MeshConfig`; with a buffer of one, tokens go in rounds where a rank would get more rows
         than others.
     """
 
@@ -72,16 +72,14 @@ class Case:
     crowd: bool = False
     max_norm: float = 1e9
     buffer: float = 2.0
-    hot_experts: int = 0
 
 
 CASES = (
     Case(
-        name="random, uneven and empty ranks, hot experts",
+        name="random, uneven and empty ranks",
         moe={"num_experts": 8, "top_k": 3, "loss": {"balance": 0.1, "z": 0.01, "importance": 0.05}},
         microbatches=2,
         share=(3, 0, 1, 2),
-        hot_experts=2,
     ),
     Case(
         name="upcycled, shared expert, tied, clipped",
@@ -102,7 +100,6 @@ CASES = (
         moe={"num_experts": 8, "top_k": 1, "activation": "gelu", "bias": True, "loss": {"z": 0.01}},
         crowd=True,
         buffer=1.0,
-        hot_experts=1,
         share=(1, 2),
         microbatches=2,
         max_norm=0.5,
@@ -271,7 +268,7 @@ def run_case(
     assert context is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, foreach=False)
     if mesh is not None:
-        mesh = replace(mesh, buffer=case.buffer, hot_experts=case.hot_experts)
+        mesh = replace(mesh, buffer=case.buffer)
         place(model, mesh, optimizer, MixedPrecisionPolicy(reduce_dtype=dtype), torch.device(device), ranks_per_node)
 
     seen: dict[str, Tensor] = {}

@@ -210,7 +210,6 @@ def test_scales_of_both_kinds():
         ({"lora": {"targets": []}}, "must be different matrices"),
         ({"lora": {"targets": ["v1"]}, "activation": "gelu"}, r"lora.targets \(v1\): experts with activation \(gelu\)"),
         ({"expert_hidden_size": (4, 8, 4, 8, 4)}, "lora supports no experts of different widths"),
-        ({"mesh": {"expert": 1, "hot_experts": 1}}, r"mesh.hot_experts \(1\) supports no lora"),
     ],
 )
 def test_a_mistake_is_one_sentence(keys, sentence):

@@ -158,7 +158,6 @@ def plan_run(
     step = Step(
         tokens=microbatch * shape.sequence,
         microbatches=math.ceil(sequences / microbatch),
-        mesh=config,
         width=2 if "16" in str(run.get("precision", "amp_bf16")) else 4,
         state_bytes=next((size for name, size in OPTIMIZER_BYTES.items() if name in optimizer), 0),
         checkpointed=bool(fsdp.get("activation_checkpointing")),

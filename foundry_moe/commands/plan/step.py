@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from foundry_moe.commands.plan.constants import Constants, rate_at
 from foundry_moe.commands.plan.shape import ModelShape
-from foundry_moe.config import MeshConfig
 from foundry_moe.parallel.mesh import HIERARCHICAL, MeshPlan
 
 GATHER, REDUCE, ALL_REDUCE, TOKENS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
@@ -44,7 +43,6 @@ class Step:
 
     tokens: int
     microbatches: int
-    mesh: MeshConfig
     width: int
     state_bytes: int
     checkpointed: bool
@@ -218,11 +216,7 @@ def _saved_by_moe_block(shape: ModelShape, mesh: MeshPlan, step: Step) -> float:
         rows = 0 if shape.moe.memory == "recompute" else k * hidden * f  # block-sparse: pre-activations alone
     numbers = _attention_numbers(shape) + 2 * d + received * d + rows + 2 * hidden * shape.moe.shared_expert_hidden_size
     gate = 4 * d + 4 * 3 * shape.moe.num_experts  # fp32 copy of the input; logits, probabilities, sorted probabilities
-    slots = 0  # with copies of hot experts, kernels read one tensor of own experts and copies
-    if mesh.expert > 1 and step.mesh.hot_experts:
-        slots = shape.moe.num_experts // mesh.expert + step.mesh.hot_experts
-    weights = width * slots * shape.experts_a_layer / shape.moe.num_experts
-    return weights + step.tokens * (width * numbers + gate)
+    return step.tokens * (width * numbers + gate)
 
 
 def message_s(message: Message, constants: Constants) -> float:

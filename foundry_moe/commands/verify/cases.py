@@ -21,8 +21,8 @@ _MODEL: Mapping[str, Any] = {
 }  # fmt: skip
 # by name: keys of the experts and of the model
 _CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "random, recomputed, in rounds, hot experts": (
-        {"num_experts": 8, "top_k": 3, "loss": {"balance": 0.1, "z": 0.01}, "mesh": {"buffer": 1.0, "hot_experts": 2}},
+    "random, recomputed, in rounds": (
+        {"num_experts": 8, "top_k": 3, "loss": {"balance": 0.1, "z": 0.01}, "mesh": {"buffer": 1.0}},
         {"tie_word_embeddings": False},
     ),
     "upcycled, shared expert": (
@@ -37,7 +37,7 @@ _CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "every token to one expert, in rounds, biases": (
         {
             "num_experts": 8, "top_k": 1, "activation": "gelu", "bias": True, "loss": {"z": 0.01},
-            "mesh": {"buffer": 1.0, "hot_experts": 1},
+            "mesh": {"buffer": 1.0},
         },
         {"learned_pos_emb": False, "vocab_size": 2},
     ),
