@@ -1,4 +1,4 @@
-"""Draws the README's picture from figures/layer.csv: `python benchmarks/plot_layer.py`."""
+"""Draws the README's chart from the CSV files of its table: `python benchmarks/plot_layer.py`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).parent
 PICTURE = HERE.parent / "docs" / "images" / "layer_time.svg"
 CASES = ("Mixtral", "DBRX", "OLMoE", "Qwen3")
-WAYS = {"ours": ("foundry_moe", "#1b6ca8"), "torch grouped": ("sort, torch._grouped_mm, scatter", "#b9c3cc")}
+WAYS = {
+    "ours": ("foundry_moe, 2026-11-27", "#1b6ca8"),
+    "torch grouped": ("sort, torch._grouped_mm, scatter, 2026-11-22", "#b9c3cc"),
+}
 
 
 def read_times() -> dict[tuple[str, str], float]:
-    """(case, way) -> time of the layer over the dense roof, uniform load."""
-    with (HERE / "figures" / "layer.csv").open(newline="", encoding="utf-8") as file:
-        _, *rows = csv.reader(file)
-    return {(case, way): float(over) for case, load, way, _, _, _, _, over, *_ in rows if load == "uniform"}
+    """(case, way) -> time of the layer over the dense roof, uniform load, one H200."""
+    grouped = [row for row in rows_of("layer") if row["load"] == "uniform"]
+    ours = [row for row in rows_of("layer_2026_11_27") if (row["chip"], row["kernels"]) == ("H200", "Hopper")]
+    times = {(row["case"], row[""]): float(row["over the dense roof"]) for row in grouped}
+    return times | {(row["case"], "ours"): float(row["over the dense roof"]) for row in ours}
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (HERE / "figures" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def draw() -> Figure:

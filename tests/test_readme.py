@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.plot_layer import CASES, PICTURE, WAYS, read_times
 from foundry_moe.cli import EXIT_CODES
 from foundry_moe.config import ACTIVATIONS, MeshConfig, MoEConfig
 from foundry_moe.schema import from_mapping
@@ -47,6 +48,18 @@ def test_the_yaml_to_copy_is_accepted():
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", README, re.S)]
     assert from_mapping(MoEConfig, blocks[0]["model"]["moe"], "model.moe").num_experts == 64
     assert from_mapping(MoEConfig, blocks[1]["algorithms"]["dmoe"], "algorithms.dmoe").init == "upcycle"
+
+
+def test_tables_and_chart_of_layers_have_the_figures_of_their_csv_files():
+    times = read_times()
+    for text in (README, (ROOT / "benchmarks" / "RESULTS.md").read_text()):
+        for case in CASES:
+            row = re.findall(rf"^\| {case} \| (?:[\d.]+ \| \d+ \| )([\d.]+) \| ([\d.]+) \|", text, re.M)
+            assert [tuple(map(float, cells)) for cells in row] == [(times[case, "ours"], times[case, "torch grouped"])]
+    chart = re.findall(r">([\d.]+)</text>", PICTURE.read_text())
+    for way in WAYS:
+        bars = [f"{times[case, way]:.2f}" for case in CASES]
+        assert any(chart[place : place + len(bars)] == bars for place in range(len(chart))), way
 
 
 def test_the_tree_names_every_folder_of_the_package_and_no_other():
