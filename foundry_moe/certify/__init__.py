@@ -11,8 +11,20 @@
 Needs torch alone; knows no trainer and no model of this package.
 """
 
+from foundry_moe.certify.checkpoint import StoredTensors, compare_checkpoint, stored_by_dcp, stored_in_safetensors
 from foundry_moe.certify.compare import Report, compare
 from foundry_moe.certify.record import Record, read_record
 from foundry_moe.certify.recorder import Box, Recorder
 
-__all__ = ["Box", "Record", "Recorder", "Report", "compare", "read_record"]
+__all__ = [
+    "Box",
+    "Record",
+    "Recorder",
+    "Report",
+    "StoredTensors",
+    "compare",
+    "compare_checkpoint",
+    "read_record",
+    "stored_by_dcp",
+    "stored_in_safetensors",
+]

@@ -272,16 +272,18 @@ class _Judge:
                 yield f"step {first.step}: another batch of as many tokens"
                 return
         at_start = theirs is self.b.begin
-        where = "at the start" if at_start else f"at step {first.step}"
+        where = f"at step {first.step}" if not at_start else "at the start" if self.b.steps else "in the checkpoint"
         stacks = self._stacks_of_a_rank(first)
         pairs = {pair.unit: pair for pair in self._pairs(ours, theirs, first.kind)}
         wrong = [pairs[unit] for unit in first.units]
         if first.kind.startswith("state ") and all(_norm(p.b) == 0 for p in wrong):
-            yield f"{first.kind} of {stacks or _listed(first.units)} restarted at zero {where}"
+            lost = "restarted at zero" if self.b.steps else "is missing or zero"
+            yield f"{first.kind} of {stacks or _listed(first.units)} {lost} {where}"
         elif first.kind.startswith("state ") and not at_start and (reset := self._restarted(first)):
             yield reset
-        elif first.kind == "weight" and at_start and (stale := self._stale(first)) is not None:
-            yield f"the weights {where} are those of step {stale}, not of step {first.step}"
+        elif at_start and (stale := self._stale(first)) is not None:
+            what = "the weights" if first.kind == "weight" else f"the values of {first.kind}"
+            yield f"{what} {where} are those of step {stale}, not of step {first.step}"
         elif stacks:
             yield f"{first.kind} {where}: {stacks} differ, and all else agrees"
         elif first.kind in ("unclipped", "gradient"):
@@ -328,9 +330,12 @@ class _Judge:
 
     def _stale(self, first: Difference) -> int | None:
         for step in (self.a.begin, *self.a.steps):
-            if step.number != first.step and self._difference(step, self.b.begin, "weight", self.limit) is None:
+            if step.number != first.step and first.kind in step.kinds and self._agree(step, first.kind):
                 return step.number
         return None
+
+    def _agree(self, step: Step, kind: str) -> bool:
+        return self._difference(step, self.b.begin, kind, self.limit, resumed=True) is None
 
     def _of_gradients(
         self, first: Difference, ours: Step, theirs: Step, wrong: Sequence[Pair], where: str

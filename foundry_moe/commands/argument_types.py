@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+TRUST = "if you trust whoever made it, add --trust-pickle, which lets it run code"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as torch names them
 
 

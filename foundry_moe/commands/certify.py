@@ -1,4 +1,4 @@
-"""`foundry-moe certify`: compares two records of training steps."""
+"""`foundry-moe certify`: compares two records of training steps, or a record and a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ import argparse
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
-from foundry_moe.certify import Report, compare, read_record
+import torch.distributed.checkpoint as dcp
+
+from foundry_moe.certify import (
+    Report,
+    StoredTensors,
+    compare,
+    compare_checkpoint,
+    read_record,
+    stored_by_dcp,
+    stored_in_safetensors,
+)
+from foundry_moe.checkpoint.dcp_reader import Reader
+from foundry_moe.checkpoint.store import StoreOptions
+from foundry_moe.commands.argument_types import TRUST
+from foundry_moe.commands.chosen_checkpoint import open_folder
 from foundry_moe.schema import UserError
 
 SHOWN = 5  # units of the first difference
@@ -17,7 +32,8 @@ def certify_command(arguments: argparse.Namespace) -> int:
     """Returns 0 if the records are the same, 1 if they differ.
 
     Raises:
-        ValueError: a folder without a record, a damaged record, or records that have nothing in common.
+        UserError: a folder without a record, a damaged record, or records that have nothing in common.
+        CheckpointError: the checkpoint is not there or damaged.
     """
     pairs = [word.partition("=") for word in arguments.names]
     if wrong := [f"{old}{sign}{new}" for old, sign, new in pairs if not old or not sign]:
@@ -28,10 +44,35 @@ def certify_command(arguments: argparse.Namespace) -> int:
             name = name.replace(old, new)
         return name
 
-    a, b = read_record(arguments.a), read_record(arguments.b)
-    report = compare(a, b, tolerance=arguments.tolerance, rename=rename if pairs else None)
+    if (arguments.b is None) == (arguments.checkpoint is None):
+        raise UserError("give two records, A and B, or one record and --checkpoint FOLDER")
+    a, tolerance = read_record(arguments.a), arguments.tolerance
+    if arguments.checkpoint is None:
+        report = compare(a, read_record(arguments.b), tolerance=tolerance, rename=rename if pairs else None)
+    else:
+        stored, step = _stored(arguments)
+        report = compare_checkpoint(a, stored.renamed(rename) if pairs else stored, step, tolerance=tolerance)
     print(_as_json(report) if arguments.json else _as_text(report))
     return 0 if report.same else 1
+
+
+def _stored(arguments: argparse.Namespace) -> tuple[StoredTensors, int | None]:
+    """The tensors of `--checkpoint`, and the step it was saved after; None = not known."""
+    folder, step = arguments.checkpoint, arguments.step
+    path = Path(folder)
+    if path.is_dir() and (files := sorted(path.glob("*.safetensors"))):
+        return stored_in_safetensors(files, folder), step
+    if (path / ".metadata").is_file():
+        if not arguments.trust_pickle:
+            raise UserError(f"{folder}: the index of torch.distributed.checkpoint is a pickle: {TRUST}")
+        return stored_by_dcp(dcp.FileSystemReader(path), folder), step
+    store, ledger = open_folder(folder, arguments)
+    steps = [key.step for key in ledger.newest_first()]
+    if not steps or step not in (None, *steps):
+        raise UserError(f"{store.url} has no checkpoint{'' if step is None else f' of step {step}'}; it has: {steps}")
+    options = StoreOptions(endpoint_url=arguments.endpoint_url, profile=arguments.profile, region=arguments.region)
+    chosen = steps[0] if step is None else step
+    return stored_by_dcp(Reader(store.url, options=options), folder, chosen), chosen
 
 
 def _as_text(report: Report) -> str:

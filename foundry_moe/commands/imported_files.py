@@ -27,11 +27,11 @@ from foundry_moe.checkpoint.errors import CheckpointError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.checkpoint.strict import shown
+from foundry_moe.commands.argument_types import TRUST
 from foundry_moe.models.pretrained import safetensors_in
 
 PREFIXES = ("state.model.", "model.")  # Composer's, and a common one
 SHARED = 4  # tensors that share memory, as tied embeddings do, may be so many times as large as their file
-TRUST = "if you trust whoever made it, add --trust-pickle, which lets it run code"
 
 
 def import_weights(

@@ -108,11 +108,24 @@ def add_certify_parser(subparsers: Any) -> None:
         help="compare two records of any PyTorch trainer's steps",
         description="Compares the records that foundry_moe.certify.Recorder wrote for two runs that should be the "
         "same, such as one process and many, or a run and its resumption. Prints the first step and tensors that "
-        "differ by more than rounding, and a diagnosis. Exit code 1 if they differ.",
+        "differ by more than rounding, and a diagnosis. With --checkpoint, compares the weights and optimizer states "
+        "of a checkpoint with the record of the run that saved it. Exit code 1 if they differ.",
         example="records/one_rank records/two_ranks",
     )
     parser.add_argument("a", metavar="A", help="the folder of the reference's record")
-    parser.add_argument("b", metavar="B", help="the folder of the other record")
+    parser.add_argument("b", metavar="B", nargs="?", help="the folder of the other record")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="in place of B: a folder or s3://, gs://, az:// address of elastic checkpoints, or a folder of "
+        "torch.distributed.checkpoint or safetensors",
+    )
+    parser.add_argument(
+        "--step", type=positive_int, help="of the checkpoint (default: the newest elastic checkpoint, or A's last step)"
+    )
+    parser.add_argument(
+        "--trust-pickle", action="store_true", help="read the index of torch.distributed.checkpoint, which can run code"
+    )
     parser.add_argument(
         "--tolerance", type=positive, help="relative, of the first step (default: by the types of the parameters)"
     )
@@ -120,6 +133,7 @@ def add_certify_parser(subparsers: Any) -> None:
         "--names", nargs="+", default=[], metavar="OLD=NEW", help="replace OLD by NEW in B's parameter names, in order"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_store_arguments(parser)
     parser.set_defaults(run=command_of("commands.certify", "certify_command"))
 
 
