@@ -29,6 +29,9 @@ class MistakesError(UserError):
         self.sentences = tuple(dict.fromkeys(sentences))
         super().__init__("; ".join(self.sentences))
 
+    def __reduce__(self) -> tuple[type[MistakesError], tuple[tuple[str, ...]]]:
+        return type(self), (self.sentences,)  # ranks exchange errors
+
 
 def sentences_of(error: ValueError) -> tuple[str, ...]:
     """The mistakes that an error reports."""

@@ -1,5 +1,7 @@
 """The configuration classes: valid keys, and the sentence for each mistake."""
 
+import pickle
+
 import pytest
 from foundry_moe_kernels.permute_plan import MAX_EXPERTS
 
@@ -16,6 +18,11 @@ def parse(**keys):
 def test_defaults_are_a_dropless_top2_layer():
     config = parse(num_experts=8)
     assert (config.top_k, config.capacity, config.gate) == (2, None, {"name": "topk"})
+
+
+def test_mistakes_stay_apart_when_another_process_gets_them():
+    error = pickle.loads(pickle.dumps(MistakesError(["a is wrong", "b is wrong"])))
+    assert error.sentences == ("a is wrong", "b is wrong") and str(error) == "a is wrong; b is wrong"
 
 
 def test_widths_may_be_a_list_in_python_too():
