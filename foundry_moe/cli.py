@@ -10,6 +10,7 @@ from foundry_moe import __version__
 from foundry_moe.commands import parsers
 from foundry_moe.launch.console import quiet_third_parties
 from foundry_moe.launch.user_errors import run_cleanly
+from foundry_moe.schema import nearest
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 the answer is no (damaged, different, does not fit), or an error that may pass, such as a "
@@ -17,6 +18,16 @@ EXIT_CODES = (
     "4 a run whose folder another process has taken over; 5 a node that failed its check; 75 a run that was stopped "
     "and saved; 130 a run that a second Ctrl-C ended"
 )
+
+PARSERS = {
+    "check": parsers.add_check_parser,
+    "train": parsers.add_train_parser,
+    "verify": parsers.add_verify_parser,
+    "certify": parsers.add_certify_parser,
+    "plan": parsers.add_plan_parser,
+    "loads": parsers.add_loads_parser,
+    "export": parsers.add_export_parser,
+}
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
@@ -32,15 +43,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"foundry_moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (
-        parsers.add_check_parser,
-        parsers.add_train_parser,
-        parsers.add_verify_parser,
-        parsers.add_certify_parser,
-        parsers.add_plan_parser,
-        parsers.add_loads_parser,
-        parsers.add_export_parser,
-    ):
+    for add in PARSERS.values():
         add(commands)
     if command == "checkpoints":
         from foundry_moe.commands import checkpoints
@@ -55,6 +58,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parsed arguments; `key=value` may also follow options, which argparse alone refuses."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = build_parser(arguments[0] if arguments else None)
+    names = [*PARSERS, "checkpoints"]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        parser.error(f"{arguments[0]!r} is not a command; {nearest(arguments[0], names)}")
     parsed, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(parsed, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

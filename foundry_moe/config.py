@@ -66,6 +66,11 @@ UPCYCLE_NEEDS_WEIGHTS = (
     "algorithms.dmoe on a pretrained model (model.name: hf_causal_lm)"
 )
 
+MESH_NEEDS_PLAN = (
+    "mesh (auto) is chosen by `foundry-moe train`: start the run with it, or give the widths that `foundry-moe plan` "
+    "shows"
+)
+
 
 def can_cut_rows(rows: int, *, shard: int, expert: int) -> bool:
     """Whether `shard` divides the rows of an expert's matrix evenly; if not, FSDP2 would pad them.
@@ -238,7 +243,8 @@ class MoEConfig:
     backend: auto | blocksparse | grouped | reference.
     memory: save | recompute the activation in the backward pass (blocksparse).
     seed: initial weights depend on (seed, layer, expert), and on whether a GPU or a CPU draws them.
-    mesh: see MeshConfig; absent = Composer's data parallelism.
+    mesh: see MeshConfig; absent = Composer's data parallelism; auto = the planner chooses it when `foundry-moe train`
+        starts, for a run that resumes on any number of GPUs.
     """
 
     num_experts: int
@@ -269,7 +275,9 @@ class MoEConfig:
     backend: str = "auto"
     memory: str = "save"
     seed: int = 17
-    mesh: dict[str, Any] | None = field(default=None, metadata=form("a mapping such as {expert: 8, shard: auto}"))
+    mesh: dict[str, Any] | Literal["auto"] | None = field(
+        default=None, metadata=form("auto, or a mapping such as {expert: 8, shard: auto}")
+    )
 
     def __post_init__(self) -> None:
         widths = self.expert_hidden_size
@@ -361,8 +369,8 @@ class MoEConfig:
 
     @property
     def mesh_config(self) -> MeshConfig | None:
-        """The parsed `mesh`, or None."""
-        return None if self.mesh is None else from_mapping(MeshConfig, self.mesh, "mesh")
+        """The parsed `mesh`, or None. `auto` is a mesh of any number of GPUs until it is chosen."""
+        return None if self.mesh is None else from_mapping(MeshConfig, {} if self.mesh == AUTO else self.mesh, "mesh")
 
     @property
     def lora_config(self) -> LoRAConfig | None:
@@ -380,6 +388,31 @@ class MoEConfig:
                 "are dispatched in rounds are computed again, with other random numbers; use lora.dropout: 0.0 or "
                 "mesh.expert: 1"
             )
+
+    def shards_of(self, dense: int, name: str) -> int:
+        """The number of experts that an FFN of width `dense` is cut into by `init: upcycle`.
+
+        Raises:
+            ValueError: the width, a number or the gate does not fit; `name` is the FFN's.
+        """
+        width = dense if self.expert_hidden_size == AUTO else self.expert_hidden_size
+        if not isinstance(width, int) or dense % width:
+            raise UserError(
+                f"expert_hidden_size ({width}) must be that of {name} ({dense}) or a fraction of it for init: upcycle; "
+                "leave it auto"
+            )
+        shards = dense // width
+        for key, value in (("num_experts", self.num_experts), ("top_k", self.top_k)):
+            if value % shards:
+                raise UserError(
+                    f"{key} ({value}) must be a multiple of {shards} for init: upcycle, since {name} ({dense} wide) is "
+                    f"cut into {shards} experts of {width}"
+                )
+        if shards > 1 and self.gate["name"] != "topk":
+            raise UserError(
+                f"gate.name ({self.gate['name']}): init: upcycle with experts of 1/{shards} of the width needs topk"
+            )
+        return shards
 
     def check_layers_of(self, num_layers: int) -> None:
         """Raises ValueError if `layers` has an index that a model of `num_layers` does not have."""

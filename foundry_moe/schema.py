@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -65,7 +66,7 @@ def one_of(where: str, value: object, known: Iterable[str]) -> None:
     """Raises UserError unless `value` is one of `known`."""
     known = list(known)
     if value not in known:
-        match = difflib.get_close_matches(str(value), known, n=1)
+        match = difflib.get_close_matches(str(value).lower(), known, n=1)
         meant = f"; did you mean {match[0]!r}?" if match else ""
         raise UserError(f"{where}: {value!r} is not one of {', '.join(known)}{meant}")
 
@@ -208,7 +209,14 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, where: str) ->
         return cls(**values)
     except UserError as error:
         found = sentences_of(error)
-    raise MistakesError(text if text.startswith(f"{where}.") else f"{where}: {text}" for text in found)
+    whole = (with_whole_key(where, text, known) for text in found)
+    raise MistakesError(text if text.startswith(f"{where}.") else f"{where}: {text}" for text in whole)
+
+
+def with_whole_key(where: str, sentence: str, keys: Iterable[str]) -> str:
+    """The sentence, with `where` before its first word if that is one of `keys`, or begins with one and a dot."""
+    first = re.split(r"[^\w]", sentence, maxsplit=1)[0]
+    return f"{where}.{sentence}" if first in keys and not sentence.startswith(f"{where}.") else sentence
 
 
 def with_keys(text: str | None, cls: type) -> str:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from foundry_moe.config import AUTO
 from foundry_moe.launch import fork_server
@@ -29,12 +29,12 @@ from foundry_moe.launch.run_config import (
     check_device,
     check_whole_run,
     load_run,
-    missing_files,
     plain,
     ranks_that_train,
     read_moe,
 )
-from foundry_moe.launch.run_values import check_fit
+from foundry_moe.launch.run_files import file_mistakes, missing_files
+from foundry_moe.launch.run_values import moe_path
 from foundry_moe.launch.spares import dismiss, launched_ranks, take_place, wait_as_spare
 from foundry_moe.launch.user_errors import PASSING_ERROR, raise_on_all_ranks, run_cleanly
 from foundry_moe.schema import UserError, raise_mistakes, section
@@ -75,6 +75,10 @@ def train(arguments: list[str]) -> int:
     exit_on(signals)  # Composer has replaced the handlers, and put filters of warnings before those above
     quiet_third_parties()
     connect(float(run.get("dist_timeout", 600.0)), launched > int(os.environ.get("LOCAL_WORLD_SIZE", launched)))
+    config = read_moe(settings)
+    if config is not None and config.mesh == AUTO:
+        OmegaConf.update(run, f"{moe_path(settings)}.mesh", _choose_mesh(settings, ranks), merge=False)
+        settings = plain(run)
     if settings.get(_MICROBATCH, AUTO) == AUTO:
         run[_MICROBATCH] = settings[_MICROBATCH] = _choose_microbatch(settings, ranks)
     if is_first_rank():
@@ -124,11 +128,9 @@ def checked(arguments: list[str]) -> tuple[DictConfig, dict[str, Any], int]:
     run = load_run(arguments[0], arguments[1:], USAGE)
     settings = plain(run)
     config = check_whole_run(settings)
-    raise_mistakes(missing_files(settings))
-    ranks = ranks_that_train(settings, config)
-    check_fit(settings, used=ranks, config=config)
+    raise_mistakes([*missing_files(settings), *file_mistakes(settings)])
     check_device(settings)
-    return run, settings, ranks
+    return run, settings, ranks_that_train(settings, config)
 
 
 def _stop_signals(run: Mapping[str, Any]) -> tuple[str, ...]:
@@ -166,23 +168,53 @@ def _choose_microbatch(run: Mapping[str, Any], ranks: int) -> int | str:
     Raises:
         ValueError: on all ranks; see `choose_microbatch`.
     """
-    import torch
-
     from foundry_moe.commands.plan.microbatch import choose_microbatch
-    from foundry_moe.commands.plan.step import CONTEXT_BYTES, GIB
+    from foundry_moe.commands.plan.step import GIB
 
     if ranks == 1 and read_moe(run) is None:
         return AUTO
-    free_bytes = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
-    torch.distributed.all_reduce(free_bytes, op=torch.distributed.ReduceOp.MIN)
     try:
-        plan = choose_microbatch(run, _machine(ranks, int(free_bytes) + CONTEXT_BYTES))  # this process's context exists
+        plan = choose_microbatch(run, _machine(ranks, _least_memory()))
     except UserError as error:
         raise_on_all_ranks(error)
     if is_first_rank():
         sizes = f"{plan.memory_bytes / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB on each GPU"
         print(f"{_MICROBATCH}: {plan.microbatch} (auto: {sizes} by the plan)", flush=True)
     return plan.microbatch
+
+
+def _choose_mesh(run: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Collective on GPUs: the planner's mesh for `mesh: auto`. On CPU processes it plans the memory of an H100.
+
+    Raises:
+        ValueError: on all ranks; see `choose_mesh`.
+    """
+    import torch
+
+    from foundry_moe.commands.plan.constants import CHIPS
+    from foundry_moe.commands.plan.microbatch import choose_mesh
+    from foundry_moe.commands.plan.step import GIB
+
+    on_gpu = torch.cuda.is_available()
+    memory = _least_memory() if on_gpu else CHIPS["h100"].memory_gib * GIB
+    try:
+        widths, said = choose_mesh(run, _machine(ranks, memory), "cuda" if on_gpu else "cpu")
+    except UserError as error:
+        raise_on_all_ranks(error)
+    if is_first_rank():
+        print(said, flush=True)
+    return widths
+
+
+def _least_memory() -> int:
+    """Collective: free memory of the fullest GPU, with that of this process's context."""
+    import torch
+
+    from foundry_moe.commands.plan.step import CONTEXT_BYTES
+
+    free_bytes = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
+    torch.distributed.all_reduce(free_bytes, op=torch.distributed.ReduceOp.MIN)
+    return int(free_bytes) + CONTEXT_BYTES
 
 
 def _machine(ranks: int, gpu_bytes: float) -> Any:

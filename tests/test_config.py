@@ -60,7 +60,7 @@ def test_a_layer_has_no_more_experts_than_kernels_can_sort():
         ({"num_experts": 8, "init_std": float("nan")}, "init_std must be a number, not nan"),
         ({"num_experts": 8, "capacity": float("inf")}, "capacity must be a number or dynamic or null, not inf"),
         ({"num_experts": 8, "loss": {"z": float("nan")}}, r"loss.z \(nan\) must be a number of 0 or more"),
-        ({"num_experts": 8, "mesh": {"all_to_all": "flatt"}}, r"dmoe: mesh.all_to_all: 'flatt' is not one of"),
+        ({"num_experts": 8, "mesh": {"all_to_all": "flatt"}}, r"dmoe.mesh.all_to_all: 'flatt' is not one of"),
         ({"num_experts": 8, "mesh": {"experts": 2}}, "did you mean 'expert'?"),
         ({"num_experts": 8, "mesh": {"expert": 0}}, r"mesh.expert \(0\) must be 1 or more, or auto"),
         ({"num_experts": 8, "mesh": {"chunks": 2}}, r"mesh.chunks was removed: .* delete the key"),
@@ -84,7 +84,7 @@ def test_all_mistakes_of_a_mapping_are_named_at_once():
     )
     with pytest.raises(MistakesError) as caught:
         parse(num_experts=8, top_k=9, backend="cutlass", mesh={"expert": 0, "buffer": 0.5})
-    starts = [sentence.removeprefix("algorithms.dmoe: ")[:11] for sentence in caught.value.sentences]
+    starts = [sentence.removeprefix("algorithms.dmoe.")[:11] for sentence in caught.value.sentences]
     assert starts == ["top_k (9) m", "backend: 'c", "mesh.expert", "mesh.buffer"]
 
 

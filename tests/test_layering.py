@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "optim": set(),
     "registry": LIBRARY | {"algorithms", "callbacks", "optim"},
     "train": LIBRARY | {"callbacks", "launch", "commands"},
-    "cli": {"commands", "launch", "__init__"},
+    "cli": {"commands", "launch", "schema", "__init__"},
     "__init__": LIBRARY | {"algorithms", "callbacks"},
 }
 

@@ -13,7 +13,7 @@ from foundry_moe.algorithms.dmoe_mesh import check_parallelism, place_on_mesh
 from foundry_moe.algorithms.gate_steps import GateSteps, log_parameter_counts
 from foundry_moe.algorithms.parameter_rules import RULES, apply_rules
 from foundry_moe.algorithms.weights_from_files import LOADED, SOURCE, WeightsFromFiles, check_loaded, tie_weights
-from foundry_moe.config import META_NEEDS_MESH, MoEConfig
+from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, META_NEEDS_MESH, MoEConfig
 from foundry_moe.layers.lookup import batch_context, idle_parameters
 from foundry_moe.layers.moe import MoELayer
 from foundry_moe.models.adapters import load_adapter
@@ -48,6 +48,8 @@ class DMoE(Algorithm):
         self._source: str | None = settings.pop(SOURCE, None)
         self._files = WeightsFromFiles(self._source) if self._source and self._loaded else None
         self.config = from_mapping(MoEConfig, settings, "algorithms.dmoe")
+        if self.config.mesh == AUTO:
+            raise UserError(f"algorithms.dmoe.{MESH_NEEDS_PLAN}")
         self._settings = settings
         self._start = None if self.config.lora_config is None else self.config.lora_config.start
 

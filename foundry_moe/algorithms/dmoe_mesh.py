@@ -16,7 +16,7 @@ from composer.utils import FSDP2Config, dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from foundry_moe.config import MeshConfig, check_compilation, refuse_other_parallelism
+from foundry_moe.config import AUTO, MESH_NEEDS_PLAN, MeshConfig, check_compilation, refuse_other_parallelism
 from foundry_moe.layers.lookup import moe_layers
 from foundry_moe.optim import DecoupledAdamWFused
 from foundry_moe.parallel.gradients import clip_factor, clip_value, gradient_norm, scale_gradients
@@ -230,6 +230,8 @@ def add_mesh_algorithm(config: dict[str, Any]) -> dict[str, Any]:
         check_compilation(config)
     if mesh is None or model.get("name") != "dmoe_causal_lm":
         return config
+    if mesh == AUTO:
+        raise UserError(f"model.moe.{MESH_NEEDS_PLAN}")
     algorithms = dict(config.get("algorithms") or {})
     if algorithms.setdefault("dmoe_mesh", mesh) != mesh:
         raise UserError(

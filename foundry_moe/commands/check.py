@@ -7,20 +7,22 @@ import resource
 from collections.abc import Mapping
 from typing import Any
 
-from foundry_moe.config import MeshConfig
+from foundry_moe.commands.plan.constants import CHIPS
+from foundry_moe.commands.plan.step import GIB
+from foundry_moe.config import AUTO, MeshConfig, MoEConfig
 from foundry_moe.launch.run_config import (
+    Machine,
     check_whole_run,
     device_notes,
     load_run,
     mesh_of,
-    missing_files,
     plain,
+    ranks_that_train,
     read_moe,
 )
-from foundry_moe.launch.run_values import check_fit
-from foundry_moe.launch.spares import ranks_in_use
-from foundry_moe.parallel.mesh import check_expert_widths, plan_mesh
-from foundry_moe.schema import UserError, caught, raise_mistakes, section, sentences_of
+from foundry_moe.launch.run_files import file_mistakes, missing_files
+from foundry_moe.parallel.mesh import MeshPlan, plan_mesh
+from foundry_moe.schema import raise_mistakes, section
 
 GLOO_GROUPS = 2  # those of a run with `elastic_checkpoint` on a GPU: of the threads that save, and of the main threads
 
@@ -32,17 +34,10 @@ def check_command(arguments: argparse.Namespace) -> int:
         ValueError: the run is invalid; a sentence for each mistake.
     """
     run = plain(load_run(arguments.yaml, arguments.overrides))
-    mistakes = caught(check_whole_run, run)
-    mesh = ""
-    if arguments.gpus is not None:
-        try:
-            mesh = f", mesh {_mesh_of(run, arguments.gpus, arguments.gpus_per_node)}"
-        except UserError as error:
-            mistakes += sentences_of(error)
-        except Exception:
-            if not mistakes:
-                raise  # else it met a value of the wrong kind, which has been reported
-    raise_mistakes(mistakes)
+    machine = arguments.gpus and (arguments.gpus, min(arguments.gpus_per_node, arguments.gpus))
+    config = check_whole_run(run, machine)
+    raise_mistakes(file_mistakes(run))
+    mesh = f", mesh {_planned(run, config, machine)}" if machine else ""
     if arguments.data:
         raise_mistakes(missing_files(run))
     print(f"ok: {describe(run)}{mesh}")
@@ -51,18 +46,17 @@ def check_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _mesh_of(run: Mapping[str, Any], gpus: int, gpus_per_node: int) -> Any:
-    """The mesh of so many GPUs. Raises ValueError if the run's mesh, batch or experts do not fit them."""
-    config = read_moe(run)
-    num_experts = None if config is None else config.num_experts
-    machine: dict[str, Any] = {"ranks_per_node": min(gpus_per_node, gpus), "num_experts": num_experts}
+def _planned(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine) -> MeshPlan:
+    """The mesh of the GPUs that train; with `mesh: auto` that of the planner, on H100s."""
+    gpus, gpus_per_node = machine
+    if config is not None and config.mesh == AUTO:
+        from foundry_moe.commands.plan import planner
+
+        memory = CHIPS["h100"].memory_gib * GIB
+        return planner.plan_run(run, planner.Machine(gpus=gpus, gpus_per_node=gpus_per_node, gpu_bytes=memory)).mesh
+    used, experts = ranks_that_train(run, config, machine), None if config is None else config.num_experts
     keys = mesh_of(run) or MeshConfig()
-    used = ranks_in_use(keys, world_size=gpus, batch_size=run.get("global_train_batch_size"), **machine)
-    check_fit(run, used=used, config=config)
-    plan = plan_mesh(keys, world_size=used, **machine)
-    if config is not None and isinstance(config.expert_hidden_size, tuple):
-        check_expert_widths(config.expert_hidden_size, plan.expert)
-    return plan
+    return plan_mesh(keys, world_size=used, ranks_per_node=gpus_per_node, num_experts=experts)
 
 
 def descriptor_notes(gpus: int) -> list[str]:

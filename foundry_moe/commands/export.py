@@ -32,9 +32,9 @@ def export_command(arguments: argparse.Namespace) -> int:
     """Exports, certifies, and renames the folder last.
 
     Raises:
-        ValueError: the model cannot be exported, or an argument is invalid.
-        CheckpointError: the checkpoint is not there or damaged, `out` is in use, no space is left, or the folder fails
-            its certificate. The partial folder is removed.
+        ValueError: the model cannot be exported, an argument is invalid, or `out` is in use.
+        CheckpointError: the checkpoint is not there or damaged, no space is left, or the folder fails its certificate.
+            The partial folder is removed.
     """
     out, form, dtype = arguments.out, arguments.format, DTYPES.get(arguments.dtype)
     if arguments.adapter and (Path(arguments.run_folder) / "adapter_config.json").is_file():

@@ -32,6 +32,7 @@ from foundry_moe.checkpoint.ledger import Found
 from foundry_moe.checkpoint.store import Store
 from foundry_moe.models.blocks import whole
 from foundry_moe.models.native.targets import Target, assemble, targets_of
+from foundry_moe.schema import UserError
 
 INDEX = "model.safetensors.index.json"
 
@@ -103,13 +104,14 @@ def beside(out: Path, *, folder: bool = True) -> Iterator[Path]:
     After an error it is removed.
 
     Raises:
-        CheckpointError: `out` is in use or cannot be written.
+        ValueError: `out` is in use.
+        CheckpointError: `out` cannot be written.
     """
     out = out.resolve()
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         if out.exists() and (not folder or not out.is_dir() or any(out.iterdir())):
-            raise CheckpointError(f"{out} exists{' and is not empty' if folder else ''}: name a new path")
+            raise UserError(f"{out} exists{' and is not empty' if folder else ''}: name a new path")
         partial.mkdir(parents=True)
         yield partial
         (partial if folder else partial / out.name).rename(out)
@@ -126,7 +128,8 @@ def export(store: Store, found: Found, out: Path, *, section: str = "model", fil
         file_bytes: a file ends before it would grow beyond this; one tensor may.
 
     Raises:
-        CheckpointError: there is no such section, `out` is in use, or data is damaged: then nothing is written.
+        ValueError: `out` is in use.
+        CheckpointError: there is no such section, or data is damaged: then nothing is written.
     """
     weights = Weights.of(store, found, section)
     targets = targets_of(whole(name, name, *source.shape) for name, source in weights.sources.items())
@@ -183,7 +186,8 @@ def export_state(store: Store, found: Found, out: Path, kind: str, section: str 
         section: this part of the state alone, for example `model`.
 
     Raises:
-        CheckpointError: `out` is in use, there is no such section, or data is damaged: then nothing is written.
+        ValueError: `out` is in use.
+        CheckpointError: there is no such section, or data is damaged: then nothing is written.
     """
     contents = Contents(found.manifest)
     paths = {name: path for name, path in contents.paths.items() if section in (None, path[0])}

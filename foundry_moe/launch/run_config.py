@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,14 +22,15 @@ from foundry_moe.config import (
 )
 from foundry_moe.launch.checkpoint_settings import WHERE, checkpoint_config
 from foundry_moe.launch.foundry_keys import key_mistakes
-from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit
-from foundry_moe.launch.spares import launched_ranks, ranks_in_use
+from foundry_moe.launch.run_values import VALUE_CHECKS, check_fit, whole_paths
+from foundry_moe.launch.spares import ranks_in_use
 from foundry_moe.layers.gates.registry import check_freeze, check_gate
-from foundry_moe.parallel.mesh import divisors, listed
+from foundry_moe.parallel.mesh import check_expert_widths, divisors, listed, plan_mesh
 from foundry_moe.schema import UserError, caught, from_mapping, raise_mistakes, section
 
 MODEL = "dmoe_causal_lm"
 MOST_BYTES = 2**22
+Machine = tuple[int, int]  # GPUs of the job, and of a node
 _WITHOUT_EXPERTS = ("mpt_causal_lm", "hf_causal_lm")
 
 
@@ -116,8 +116,11 @@ def plain(run: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
-def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
+def check_whole_run(run: Mapping[str, Any], machine: Machine | None = None) -> MoEConfig | None:
     """Checks all keys and values of a run, also those of LLM Foundry and Composer; returns as `read_moe` does.
+
+    Args:
+        machine: of `launched_machine` by default.
 
     Raises:
         ValueError: a sentence for each mistake, with key, value and fix. Values are checked once the experts' keys, and
@@ -128,15 +131,16 @@ def check_whole_run(run: Mapping[str, Any]) -> MoEConfig | None:
     named = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if experts else ()
     raise_mistakes([*experts, *(sentence for sentence in key_mistakes(run) if not sentence.startswith(named))])
     config = read_moe(run)
-    mistakes = [*own_mistakes(run, config), *key_mistakes(run, rules=True)]
+    mistakes = [*own_mistakes(run, config, machine or launched_machine()), *key_mistakes(run, rules=True)]
     for check in VALUE_CHECKS:
         mistakes += check(run, config)
     raise_mistakes(mistakes)
     return config
 
 
-def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
+def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None) -> Iterator[str]:
     """A sentence for each mistake in the keys of this package, whose names are known. `config`: of `read_moe`."""
+    yield from whole_paths(run, caught(_check_mesh, run, config, machine))
     algorithms, callbacks = section(run, "algorithms"), section(run, "callbacks")
     yield from _load_mistakes(run, elastic="elastic_checkpoint" in callbacks)
     if "elastic_checkpoint" in callbacks:
@@ -149,16 +153,15 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[s
     version = os.environ.get("FSDP_VERSION", "2") if run.get("fsdp_config") is not None else "2"
     parallel: dict[str, Any] = {"tensor_parallel": bool(run.get("tp_config")), "fsdp_version": version}
     yield from caught(lambda: refuse_other_parallelism(**parallel))
-    yield from caught(lambda: check_gate(config.gate, config.loss, num_experts=config.num_experts, top_k=config.top_k))
-    yield from caught(check_freeze, config.gate, config.freeze)
+    sizes = {"num_experts": config.num_experts, "top_k": config.top_k}
+    yield from whole_paths(run, caught(lambda: check_gate(config.gate, config.loss, **sizes)))
+    yield from whole_paths(run, caught(check_freeze, config.gate, config.freeze))
     yield from caught(check_compilation, run)
     if "dmoe" not in algorithms and config.init == "upcycle":
         yield UPCYCLE_NEEDS_WEIGHTS
     from_meta = section(run, "model").get("init_device") == "meta"
     if from_meta and config.mesh_config is None and "dmoe_mesh" not in algorithms:
         yield f"model.{META_NEEDS_MESH}"
-    if config.mesh_config is not None:
-        yield from caught(_check_mesh, run, config, config.mesh_config)
 
 
 def _load_mistakes(run: Mapping[str, Any], *, elastic: bool) -> Iterator[str]:
@@ -207,38 +210,56 @@ def read_moe(run: Mapping[str, Any]) -> MoEConfig | None:
 
 
 def mesh_of(run: Mapping[str, Any]) -> MeshConfig | None:
-    """The mesh of a run: `mesh` of its experts, or `algorithms.dmoe_mesh`; None where it has neither."""
+    """The mesh of a run: `mesh` of its experts, or `algorithms.dmoe_mesh`; None where it has neither.
+
+    `mesh: auto` is a mesh of any number of GPUs until it is chosen.
+    """
     config = read_moe(run)
-    keys = section(run, "algorithms").get("dmoe_mesh") if config is None or config.mesh is None else config.mesh
-    return None if keys is None else from_mapping(MeshConfig, keys, "mesh")
+    if config is not None and config.mesh is not None:
+        return config.mesh_config
+    keys = section(run, "algorithms").get("dmoe_mesh")
+    return None if keys is None else from_mapping(MeshConfig, keys, "algorithms.dmoe_mesh")
 
 
-def _check_mesh(run: Mapping[str, Any], config: MoEConfig, mesh: MeshConfig) -> None:
-    if "WORLD_SIZE" in os.environ:
-        check_fit(run, used=ranks_that_train(run, config), config=config)
-        return
-    # without a launcher, only what is invalid for any number of GPUs
-    if mesh.expert != AUTO and config.num_experts % mesh.expert:
+def _check_mesh(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None) -> None:
+    """Raises ValueError if a mesh, the batch or the experts do not fit; without a machine, any number of GPUs."""
+    mesh = mesh_of(run)
+    if machine is not None:
+        used = ranks_that_train(run, config, machine)
+        check_fit(run, used=used, config=config)
+        if config is not None and mesh is not None and isinstance(config.expert_hidden_size, tuple):
+            plan = plan_mesh(mesh, world_size=used, ranks_per_node=machine[1], num_experts=config.num_experts)
+            check_expert_widths(config.expert_hidden_size, plan.expert)
+    elif config is not None and mesh is not None and mesh.expert != AUTO and config.num_experts % mesh.expert:
         raise UserError(
             f"mesh.expert ({mesh.expert}) must divide num_experts ({config.num_experts}): use "
             f"{listed(divisors(config.num_experts))}"
         )
 
 
-def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None) -> int:
+def launched_machine() -> Machine | None:
+    """The GPUs of the job and of a node, by the launcher's environment; None without a launcher."""
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    world_size = int(os.environ["WORLD_SIZE"])
+    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def ranks_that_train(run: Mapping[str, Any], config: MoEConfig | None, machine: Machine | None = None) -> int:
     """The number of the launcher's ranks that fit the mesh; all of them without a mesh.
 
     Raises:
         ValueError: see `ranks_in_use`.
     """
-    world_size = launched_ranks()
-    if config is None or config.mesh_config is None:
+    world_size, ranks_per_node = machine or launched_machine() or (1, 1)
+    mesh = mesh_of(run)
+    if mesh is None:
         return world_size
     return ranks_in_use(
-        config.mesh_config,
+        mesh,
         world_size=world_size,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        num_experts=config.num_experts,
+        ranks_per_node=ranks_per_node,
+        num_experts=None if config is None else config.num_experts,
         batch_size=run.get("global_train_batch_size"),
     )
 
@@ -269,97 +290,3 @@ def device_notes(run: Mapping[str, Any]) -> list[str]:
     precision = run.get("precision", "amp_bf16")
     notes = [_AUTO_NEEDS_GPU] if run.get("device_train_microbatch_size", AUTO) == AUTO else []
     return [*notes, *([] if precision == "fp32" else [_NEEDS_GPU.format(precision)])]
-
-
-def missing_files(run: Mapping[str, Any]) -> list[str]:
-    """A sentence for each file that a run reads and that does not exist."""
-    found = [
-        f"code_paths ({path}): there is no such file; correct the path"
-        for path in run.get("code_paths") or ()
-        if not Path(str(path)).exists()
-    ]
-    for loader in ("train_loader", "eval_loader"):
-        if not isinstance(run.get(loader), Mapping):  # several evaluation sets are a list
-            continue
-        dataset = section(run, loader, "dataset")
-        files = section(run, loader, "dataset", "hf_kwargs").get("data_files")
-        if isinstance(files, str) and "://" not in files and not set(files) & set("*?[") and not Path(files).exists():
-            found.append(f"{loader}.dataset.hf_kwargs.data_files ({files}): there is no such file; correct the path")
-        local, split = dataset.get("local"), dataset.get("split")
-        if not isinstance(local, str) or dataset.get("remote"):
-            continue
-        if not Path(local).is_dir():
-            found.append(
-                f"{loader}.dataset.local ({local}): there is no such folder, and no `remote` to fetch it from; prepare "
-                "the data (the demo's by `python examples/demo_data.py data/demo`) or correct the path"
-            )
-        elif isinstance(split, str) and not (Path(local) / split).is_dir():
-            there = sorted(path.name for path in Path(local).iterdir() if (path / "index.json").is_file())
-            found.append(
-                f"{loader}.dataset.split ({split}): {local} has no such folder; "
-                + (f"it has {', '.join(there)}" if there else "it has no data in MDS format at all")
-            )
-    name = section(run, "tokenizer").get("name")
-    # a hub's names are `model` or `owner/model`
-    is_path = isinstance(name, str) and (Path(name).is_absolute() or len(Path(name).parts) > 2)
-    if is_path and not Path(str(name)).exists():
-        found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
-    return [*found, *_vocabulary_mistakes(run), *_small_data(run)]
-
-
-def _small_data(run: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence if the training data in MDS format on this machine has less than a batch."""
-    dataset, batch = section(run, "train_loader", "dataset"), run.get("global_train_batch_size")
-    local, split = dataset.get("local"), dataset.get("split")
-    if not isinstance(local, str) or dataset.get("remote") or not isinstance(batch, int):
-        return
-    path = Path(local) / split if isinstance(split, str) else Path(local)
-    shards = _local_json(str(path), "index.json").get("shards")
-    if not isinstance(shards, list) or section(run, "train_loader").get("drop_last", True) is False:
-        return
-    samples = sum(int(shard.get("samples", 0)) for shard in shards if isinstance(shard, dict))
-    if samples < batch:
-        yield (
-            f"train_loader.dataset ({path}) has {samples} samples, fewer than global_train_batch_size ({batch}): lower "
-            "it, or add data"
-        )
-
-
-def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence if the tokenizer has more tokens than a Hugging Face model, where both are on this machine."""
-    model = section(run, "model")
-    source = model.get("pretrained_model_name_or_path")
-    if source is None or model.get("allow_embedding_resizing"):  # LLM Foundry enlarges an MPT's embeddings
-        return
-    size = section(model, "config_overrides").get("vocab_size", _local_json(source, "config.json").get("vocab_size"))
-    tokenizer = _local_json(section(run, "tokenizer").get("name"), "tokenizer.json")
-    words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
-    if not isinstance(words, dict | list) or not isinstance(size, int):
-        return
-    tokens = {word if isinstance(word, str) else str(word[0]) for word in words}
-    tokens |= {str(token.get("content")) for token in added or () if isinstance(token, dict)}
-    if len(tokens) > size:
-        yield (
-            f"tokenizer.name ({run['tokenizer']['name']}) has {len(tokens)} tokens, and the model has embeddings for "
-            f"{size}: use the model's own tokenizer, or model.allow_embedding_resizing: true"
-        )
-
-
-def _local_json(name: object, file: str) -> dict[str, Any]:
-    """A JSON file of a model's folder, or of the hub's cache; empty where there is none that can be read."""
-    if not isinstance(name, str):
-        return {}
-    path: Any = Path(name) / file
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            path = try_to_load_from_cache(name, file)
-        except HFValidationError:
-            return {}
-    try:
-        found = json.loads(Path(path).read_bytes()) if isinstance(path, str | Path) else {}
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

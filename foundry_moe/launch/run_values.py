@@ -5,23 +5,38 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
-from foundry_moe.config import MoEConfig, check_batch_size
+from foundry_moe.config import AUTO, MoEConfig, check_batch_size
 from foundry_moe.launch.foundry_keys import MPTS, table
+from foundry_moe.launch.run_files import local_json
 from foundry_moe.launch.run_times import time_mistakes
-from foundry_moe.schema import UserError, caught, fits, one_of, section
+from foundry_moe.schema import UserError, caught, fits, one_of, section, with_whole_key
 
 _ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # what matches these matches every name
+_LAYERS = ("num_hidden_layers", "n_layers", "n_layer")  # names in config.json of the number of layers
 # names in config.json of the MoE families that models/families supports
 _HUGGING_FACE_EXPERTS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "moe_top_k"),
 }
+
+
+def moe_path(run: Mapping[str, Any]) -> str:
+    """Where the experts' keys are."""
+    return "algorithms.dmoe" if "dmoe" in section(run, "algorithms") else "model.moe"
+
+
+def whole_paths(run: Mapping[str, Any], sentences: Iterable[str]) -> list[str]:
+    """Sentences about the experts' keys, with whole paths."""
+    path = moe_path(run)
+    mesh = f"{path}.mesh" if section(run, *path.split(".")).get("mesh") is not None else "algorithms.dmoe_mesh"
+    keys = {item.name for item in fields(MoEConfig)}
+    found = (re.sub(r"(?<![\w.])mesh(?=\.)", mesh, text.replace("mesh=", f"{path}.mesh=")) for text in sentences)
+    return [with_whole_key(path, text, keys) for text in found]
 
 
 def check_fit(run: Mapping[str, Any], *, used: int, config: MoEConfig | None) -> None:
@@ -78,18 +93,14 @@ def _model(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     if name in MPTS:
         yield from _mpt(run, model, config)
     if name == "hf_causal_lm" and config is not None:
-        yield from _own_experts(model, config)
+        yield from _hugging_face(run, model, config)
 
 
-def _own_experts(model: Mapping[str, Any], config: MoEConfig) -> Iterator[str]:
-    """Keys that differ from the experts of a model in a local folder, whose blocks keep their weights."""
-    try:
-        found = json.loads((Path(str(model.get("pretrained_model_name_or_path"))) / "config.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return
-    if not isinstance(found, dict):
-        return
+def _hugging_face(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig) -> Iterator[str]:
+    """Keys that do not fit a model on this machine: its layers, FFN, or own experts, which keep their weights."""
+    found = local_json(model.get("pretrained_model_name_or_path"), "config.json")
     found |= section(model, "config_overrides")
+    yield from _layers(run, config, next((found[key] for key in _LAYERS if fits(found.get(key), int)), None))
     nested = found.get("ffn_config")
     blocks = {**found, **(nested if isinstance(nested, Mapping) else {})}
     theirs = {
@@ -97,6 +108,8 @@ def _own_experts(model: Mapping[str, Any], config: MoEConfig) -> Iterator[str]:
         for key, names in _HUGGING_FACE_EXPERTS.items()
     }
     if (theirs["num_experts"] or 0) < 2:
+        if model.get("pretrained", True):
+            yield from _upcycled(run, config, found.get("intermediate_size"))
         return
     where = f"the model in {model['pretrained_model_name_or_path']} has MoE blocks"
     for key, value in theirs.items():
@@ -114,10 +127,25 @@ def _mpt(run: Mapping[str, Any], model: Mapping[str, Any], config: MoEConfig | N
     layers = sizes["n_layers"]
     yield from _heads(model, section(model, "attn_config"), sizes["d_model"], sizes["n_heads"])
     if config is not None:
-        layer_mistakes = caught(config.check_layers_of, layers)
-        yield from layer_mistakes
-        if not layer_mistakes and not any(config.selects(index) for index in range(layers)):
-            yield f"layers ({config.layers}) selects none of the model's {layers} layers"
+        yield from _layers(run, config, layers)
+    if config is not None and config.init == "upcycle":
+        width = section(model, "ffn_config").get("ffn_hidden_size")
+        yield from _upcycled(run, config, width or int(sizes["d_model"] * model.get("expansion_ratio", 4)))
+
+
+def _layers(run: Mapping[str, Any], config: MoEConfig, layers: int | None) -> Iterator[str]:
+    if layers is None:
+        return
+    mistakes = caught(config.check_layers_of, layers)
+    yield from whole_paths(run, mistakes)
+    if not mistakes and not any(config.selects(index) for index in range(layers)):
+        yield f"{moe_path(run)}.layers ({config.layers}) selects none of the model's {layers} layers"
+
+
+def _upcycled(run: Mapping[str, Any], config: MoEConfig, width: Any) -> Iterator[str]:
+    """What copies of an FFN of this width cannot have; all widths are tried again when weights are copied."""
+    if fits(width, int) and config.init in (AUTO, "upcycle"):
+        yield from whole_paths(run, caught(config.shards_of, width, "the model's FFN"))
 
 
 def _heads(model: Mapping[str, Any], attention: Mapping[str, Any], width: int, heads: int) -> Iterator[str]:
@@ -162,6 +190,25 @@ def _optimizer(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str
             yield f"optimizer.disable_grad ({pattern}) matches every parameter: nothing would be trained"
 
 
+def _unsupported(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
+    """Parts of Composer and LLM Foundry that fail with an error of their own, or in their first step."""
+    callbacks, optimizer = section(run, "callbacks"), section(run, "optimizer").get("name")
+    if "mono_checkpoint_saver" in callbacks and run.get("fsdp_config") is not None:
+        yield "callbacks.mono_checkpoint_saver does not support FSDP2: use callbacks.elastic_checkpoint"
+    if "loss_perp_v_len" in callbacks and "mlflow" not in section(run, "loggers"):
+        yield "callbacks.loss_perp_v_len logs to MLflow only: add loggers.mlflow, or delete the callback"
+    if "gated_linear_units" in section(run, "algorithms"):
+        yield (
+            "algorithms.gated_linear_units replaces the FFN of BERT models only: delete it; model.ffn_config.ffn_type: "
+            "mptglu, and activation: swiglu of experts, are gated"
+        )
+    if optimizer in ("adalr_lion", "clip_lion"):
+        yield (
+            f"optimizer.name ({optimizer}) keeps records of outliers that FSDP2 and checkpoints do not support: use "
+            "decoupled_lionw"
+        )
+
+
 def _callbacks(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
     loads = section(run, "callbacks", "expert_load")
     if loads.get("html") and not loads.get("file"):
@@ -180,4 +227,4 @@ def _loaders(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
 
 
 # mistakes in values that depend on others: each gets the run and its experts, if it has any
-VALUE_CHECKS = (_lengths, _precision, time_mistakes, _model, _optimizer, _callbacks, _loaders)
+VALUE_CHECKS = (_lengths, _precision, time_mistakes, _model, _optimizer, _callbacks, _loaders, _unsupported)

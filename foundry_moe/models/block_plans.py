@@ -273,30 +273,14 @@ def check_upcycle(name: str, block: DenseFFN, config: MoEConfig) -> int:
     Raises:
         ValueError: a width, number, gate, activation or bias that experts made of this block cannot have.
     """
-    width, dense = config.expert_hidden_size, block.hidden_size
     if config.activation != block.activation:
         raise UserError(
             f"activation ({config.activation}) must be that of {name} ({block.activation}) for init: upcycle; "
             "leave it auto"
         )
-    if not isinstance(width, int) or dense % width:
-        raise UserError(
-            f"expert_hidden_size ({width}) must be that of {name} ({dense}) or a fraction of it for init: upcycle; "
-            "leave it auto"
-        )
+    shards = config.shards_of(block.hidden_size, name)
     if block.biases and config.bias is False:
         raise UserError(f"bias (false): {name} has biases, which init: upcycle copies; leave bias out, or write true")
-    shards = dense // width
-    for key, value in (("num_experts", config.num_experts), ("top_k", config.top_k)):
-        if value % shards:
-            raise UserError(
-                f"{key} ({value}) must be a multiple of {shards} for init: upcycle, since {name} ({dense} wide) is "
-                f"cut into {shards} experts of {width}"
-            )
-    if shards > 1 and config.gate["name"] != "topk":
-        raise UserError(
-            f"gate.name ({config.gate['name']}): init: upcycle with experts of 1/{shards} of the width needs topk"
-        )
     return shards
 
 

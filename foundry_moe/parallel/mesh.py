@@ -152,17 +152,28 @@ def _left_over(widths: dict[str, int | str], world_size: int) -> int:
     """Ranks for the widths that are `auto`."""
     fixed = {name: w for name, w in widths.items() if isinstance(w, int)}
     product = math.prod(fixed.values())
-    arithmetic = " x ".join(f"mesh.{name} ({w})" for name, w in fixed.items()) or "1"
-    if len(fixed) == len(widths) and product != world_size:
-        without = [f"mesh.{n}: {world_size * w // product}" for n, w in fixed.items() if world_size * w % product == 0]
-        hint = f", or use {' or '.join(without)}" if without else ""
-        raise UserError(f"{arithmetic} = {product}, but there are {world_size} GPUs: set one of them to auto{hint}")
-    if world_size % product:
-        raise UserError(
-            f"{arithmetic} = {product} must divide the number of GPUs ({world_size}): "
-            f"their product may be {listed(divisors(world_size))}"
-        )
-    return world_size // product
+    if world_size % product == 0 and (len(fixed) < len(widths) or product == world_size):
+        return world_size // product
+    arithmetic = " x ".join(f"mesh.{name} ({w})" for name, w in fixed.items() if w > 1)
+    total = f" = {product}" if " x " in arithmetic else ""
+    overrides = " ".join(f"mesh.{name}={w}" for name, w in _nearest_widths(widths, world_size).items())
+    raise UserError(
+        f"{arithmetic or 'mesh (1 GPU)'}{total} does not fit the number of GPUs ({world_size}): override "
+        f"{overrides}, or mesh=auto, with which a mesh is chosen for any number"
+    )
+
+
+def _nearest_widths(widths: dict[str, int | str], world_size: int) -> dict[str, int]:
+    """The widths that have to change for a mesh of so many ranks; `expert` stays a divisor of the number of experts."""
+    left, fitting = world_size, {}
+    for name in ("expert", "replicate", "shard"):
+        width = widths[name]
+        if isinstance(width, int):
+            fitting[name] = math.gcd(width, left)
+            left //= fitting[name]
+    if len(fitting) == len(widths):
+        fitting["shard"] *= left
+    return {name: width for name, width in fitting.items() if width != widths[name]}
 
 
 def _choose_all_to_all(wanted: str, plan: MeshPlan) -> str:

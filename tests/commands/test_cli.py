@@ -125,7 +125,7 @@ def test_a_check_says_what_a_run_is_or_one_line(capsys, tmp_path, monkeypatch):
     assert (code, error) == (0, "")
     assert out.startswith("ok: dmoe_causal_lm, 4 layers of width 128, 8 experts, top 2") and out.count("\n") == 1
     code, _, error = outcome(capsys, "check", run, data, "model.moe.top_k=9")
-    assert code == 2 and error.startswith("error: model.moe: top_k (9)") and error.count("\n") == 1
+    assert code == 2 and error.startswith("error: model.moe.top_k (9)") and error.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert "mesh.expert (4)" in outcome(capsys, "check", run, data, "model.moe.mesh.expert=4")[2]
 
@@ -153,7 +153,11 @@ def test_every_shipped_run_is_right(capsys, path):
         (["--gpus", "12"], "12 GPUs do not fill nodes of 8 GPUs"),
         (["model.moe.mesh={expert: 3}"], "mesh.expert (3) must divide num_experts (16): use 1, 2, 4, 8 or 16"),
         (["--gpus", "64", "model.moe.mesh.spares=false", "global_train_batch_size=100"], "must be a multiple of"),
-        (["--gpus", "8", "model.moe.mesh={expert: 8, shard: 2, spares: false}"], "must divide the number of GPUs (8)"),
+        (
+            ["--gpus", "8", "model.moe.mesh={expert: 8, shard: 2, spares: false}"],
+            "= 16 does not fit the number",
+        ),
+        (["--gpus", "512", "model.moe.mesh.expert=3"], "model.moe.mesh.expert (3) must divide num_experts (16)"),
         (["--gpus", "64", "fsdp_config=null"], "add `fsdp_config: {}`"),
     ],
 )

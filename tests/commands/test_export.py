@@ -457,7 +457,7 @@ def test_damage_and_a_folder_in_use_are_one_sentence(good: tuple[Path, Path], tm
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
-    assert export(good[0], tmp_path / "used") == 1
+    assert export(good[0], tmp_path / "used") == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert export(tmp_path / "nothing", tmp_path / "out") == 2
     assert "there is nothing at" in capsys.readouterr().err

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from foundry_moe.commands.plan import microbatch
-from foundry_moe.commands.plan.microbatch import choose_microbatch, out_of_memory
+from foundry_moe.commands.plan.microbatch import choose_mesh, choose_microbatch, out_of_memory
 from foundry_moe.commands.plan.planner import MICROBATCH, Machine, RunPlan, plan_run
 from foundry_moe.commands.plan.step import GIB
+from foundry_moe.schema import section
 from tests.helpers.plans import load
 
 pytestmark = pytest.mark.quick
@@ -34,6 +35,18 @@ def test_auto_is_the_largest_size_that_fits_with_room(gib: float) -> None:
     larger = plan_run({**run, MICROBATCH: 2 * plan.microbatch}, machine(gib))
     assert plan.microbatch == 16 or larger.tight or not larger.fits
     assert plan_run({**run, MICROBATCH: "auto"}, machine(gib)).microbatch == plan.microbatch
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8, 16])
+def test_a_mesh_that_is_auto_fits_any_number_of_gpus(gpus: int) -> None:
+    run = olmoe(global_train_batch_size=64)
+    section(run, "model", "moe")["mesh"] = "auto"
+    widths, said = choose_mesh(run, machine(139, gpus), "cuda")
+    plan = plan_run(run, machine(139, gpus))
+    assert plan.mesh.world_size == gpus and widths == {name: getattr(plan.mesh, name) for name in widths}
+    assert f"mesh: {plan.mesh} (auto: " in said and ("no mesh fits" in said) != plan.fits
+    with pytest.raises(ValueError, match=r"^mesh \(auto\): global_train_batch_size \(64\) must be a multiple of"):
+        choose_mesh(run, machine(139, 3), "cuda")
 
 
 def test_auto_counts_the_logits_that_a_machine_without_liger_kernel_holds(monkeypatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 from foundry_moe.cli import main
 from foundry_moe.commands import check as check_command
 from foundry_moe.launch import foundry_keys
-from foundry_moe.launch.run_config import check_device, check_whole_run, load_run, missing_files, plain
+from foundry_moe.launch.run_config import check_device, check_whole_run, load_run, plain
+from foundry_moe.launch.run_files import file_mistakes, missing_files
 from foundry_moe.schema import MistakesError
 from scripts import make_run_keys
 from tests.chaos.fuzz_yamls import run_cases
@@ -69,6 +70,16 @@ def check(*overrides: str) -> None:
         ("train_loader.dataset.locale=x", "did you mean 'local'"),
         ("eval_loader=[{name: text, dataset: {}, drop_last: false, num_workers: 1, x: 1}]", "eval_loader.0.x"),
         ("code_paths=[x.py]", None),
+        ("model.moe.activation=SwigLU", r"model.moe.activation: .* did you mean 'swiglu'"),
+        ("model.moe.layers=[4]", r"model.moe.layers \(\[4\]\): the model has 4, so use 0 to 3"),
+        (
+            "model.moe.mesh={expert: 3}",
+            r"^model.moe.mesh.expert \(3\) must divide num_experts \(8\): use [^:]*$",
+        ),
+        ("algorithms.gated_linear_units={}", "replaces the FFN of BERT models only"),
+        ("callbacks.loss_perp_v_len={compute_batch_interval: 1, log_batch_interval: 1}", "add loggers.mlflow"),
+        ("optimizer={name: clip_lion}", r"optimizer.name \(clip_lion\) .*: use decoupled_lionw"),
+        ("optimizer={name: adalr_lion}", r"optimizer.name \(adalr_lion\) .*: use decoupled_lionw"),
         ("dist_timeout=-1", r"dist_timeout \(-1\) must be a number above 0"),
         ("optimizer.disable_grad=[.]", r"disable_grad \(.\) matches every parameter"),
         ("compile_config={}", r"compile_config compiles the whole model.*set mesh\.compile: blocks"),
@@ -89,7 +100,8 @@ def mistakes_of(*overrides: str) -> list[str]:
 
 def test_all_mistakes_in_keys_types_and_experts_are_named_at_once() -> None:
     assert mistakes_of("optimzer.lr=3", "model.n_heads=x", "max_seq_len=long", "model.moe={top_k: 99, drop: x}") == [
-        *["model.moe:"] * 2,
+        "model.moe.top_k",
+        "model.moe.drop:",
         "optimzer",
         "max_seq_len",
         "model.n_heads",
@@ -100,8 +112,8 @@ def test_all_mistakes_in_keys_types_and_experts_are_named_at_once() -> None:
 def test_all_mistakes_in_values_are_named_at_once() -> None:
     wrong = ["optimizer.lr=-1", "max_duration=9", "train_loader.num_workers=-1", "model.moe.gate.name=swich"]
     assert mistakes_of(*wrong, "callbacks.elastic_checkpoint.keep=0", "model.moe.init=upcycle") == [
-        "callbacks.elastic_checkpoint:",
-        "gate.name:",
+        "callbacks.elastic_checkpoint.keep",
+        "model.moe.gate.name:",
         "model.moe.init",
         "optimizer.lr",
         "train_loader.num_workers",
@@ -135,6 +147,52 @@ def test_the_experts_of_a_model_in_a_local_folder_are_checked(tmp_path: Path) ->
         check(model, "algorithms.dmoe={num_experts: 16}")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     check(model, "algorithms.dmoe={num_experts: 8, init: upcycle}")
+
+
+def test_layers_and_widths_are_those_of_a_model_in_a_local_folder(tmp_path: Path) -> None:
+    model = f"model={{name: hf_causal_lm, pretrained_model_name_or_path: {tmp_path}}}"
+    config = {"model_type": "llama", "num_hidden_layers": 3, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(model, "algorithms.dmoe={num_experts: 8, expert_hidden_size: 48, layers: [2]}")
+    check(model, "model.pretrained=false", "algorithms.dmoe={num_experts: 8, expert_hidden_size: 50}")
+    for keys, sentence in {
+        "layers: [3]": r"algorithms.dmoe.layers \(\[3\]\): the model has 3, so use 0 to 2",
+        "layers: {every: 4}": r"algorithms.dmoe.layers .* selects none of the model's 3 layers",
+        "expert_hidden_size: 50": r"algorithms.dmoe.expert_hidden_size \(50\) must be that of the model's FFN \(96\)",
+        "init: upcycle, expert_hidden_size: 32": r"algorithms.dmoe.num_experts \(8\) must be a multiple of 3",
+    }.items():
+        with pytest.raises(ValueError, match=sentence):
+            check(model, f"algorithms.dmoe={{num_experts: 8, {keys}}}")
+
+
+def test_a_monolithic_checkpoint_is_refused_with_fsdp2() -> None:
+    saver = "callbacks.mono_checkpoint_saver={save_folder: x, batch_interval: 1}"
+    check(saver)
+    with pytest.raises(ValueError, match=r"callbacks.mono_checkpoint_saver does not support FSDP2"):
+        check(saver, "fsdp_config={}")
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not missing_files({"tokenizer": {"name": "data/tokenizer"}})  # a name of the hub
+    (tmp_path / "data").mkdir()
+    for name in ("data/tokenizer", "./tokenizer", "/nowhere"):
+        assert missing_files({"tokenizer": {"name": name}})[0].startswith(f"tokenizer.name ({name}): there is no such")
+
+
+@pytest.mark.parametrize("column", ["bytes", "ndarray:uint16", "ndarray:int32", "ndarray:int64:300"])
+def test_samples_shorter_than_the_sequence_are_a_sentence(column: str, tmp_path: Path) -> None:
+    import numpy as np
+    from streaming import MDSWriter
+
+    tokens = np.zeros(300, dtype=column.split(":")[1] if ":" in column else "int64")
+    with MDSWriter(out=str(tmp_path / "train"), columns={"id": "str", "tokens": column}) as writer:
+        writer.write({"id": "a", "tokens": tokens.tobytes() if column == "bytes" else tokens})
+    loader = {"drop_last": False, "dataset": {"local": str(tmp_path), "split": "train", "max_seq_len": 301}}
+    (sentence,) = file_mistakes({"train_loader": loader})
+    assert "max_seq_len (301): the samples in" in sentence and "have 300 tokens; set max_seq_len to 300" in sentence
+    loader["dataset"]["max_seq_len"] = 300
+    assert not file_mistakes({"train_loader": loader})
 
 
 def test_code_that_is_not_there_is_named() -> None:
@@ -237,11 +295,13 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(model: str, size: 
     if model == "overridden":
         keys |= {"config_overrides": {"vocab_size": size}}
     tokenizer = {"name": str(tmp_path)}
-    found = missing_files({"model": keys, "tokenizer": tokenizer})
+    found = file_mistakes({"model": keys, "tokenizer": tokenizer})
     assert len(found) == (0 if accepted else 1)
     if found:
         assert f"has 5 tokens, and the model has embeddings for {size}" in found[0]
-        assert not missing_files({"model": {**keys, "allow_embedding_resizing": True}, "tokenizer": tokenizer})
+        mpt = {"name": "mpt_causal_lm", "vocab_size": size}
+        assert "set model.vocab_size to 5 or more" in file_mistakes({"model": mpt, "tokenizer": tokenizer})[0]
+        assert not file_mistakes({"model": {**keys, "allow_embedding_resizing": True}, "tokenizer": tokenizer})
 
 
 @pytest.mark.parametrize(("batch", "drop_last", "accepted"), [(7, True, True), (8, True, False), (8, False, True)])
@@ -249,6 +309,6 @@ def test_training_data_of_less_than_a_batch_is_a_sentence(batch: int, drop_last:
     (tmp_path / "train").mkdir()
     (tmp_path / "train/index.json").write_text(json.dumps({"shards": [{"samples": 3}, {"samples": 4}]}))
     loader = {"drop_last": drop_last, "dataset": {"local": str(tmp_path), "split": "train"}}
-    found = missing_files({"train_loader": loader, "global_train_batch_size": batch})
+    found = file_mistakes({"train_loader": loader, "global_train_batch_size": batch})
     assert len(found) == (0 if accepted else 1)
     assert accepted or "has 7 samples, fewer than global_train_batch_size (8)" in found[0]

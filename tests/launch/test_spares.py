@@ -46,13 +46,13 @@ def test_ranks_of_one_host_and_of_whole_nodes():
 
 
 def test_what_cannot_be_is_said_with_the_arithmetic_of_all_ranks():
-    with pytest.raises(ValueError, match=r"64 must divide the number of GPUs \(56\).*smaller number of GPUs"):
+    with pytest.raises(ValueError, match=r"64 does not fit the number of GPUs \(56\).*smaller number of GPUs"):
         used(56)
     with pytest.raises(ValueError, match=r"global_train_batch_size \(63\) must be a multiple.*smaller number"):
         used(64, 63)
     with pytest.raises(ValueError, match="do not fill nodes of 8"):
         used(70)
-    with pytest.raises(ValueError, match=r"must divide the number of GPUs \(504\)"):
+    with pytest.raises(ValueError, match=r"does not fit the number of GPUs \(504\)"):
         used(504, spares=False)
     with pytest.raises(ValueError, match=r"mesh.spares needs a number in mesh.shard"):
         MeshConfig(spares=True)

@@ -34,7 +34,11 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
         (["precision=amp_fp8"], {}, "precision (amp_fp8): dMoE layers compute in"),
         (["max_seq_len=1"], {}, "max_seq_len (1) must be 2 or more"),
         (["device_train_microbatch_size=0"], {}, "must be a number above 0 or auto"),
-        (["model.moe.mesh={expert: 4}", "fsdp_config={}"], SIX, "= 4 must divide the number of GPUs (6)"),
+        (
+            ["model.moe.mesh={expert: 4}", "fsdp_config={}"],
+            SIX,
+            "model.moe.mesh.expert (4) does not fit",
+        ),
         (["seed=${nope}"], {}, "nope"),
     ],
 )

@@ -122,11 +122,21 @@ def test_exchange_is_hierarchical_where_experts_fill_several_nodes(
     ("config", "world_size", "num_experts", "sentence"),
     [
         ({"expert": 3}, 6, 8, r"mesh.expert \(3\) must divide num_experts \(8\): use 1 or 2"),
-        ({"expert": 2, "shard": 2, "replicate": 1}, 8, 8, r"= 4, but there are 8 GPUs.*mesh.shard: 4"),
-        ({"expert": 16}, 8, 64, r"mesh.expert \(16\).*must divide the number of GPUs \(8\).*1, 2, 4 or 8"),
+        (
+            {"expert": 2, "shard": 2, "replicate": 1},
+            8,
+            8,
+            r"= 4 does not fit the number of GPUs \(8\): override mesh.shard=4, or",
+        ),
+        ({"expert": 16}, 8, 64, r"mesh.expert \(16\) does not fit .* \(8\): override mesh.expert=8, or"),
         ({"expert": AUTO, "shard": 1}, 8, 6, r"\(auto: 2\) x .* = 2, but there are 8 GPUs: set mesh.shard or"),
         ({"expert": AUTO, "shard": 2}, 16, 4, r"\(auto: 4\) x .* = 8, but there are 16 GPUs"),
-        ({"expert": 2, "shard": 3, "replicate": AUTO}, 8, 8, r"= 6 must divide the number of GPUs \(8\)"),
+        (
+            {"expert": 2, "shard": 3, "replicate": AUTO},
+            8,
+            8,
+            r"= 6 does not fit .* override mesh.shard=1, or",
+        ),
         ({"expert": 12, "all_to_all": HIERARCHICAL}, 24, 24, r"must|needs mesh.expert \(12\) to fill whole nodes"),
     ],
 )
@@ -135,6 +145,19 @@ def test_impossible_mesh_is_a_sentence_with_the_arithmetic(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         plan_mesh(MeshConfig(**config), world_size=world_size, ranks_per_node=8, num_experts=num_experts)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 6, 8, 12, 48])
+@pytest.mark.parametrize("shard", [AUTO, 1, 4])
+@pytest.mark.parametrize("expert", [2, 8])
+def test_the_override_that_an_error_names_works(expert: int, shard: int | str, world_size: int) -> None:
+    keys = {"expert": expert, "shard": shard, "replicate": 2}
+    try:
+        plan_mesh(MeshConfig(**keys), world_size=world_size, ranks_per_node=world_size, num_experts=8)
+    except ValueError as error:
+        named = str(error).partition(": override ")[2].partition(", or ")[0]
+        keys |= {key.removeprefix("mesh."): int(value) for key, value in (word.split("=") for word in named.split())}
+        plan_mesh(MeshConfig(**keys), world_size=world_size, ranks_per_node=world_size, num_experts=8)
 
 
 def test_mesh_on_the_command_line() -> None:

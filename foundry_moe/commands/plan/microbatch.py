@@ -1,4 +1,4 @@
-"""Chooses `device_train_microbatch_size: auto` before a run starts, and says what fits if memory runs out."""
+"""Chooses the microbatch and the mesh where they are `auto`, and says what fits if memory runs out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from foundry_moe.commands.plan.step import GIB
 from foundry_moe.config import AUTO
 from foundry_moe.launch.run_config import MODEL
 from foundry_moe.models.loss_head import is_installed
+from foundry_moe.parallel.mesh import DIMENSIONS, can_replicate
 from foundry_moe.schema import UserError, section
 
 LESS = 0.9  # of the memory that a run lacked, at most: the planner is within 4%
@@ -33,6 +34,24 @@ def choose_microbatch(run: Mapping[str, Any], machine: Machine) -> RunPlan:
             f"{_gib(machine.gpu_bytes)} free; {_advice(run, plan)}; or give a number to try it"
         )
     return plan
+
+
+def choose_mesh(run: Mapping[str, Any], machine: Machine, device_type: str) -> tuple[dict[str, int], str]:
+    """The widths of the fastest mesh that fits, and a line about it; the one with the least memory if none fits.
+
+    Raises:
+        ValueError: the batch fits no mesh of these GPUs, or the planner does not support the model.
+    """
+    try:
+        plans, invalid = search_meshes(_with_loss_of_here(run), machine)
+    except UserError as error:
+        raise UserError(f"mesh (auto): {error}; or give the widths") from None
+    plan = next((p for p in plans if p.mesh.replicate == 1 or can_replicate(device_type)), None)
+    if plan is None:
+        raise UserError(f"mesh (auto): {next(iter(invalid.values()))}")
+    sizes = f"{_gib(plan.memory_bytes)} of {_gib(machine.gpu_bytes)} on each GPU by the plan"
+    said = f"mesh: {plan.mesh} (auto: {sizes}{'' if plan.fits else '; no mesh fits'})"
+    return {name: getattr(plan.mesh, name) for name in DIMENSIONS}, said
 
 
 def out_of_memory(run: Mapping[str, Any], machine: Machine, where: str) -> str:

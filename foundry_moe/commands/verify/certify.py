@@ -135,7 +135,7 @@ def _small_run(
 
         given, scale, source, notes = write_small_model(run, config, folder)
     small = shrink(given, mesh=mesh, scale=scale, **options)
-    raise_mistakes(own_mistakes(small.run, read_moe(small.run)))
+    raise_mistakes(own_mistakes(small.run, read_moe(small.run), None))
     return replace(small, name=name, source=source, notes=(*changes(run, small.run), *notes))
 
 

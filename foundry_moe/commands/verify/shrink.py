@@ -132,7 +132,7 @@ def set_mesh(run: dict[str, Any], mesh: Mesh) -> None:
     sizes = dict(zip(DIMENSIONS, mesh, strict=True))
     algorithms, keys = run.get("algorithms") or {}, moe_keys(run)
     if keys.get("mesh") is not None:
-        keys["mesh"] = {**keys["mesh"], **sizes}
+        keys["mesh"] = {**({} if keys["mesh"] == AUTO else keys["mesh"]), **sizes}
     if "dmoe_mesh" in algorithms:
         algorithms["dmoe_mesh"] = {**algorithms["dmoe_mesh"], **sizes}
 

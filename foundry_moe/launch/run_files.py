@@ -1,0 +1,167 @@
+"""Checks the files that a run reads on this machine: data, tokenizer, model. Imports no trainer."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from foundry_moe.launch.foundry_keys import MPTS
+from foundry_moe.schema import section
+
+
+def missing_files(run: Mapping[str, Any]) -> list[str]:
+    """A sentence for each file that a run reads and that does not exist."""
+    found = [
+        f"code_paths ({path}): there is no such file; correct the path"
+        for path in run.get("code_paths") or ()
+        if not Path(str(path)).exists()
+    ]
+    for loader in ("train_loader", "eval_loader"):
+        if not isinstance(run.get(loader), Mapping):  # several evaluation sets are a list
+            continue
+        dataset = section(run, loader, "dataset")
+        files = section(run, loader, "dataset", "hf_kwargs").get("data_files")
+        if isinstance(files, str) and "://" not in files and not set(files) & set("*?[") and not Path(files).exists():
+            found.append(f"{loader}.dataset.hf_kwargs.data_files ({files}): there is no such file; correct the path")
+        local, split = dataset.get("local"), dataset.get("split")
+        if not isinstance(local, str) or dataset.get("remote"):
+            continue
+        if not Path(local).is_dir():
+            found.append(
+                f"{loader}.dataset.local ({local}): there is no such folder, and no `remote` to fetch it from; prepare "
+                "the data (the demo's by `python examples/demo_data.py data/demo`) or correct the path"
+            )
+        elif isinstance(split, str) and not (Path(local) / split).is_dir():
+            there = sorted(path.name for path in Path(local).iterdir() if (path / "index.json").is_file())
+            found.append(
+                f"{loader}.dataset.split ({split}): {local} has no such folder; "
+                + (f"it has {', '.join(there)}" if there else "it has no data in MDS format at all")
+            )
+    name = section(run, "tokenizer").get("name")
+    if isinstance(name, str) and _is_path(name) and not Path(name).exists():
+        found.append(f"tokenizer.name ({name}): there is no such folder; correct the path, or name one of a hub")
+    return found
+
+
+def file_mistakes(run: Mapping[str, Any]) -> list[str]:
+    """A sentence for each value that contradicts data, a tokenizer or a model on this machine."""
+    return [*_vocabulary_mistakes(run), *_small_data(run), *_short_samples(run)]
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is none of a hub, which are `model` or `owner/model`."""
+    parts = Path(name).parts
+    return name[:1] in (".", "~", "/") or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
+
+
+def _small_data(run: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence if the training data in MDS format on this machine has less than a batch."""
+    batch, (path, shards) = run.get("global_train_batch_size"), _shards(section(run, "train_loader", "dataset"))
+    if not shards or not isinstance(batch, int) or section(run, "train_loader").get("drop_last", True) is False:
+        return
+    samples = sum(int(shard.get("samples", 0)) for shard in shards)
+    if samples < batch:
+        yield (
+            f"train_loader.dataset ({path}) has {samples} samples, fewer than global_train_batch_size ({batch}): lower "
+            "it, or add data"
+        )
+
+
+def _shards(dataset: Mapping[str, Any]) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of a data set in MDS format on this machine, and its shards; none for other data."""
+    local, split = dataset.get("local"), dataset.get("split")
+    if not isinstance(local, str) or dataset.get("remote"):
+        return Path(), []
+    path = Path(local) / split if isinstance(split, str) else Path(local)
+    shards = local_json(str(path), "index.json").get("shards")
+    return path, [shard for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
+
+
+def _short_samples(run: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each data set whose first sample has fewer tokens than its max_seq_len, which trains on fewer."""
+    for loader in ("train_loader", "eval_loader"):
+        if not isinstance(run.get(loader), Mapping):
+            continue
+        dataset = section(run, loader, "dataset")
+        (path, shards), length = _shards(dataset), dataset.get("max_seq_len", run.get("max_seq_len"))
+        try:
+            tokens = _tokens_of_first(path, shards[0], str(dataset.get("token_encoding_type", "int64")))
+        except (OSError, LookupError, TypeError, ValueError, struct.error):  # no such data: text, or compressed
+            continue
+        if isinstance(length, int) and tokens < length:
+            yield (
+                f"{loader}.dataset.max_seq_len ({length}): the samples in {path} have {tokens} tokens; set max_seq_len "
+                f"to {tokens}, or convert the data with --concat_tokens {length}"
+            )
+
+
+def _tokens_of_first(path: Path, shard: Mapping[str, Any], kind: str) -> int:
+    """The length of the column `tokens` in a shard's first sample, by streaming's format MDS.
+
+    A shard is the number of samples, their offsets, and samples; a sample is the sizes of its columns without a fixed
+    size, and the columns. All of these numbers are uint32.
+
+    Args:
+        kind: of tokens that are plain bytes.
+    """
+    index = shard["column_names"].index("tokens")
+    encoding, size, sizes = shard["column_encodings"][index], shard["column_sizes"][index], shard["column_sizes"]
+    if size is None:
+        with (path / shard["raw_data"]["basename"]).open("rb") as file:
+            file.seek(4)
+            (first,) = struct.unpack("<I", file.read(4))
+            file.seek(first + 4 * sizes[:index].count(None))
+            (size,) = struct.unpack("<I", file.read(4))
+    name, _, shape = encoding.partition(":")[2].partition(":")
+    width = int((name or kind).strip("uint")) // 8
+    # an array without a fixed shape begins with its form: 2 bytes, or some more if it is longer than 255
+    return (size - 2) // width if name and not shape else size // width
+
+
+def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence if the tokenizer has more tokens than the model, where both are on this machine."""
+    model = section(run, "model")
+    source = model.get("pretrained_model_name_or_path")
+    if model.get("name") in MPTS:
+        size = model.get("vocab_size")
+    elif source is None or model.get("allow_embedding_resizing"):
+        return
+    else:
+        size = section(model, "config_overrides").get("vocab_size", local_json(source, "config.json").get("vocab_size"))
+    tokenizer = local_json(section(run, "tokenizer").get("name"), "tokenizer.json")
+    words, added = section(tokenizer, "model").get("vocab"), tokenizer.get("added_tokens")
+    if not isinstance(words, dict | list) or not isinstance(size, int):
+        return
+    tokens = {word if isinstance(word, str) else str(word[0]) for word in words}
+    tokens |= {str(token.get("content")) for token in added or () if isinstance(token, dict)}
+    if len(tokens) > size:
+        fix = f"set model.vocab_size to {len(tokens)} or more"
+        if source is not None:
+            fix = "use the model's own tokenizer, or model.allow_embedding_resizing: true"
+        yield (
+            f"tokenizer.name ({run['tokenizer']['name']}) has {len(tokens)} tokens, and the model has embeddings for "
+            f"{size}: {fix}"
+        )
+
+
+def local_json(name: object, file: str) -> dict[str, Any]:
+    """A JSON file of a model's folder, or of the hub's cache; empty where there is none that can be read."""
+    if not isinstance(name, str):
+        return {}
+    path: Any = Path(name) / file
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = try_to_load_from_cache(name, file)
+        except HFValidationError:
+            return {}
+    try:
+        found = json.loads(Path(path).read_bytes()) if isinstance(path, str | Path) else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
