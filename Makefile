@@ -26,7 +26,7 @@ DEMO ?=
 WORKERS ?= 2
 export FOLDER ?= s3://chaos/run
 
-# One thread a process and no hub, so that CPU runs are fast and repeatable.
+# One thread per process and no hub, so that CPU runs are fast and repeatable.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1

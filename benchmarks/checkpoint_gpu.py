@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py [--folder /tmp/run] [--layers 16] [--saves 2]
 
-An OLMoE-shaped model (16 layers, width 2048, 64 experts of 1024, 8 a token) with FSDP2 and AdamW in fp32, computing in
+An OLMoE-shaped model (16 layers, width 2048, 64 experts of 1024, top-8) with FSDP2 and AdamW in fp32, computing in
 bf16; experts by `torch._grouped_mm`. The checkpoint engine alone saves it: no trainer is needed. Prints one line of
 JSON a save: tokens/s while it runs (from the call to the commit, the time that it blocks included) over those between,
 by the mean and by the median step, and what that share would be if blocking were all that a save costs.
@@ -167,7 +167,7 @@ def main() -> None:
             worst = sorted(((t, i) for i, t in enumerate(during)), reverse=True)
             line = {
                 "GPUs": dist.get_world_size(),
-                "GiB a rank": round(report.bytes_staged / 2**30, 2),
+                "GiB per rank": round(report.bytes_staged / 2**30, 2),
                 "prepare once, s": round(prepared, 2),
                 "blocked, s": round(blocked, 3),
                 "save, s": round(saved, 2),

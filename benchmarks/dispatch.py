@@ -201,7 +201,7 @@ def format_table(found: dict[str, float], gpus: int, tokens: int, top_k: int) ->
     rows, leaving, one_way, plain = (found.pop(name) for name in ("rows sent", "MB leaving", "NCCL", "NCCL plain"))
     alone, after, meanwhile = (found.pop(f"shared expert {when}") for when in ("alone", "after", "meanwhile"))
     lines = [
-        f"{gpus} GPUs, {tokens} tokens each, top {top_k}: {rows / tokens:.2f} rows a token are sent, {leaving:.0f} MB "
+        f"{gpus} GPUs, {tokens} tokens each, top {top_k}: {rows / tokens:.2f} rows per token sent, {leaving:.0f} MB "
         "leave a GPU, one way",
         f"NCCL's even all-to-all of as much, one way: {one_way:.3f} ms, {leaving / one_way:.0f} GB/s; of one row for "
         f"each choice: {plain:.3f} ms",

@@ -109,7 +109,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         print(header())
-    print("| gate | choices a token | gate + routing, ms | layer, ms | share of its layer | of OLMoE's layer |")
+    print("| gate | choices per token | gate + routing, ms | layer, ms | share of its layer | of OLMoE's layer |")
     print("|---" * 6 + "|")
     olmoe = 0.0
     for settings, top_k in GATES:

@@ -144,7 +144,7 @@ def on_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def validation_loss(model: Any, data: Path, batch_size: int) -> float:
-    """Nats a token, over 64 samples of held-out speeches."""
+    """Nats per token, over 64 samples of held-out speeches."""
     model.eval()
     batches = [on_device(batch) for batch in loader(read_tokens(data, "val")[:64], batch_size)]
     with autocast():
@@ -268,7 +268,7 @@ def trained(files: dict[str, Path], arguments: argparse.Namespace) -> Iterator[t
 
 
 def batches_within(seconds: float, arguments: argparse.Namespace, folder: Path) -> int:
-    """How many batches a run may have, from the time of a typical gate once its kernels are compiled."""
+    """How many batches per run may have, from the time of a typical gate once its kernels are compiled."""
     probe = "topk, noise + load"
     for batches in (6, 40):
         row = train_quietly(probe, arguments.data, batches, arguments.batch_size, folder / "probe.pt")

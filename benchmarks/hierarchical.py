@@ -8,7 +8,7 @@ machine, and every message also pays the costs of gloo, TCP and the scheduler.
 Prints, for each number of hosts and message size, the milliseconds of a round: counts, rows sent, rows returned.
 
 HetuMoE (Nie et al. 2022) reports 1.66 times NCCL's all-to-all on 4 nodes and 2 times on 8, with 8 GPUs and one network
-card a node. The hierarchical form sends fewer, larger messages, so it gains where the cost of a message dominates.
+card per node. The hierarchical form sends fewer, larger messages, so it gains where the cost of a message dominates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hosts import Hosts
 
-WIDTH = 64  # fp32 numbers a row: 256 bytes
+WIDTH = 64  # fp32 numbers per row: 256 bytes
 ROWS = (1, 4, 16, 64)  # from each rank to each rank
 ROUNDS = 40  # and a fifth of as many before them
 
@@ -168,7 +168,7 @@ def main() -> None:
         f"gloo, links of {arguments.mbit} Mbit/s, each packet costs {arguments.packet_bytes} bytes more; "
         f"median of {arguments.rounds} rounds"
     )
-    columns = "| hosts | ranks | bytes a pair of ranks | flat ms | hierarchical ms | speedup |\n|" + " --- |" * 6
+    columns = "| hosts | ranks | bytes per pair of ranks | flat ms | hierarchical ms | speedup |\n|" + " --- |" * 6
     print(columns, flush=True)
     for hosts in arguments.hosts:
         for line in measure((hosts, ranks_per_host), arguments.mbit or None, arguments.packet_bytes, **sizes):

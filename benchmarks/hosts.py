@@ -13,7 +13,7 @@ class Hosts:
     Args:
         count: of hosts.
         mbit: of each link, Mbit/s.
-        packet_bytes: each packet costs as that many bytes more, which limits packets a second as cloud networks do.
+        packet_bytes: each packet costs as that many bytes more, which limits packets per second as cloud networks do.
         name: two or three letters that names of interfaces begin with; other users of this class need others.
         subnet: its first three numbers; host i has `.i+1`, this machine `.254`.
         burst_kb: what a bucket lets through at once.

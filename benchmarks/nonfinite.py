@@ -68,7 +68,7 @@ def no_waits(device: torch.device) -> Iterator[None]:
 
 
 class Run:
-    """A stack in training; `host_s` holds the host's seconds in the watch, a step each."""
+    """A stack in training; `host_s` holds the host's seconds in the watch, for each step."""
 
     def __init__(self, layers: int, device: torch.device, scale: int) -> None:
         self.device = device
@@ -110,7 +110,7 @@ class Run:
         return found
 
     def step_ms(self, *, watched: bool, steps: int) -> float:
-        """Wall milliseconds a step of several one after another, the device idle before and after them."""
+        """Wall milliseconds per step of several one after another, the device idle before and after them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()

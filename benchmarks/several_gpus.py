@@ -6,7 +6,7 @@ Each part is a command of its own with a limit of time; what it prints stays in 
 well is not run again, so a second call goes on where the first one ended. OUT/report.md has a table of all steps, with
 their floors and aims where four GPUs have some, and the end of every other part's output. Exit code 1 if a part failed.
 
-GPUs are H200s as far as layers fit; a step is four sequences of 4096 tokens a GPU, as in RESULTS.md.
+GPUs are H200s as far as layers fit; a step is four sequences of 4096 tokens per GPU, as in RESULTS.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PEAK_TFLOPS = 989  # of an H200 in bf16, dense, from NVIDIA's data sheet
 LAYERS = {"dbrx_wide": {1: 1, 2: 3, 4: 7}, "qwen3_30b_a3b": {1: 9, 2: 20, 4: 31}}  # that fit so many GPUs
 # on four GPUs: what of a step, floor, aim
 GOALS = {
-    "olmoe-1-1-4": ("tokens/s a GPU", 42_000, 45_600),
-    "olmoe-1-2-2": ("tokens/s a GPU", 42_000, 45_600),
+    "olmoe-1-1-4": ("tokens/s per GPU", 42_000, 45_600),
+    "olmoe-1-2-2": ("tokens/s per GPU", 42_000, 45_600),
     "dbrx": ("MFU", 0.52, 0.58),
     "qwen3": ("TFLOP/s", 330, 400),
 }
@@ -171,7 +171,7 @@ def figures_of(log: str) -> dict[str, Any] | None:
             if "step_ms" in found:
                 return {
                     "ms": found["step_ms"],
-                    "tokens/s a GPU": found["tokens_per_s_per_gpu"],
+                    "tokens/s per GPU": found["tokens_per_s_per_gpu"],
                     "MFU": found["mfu"],
                     "TFLOP/s": found["mfu"] and round(found["mfu"] * PEAK_TFLOPS),
                     "GiB": found["allocated_gib"],

@@ -1,8 +1,8 @@
-"""Times training steps of a YAML run through Composer: tokens/s a GPU, MFU, memory, and where a step's time goes.
+"""Times training steps of a YAML run through Composer: tokens/s per GPU, MFU, memory, and where a step's time goes.
 
     composer -n 4 benchmarks/train_step.py yamls/bench/olmoe_1b_7b.yaml [key=value ...] [--profile]
 
-Prints one line of JSON; `--profile` adds a table of kernels by time of one step. One run a launch: a second one in
+Prints one line of JSON; `--profile` adds a table of kernels by time of one step. One run per launch: a second one in
 the same processes finds memory that Composer and FSDP2 still hold of the first.
 """
 

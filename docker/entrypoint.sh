@@ -22,10 +22,10 @@
 # SIGTERM, or another of elastic_checkpoint.signals, is passed on; the last batch is saved within elastic_checkpoint.grace,
 # and the exit code is 75: start it again
 # MASTER_PORT  default 29500
-# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30; a restart 1.5 and 0.01 a node at most)
+# LAST_CALL_S  how long a start waits for more nodes once MIN_NODES are there (default 30; a restart 1.5 and 0.01 per node at most)
 # NODE_SILENCE_S  a node whose launcher is silent for so long is lost, and the others restart without it (default 10)
 # FOUNDRY_MOE_FORK_SERVER=0  each training process imports for itself, and none is forked (launch/fork_server.py)
-# DRY_RUN=1    prints the command, one word a line, and runs nothing
+# DRY_RUN=1    prints the command, one word per line, and runs nothing
 set -eu
 
 die() {
@@ -100,7 +100,7 @@ restarts=${MAX_RESTARTS:-100}
 case $restarts in '' | *[!0-9]*) die "MAX_RESTARTS ($restarts) must be a whole number" ;; esac
 
 # shellcheck disable=SC3045 # dash and bash have these options
-# gloo opens a connection, thus a descriptor, to every other rank in each group: 6,150 a process of 3,072 ranks.
+# gloo opens a connection, thus a descriptor, to every other rank in each group: 6,150 per process of 3,072 ranks.
 ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
 export TORCH_GLOO_LAZY_INIT="${TORCH_GLOO_LAZY_INIT:-1}" # only connections that are used
 # shellcheck disable=SC3045

@@ -78,7 +78,7 @@ def write_mds(documents: Iterable[NDArray[np.int32]], out: Path) -> None:
 
 
 def unigram_loss(train_V: NDArray[np.int64], validation_V: NDArray[np.int64]) -> float:
-    """Cross-entropy in nats a token of `validation_V` under the frequencies of `train_V`, add-one smoothed.
+    """Cross-entropy in nats per token of `validation_V` under the frequencies of `train_V`, add-one smoothed.
 
     Args:
         train_V, validation_V: occurrences of each token.

@@ -128,7 +128,7 @@ class MeshConfig:
         "chunks": "sending tokens in parts gained nothing over NVLink; delete the key",
         "hot_experts": "copies of loaded experts were never measured over NVLink; delete the key and balance the loads "
         "(loss.balance)",
-        "reduce": "no measurement showed that summing gradients once a batch is faster; delete the key",
+        "reduce": "no measurement showed that summing gradients once per batch is faster; delete the key",
     }
 
     expert: int | Literal["auto"] = 1

@@ -21,7 +21,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 class DecoupledAdamWFused(DecoupledAdamW):
-    """DecoupledAdamW in one kernel a parameter; the same keys, state and checkpoints.
+    """DecoupledAdamW in one kernel per parameter; the same keys, state and checkpoints.
 
     YAML: `optimizer: {name: decoupled_adamw_fused, lr: 4.0e-4, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 1.0e-5}`
 

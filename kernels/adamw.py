@@ -1,6 +1,6 @@
 """One step of AdamW on one tensor, in one pass over memory, with the factor of gradient clipping.
 
-`torch._fused_adamw_` takes such a factor too, but writes the scaled gradients back: 4 of 32 bytes a parameter.
+`torch._fused_adamw_` takes such a factor too, but writes the scaled gradients back: 4 of 32 bytes per parameter.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def pack(factors: Factors, like_EDF: Tensor, planes: int, scale: float) -> Packe
 
 @triton.jit
 def _row_pointers(a_ptr, source_ptr, r, inside, stride, CHOICES: tl.constexpr):
-    """Pointers to rows, or to the tokens of rows, if there are several choices a token (CHOICES above 0)."""
+    """Pointers to rows, or to the tokens of rows, if there are several choices per token (CHOICES above 0)."""
     at = r
     if CHOICES:
         at = tl.maximum(tl.load(source_ptr + r, mask=inside, other=0), 0) // CHOICES

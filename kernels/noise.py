@@ -2,7 +2,7 @@
 
 The twin is `foundry_moe.ops.noise`: the same finaliser of MurmurHash3 on the same keys gives the same numbers.
 
-Shapes: T tokens, N numbers a token, D model width.
+Shapes: T tokens, N numbers per token, D model width.
 """
 
 from __future__ import annotations

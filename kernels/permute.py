@@ -132,7 +132,7 @@ def _accumulator(dtype: torch.dtype) -> tl.dtype:
 
 
 def _blocks(width: int, element_size: int) -> tuple[int, int, int]:
-    """(tokens, columns, warps) of one program: 16 bytes a thread and load, four tokens in flight."""
+    """(tokens, columns, warps) of one program: 16 bytes per thread and load, four tokens in flight."""
     columns = min(next_power_of_2(width), 2048)
     warps = max(1, min(8, columns * element_size // (32 * 16)))
     return (4 if columns <= 1024 else 2), columns, warps

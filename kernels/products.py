@@ -5,7 +5,7 @@ lays them out. Where a chip has faster kernels for a whole layer (`expert_produc
 topologies, and every transpose, there is `block_products`.
 
 A dense operand or result that meets S's columns is either one matrix over all C columns, or a stack [E, F, ...] of
-one matrix an expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
+one matrix per expert where widths are equal. fp32, fp16 and bf16; sums in fp32.
 
 Shapes: R rows, C columns of S, E experts, D model width, F expert width, P planes (gate and up: 2, else 1).
 """
@@ -34,7 +34,7 @@ def _strides(matrix: Tensor) -> tuple[int, int, int]:
 
 
 def _by_expert(matrix: Tensor, topology: Topology, dim: int) -> Tensor:
-    """A matrix that meets all C columns along `dim` as a view [E, ...], one matrix an expert, where widths are equal.
+    """A matrix that meets all C columns along `dim` as a view [E, ...], one matrix per expert, where widths are equal.
 
     An expert's part then lies at a stride that the kernel is compiled for, with loads of 16 bytes; at a first column
     read from the topology it has to load element by element.

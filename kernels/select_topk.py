@@ -13,7 +13,7 @@ from torch import Tensor
 
 MAX_EXPERTS = 1024
 _ELEMENTS = 4096  # scores a program holds
-_SORTED = 16  # from so many choices on a sort takes less than one maximum a choice
+_SORTED = 16  # from so many choices on a sort takes less than one maximum per choice
 
 
 @triton.jit

@@ -108,6 +108,6 @@ def all_rows(rows: int) -> int:
 
 
 def all_loads() -> list[int]:
-    """Rows an expert that represent every class of load: half steps of log2, as in `shape_class`."""
+    """Rows per expert that represent every class of load: half steps of log2, as in `shape_class`."""
     loads = dict.fromkeys(round(2 ** (half / 2)) for half in range(2 * (MOST_ROWS.bit_length() - 1) + 1))
     return list(loads)

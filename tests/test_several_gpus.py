@@ -83,7 +83,8 @@ def test_a_second_call_runs_what_has_not_ended_well(monkeypatch, capsys, tmp_pat
     assert code == 1 and "hangs: exit code 124" in printed
     report = (tmp_path / "out" / "report.md").read_text()
     assert (
-        "| olmoe-1-1-4 | 400.0 | 43000 | 0.4 | 396 | 50.0 | 1.2 | tokens/s a GPU 42000, 45600: floor; slowest" in report
+        "| olmoe-1-1-4 | 400.0 | 43000 | 0.4 | 396 | 50.0 | 1.2 | tokens/s per GPU 42000, 45600: floor; slowest"
+        in report
     )
     assert "## fails: exit code 1" in report and "why" in report and "## hangs: exit code 124" in report
     (tmp_path / "mended").touch()

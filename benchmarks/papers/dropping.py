@@ -82,7 +82,7 @@ GATES = (("tokens", "entropy"), ("tokens", "top_share"))
 class Size:
     """A shape of the paper's table 1, and how it is trained here.
 
-    batch: sequences a step.
+    batch: sequences per step.
     warmup: share of the tokens.
     """
 
@@ -241,12 +241,12 @@ def largest_microbatch(model: Transformer, ids_NS: Tensor) -> int:
                 buffer.copy_(before)
             return microbatch
         microbatch //= 2
-    raise RuntimeError("not even one sequence a microbatch fits in this GPU's memory")
+    raise RuntimeError("not even one sequence per microbatch fits in this GPU's memory")
 
 
 @torch.no_grad()
 def validation_loss(model: Transformer, ids_NS: Tensor, microbatch: int, step: int) -> float:
-    """Nats a token; ways that drop do so here too, as in training."""
+    """Nats per token; ways that drop do so here too, as in training."""
     model.model.eval()
     parts = ids_NS.split(min(microbatch, len(ids_NS)))
     losses = torch.stack([model.loss(part_NS, step) * len(part_NS) for part_NS in parts])
@@ -413,7 +413,7 @@ def speedups(curve: list[Row], reference: list[Row]) -> tuple[float, float, floa
 
 
 COLUMNS = (
-    "size", "run", "microbatch", "ms a step", "of it clipping and AdamW", "million tokens", "million tokens/s",
+    "size", "run", "microbatch", "ms per step", "of it clipping and AdamW", "million tokens", "million tokens/s",
     "peak GiB", "dropped", "router entropy", "top expert", "loss before the decay", "last loss", "at equal loss of",
     "reference is faster", "in tokens", "the paper, in time",
 )  # fmt: skip

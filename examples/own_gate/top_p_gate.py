@@ -3,7 +3,7 @@
 After Huang et al. 2024 (arXiv 2403.07652): tokens that the gate is sure of have one expert, others more. `pip install
 examples/own_gate` makes it known as `top_p`; `python -m top_p_gate` then trains a layer with it.
 
-Shapes: T tokens, D model width, E experts, K choices a token at most.
+Shapes: T tokens, D model width, E experts, K choices per token at most.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 50 == 0:
             experts = layer.statistics.counts_E.sum().item() / len(x_TD)
-            print(f"step {step}: loss {loss.item():.3f}, {experts:.2f} experts a token")
+            print(f"step {step}: loss {loss.item():.3f}, {experts:.2f} experts per token")
         layer.statistics.reset()
 
 

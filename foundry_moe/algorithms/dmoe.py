@@ -105,7 +105,7 @@ class DMoE(Algorithm):
         if getattr(state.model, "using_peft", False):  # with model.peft_config
             # Composer's state dict would have peft's tensors alone: no experts, no adapters of experts
             state.model.should_save_peft_only = False  # type: ignore[assignment]
-        for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once a layer
+        for text in dict.fromkeys(str(warning.message) for warning in caught):  # once, not once per layer
             warnings.warn(text, stacklevel=2)
         return layers
 

@@ -122,7 +122,7 @@ def count_samples(batch: Any) -> int | None:
 
 
 class MeshGradients(Algorithm):
-    """Gradients of a model on a mesh: averaged over replicas once a batch, and clipped by one norm over all meshes.
+    """Gradients of a model on a mesh: averaged over replicas once per batch, and clipped by one norm over all meshes.
 
     Also sets the order in which FSDP2 prefetches weights. Added by `place_on_mesh`; not for YAML.
 

@@ -20,7 +20,7 @@ PATIENCE = 2  # looks in a row
 
 
 class LoadFile:
-    """One JSON object a line: `{"batch": 20, "loads": {"0": [choices per expert], ...}, "metrics": {...}}`.
+    """One JSON object per line: `{"batch": 20, "loads": {"0": [choices per expert], ...}, "metrics": {...}}`.
 
     A run that resumes goes on with the file of the run before; lines of batches that it repeats are dropped.
 

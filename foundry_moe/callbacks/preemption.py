@@ -1,6 +1,6 @@
 """Preemption: records requests to stop (signals of Kubernetes, Slurm and a terminal, a launcher that has died).
 
-A signal handler only records the signal; the run checks it once a batch. This module must not know ranks or
+A signal handler only records the signal; the run checks it once per batch. This module must not know ranks or
 checkpoints. `launch.ending` ends the process.
 """
 

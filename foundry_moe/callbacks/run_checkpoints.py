@@ -248,7 +248,7 @@ class RunCheckpoints:
             )
 
     def _warn_slow(self) -> None:
-        """At most once a minute."""
+        """At most once per minute."""
         now_s = time.monotonic()
         if dist.get_global_rank() == 0 and now_s - self._warned_s >= 60:
             self._warned_s = now_s

@@ -205,7 +205,7 @@ def read_record(folder: str | Path) -> Record:
             steps=tuple(steps[1:]),
         )
         if any(len(parts) != record.ranks for parts in record.held.values()):
-            raise UserError("a parameter's `held` has not one entry a rank")
+            raise UserError("a parameter's `held` has not one entry per rank")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         raise UserError(f"{path}, line {number}: this is no record: {str(error)[:200]}") from None
     if not record.steps:

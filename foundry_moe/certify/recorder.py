@@ -40,7 +40,7 @@ class Recorder:
 
     Construct it on every rank once model and optimizer are complete, sharding included, before the first step or after
     a resume. Each recorded step reads gradients, weights and states once or twice, and gathers U (1 + P) fp64 numbers a
-    tensor on rank 0, which appends a line of JSON of about 20 bytes a number.
+    tensor on rank 0, which appends a line of JSON of about 20 bytes per number.
 
     Args:
         folder: gets `record.jsonl`, written by rank 0. It must not have one.

@@ -59,7 +59,7 @@ def add_train_parser(subparsers: Any) -> None:
         subparsers,
         "train",
         help="train a run on this machine",
-        description="Checks the run, then starts one process a GPU, and waits for the last save when it is stopped "
+        description="Checks the run, then starts one process per GPU, and waits for the last save when it is stopped "
         "(SIGTERM, Ctrl-C). The same command resumes the run.",
         example="run.yaml -n 8 max_duration=100ba",
     )
@@ -82,7 +82,7 @@ def add_verify_parser(subparsers: Any) -> None:
     )
     parser.add_argument("yaml", nargs="?", help="the run's YAML, as for train.py")
     add_overrides(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each mesh and run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, for each mesh and run")
     parser.add_argument(
         "--mesh",
         type=parse_mesh,

@@ -73,17 +73,17 @@ def log_network_speed() -> None:
         return
     speed = all_reduce_gb_s(nodes, device)
     if dist.get_rank() == 0:
-        print(f"network: {speed:.3g} GB/s a {'GPU' if gpu else 'process'} between {nodes} nodes", flush=True)
+        print(f"network: {speed:.3g} GB/s per {'GPU' if gpu else 'process'} between {nodes} nodes", flush=True)
         if gpu and (warning := warning_of(speed)):
             print(warning, file=sys.stderr, flush=True)
 
 
 def warning_of(speed: float) -> str:
-    """A sentence for GB/s a GPU that make the estimates of `plan` meaningless; "" otherwise."""
+    """A sentence for GB/s per GPU that make the estimates of `plan` meaningless; "" otherwise."""
     if speed >= SLOW * ASSUMED_GB_S:
         return ""
     return (
-        f"warning: the network between nodes has {speed:.3g} GB/s a GPU, less than a tenth of the {ASSUMED_GB_S:g} "
+        f"warning: the network between nodes has {speed:.3g} GB/s per GPU, less than a tenth of the {ASSUMED_GB_S:g} "
         "GB/s that foundry-moe plan assumes: see docs/how-to/network.md"
     )
 

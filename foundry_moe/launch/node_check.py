@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 30
 WIDTH = {"cuda": 8192, "cpu": 256}  # of the square matrices
 PRODUCTS = {"cuda": 50, "cpu": 2}
 LINK_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
-# Least bandwidth of an all-reduce within a node, in GB/s a GPU by compute capability: a quarter of NVLink's. GPUs of
+# Least bandwidth of an all-reduce within a node, in GB/s per GPU by compute capability: a quarter of NVLink's. GPUs of
 # other capabilities may be connected by PCIe only. The environment variable LINK_GB_S overrides it.
 LEAST_LINK_GB_S = {(8, 0): 50.0, (9, 0): 90.0, (10, 0): 150.0}
 
@@ -76,7 +76,7 @@ def link_faults(devices: list[torch.device], least_gb_s: float) -> dict[int, str
     _synchronize(devices)
     gb_s = 10 * LINK_BYTES[kind] * 2 * (count - 1) / count / (time.monotonic() - began) / 1e9
     if gb_s < least_gb_s:
-        slow = f"an all-reduce of this node has {gb_s:.3g} GB/s a GPU, less than LINK_GB_S ({least_gb_s:g})"
+        slow = f"an all-reduce of this node has {gb_s:.3g} GB/s per GPU, less than LINK_GB_S ({least_gb_s:g})"
         faults.setdefault(0, slow)
     return faults
 

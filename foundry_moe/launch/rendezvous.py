@@ -143,7 +143,7 @@ class _Timeouts(RendezvousTimeout):
     @property
     def last_call(self) -> timedelta:
         first = super().last_call
-        # nodes look once a second and join one after the other; one that is late makes all restart again
+        # nodes look once per second and join one after the other; one that is late makes all restart again
         return min(first, timedelta(seconds=1.5 + self.nodes / 100)) if self.restarting else first
 
 

@@ -23,7 +23,7 @@ from foundry_moe.checkpoint.strict import fail, integer, mapping, parse_json, se
 from foundry_moe.schema import UserError
 
 TOKEN, TOKEN_FILE = "FOUNDRY_MOE_TOKEN", "FOUNDRY_MOE_TOKEN_FILE"
-STATE_BYTES = 2**24  # 100 bytes a node
+STATE_BYTES = 2**24  # 100 bytes per node
 _WHERE = "the state of the rendezvous"
 
 

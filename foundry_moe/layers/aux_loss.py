@@ -1,6 +1,6 @@
-"""Adds auxiliary losses to a layer's graph and counts its loads, exactly once a microbatch.
+"""Adds auxiliary losses to a layer's graph and counts its loads, exactly once per microbatch.
 
-Both happen in the backward pass of an identity on the layer's output: it runs once a microbatch, also
+Both happen in the backward pass of an identity on the layer's output: it runs once per microbatch, also
 where activation checkpointing recomputes. Independent of gates, experts and trainers.
 
 Shapes: T tokens, D model width, E experts, L auxiliary losses.

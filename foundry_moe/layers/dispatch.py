@@ -6,7 +6,7 @@ Rounds dispatch, compute and combine parts of a layer's tokens one after the oth
 backward pass needs. Later rounds save nothing: the backward pass dispatches and computes them again. So a layer's peak
 memory does not depend on the gate.
 
-Shapes: T tokens of this process, Q rows that its experts receive, K choices a token, D model width.
+Shapes: T tokens of this process, Q rows that its experts receive, K choices per token, D model width.
 """
 
 from __future__ import annotations

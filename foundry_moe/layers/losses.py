@@ -1,7 +1,7 @@
 """Auxiliary losses of a gate, each a function of tensors. Means and sums are over real tokens, of one process where
 nothing else is said.
 
-Shapes: T tokens, E experts, K choices a token. `mask_T` is True for real tokens; padding is left out of all sums.
+Shapes: T tokens, E experts, K choices per token. `mask_T` is True for real tokens; padding is left out of all sums.
 """
 
 from __future__ import annotations

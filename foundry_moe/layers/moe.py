@@ -1,6 +1,6 @@
 """The MoE layer: choose, dispatch, experts, combine. Independent of ranks and world sizes: see its dispatcher.
 
-Shapes: T tokens, D model width, E experts (of the whole layer), K choices a token.
+Shapes: T tokens, D model width, E experts (of the whole layer), K choices per token.
 """
 
 from __future__ import annotations

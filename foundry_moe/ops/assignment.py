@@ -7,7 +7,7 @@ to experts with room.
 
 If the auction ends by itself, the sum is within T * epsilon of the optimum: each token is within epsilon of its
 best offer at the final prices. The tail of an auction is a few tokens outbidding each other for hundreds of rounds;
-cutting it off after 16 costs on average less than two epsilon a token (see tests and benchmarks).
+cutting it off after 16 costs on average less than two epsilon per token (see tests and benchmarks).
 
 Shapes: T tokens, E experts.
 """

@@ -133,7 +133,7 @@ def describe_backend(
     if chosen == "blocksparse":
         widths = (width, *(hidden if isinstance(hidden, tuple) else (hidden,)))
         odd = sorted({w for w in widths if w % ALIGN})
-        padded = f"; {', '.join(map(str, odd))} padded to multiples of {ALIGN}, by a copy of the weights a pass"
+        padded = f"; {', '.join(map(str, odd))} padded to multiples of {ALIGN}, by a copy of the weights per pass"
         padded = padded if odd else ""
         if isinstance(hidden, tuple):
             return f"{_PORTABLE}: the Hopper kernels need experts of one width{padded}"

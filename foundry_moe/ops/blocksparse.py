@@ -473,7 +473,7 @@ expert_recompute = differentiable(_mlp, _save_mlp, _mlp_gradient)
 
 
 def _compile_ahead(w2: Tensor, planes: int, weights_TK: Tensor | None, plan: ExpertPlan, dtype: torch.dtype) -> None:
-    """Has the kernels of experts like these compiled for every load, once a process: see `compile_ahead`.
+    """Has the kernels of experts like these compiled for every load, once per process: see `compile_ahead`.
 
     Args:
         dtype: of the weights' gradients.
@@ -545,7 +545,7 @@ def blocksparse_mlp(
 
     Args:
         copies: of fp32 weights, in x's dtype: what kernels read. They write the weights' gradients in fp32; rounding
-            these to the copies' dtype and casting takes 1.0 ms a layer more (H200, OLMoE).
+            these to the copies' dtype and casting takes 1.0 ms per layer more (H200, OLMoE).
 
     Raises:
         ValueError: `memory` is neither save nor recompute, or dtypes or devices differ.

@@ -191,7 +191,7 @@ def _gradient(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 def _compile_ahead(frozen: Frozen, rank: int, weights_TK: Tensor | None, plan: ExpertPlan) -> None:
-    """Has the kernels of experts like these compiled for every load, once a process: see `compile_ahead`."""
+    """Has the kernels of experts like these compiled for every load, once per process: see `compile_ahead`."""
     w2, planes = frozen.w2, 1 if frozen.v1 is None else 2
     experts, choices = len(plan.widths), plan.row_TK.shape[1]
     dtype = None if weights_TK is None else weights_TK.dtype

@@ -203,7 +203,7 @@ def _padded(
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor], list[int] | None]:
     """The weights with zeros up to widths that `ALIGN` divides, and these widths.
 
-    One copy a pass: otherwise kernels would move single elements, which took 8.1 times as long as a dense FFN (H200).
+    One copy per pass: otherwise kernels would move single elements, which took 8.1 times as long as a dense FFN (H200).
     """
 
     def padded(weight: Tensor) -> Tensor:

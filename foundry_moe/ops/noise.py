@@ -3,7 +3,7 @@
 No generator is advanced: the numbers are the same when a layer is recomputed, on every mesh and in every
 microbatch that holds the token.
 
-Shapes: T tokens, N numbers a token, B sequences, S positions.
+Shapes: T tokens, N numbers per token, B sequences, S positions.
 """
 
 from __future__ import annotations

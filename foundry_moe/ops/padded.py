@@ -41,7 +41,7 @@ def plan_padded(
 
     Args:
         experts_TK: -1 = no choice.
-        top_k: choices a token in the formula of `capacity_of`.
+        top_k: choices per token in the formula of `capacity_of`.
         capacity: a factor, or `dynamic`: the smallest capacity that drops none (Hwang et al. 2023, Tutel);
             this reads the loads on the host.
         weights_TK: finite; None = drop by order.

@@ -2,7 +2,7 @@
 
 Every shape is known on the host, so planning needs no synchronisation with the device.
 
-Shapes: T tokens, K choices a token at most, A = T * K assignments, R = A rows at most, E experts, D model width.
+Shapes: T tokens, K choices per token at most, A = T * K assignments, R = A rows at most, E experts, D model width.
 """
 
 from __future__ import annotations

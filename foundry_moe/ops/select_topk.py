@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry_moe.ops.operators import on_gpu, operator, twins
 
 MAX_EXPERTS = kernels.MAX_EXPERTS
-MAX_CHOICES = 32  # the choosing kernels take one maximum a choice: beyond, sorting all scores is the faster way
+MAX_CHOICES = 32  # the choosing kernels take one maximum per choice: beyond, sorting all scores is the faster way
 
 
 def topk(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:

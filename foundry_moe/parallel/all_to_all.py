@@ -13,7 +13,7 @@ index, then between the ranks of one index on all nodes. A message between nodes
 L times fewer: 2DH of Tutel (Hwang et al. 2022, arXiv 2206.03382, section 4.3), the balanced form of HetuMoE's gather,
 exchange and scatter (Nie et al. 2022, arXiv 2203.14685, section 3.2). Both deliver the same rows in the same order.
 
-Shapes: T tokens of this rank, K choices a token, D model width; P ranks = N nodes x L ranks a node; C = min(P, K) ranks
+Shapes: T tokens of this rank, K choices per token, D width; P ranks = N nodes x L ranks per node; C = min(P, K) ranks
 a token is sent to at most; S rows sent, Q rows received.
 """
 

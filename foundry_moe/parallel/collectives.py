@@ -1,6 +1,6 @@
 """An all-to-all of rows, collectives of gates, the time limit of process groups. Independent of Composer.
 
-Shapes: T tokens of this rank, S tokens received, X numbers a row, P ranks.
+Shapes: T tokens of this rank, S tokens received, X numbers per row, P ranks.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def plan_mesh(config: MeshConfig, *, world_size: int, ranks_per_node: int, num_e
         ValueError: no such mesh exists; the message has the arithmetic and valid values.
     """
     if world_size < 1 or ranks_per_node < 1:
-        raise UserError(f"a mesh needs at least one GPU and one GPU a node, not {world_size} and {ranks_per_node}")
+        raise UserError(f"a mesh needs at least one GPU and one GPU per node, not {world_size} and {ranks_per_node}")
     if world_size > ranks_per_node and world_size % ranks_per_node:
         raise UserError(f"{world_size} GPUs do not fill nodes of {ranks_per_node} GPUs: give every node as many")
     if num_experts is not None and config.expert != AUTO and num_experts % config.expert:
@@ -184,7 +184,7 @@ def _choose_all_to_all(wanted: str, plan: MeshPlan) -> str:
             f"{plan.ranks_per_node} GPUs: use a multiple of {plan.ranks_per_node}, or all_to_all: flat"
         )
     spans = plan.expert > plan.ranks_per_node and whole_nodes
-    # with one rank a node there is nothing to gather within it; with one node nothing to send between
+    # with one rank per node there is nothing to gather within it; with one node nothing to send between
     useful = spans and plan.ranks_per_node > 1
     return HIERARCHICAL if useful and wanted != FLAT else FLAT
 

@@ -350,7 +350,7 @@ def test_a_gate_of_another_package_trains_from_yaml(tmp_path, monkeypatch):
             from foundry_moe.layers.gates.gate import Choices, Gate
 
             class RoundRobin(Gate):
-                """Token t to expert (t + offset) mod E, with a learned weight an expert."""
+                """Token t to expert (t + offset) mod E, with a learned weight per expert."""
 
                 @dataclass(frozen=True, kw_only=True)
                 class Config(Gate.Config):

@@ -18,7 +18,7 @@ from tests.helpers.faults import kill_from_environment
 
 
 class LossLog(Callback):
-    """One JSON line a batch: number, loss, world size, and a hash of each sample of all ranks."""
+    """One JSON line per batch: number, loss, world size, and a hash of each sample of all ranks."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -162,7 +162,7 @@ def test_more_experts_ranks_mean_fewer_bytes_and_replicas_do_not() -> None:
     [
         ({"device_train_microbatch_size": 64, "global_train_batch_size": 4096}, "will not fit"),
         ({"model__moe__mesh": {"expert": 16, "shard": 2}}, "spans 2 nodes"),
-        ({"model__max_seq_len": 64, "device_train_microbatch_size": 1}, "tokens an expert in a microbatch"),
+        ({"model__max_seq_len": 64, "device_train_microbatch_size": 1}, "tokens per expert in a microbatch"),
         (
             {"model__moe__mesh": {"expert": 1, "shard": 64}},
             "slow: .* s of a step of .* s are messages that arithmetic does not hide",

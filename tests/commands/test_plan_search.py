@@ -97,7 +97,7 @@ def test_the_table_marks_the_runs_own_mesh_and_says_what_is_assumed(capsys: pyte
     text = command(capsys, "--search", "--gpu-memory-gib", "141")[1]
     (own,) = (line for line in text.splitlines() if line.startswith("*"))
     assert own.split()[1:4] == ["1", "1", "4"]
-    assert "NVIDIA H200" in text and "GB/s a GPU" in text and "assumed, not measured: launch_s" in text
+    assert "NVIDIA H200" in text and "GB/s per GPU" in text and "assumed, not measured: launch_s" in text
 
 
 def test_a_run_is_read_and_planned_once_with_a_search(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 SHARD = "model__moe__mesh__shard"
 ONE_NODE = {"model__moe__mesh__expert": 8, SHARD: 1, "device_train_microbatch_size": 1}
-# a run, its GPUs, GPUs a node, GiB of one, and keys that the YAML's first lines give for so many
+# a run, its GPUs, GPUs per node, GiB of one, and keys that the YAML's first lines give for so many
 SIZES: list[tuple[str, int, int, float, dict[str, Any]]] = [
     *((path, *machine, {}) for path, machine in RUNS.items()),
     ("yamls/cluster/64x8gpu.yaml", 448, 8, 80, {}),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:gate expert_choice")
 
 
 def test_gates_over_expert_ranks_train_as_one_process_does():
-    """Noise, schedules, bias and ragged choices included; two microbatches a step; the checkpoint too."""
+    """Noise, schedules, bias and ragged choices included; two microbatches per step; the checkpoint too."""
     (results,) = run_processes(
         gates_worker.on_meshes, list(gates_worker.ALONE), [(1, 1, 2)], world_size=2, preload=PRELOAD
     )

@@ -23,7 +23,7 @@ from tests.distributed import trainer_worker
 from tests.helpers.launching import PRELOAD
 
 ROOT = Path(__file__).parents[2]
-# GPUs, GPUs a node
+# GPUs, GPUs per node
 CLUSTERS = {
     "bench/olmoe_1b_7b": (4, 4),
     "bench/dbrx_wide": (4, 4),

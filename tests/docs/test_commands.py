@@ -203,7 +203,7 @@ def test_planning(folder):
     (block,) = blocks("how-to/planning.md", "bash")
     *plans, calibration = split(block)
     for plan in plans:
-        assert "tokens/s a GPU" in run_block(plan.replace("run.yaml", PLANNED), folder)
+        assert "tokens/s per GPU" in run_block(plan.replace("run.yaml", PLANNED), folder)
     assert "error: " in run_block(f"{calibration.partition('#')[0]} && exit 1 || test $? = 2", folder)  # needs a GPU
 
 

@@ -95,6 +95,6 @@ def test_adapters_are_trained_on_instructions_exported_and_continued(folder, sai
 def test_a_lost_process_is_replaced_and_the_run_completes(folder, said):
     outputs = [(block, run_block(block, folder)) for block in blocks(CLUSTER, "bash")]
     assert output_of(outputs, "foundry-moe check").startswith("ok: ")
-    assert "tokens/s a GPU" in output_of(outputs, "foundry-moe plan")
+    assert "tokens/s per GPU" in output_of(outputs, "foundry-moe plan")
     rehearsal = output_of(outputs, "docker/entrypoint.sh")
     assert re.search(r"resuming at batch (10|20)\b", rehearsal) and "(batch 40)" in rehearsal

@@ -100,7 +100,7 @@ def test_instructions_are_packed_and_trained_on_and_the_page_is_there(folder, fi
     longest = max(len(tokenizer(row["prompt"] + row["response"])["input_ids"]) for row in asked)
     assert [line["batch"] for line in found] == [1, 2, 3, 4, 5]
     for line in found:
-        # 8 rows of up to 128 tokens, 2 choices a token
+        # 8 rows of up to 128 tokens, 2 choices per token
         assert 2 * 8 * 2 * longest < sum(line["loads"]["0"]) <= 2 * 8 * 128, "rows hold more than two examples"
     assert found[0]["metrics"]["dmoe/rank_max_over_mean"] >= 1, "experts on two ranks"
     assert "dmoe/rank_max_over_mean" not in found[-1]["metrics"]

@@ -19,7 +19,7 @@ CHIPS = [chip for chip in sorted(SHARED_BYTES) if products_compile((chip // 10, 
 
 
 # Bytes a thread that may be on the stack though there are 255 registers: of products with an activation in their
-# epilogue, once a tile, and of the gate's logits, which take fp32 weights apart; of others a few values
+# epilogue, once per tile, and of the gate's logits, which take fp32 weights apart; of others a few values
 SPILLED = {("sparse_kernels.rows_kernel", True): 512, ("gate_logits._logits_kernel", False): 160}
 FEW = 32
 

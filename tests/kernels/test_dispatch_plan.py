@@ -44,7 +44,7 @@ def test_rows_counts_and_what_travels_equal_the_twin(kind, tokens, choices, rank
 
 
 def test_a_token_goes_once_to_each_rank_with_an_expert_of_its():
-    experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)  # 5 experts a rank
+    experts_TK = torch.tensor([[0, 1, 9], [-1, 4, -1], [5, 5, 14]], device=DEVICE)  # 5 experts per rank
     counts_P2, row_TC, packed = twin(experts_TK, torch.rand(3, 3, device=DEVICE), 5, 3)
     assert counts_P2.tolist() == [[2, 3], [2, 3], [1, 1]]
     assert row_TC.tolist() == [[0, 2, -1], [1, -1, -1], [-1, 3, 4]]

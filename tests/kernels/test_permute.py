@@ -108,7 +108,7 @@ def test_gathers_and_spreads_are_their_twins(kind, tokens, k, experts, width):
     torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
     x_TD = torch.randn(tokens, width, device=DEVICE)
     assert torch.equal(padded.gather(x_TD, source_R, k), reference.gather(x_TD, source_R, k))
-    # an expert at most once a token, as top-k gives them
+    # an expert at most once per token, as top-k gives them
     order_TE = torch.rand(tokens, experts, device=DEVICE).argsort(1)[:, : min(k, experts)].int()
     experts_TK = torch.where(torch.rand(order_TE.shape, device=DEVICE) < 0.3, -1, order_TE).contiguous()
     values_TK = torch.randn(experts_TK.shape, device=DEVICE)

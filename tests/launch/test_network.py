@@ -20,7 +20,7 @@ def test_the_warning_compares_with_what_plan_assumes() -> None:
     for chip in ("h100", "h200"):
         assert shipped_constants(chip).network.bytes_per_s == network.ASSUMED_GB_S * 1e9
     assert network.warning_of(4.6) == ""
-    assert "has 1.2 GB/s a GPU, less than a tenth of the 45 GB/s" in network.warning_of(1.2)
+    assert "has 1.2 GB/s per GPU, less than a tenth of the 45 GB/s" in network.warning_of(1.2)
 
 
 def measure() -> float:
@@ -37,4 +37,4 @@ def report() -> str:
 def test_two_nodes_measure_and_log_their_network() -> None:
     assert 0.001 < run_processes(measure, world_size=2, preload=PRELOAD) < 1000
     said = run_processes(report, world_size=2, preload=PRELOAD)
-    assert said.startswith("network: ") and said.endswith(" GB/s a process between 2 nodes\n")
+    assert said.startswith("network: ") and said.endswith(" GB/s per process between 2 nodes\n")

@@ -104,7 +104,7 @@ def test_design_example_fills_in_replicate() -> None:
         (16, 8, AUTO, HIERARCHICAL, 2),
         (64, 8, HIERARCHICAL, HIERARCHICAL, 8),
         (64, 8, FLAT, FLAT, 8),
-        (8, 1, AUTO, FLAT, 8),  # a rank a node: nothing to gather within one
+        (8, 1, AUTO, FLAT, 8),  # a rank per node: nothing to gather within one
         (4, 8, HIERARCHICAL, FLAT, 1),  # within a node: nothing to exchange between them
         (12, 8, AUTO, FLAT, 2),  # straddles
         (6, 4, AUTO, FLAT, 2),

@@ -152,7 +152,7 @@ def format_plan(plan: RunPlan) -> str:
     lines += [
         f"time of a step, by the constants of {constants.device} ({constants.source}):",
         *(f"  {name:28}{_scaled(seconds, TIMES):>12}" for name, seconds in plan.time.items()),
-        f"  {'in all':28}{_scaled(plan.step_s, TIMES):>12}, {plan.tokens_per_s:,.0f} tokens/s a GPU",
+        f"  {'in all':28}{_scaled(plan.step_s, TIMES):>12}, {plan.tokens_per_s:,.0f} tokens/s per GPU",
     ]
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan.warnings)])
 
@@ -161,12 +161,12 @@ def format_search(rows: list[dict[str, Any]], run_mesh: Mapping[str, int], machi
     """The rows of a search as a table; `run_mesh`, that of the YAML, is marked."""
     constants = machine.constants
     lines = [
-        f"meshes of {_count(machine.gpus, 'GPU')} ({machine.gpus_per_node} a node), best first; * is the run's own:",
-        "   replicate shard expert      GiB  tokens/s a GPU   step s",
+        f"meshes of {_count(machine.gpus, 'GPU')} ({machine.gpus_per_node} per node), best first; * is the run's own:",
+        "   replicate shard expert      GiB  tokens/s per GPU   step s",
         *(_line(row, "*" if row["mesh"] == run_mesh else " ") for row in rows),
         f"estimated with constants of {constants.device} ({constants.source}); assumed, not measured: "
         f"{', '.join(constants.assumed) or 'nothing'};",
-        f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s a GPU, loads as with a balance loss; "
+        f"  the network at {constants.network.bytes_per_s / 1e9:g} GB/s per GPU, loads as with a balance loss; "
         "without stalls, late data, checkpoints and restarts",
     ]
     if not any(row["fits"] for row in rows):
@@ -181,4 +181,4 @@ def _line(row: Mapping[str, Any], mark: str) -> str:
     start += f" {row['memory_total_bytes'] / GIB:8.1f}"
     if not row["fits"]:
         return f"{start}  {row['why']}"
-    return f"{start} {row['tokens_per_s_per_gpu']:15,.0f} {row['step_s']:8.3f}  {row['why']}".rstrip()
+    return f"{start} {row['tokens_per_s_per_gpu']:17,.0f} {row['step_s']:8.3f}  {row['why']}".rstrip()

@@ -68,7 +68,7 @@ class Constants:
     assumed: names of constants that were not measured on this machine.
     dense_flops_per_s: matrix products of T tokens with a square matrix, by its width.
     expert_flops_per_s: experts from routing to combine, forward and backward, by an expert's width.
-    attention_flops_per_s: causal attention, forward and backward, counted as 6 S D a token.
+    attention_flops_per_s: causal attention, forward and backward, counted as 6 S D per token.
     memory_bytes_per_s: read and written by one large copy.
     launch_s: the host's time for one small operation.
     contention: slowdown of matrix products beside messages, over the time of these messages.

@@ -108,12 +108,12 @@ class RunPlan:
         if exposed_s > max(SLOW_SHARE * self.step_s, SLOW_S):
             found.append(
                 f"slow: {exposed_s:.2f} s of a step of {self.step_s:.2f} s are messages that arithmetic does not hide; "
-                "use more sequences a step, or a smaller mesh.shard with more mesh.replicate"
+                "use more sequences per step, or a smaller mesh.shard with more mesh.replicate"
             )
         rows = self.step.tokens * self.shape.moe.top_k * self.mesh.expert / self.shape.moe.num_experts
         if rows < FEW_ROWS:
             found.append(
-                f"slow: {rows:.0f} tokens an expert in a microbatch; matrix products are fast from {FEW_ROWS} on"
+                f"slow: {rows:.0f} tokens per expert in a microbatch; matrix products are fast from {FEW_ROWS} on"
             )
         return found
 

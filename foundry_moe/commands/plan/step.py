@@ -102,7 +102,7 @@ def messages_of(shape: ModelShape, mesh: MeshPlan, step: Step) -> tuple[Message,
         found += [
             _collective(mesh, GATHER, what, units_ * gathers, step.width * size, (ranks, stride)),
             _collective(mesh, REDUCE, what, units_ * step.microbatches, 4 * trained, (ranks, stride)),
-            # two messages of 4 bytes a parameter: a reduce-scatter and an all-gather of this rank's part
+            # two messages of 4 bytes per parameter: a reduce-scatter and an all-gather of this rank's part
             _collective(mesh, ALL_REDUCE, what, units_, 8 * trained / ranks, (mesh.replicate, mesh.dense_shard)),
         ]
     if mesh.expert > 1:
@@ -239,7 +239,7 @@ def step_time(
 
     products          FLOPs over the rate of matrix products of that width
     experts           the same from routing to combine, and the bytes of the weights
-    attention         6 S D FLOPs a token and layer over the rate of attention
+    attention         6 S D FLOPs per token and layer over the rate of attention
     norms and others  bytes of the operations between the products, over the memory's bandwidth
     optimizer         bytes of AdamW and of clipping
     FSDP's copies     bytes of casts, gathered weights and gradients

@@ -67,7 +67,7 @@ def _shrink(run: dict[str, Any], config: Any, experts: MoEConfig) -> float:
     few = _few_layers(run, config, experts, layers)
     for key, value in vars(config).copy().items():
         if isinstance(value, list) and len(value) == layers and key != "mlp_only_layers":
-            setattr(config, key, value[:few])  # one entry a layer
+            setattr(config, key, value[:few])  # one entry per layer
     if small < width:
         if getattr(config, "head_dim", None):
             config.head_dim = shrink.HEAD

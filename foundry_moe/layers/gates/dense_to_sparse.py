@@ -1,6 +1,6 @@
 """`dense_to_sparse`: many experts at first, few later (Nie et al. 2021, arXiv 2112.14397).
 
-Shapes: T tokens, D model width, E experts, K choices a token at most in this batch.
+Shapes: T tokens, D model width, E experts, K choices per token at most in this batch.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ExpertChoiceGate(LinearGate):
 
     Loads are even by construction; a token may have from no expert to all of them.
 
-    YAML: `gate: {name: expert_choice}`; `top_k` is the mean number of experts a token.
+    YAML: `gate: {name: expert_choice}`; `top_k` is the mean number of experts per token.
 
     Warns: whether a token is chosen depends on later tokens of its sequence, in training and in evaluation, so the
     loss of a causal model is not one that it could have when it generates.

@@ -1,6 +1,6 @@
 """The interface of a gate: from tokens to experts and combine weights.
 
-Shapes: T tokens, D model width, E experts, K choices a token at most.
+Shapes: T tokens, D model width, E experts, K choices per token at most.
 """
 
 from __future__ import annotations

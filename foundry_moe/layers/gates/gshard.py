@@ -1,4 +1,4 @@
-"""`gshard`: two experts a token, the second one by chance (Lepikhin et al. 2020, GShard, arXiv 2006.16668).
+"""`gshard`: two experts per token, the second one by chance (Lepikhin et al. 2020, GShard, arXiv 2006.16668).
 
 Shapes: T tokens, D model width, E experts, K = 2 choices.
 """

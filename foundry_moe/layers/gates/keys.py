@@ -245,7 +245,7 @@ class DenseToSparseKeys(LinearKeys):
             raise UserError(f"max_experts ({self.max_experts}) must be 0 (no limit) or more")
 
     def check(self, num_experts: int, top_k: int) -> None:
-        need_top_k(top_k, 1, "gate dense_to_sparse ends with one expert a token, and sets the number itself before")
+        need_top_k(top_k, 1, "gate dense_to_sparse ends with one expert per token, and sets the number itself before")
 
 
 @dataclass(frozen=True, kw_only=True)

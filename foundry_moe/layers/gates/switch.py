@@ -1,4 +1,4 @@
-"""`switch`: one expert a token (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961).
+"""`switch`: one expert per token (Fedus et al. 2021, Switch Transformers, arXiv 2101.03961).
 
 Shapes: T tokens, D model width, E experts.
 """

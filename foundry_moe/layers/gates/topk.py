@@ -1,6 +1,6 @@
 """`topk`: the k experts with the largest scores (Shazeer et al. 2017, arXiv 1701.06538, and today's practice).
 
-Shapes: T tokens, D model width, E experts, K choices a token, G groups of experts.
+Shapes: T tokens, D model width, E experts, K choices per token, G groups of experts.
 """
 
 from __future__ import annotations
