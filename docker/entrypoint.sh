@@ -120,7 +120,7 @@ fi
 
 export NODE_RANK="$rank" # Composer reads it, and torchrun does not set it
 # After a restart PyTorch would use the previous round's store, where a rank may find addresses of ended peers
-# there: seen on torch 2.11 with gloo. A store for each life instead; on several nodes its port is any free one of node 0.
+# there: seen on torch 2.11 with gloo. A store for each start instead; on several nodes its port is any free one of node 0.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 script=${TRAIN_SCRIPT:-foundry_moe/train.py}
 if [ "$nodes" -eq 1 ]; then

@@ -331,7 +331,7 @@ class MoEConfig:
         if self.activation in ACTIVATIONS:
             yield from caught(self.lora_config.targets_of, self.activation)
         if isinstance(self.expert_hidden_size, tuple):
-            yield "lora supports no experts of different widths: give expert_hidden_size one number, or delete lora"
+            yield "lora does not support experts of different widths: give one expert_hidden_size, or delete lora"
 
     def _width_mistakes(self) -> Iterator[str]:
         widths = self.expert_hidden_size
@@ -354,7 +354,7 @@ class MoEConfig:
         ):
             if value not in allowed:
                 use = " or ".join(yaml_value(word) for word in allowed)
-                yield f"{key} ({value}) supports no experts of different widths: use {key}: {use}"
+                yield f"{key} ({value}) does not support experts of different widths: use {key}: {use}"
 
     def _layer_mistakes(self) -> Iterator[str]:
         layers = self.layers
@@ -384,8 +384,8 @@ class MoEConfig:
             return
         if self.lora_config is not None and self.lora_config.dropout and mesh.expert not in (AUTO, 1):
             raise UserError(
-                f"lora.dropout ({self.lora_config.dropout}) supports no mesh.expert ({mesh.expert}) above 1: rows that "
-                "are dispatched in rounds are computed again, with other random numbers; use lora.dropout: 0.0 or "
+                f"lora.dropout ({self.lora_config.dropout}) does not support mesh.expert ({mesh.expert}) above 1: rows "
+                "that are dispatched in rounds are computed again, with other random numbers; use lora.dropout: 0.0 or "
                 "mesh.expert: 1"
             )
 

@@ -1,7 +1,7 @@
 """Launches Triton kernels; repeated launches take less host time than with Triton's own launch.
 
-Triton inspects every argument to find the kernel compiled for its kind, and calls launch hooks; a layer of small
-experts then waits for its host. Here a kernel that has run once with arguments of a kind is called directly: the key
+Triton inspects every argument to find the kernel compiled for its kind, and calls launch hooks; small
+layers become host-bound. Here a kernel that has run once with arguments of a kind is called directly: the key
 distinguishes arguments at least as finely as Triton 3.6 does. Other versions, the interpreter and launch hooks
 (profilers) use Triton's launch; FOUNDRY_MOE_DIRECT_LAUNCH=0 does so always.
 """

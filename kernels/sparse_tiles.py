@@ -11,7 +11,7 @@ from foundry_moe_kernels.launch import next_power_of_2
 # Block rows of a topology that layers use: the paper's 128
 BLOCK = 128
 # Shared memory that one program may take, by compute capability (CUDA programming guide, table of technical
-# specifications); what is not listed gets the least of its kind
+# specifications); unlisted chips use the smallest limit of their class
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
 

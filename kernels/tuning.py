@@ -82,7 +82,7 @@ def _sizes(key: str) -> list[float]:
 
 @contextmanager
 def pretend(rows_per_expert: int, experts: int) -> Iterator[None]:
-    """Within, tiles are chosen as if `experts` experts had `rows_per_expert` rows each.
+    """Selects tiles for a hypothetical load: `experts` experts with `rows_per_expert` rows each.
 
     Code that compiles kernels for all loads runs few rows and names here the load that they represent.
     """

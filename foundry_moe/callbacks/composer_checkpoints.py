@@ -12,7 +12,7 @@ def load_elsewhere(is_ours: Callable[[str], bool], load: Callable[[str, bool, li
     """Keeps Composer from reading some `load_path` until the function that is returned is called: see
     `foundry_moe.launch`.
 
-    `load_path` names the starting point of a run, or what `autoresume` has found.
+    `load_path` names the starting point of a run, or the checkpoint that `autoresume` has found.
 
     Args:
         is_ours: called with `load_path`; whether Composer must not read it.

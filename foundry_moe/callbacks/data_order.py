@@ -1,4 +1,4 @@
-"""The order of the training data, which must not depend on whether a run was interrupted."""
+"""Makes the order of the training data independent of interruptions of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EpochSampler(Sampler[Any]):
     """A sampler's indices in an order that depends on (seed, epoch, rank) only.
 
     PyTorch's samplers draw an epoch's order from the global generator at its first index, so the order would depend on
-    all numbers drawn before it. What the caller draws afterwards does not change.
+    all numbers drawn before it. The caller's later draws do not change.
     """
 
     def __init__(self, sampler: Iterable[Any], state: State) -> None:

@@ -79,7 +79,7 @@ class ElasticCheckpoint(Callback):
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Where the newest complete checkpoint of this run is, as text; None before the first."""
+        """The place of the newest complete checkpoint of this run, as text; None before the first."""
         return None if self._checkpoints is None else self._checkpoints.committed
 
     # Resuming
@@ -132,7 +132,7 @@ class ElasticCheckpoint(Callback):
         self._restore_loading = load_elsewhere(is_ours, load)
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Takes ownership of the folder, and restores its newest good commit over whatever Composer has loaded."""
+        """Takes ownership of the folder, and restores its newest good commit in place of Composer's loaded state."""
         self._mark("trainer and FSDP")
         self._restore_loading()
         check_storable(state)
@@ -174,7 +174,7 @@ class ElasticCheckpoint(Callback):
             reseed(state.rank_zero_seed, state.timestamp.batch.value, dist.get_global_rank())
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """All ranks decide alike whether to train this batch."""
+        """All ranks reach the same decision on training this batch."""
         stop = self._watch.before_batch(state)
         if stop is not None:
             self._stop(stop, state, logger)

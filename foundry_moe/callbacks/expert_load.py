@@ -40,7 +40,7 @@ def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
     """
     try:
         every = Time.from_input(interval, TimeUnit.BATCH)
-    except (ValueError, RuntimeError):  # for what is neither text nor a number
+    except (ValueError, RuntimeError):  # for values that are neither text nor a number
         raise UserError(f"{where} ({interval!r}) must be a time such as 10ba, 1ep or 100000tok") from None
     if every.value <= 0:
         raise UserError(f"{where} ({interval!r}) must be above 0")
@@ -103,7 +103,7 @@ class ExpertLoad(Callback):
     Args:
         interval: a Composer time string.
         shares: log each expert's share; for few experts.
-        file: where the JSON lines go (rank 0 writes them); a resumed run goes on with them.
+        file: where the JSON lines go (rank 0 writes them); a resumed run appends to them.
         html: where the page of `file` goes; `foundry-moe loads FILE` makes one at any time.
 
     Raises:
@@ -196,7 +196,7 @@ class ExpertLoad(Callback):
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
             try:
                 write_page(self.file.path, Path(self.html))
-            except UserError as error:  # of an older run in the same file, for example: no reason to end this one
+            except UserError as error:  # for example of an older run in the same file, which must not end this one
                 log.warning("callbacks.expert_load.html: %s", error)
 
 

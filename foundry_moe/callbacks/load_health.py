@@ -22,7 +22,7 @@ PATIENCE = 2  # looks in a row
 class LoadFile:
     """One JSON object per line: `{"batch": 20, "loads": {"0": [choices per expert], ...}, "metrics": {...}}`.
 
-    A run that resumes goes on with the file of the run before; lines of batches that it repeats are dropped.
+    A resumed run appends to the file of the run before; lines of batches that it repeats are dropped.
 
     Raises:
         ValueError: the path is a URI.

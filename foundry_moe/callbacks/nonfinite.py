@@ -1,4 +1,4 @@
-"""Detects losses, gradients and weights that are not finite, and names the layer where it began.
+"""Detects losses, gradients and weights that are not finite, and names the first layer that had them.
 
 `FiniteWatch` checks one rank's part of each batch on the device and reads the flags a batch later, so that no step
 waits for the device. `describe` names the place from the findings of all ranks. This module must not import Composer.

@@ -119,7 +119,7 @@ class RunCheckpoints:
         """Restores a loaded state, and logs the differences between its training and this run's.
 
         Raises:
-            MismatchError: the experts of the checkpoint compute something else.
+            MismatchError: the experts of the checkpoint compute a different function.
         """
         keep = self.config.optimizer_settings == "run"
         self._engine.info["training"] = _restore(state, loaded, logger, keep_settings=keep)
@@ -370,7 +370,7 @@ def _describe_base(state: State, group: torch_dist.ProcessGroup | None) -> dict[
 
 
 def _identity(state: State) -> Identity:
-    """What stays the same over all restarts of this run. A name that Composer generated changes with each."""
+    """What is the same in all restarts of this run. A name that Composer generated changes with each."""
     generated = re.fullmatch(r"[0-9]{10}-[a-z]+(-[a-z]+)*", state.run_name)
     tensors = collect(state, weights_only=True)["model"]
     return Identity(run_name="" if generated else state.run_name, model=tensors_digest(tensors))

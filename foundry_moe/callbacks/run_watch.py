@@ -62,7 +62,7 @@ def exchange(mine: RankStatus, group: torch_dist.ProcessGroup | None) -> list[Ra
 
 
 class RunWatch:
-    """One rank's part of the watch.
+    """Exchanges stop requests and health flags before each batch.
 
     Args:
         signals: names of the signals that stop the run.
@@ -120,7 +120,7 @@ class RunWatch:
         return self._stop_reason(rows)
 
     def between_batches(self) -> str | None:
-        """Collective, where no batch follows: in an evaluation, at the end.
+        """Collective, for events without a following batch: in an evaluation, at the end.
 
         Returns:
             Why the run is to stop, with the ranks that were asked to; None if none was.
@@ -165,7 +165,7 @@ class RunWatch:
 
 
 def count_microbatches(state: State) -> int:
-    """How many microbatches Composer will make of this rank's batch; 1 where that is not known before."""
+    """How many microbatches Composer will make of this rank's batch; 1 if that is not known beforehand."""
     size, batch = state.device_train_microbatch_size, state.batch
     if state.auto_microbatching or not isinstance(size, int) or not isinstance(batch, Mapping):
         return 1

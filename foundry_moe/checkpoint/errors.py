@@ -97,8 +97,8 @@ class TooManyFailuresError(CheckpointError):
 
 
 def worst(reasons: Iterable[Exception]) -> Exception:
-    """The failure of several ranks that decides: another model, then the store, then any other error. Damage, after
-    which the previous checkpoint is tried, decides only if there is nothing else."""
+    """Selects the error to raise when several ranks fail: another model, then the store, then any other error. Damage,
+    after which the previous checkpoint is tried, is raised only if there is nothing else."""
 
     def order(reason: Exception) -> tuple[bool, bool, bool]:
         mismatch, store, damage = (isinstance(reason, kind) for kind in (MismatchError, StoreError, DamagedError))

@@ -51,7 +51,7 @@ def frozen_sources(
     """The weights that a checkpoint leaves out, as the run had them, from the Hugging Face model it began with.
 
     Args:
-        base: what the checkpoint records of them.
+        base: the checkpoint's record of them.
         place: a folder or name; None = the recorded one.
 
     Raises:

@@ -1,7 +1,7 @@
 """A commit in formats that others read: safetensors files, or PyTorch's own.
 
-Safetensors are what Hugging Face calls a sharded checkpoint: `model-00001-of-00007.safetensors` and an index. Memory
-holds one file and what it is made of, not the model.
+Safetensors have Hugging Face's sharded layout: `model-00001-of-00007.safetensors` and an index. Memory holds one file
+and its sources, not the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an export does with the files beside the weights in the folder that a run's model was loaded from."""
+"""Copies or drops the files beside the weights in the folder that a run's model was loaded from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user writes under `callbacks.elastic_checkpoint`, and every check on it that needs no store.
+"""The keys of `callbacks.elastic_checkpoint`, and every check of them that needs no store.
 
 This module imports neither torch nor Composer.
 """
@@ -60,9 +60,9 @@ class CheckpointConfig:
         one folder.
     interval: how often: `30m`, `500ba`, `1ep`. The end of training is always saved.
     keep: how many of the newest checkpoints stay.
-    keep_every: `1000ba`: the first checkpoint at or after each multiple stays for ever.
+    keep_every: `1000ba`: the first checkpoint at or after each multiple is never deleted.
     resume: auto (the newest that is good, or a new run) | never (the folder must be empty) | a step, from which the
-        run forks: restarts then go on from the fork's own newest.
+        run forks: restarts then continue from the fork's own newest.
     optimizer_settings: checkpoint | run: whose learning rate, betas and weight decay hold after a resume.
     asynchronous: write it `async`. true uploads in the background; false waits for every save.
     max_failures: training stops after this many failed saves in a row.
@@ -171,7 +171,7 @@ class CheckpointConfig:
 
 
 def checkpoint_config(mapping: Mapping[str, Any]) -> CheckpointConfig:
-    """From the user's keys; `async` is `asynchronous`, because Python keeps the word for itself.
+    """From the user's keys; `async` is `asynchronous`, because `async` is a keyword of Python.
 
     Raises:
         ValueError: a sentence for each mistake, with key, value and what would be valid.

@@ -1,4 +1,4 @@
-"""What a run prints beside its report: third-party warnings that every run repeats, and Composer's console loggers.
+"""Settings of a run's console: third-party warnings that every run repeats, and Composer's console loggers.
 
 Imports neither torch nor Composer.
 """
@@ -29,7 +29,7 @@ _WARNINGS = (
     "Dynamo detected a call to a `functools.lru_cache`",
 )
 _OF_TRACKER = "ignore:resource_tracker:UserWarning"
-# by logger, what a record of transformers contains
+# by logger of transformers, a part of the records to drop
 _RECORDS = {
     "transformers.modeling_utils": "has generative capabilities",
     "transformers.modeling_rope_utils": "Unrecognized keys in `rope_scaling`",
@@ -40,7 +40,7 @@ def quiet_third_parties() -> None:
     """Drops the warnings above. Call it before the packages are imported, and after Composer, which adds filters."""
     for message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # a process of multiprocessing's prints it after the last line of a run that was stopped
+    # multiprocessing's resource tracker prints it after the last line of a run that was stopped
     given = os.environ.get("PYTHONWARNINGS", "")
     if _OF_TRACKER not in given:
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, _OF_TRACKER)))

@@ -64,7 +64,7 @@ def stop_settings(words: Sequence[str]) -> CheckpointConfig:
 
 
 def launcher_of(pid: int) -> str:
-    """Which launcher of ranks a process is, "" for none. A shell is none: it may leave a run in the background."""
+    """Name of the launcher of ranks that a process is, or "". A shell is none: it may leave a run in the background."""
     try:
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -78,7 +78,7 @@ def is_first_rank() -> bool:
 
 
 def code_here(code: int) -> int:
-    """The exit code of this process where all ranks end for one reason, which rank 0 reports.
+    """The exit code of this process if all ranks end for one reason, which rank 0 reports.
 
     Composer's launcher prints all output of each other rank whose exit code is not 0, and returns local rank 0's.
     """
@@ -131,7 +131,7 @@ def _leave_in_time(code: int, sentence: str) -> None:
 
 
 def wait_to_end(seconds: float, code: int) -> None:
-    """Waits so long, or ends with this code as soon as the launcher asks for it: no stop is requested then."""
+    """Waits, or ends with this code as soon as the launcher signals: no stop is requested then."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
     time.sleep(seconds)

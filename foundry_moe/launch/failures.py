@@ -22,7 +22,7 @@ MOST_RANKS = 20  # named in a sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What one rank wrote of its error. `frames`: the lines of its traceback that name a place."""
+    """The error that one rank wrote. `frames`: the lines of its traceback that name a place."""
 
     rank: int
     traceback: str
@@ -44,7 +44,7 @@ def failures_in(logs: Path) -> list[Failure]:
 
 
 def print_cause(codes: Mapping[int, int], logs: Path) -> None:
-    """Prints what the console, which shows rank 0, lacks.
+    """Prints the errors of ranks other than 0, which the console does not show.
 
     Args:
         codes: exit codes of the ranks that ended before the launcher ended the others; by signal if below 0.

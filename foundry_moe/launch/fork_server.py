@@ -1,7 +1,7 @@
 """Forks training processes from a server that has done their imports, which would take each of them 10 to 30 s.
 
 `launch.torchrun` starts the training script once more as a server, during the rendezvous. The server imports and waits;
-for each process of each start it forks one, which goes on in the script where the server stopped. The process becomes
+for each process of each start it forks one, which continues the script where the server stopped. The process becomes
 the launcher's own child, in a session of its own, as if the launcher had started it. Where no server runs, or it has
 ended, the launcher starts processes as torchrun does. This module must not know torch's launcher.
 """
@@ -78,7 +78,7 @@ def serve() -> None:
 
 
 def _become(request: Mapping[str, str], launcher: int) -> bool:
-    """Makes this process what the launcher would have started; False if it is not the launcher's child."""
+    """Gives this process the environment and session of one that the launcher starts; False if it is not its child."""
     deadline = time.monotonic() + PARENT_S
     while os.getppid() != launcher:
         if time.monotonic() > deadline:
@@ -110,7 +110,7 @@ def _receive(connection: socket.socket) -> dict[str, str] | None:
 
 
 class Forked:
-    """What torchrun uses of a `subprocess.Popen`, for a child of this process that it has not started itself."""
+    """The part of `subprocess.Popen` that torchrun uses, for a child that this process has not started itself."""
 
     def __init__(self, pid: int, args: Sequence[str]) -> None:
         self.pid, self.args = pid, args

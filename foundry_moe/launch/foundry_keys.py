@@ -58,7 +58,7 @@ def table() -> Mapping[str, Any]:
 
 
 def key_mistakes(run: Mapping[str, Any], *, rules: bool = False) -> Iterator[str]:
-    """A sentence for each key of a run that nothing reads, that is missing, or whose value is of another kind.
+    """A sentence for each key of a run that is unknown, missing, or whose value has the wrong type.
 
     Args:
         rules: check each value by the rule for it too, where keys and kinds are right.

@@ -1,6 +1,6 @@
 """Starts a process group on this machine, runs one function on every rank, and ends all of it if one rank fails.
 
-Children come from a fork server that has imported torch, so a launch costs a fraction of a second a process.
+Children come from a fork server that has imported torch, so a launch takes a fraction of a second per process.
 This module must not know the function.
 """
 
@@ -86,7 +86,7 @@ def run_processes(
     Args:
         function: importable by name; returns on rank 0 what `torch.save` can write.
         timeout_s: for the whole run, and for each collective in it.
-        preload: modules that the fork server imports; the first launch of this process settles them for all.
+        preload: modules that the fork server imports; the first launch of this process fixes them for all later ones.
 
     Returns:
         Rank 0's result.
@@ -124,7 +124,7 @@ def run_processes(
 
 
 def _wait(processes: Sequence[BaseProcess], timeout_s: float) -> bool:
-    """Whether the run failed: True as soon as a rank has, or time is out; False once all have ended well."""
+    """Whether the run failed: True once a rank fails or time is out; False once all ranks have succeeded."""
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes):
         if any(process.exitcode for process in processes) or time.monotonic() > deadline:

@@ -2,11 +2,11 @@
 
 `python -m foundry_moe.launch.rendezvous [PORT]` serves it from a machine that has no part in the run (`STORE` of
 `docker/entrypoint.sh`); on node 0, where torchrun starts it otherwise, it ends with that node. It holds some kilobytes
-a node and needs one core. With torch's backend, "c10d", all agents end within seconds of the store. Here they connect
-again, and the first that does puts the state of the rendezvous back, so that processes train on meanwhile. On one
+per node and needs one core. With torch's backend, "c10d", all agents end within seconds of the store. Here they connect
+again, and the first of them restores the state of the rendezvous; training continues meanwhile. On one
 machine (`store_type=hash` of `--rdzv-conf`) the agent keeps the state in its own memory, and the store of its processes
-listens on 127.0.0.1 only. The state is signed JSON (`rendezvous_state`). This module uses the interfaces that torch has
-for backends of others, and replaces nothing.
+listens on 127.0.0.1 only. The state is signed JSON (`rendezvous_state`). This module uses torch's interface for
+other backends, and replaces nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from foundry_moe.launch.rendezvous_state import decode, encode, from_torch, shar
 
 NAME = "foundry"
 PORT = 29500
-OUTAGE_S = 300.0  # agents wait for so long for their store; then their cluster starts them again
+OUTAGE_S = 300.0  # how long agents wait for their store before they end and their cluster starts them again
 RETRY_S = 0.5
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -136,7 +136,7 @@ def is_local(parameters: RendezvousParameters) -> bool:
 
 
 class _Timeouts(RendezvousTimeout):
-    """`last_call_timeout` of `--rdzv-conf` holds for the first start; then no more nodes are expected."""
+    """`last_call_timeout` of `--rdzv-conf` applies to the first start; after it no more nodes are expected."""
 
     nodes, restarting = 1, False
 

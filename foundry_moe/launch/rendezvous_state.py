@@ -121,7 +121,7 @@ def _time(value: Any) -> datetime:
 
 
 def to_torch(state: _RendezvousState) -> bytes:
-    """What torch's handler takes from its backend, and unpickles in the same call."""
+    """The object that torch's handler takes from its backend and unpickles in the same call."""
     return pickle.dumps(state)
 
 

@@ -127,7 +127,7 @@ def check_whole_run(run: Mapping[str, Any], machine: Machine | None = None) -> M
             all keys and the types of their values, are right.
     """
     experts = caught(read_moe, run)
-    # mistakes in the experts' keys are named in `read_moe`'s words alone
+    # `read_moe` alone reports mistakes in the experts' keys
     named = ("model.moe", "model.ffn_config.ffn_type", "algorithms.dmoe") if experts else ()
     raise_mistakes([*experts, *(sentence for sentence in key_mistakes(run) if not sentence.startswith(named))])
     config = read_moe(run)
@@ -165,7 +165,7 @@ def own_mistakes(run: Mapping[str, Any], config: MoEConfig | None, machine: Mach
 
 
 def _load_mistakes(run: Mapping[str, Any], *, elastic: bool) -> Iterator[str]:
-    """A sentence for each key of a start from another checkpoint that would have no effect."""
+    """A sentence for each key about a start from another checkpoint that would have no effect."""
     start = run.get("load_path")
     ours = isinstance(start, str) and (Path(start.removeprefix("file://")) / "commits").is_dir()
     if ours and not elastic:

@@ -52,7 +52,7 @@ def file_mistakes(run: Mapping[str, Any]) -> list[str]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name is none of a hub, which are `model` or `owner/model`."""
+    """Whether a name is not that of a hub's model, `model` or `owner/model`."""
     parts = Path(name).parts
     return name[:1] in (".", "~", "/") or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
 
@@ -148,7 +148,7 @@ def _vocabulary_mistakes(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def local_json(name: object, file: str) -> dict[str, Any]:
-    """A JSON file of a model's folder, or of the hub's cache; empty where there is none that can be read."""
+    """A JSON file of a model's folder, or of the hub's cache; empty if none can be read."""
     if not isinstance(name, str):
         return {}
     path: Any = Path(name) / file

@@ -25,7 +25,7 @@ _SAVE_INTERVAL = "1000ba"  # LLM Foundry's default
 
 
 def time_mistakes(run: Mapping[str, Any], config: MoEConfig | None) -> Iterator[str]:
-    """A sentence for each time that is none, and, where all are times, for each pair that does not agree."""
+    """A sentence for each invalid time and, where all are valid, for each pair that does not agree."""
     forms = list(_forms(run))
     yield from forms
     if forms or "max_duration" not in run:

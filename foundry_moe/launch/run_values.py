@@ -16,7 +16,7 @@ from foundry_moe.launch.run_files import local_json
 from foundry_moe.launch.run_times import time_mistakes
 from foundry_moe.schema import UserError, caught, fits, one_of, section, with_whole_key
 
-_ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # what matches these matches every name
+_ANY_NAMES = ("0", "_", "wq", "model.lm_head.bias", "experts.w1_A_EDL")  # patterns that match every name
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer")  # names in config.json of the number of layers
 # names in config.json of the MoE families that models/families supports
 _HUGGING_FACE_EXPERTS = {
@@ -143,7 +143,7 @@ def _layers(run: Mapping[str, Any], config: MoEConfig, layers: int | None) -> It
 
 
 def _upcycled(run: Mapping[str, Any], config: MoEConfig, width: Any) -> Iterator[str]:
-    """What copies of an FFN of this width cannot have; all widths are tried again when weights are copied."""
+    """Keys that copies of an FFN of this width do not support; all widths are checked again when weights are copied."""
     if fits(width, int) and config.init in (AUTO, "upcycle"):
         yield from whole_paths(run, caught(config.shards_of, width, "the model's FFN"))
 

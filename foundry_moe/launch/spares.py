@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 CONNECT_S = 10.0
-SILENCE_S = 600.0  # a spare takes the run for dead after so long without its store
+SILENCE_S = 600.0  # without the run's store for this long, a spare assumes that the run has failed
 START_S = 3600.0  # the same before the store has answered once: images are pulled, data is downloaded
 FAREWELL_S = 30.0  # a run that has ended keeps its store until all spares have read that, but no longer than this
 
@@ -34,7 +34,7 @@ FAREWELL_S = 30.0  # a run that has ended keeps its store until all spares have 
 def ranks_in_use(
     config: MeshConfig, *, world_size: int, ranks_per_node: int, num_experts: int | None, batch_size: object = None
 ) -> int:
-    """All ranks; with `mesh.spares` the most that make a mesh and divide the global batch size, in whole nodes.
+    """All ranks; with `mesh.spares` the most that form a mesh and divide the global batch size, in whole nodes.
 
     Args:
         config, world_size, ranks_per_node, num_experts: see `plan_mesh`.

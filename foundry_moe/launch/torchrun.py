@@ -8,7 +8,7 @@ a save that they cannot complete without it: here they are killed.
 
 **Mistakes.** A wrong checkpoint folder, or a checkpoint of another model, would fail again on every restart. The
 processes exit with 2 then (`user_errors.run_cleanly`), and so does the launcher. This holds for the first start with
-all nodes only: a configuration that has run was right, and a mesh that does not fit fewer nodes waits for the others. A
+all nodes only: a configuration that has run is valid, and a mesh that does not fit fewer nodes waits for the others. A
 run whose values are not finite (exit code 3), or whose folder a newer process has taken over (4), is never restarted:
 it would fail again, or stop the process that took over.
 
@@ -69,7 +69,7 @@ class Agent(LocalElasticAgent):
     signals: tuple[str, ...] = ()
     wait_s = 0.0
     nodes = 1
-    final: int | None = None  # of the class: torchrun keeps its agent to itself
+    final: int | None = None  # on the class, because torchrun does not expose its agent
     first: ClassVar[dict[int, int]] = {}  # exit codes of the local ranks that ended before the others were killed
     _watch: NodeWatch | None = None  # while processes run, if there are other nodes
 
@@ -222,7 +222,7 @@ def launch_here(processes: int, words: list[str]) -> int:
         As `launch`; 1 where that raises, after the first error that is no lost connection.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    os.environ.setdefault(SERVER, "0")  # nothing restarts here, which is what a fork server is for
+    os.environ.setdefault(SERVER, "0")  # no restarts here, so no fork server
     logging.disable(logging.ERROR)  # torchrun's own lines about signals and exit codes
     with tempfile.TemporaryDirectory(prefix="foundry-moe-") as logs:
         others = ",".join(f"{rank}:3" for rank in range(1, processes)) or "0"  # both streams of each go to files
@@ -231,7 +231,7 @@ def launch_here(processes: int, words: list[str]) -> int:
 
 
 def _print_failure(error: ChildFailedError, logs: Path, config: CheckpointConfig) -> bool:
-    """Prints what rank 0 has not printed of a failure on this machine; returns whether it is a stop."""
+    """Prints the part of a failure on this machine that rank 0 has not printed; returns whether it is a stop."""
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     stops = {-signal.Signals[name] for name in config.signals}
     early = stops & set(codes.values())  # before they could handle the signal

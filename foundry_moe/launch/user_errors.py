@@ -31,7 +31,7 @@ class NonfiniteError(RuntimeError):
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether the message is all that a user needs."""
+    """Whether the message alone is enough for a user."""
     return isinstance(error, UserError | CheckpointError)
 
 
@@ -46,7 +46,7 @@ def run_cleanly(action: Callable[[], int]) -> int:
 
     Returns:
         The exit code: that of `action`; 2 for a user's mistake; 3 for a run whose numbers are not finite; 4 for one
-        whose folder a newer process has taken over; 1 for an error that may pass, such as a store that does not answer.
+        whose folder a newer process has taken over; 1 for a temporary error, such as a store that does not answer.
     """
     try:
         code = action()
@@ -60,7 +60,7 @@ def run_cleanly(action: Callable[[], int]) -> int:
             raise
         return _report(error, USER_ERROR if isinstance(error, UserError) else PASSING_ERROR)
     except (RuntimeError, ConnectionError) as error:
-        if isinstance(error, BrokenPipeError) and "RANK" not in os.environ:  # `head` has read what it wanted
+        if isinstance(error, BrokenPipeError) and "RANK" not in os.environ:  # the reader, such as `head`, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return PASSING_ERROR
         text = f"{type(error).__name__}: {error}"

@@ -58,9 +58,9 @@ class GateContext:
     token_ids_BS: the ids of the batch [sequences, positions], or None where the model was not given any.
     mask_T: True for real tokens, False for padding; None = all are real.
     progress: of the training; None where nothing sets it.
-    losses: names of the auxiliary losses that are wanted; none in evaluation.
+    losses: names of the auxiliary losses to compute; none in evaluation.
     seed, layer: of the layer, for random numbers.
-    sum_counts: sums counts over all tokens of the balance loss. Call it at most once in a forward pass, with a tensor
+    sum_counts: sums counts over all tokens of the balance loss. Call it at most once per forward pass, with a tensor
         without gradient. `sum_importance` and `sum_load` are the same for the experts' totals of these losses.
     sequences: given where the balance loss is per sequence, instead of over `sum_counts`.
     largest: the maximum of a scalar over all processes that share a batch.
@@ -127,7 +127,7 @@ class BatchContext:
     def loss_scale(self, device: torch.device) -> Tensor:
         """`auxiliary_scale`, else d(what is differentiated) / d(loss): a trainer weighs microbatches and scales fp16.
 
-        fp64 scalar; 1 where no loss was anchored. Valid in the backward pass only.
+        fp64 scalar; 1 without an anchored loss. Valid in the backward pass only.
         """
         if self._loss_scale.device != device:
             self._loss_scale = torch.ones((), dtype=torch.float64, device=device)
@@ -237,8 +237,8 @@ class BatchContext:
     def observe(self, model: nn.Module) -> None:
         """Hooks `model` and those of its modules whose forward takes `input_ids` or `batch`.
 
-        Each call of such a module is a forward pass, with the ids and padding of its arguments; of modules within each
-        other, the innermost one's, completed by those around it. While its backward pass runs, a layer that is
+        Each call of such a module is a forward pass, with the ids and padding of its arguments; nested modules use the
+        innermost one's, completed by those around it. While its backward pass runs, a layer that is
         recomputed reads them again, whatever ran in between. A scalar `loss` among its results gives the scale of
         auxiliary losses, and a loss without targets becomes 0. Modules that are hooked already are left alone.
         """

@@ -76,7 +76,7 @@ class Dispatcher:
 # (tokens, x_TD, weights_TK, *parameters) -> y_TD, of these tokens
 Round = Callable[..., Tensor]
 _BEFORE_INPUTS = 2  # arguments of `_LaterRounds` before tensors that may have gradients
-_BY_TOKEN = 2  # of those the first ones, x and weights, are cut into rounds
+_BY_TOKEN = 2  # the first of those, x and weights, are cut into rounds
 
 
 @torch.compiler.disable  # the number of rounds depends on the data

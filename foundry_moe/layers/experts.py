@@ -81,7 +81,7 @@ class ExpertsBase(nn.Module):
         """
         parameters = self.tensors()
         assert parameters[0] is not None
-        # outside autocast rows are cast as FSDP2 casts a module's inputs: received rows are none of its inputs
+        # received rows bypass FSDP2's input cast, so they are cast here outside autocast
         dtype = parameters[0].dtype
 
         def run_part(rows: Dispatched, *parameters: Tensor | None) -> Dispatched:

@@ -1,5 +1,5 @@
-"""Auxiliary losses of a gate, each a function of tensors. Means and sums are over real tokens, of one process where
-nothing else is said.
+"""Auxiliary losses of a gate, each a function of tensors. Means and sums are over the real tokens of one process
+unless stated otherwise.
 
 Shapes: T tokens, E experts, K choices per token. `mask_T` is True for real tokens; padding is left out of all sums.
 """
@@ -48,8 +48,8 @@ def variation_squared(
     6 and 7); of `chosen_with_new_noise`, the expected loads, `load` (appendix A, equations 10 and 11).
 
     Args:
-        sum_over: sums a tensor over the processes or microbatches that the loss covers. The value is then theirs
-            together; the gradient is that of this part, over its share of the tokens: parts weighed by their tokens
+        sum_over: sums a tensor over the processes or microbatches that the loss covers. The value is then that of all
+            of them; the gradient is this part's, over its share of the tokens, so that parts weighed by their tokens
             have the gradient of the whole.
     """
     totals_E = masked_sum(values_TE, mask_T)
@@ -95,9 +95,9 @@ def alignment_loss(probs_TE: Tensor, inside_TE: Tensor, last_chosen_T: Tensor, m
 
 @torch.no_grad()
 def gate_entropy(logits_TE: Tensor, mask_T: Tensor | None = None, *, score: str = "softmax") -> Tensor:
-    """The mean over tokens of the entropy of the gate's probabilities, over log E. No loss: it is only measured.
+    """The mean over tokens of the entropy of the gate's probabilities, over log E. A measurement, not a loss.
 
-    1 where the gate has no preference, 0 where each token has one expert that takes all: loads may be even in both.
+    1 if all probabilities are equal, 0 if each token has one expert of probability 1; loads may be even in both cases.
 
     Args:
         score: softmax | sigmoid, whose scores are normalised first.

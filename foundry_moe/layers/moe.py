@@ -42,7 +42,7 @@ class MoELayer(nn.Module):
         gate_output: return (output, gate logits) or (output, probabilities), as Hugging Face's MoE blocks do.
 
     gate_groups: size of the groups of experts whose gate rows start equal (see `models/block_plans.py`).
-    adds_nothing: the shared expert's output starts as zero.
+    zero_init_shared: the shared expert's output starts as zero.
     sources: files of the layer's weights, for a layer on the meta device that is filled from a checkpoint.
 
     Raises:
@@ -77,7 +77,7 @@ class MoELayer(nn.Module):
         self.layer_index = layer_index
         self.gate_output = gate_output
         self.gate_groups = 1
-        self.adds_nothing = False
+        self.zero_init_shared = False
         self.sources: Sequence[Any] = ()
         self.num_experts = config.num_experts
         placement: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -176,7 +176,7 @@ class MoELayer(nn.Module):
         """Draws the shared expert, if there is one, from (seed, layer)."""
         if self.shared_expert is not None:
             self.shared_expert.reset_parameters(seed=self.config.seed, layer=self.layer_index)
-            if self.adds_nothing:
+            if self.zero_init_shared:
                 with torch.no_grad():
                     self.shared_expert.w2.weight.zero_()
 
@@ -227,7 +227,7 @@ class MoELayer(nn.Module):
         return y_TD if shared_TD is None else y_TD + shared_TD
 
     def _drop(self, choices: Choices, mask_T: Tensor | None) -> tuple[Choices, Tensor]:
-        """The choices that fit the experts' capacity, and the share that is dropped. Padding has no slot."""
+        """The choices that fit the experts' capacity, and the dropped share. Padding takes no slot."""
         assert self.config.capacity is not None
         wanted_TK = choices.experts_TK
         if mask_T is not None:

@@ -112,7 +112,7 @@ class Schedule:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the largest value it takes."""
+        """Its smallest and largest value."""
         return min(self.start, self.end), max(self.start, self.end)
 
 
@@ -123,7 +123,7 @@ def parse_schedule(value: float | Mapping[str, Any], where: str) -> Schedule:
         where: the key, for messages.
 
     Raises:
-        ValueError: an unknown or missing key, a time that is none, two units, an end before the start, or an
+        ValueError: an unknown or missing key, an invalid time, mixed units, an end before the start, or an
             exponential through zero.
     """
     if not isinstance(value, Mapping):

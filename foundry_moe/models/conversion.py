@@ -143,7 +143,7 @@ def _build_layer(block: FFNBlock, plan: LayerPlan, num_layers: int, context: Bat
     )
     layer.gate_groups = plan.gate_groups
     layer.sources = plan.parts
-    layer.adds_nothing = plan.fresh_shared_expert
+    layer.zero_init_shared = plan.fresh_shared_expert
     if weight.is_meta:
         return layer
     layer.reset_gate()  # again: the attributes above change both

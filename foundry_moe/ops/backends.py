@@ -13,7 +13,7 @@ from foundry_moe_kernels.launch import INTERPRETED
 from foundry_moe.schema import UserError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-ALIGN = 8  # what divides the widths that kernels compute with: 16 bytes of a 16-bit type, moved at a time
+ALIGN = 8  # kernel widths must be multiples of this: 16 bytes of a 16-bit type, moved at a time
 _HOPPER = "blocksparse, Hopper kernels"
 _PORTABLE = "blocksparse, portable kernels (SDD, DSD, DDS)"
 

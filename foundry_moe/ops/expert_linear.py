@@ -1,6 +1,6 @@
 """One linear layer per expert on rows that are sorted by expert, with gradients.
 
-For experts whose activation the fused MLP does not know, and in plain torch the truth for all backends. Weights are
+For experts whose activation the fused MLP does not know, and in plain torch the reference for all backends. Weights are
 read in either layout without a copy.
 
 Shapes: R rows, E experts, K inputs, N outputs.

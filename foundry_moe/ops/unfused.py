@@ -1,7 +1,7 @@
 """The expert MLP as separate products of rows with their expert's matrix, and the activation between them.
 
-The product is one of four: `reference` multiplies one expert after another and is the truth for all backends (it reads
-the loads on the host: not for a GPU's steps); `grouped` is torch's grouped product, the cross-check of the kernels;
+The product is one of four: `reference` multiplies one expert after another; all backends are compared with it (it
+reads the loads on the host: not for a GPU's steps); `grouped` is torch's grouped product, a check of the kernels;
 `batched` takes rows in E blocks of as many slots (see `plan_padded`); `blocksparse` is `expert_linear` on kernels.
 
 With LoRA adapters (Hu et al. 2021) a product is x W^T + scale * (x A^T) B^T, row by row, without forming W + B A.

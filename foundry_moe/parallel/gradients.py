@@ -84,7 +84,7 @@ class LocalWeight:
             unsharded.register_forward_pre_hook(self._find_stored, prepend=True)  # else after FSDP2's hook
 
     def _find_stored(self, module: nn.Module, *_: Any) -> None:
-        """Notes replaced parameters, as loading may leave; those that FSDP2 installs for a pass have a smaller mesh."""
+        """Notes parameters that load_state_dict replaced; those that FSDP2 installs for a pass have a smaller mesh."""
         for name, parameter in module.named_parameters():
             old = self.stored[name]
             if isinstance(parameter, DTensor) and isinstance(old, DTensor) and parameter.device_mesh == old.device_mesh:

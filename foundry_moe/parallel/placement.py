@@ -117,7 +117,7 @@ def plan_for_layers(layers: Iterable[Any], mesh_config: MeshConfig, ranks_per_no
     ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     counts = {layer.num_experts for layer in layers}
     if mesh_config.expert == AUTO:
-        counts = {math.gcd(*counts)}  # what divides it divides all
+        counts = {math.gcd(*counts)}  # a divisor of it divides all
     (plan,) = {
         plan_mesh(mesh_config, world_size=world_size, ranks_per_node=ranks_per_node, num_experts=count)
         for count in counts

@@ -209,7 +209,7 @@ def test_scales_of_both_kinds():
         ({"lora": {"targets": ["w3"]}}, "lora.targets: 'w3' is not one of w1, v1, w2"),
         ({"lora": {"targets": []}}, "must be different matrices"),
         ({"lora": {"targets": ["v1"]}, "activation": "gelu"}, r"lora.targets \(v1\): experts with activation \(gelu\)"),
-        ({"expert_hidden_size": (4, 8, 4, 8, 4)}, "lora supports no experts of different widths"),
+        ({"expert_hidden_size": (4, 8, 4, 8, 4)}, "lora does not support experts of different widths"),
     ],
 )
 def test_a_mistake_is_one_sentence(keys, sentence):

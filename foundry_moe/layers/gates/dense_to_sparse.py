@@ -37,7 +37,7 @@ class DenseToSparseGate(LinearGate):
           hard_after: 2000ba
 
     Raises:
-        ValueError: `top_k` other than 1, what a token has in the end.
+        ValueError: `top_k` other than 1, the final number of experts per token.
     """
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"temperature", "threshold", "hard_after", "max_experts"})

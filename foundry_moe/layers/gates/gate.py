@@ -168,7 +168,7 @@ class LinearGate(Gate):
         return gate_logits(x_TD, self.weight_ED, jitter)
 
     def choose_best(self, logits_TE: Tensor, k: int, context: GateContext, **options: Any) -> Choices:
-        """The k most probable experts of each token, and those of `balance` and `z` that are wanted.
+        """The k most probable experts of each token, and `balance` and `z` if they are requested.
 
         Args:
             options: of `softmax_topk`. With `counted`, the losses are over these choices, and `counts_E` is None.
@@ -202,12 +202,12 @@ class LinearGate(Gate):
         experts_TK: Tensor,
         known: Selection | None = None,
     ) -> dict[str, Tensor]:
-        """`balance` and `z`, those of the two that are wanted.
+        """`balance` and `z`, if they are requested.
 
         Args:
             probs_TE: None = the softmax of the logits, computed where it is needed; then give `known`.
             counts_E: choices of these tokens; the context sums them over the scope of the balance loss.
-            experts_TK: the choices themselves, those that count in the loads; -1 = none.
+            experts_TK: the choices that count in the loads; -1 = none.
             known: sums that `softmax_topk` has computed.
         """
         losses = {}
@@ -244,7 +244,7 @@ class JitteredGate(LinearGate):
         return self.jitter.is_constant and not self.jitter.start
 
     def input_jitter(self, x_TD: Tensor, context: GateContext) -> Jitter:
-        """The factors of this batch's input; none in evaluation, and where the schedule has come to zero."""
+        """The factors of this batch's input; none in evaluation, or once the schedule is zero."""
         amount = self.value_of(self.jitter, context) if self.training else 0.0
         if not amount:
             return NO_JITTER
@@ -255,7 +255,7 @@ class JitteredGate(LinearGate):
 def pack_choices(
     ranked_TE: Tensor, probs_TE: Tensor, context: GateContext, rows: int | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """Each token's experts, by falling weight, with -1 where it has fewer than others.
+    """Each token's experts, by falling weight, padded with -1 to K.
 
     K is the largest over all processes that share the batch: they exchange these columns. One host synchronisation to
     read K and the number of choices; none on a GPU where `rows` is given and nothing is exchanged: K is E then.

@@ -25,7 +25,7 @@ class HashGate(Gate):
     """No parameters, no loss: weight 1 for the expert that a table names.
 
     `random`: a hash of the id. `balanced`: ids by falling frequency, each to the expert with the least load so far;
-    ids that were never counted fall back on `random`. `bigram`: a hash of the id before and the id. Tables but
+    ids that were never counted use `random`. `bigram`: a hash of the id before and the id. Tables but
     `balanced` differ from layer to layer.
 
     YAML: `gate: {name: hash, table: balanced, frequencies: counts.json}`, with `top_k: 1`.

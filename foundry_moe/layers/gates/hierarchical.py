@@ -1,6 +1,6 @@
 """`hierarchical`: first a group of experts, then experts inside it (Jiang et al. 2021, SAM, arXiv 2110.07431).
 
-A group is the experts of one device or node, so that all of a token's experts are on one.
+A group is the experts of one device or node, so all experts of a token are on one device or node.
 
 Shapes: T tokens, D model width, E experts, K choices, G groups, M = E / G experts of a group.
 """

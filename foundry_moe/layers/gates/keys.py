@@ -141,7 +141,7 @@ class GShardKeys(LinearKeys):
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalKeys(LinearKeys):
     """
-    groups: how many groups there are (not how large they are).
+    groups: the number of groups (not their size).
     """
 
     LOSSES: ClassVar[frozenset[str]] = frozenset({"balance", "z", "alignment"})
@@ -186,7 +186,7 @@ class BaseKeys(LinearKeys):
 
     def __post_init__(self) -> None:
         if self.epsilon <= 0:
-            raise UserError(f"epsilon ({self.epsilon}) must be above 0: it is what a bid raises a price by")
+            raise UserError(f"epsilon ({self.epsilon}) must be above 0: it is the bid increment")
         if self.rounds < 0:
             raise UserError(f"rounds ({self.rounds}) must be 0 or more")
 

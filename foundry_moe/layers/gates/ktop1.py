@@ -1,4 +1,4 @@
-"""`ktop1`: experts in k prototypes, the best of each (Yang et al. 2021, M6-T, arXiv 2105.15082).
+"""`ktop1`: the best expert of each of k prototypes (Yang et al. 2021, M6-T, arXiv 2105.15082).
 
 Shapes: T tokens, D model width, E experts, K choices = prototypes, M = E / K experts of a prototype.
 """
