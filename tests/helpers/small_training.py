@@ -186,9 +186,14 @@ def build_model(case: Case, dtype: torch.dtype, device: torch.device) -> TinyLM:
 
 
 def draw_batch(step: int, microbatch: int) -> Tensor:
-    """Token ids [N, S + 1] of one microbatch of the whole job."""
+    """Token ids [N, S + 1] of one microbatch of the whole job.
+
+    Sequences begin with different tokens: of equal ones, a gate that ranks tokens would choose one by rounding.
+    """
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
-    return torch.randint(VOCABULARY, (SEQUENCES, POSITIONS + 1), generator=generator)
+    first_N1 = torch.randperm(VOCABULARY, generator=generator)[:SEQUENCES, None]
+    others_NS = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS), generator=generator)
+    return torch.cat([first_N1, others_NS], dim=1)
 
 
 def real_and_trained(ids_NS: Tensor) -> tuple[Tensor, Tensor]:
