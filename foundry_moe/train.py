@@ -66,7 +66,7 @@ def train(arguments: list[str]) -> int:
     exit_on(signals)
     os.environ.setdefault("FSDP_VERSION", "2")
     os.environ.setdefault("NODE_RANK", os.environ.get("GROUP_RANK", "0"))  # torchrun's name of it; Composer needs it
-    make_wandb_folder(settings)
+    prepare_wandb(run, settings)
     set_console(run)
     quiet_third_parties()
 
@@ -263,10 +263,22 @@ def _destroy_process_group() -> None:
         distributed.destroy_process_group()
 
 
-def make_wandb_folder(run: Mapping[str, Any]) -> None:
-    """Creates the folder of `loggers.wandb.init_kwargs.dir`: wandb ignores one that does not exist and uses /tmp."""
-    if folder := section(run, "loggers", "wandb", "init_kwargs").get("dir"):
+def prepare_wandb(run: DictConfig, settings: Mapping[str, Any]) -> None:
+    """Creates wandb's folder, and gives wandb the `id` that the newest checkpoint records: a resumed run is one run.
+
+    wandb ignores a folder in `init_kwargs.dir` that does not exist and uses /tmp.
+    """
+    given = section(settings, "loggers", "wandb", "init_kwargs")
+    if folder := given.get("dir"):
         Path(folder).mkdir(parents=True, exist_ok=True)
+    keys = section(settings, "callbacks", "elastic_checkpoint")
+    if not keys or "wandb" not in section(settings, "loggers") or given.get("id") or not is_first_rank():
+        return
+    from foundry_moe.callbacks.run_checkpoints import wandb_id
+
+    if recorded := wandb_id(checkpoint_config(keys)):
+        named = {"resume": "allow", **given, "id": recorded}
+        OmegaConf.update(run, "loggers.wandb.init_kwargs", named, merge=False, force_add=True)
 
 
 def main() -> None:

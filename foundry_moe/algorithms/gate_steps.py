@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,6 +224,10 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     total = sum(parameter.numel() for parameter in parameters)
     active = getattr(model, "n_active_params", total) - idle
     vars(model)["n_active_params"] = active
+    shape: Any = getattr(getattr(model, "model", None), "config", None)
+    if not hasattr(model, "flops_per_batch") and hasattr(shape, "num_hidden_layers"):  # of Hugging Face, for MFU
+        attention = 12.0 * shape.num_hidden_layers * shape.hidden_size
+        vars(model)["flops_per_batch"] = partial(_flops_per_batch, 6.0 * active, attention)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     counts = {"n_params": total, "n_active_params": active, "n_trainable_params": trained}
     logger.log_hyperparameters(counts)
@@ -230,6 +235,12 @@ def log_parameter_counts(state: State, logger: Logger, *, idle: int = 0) -> None
     logger.log_hyperparameters = lambda parameters: log_others(  # type: ignore[method-assign]
         {name: counts.get(name, value) for name, value in parameters.items()}
     )
+
+
+def _flops_per_batch(each: float, attention: float, batch: Mapping[str, Tensor]) -> float:
+    """Forward and backward; `each` is of a token, `attention` of a token and each token of its sequence."""
+    ids = batch["input_ids"]
+    return ids.numel() * (each + attention * ids.shape[1])
 
 
 def log_backends(state: State) -> None:
@@ -281,10 +292,17 @@ def _count_ahead(state: State, layers: list[MoELayer]) -> None:
 
 
 def add_steps_algorithm(config: dict[str, Any]) -> dict[str, Any]:
-    """LLM Foundry config transform: a model built with dMoE layers gets `algorithms.dmoe_steps`."""
-    model = config.get("model") or {}
+    """LLM Foundry config transform: a model built with dMoE layers gets `algorithms.dmoe_steps`.
+
+    Every run with experts logs its learning rate, tokens per second, MFU and memory, by Composer's callbacks.
+    """
+    model, algorithms = config.get("model") or {}, dict(config.get("algorithms") or {})
     if model.get("name") == "dmoe_causal_lm":
-        algorithms = dict(config.get("algorithms") or {})
         algorithms.setdefault("dmoe_steps", {})
         config["algorithms"] = algorithms
+    if {"dmoe", "dmoe_steps"} & algorithms.keys():
+        monitors: dict[str, Any] = {"lr_monitor": {}, "speed_monitor": {"window_size": 10}}
+        if torch.cuda.is_available():  # it warns on a CPU
+            monitors["memory_monitor"] = {}
+        config["callbacks"] = {**monitors, **(config.get("callbacks") or {})}
     return pass_rules(describe_weights(config))

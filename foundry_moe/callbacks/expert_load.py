@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 
 RANK_MAX_OVER_MEAN = "rank_max_over_mean"
 ROUNDS = "rounds"
-_WORST = (RANK_MAX_OVER_MEAN, ROUNDS)
-_NO_LOSS = (DROPPED, GATE_ENTROPY, *_WORST)
+ROUTER_BIAS = "router_bias"
+_NO_LOSS = (DROPPED, GATE_ENTROPY)
+_LOWEST_IS_WORST = ("load_entropy", GATE_ENTROPY)
+_LOSS = "loss/train/total"
 
 
 def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
@@ -48,46 +50,50 @@ def at_interval(interval: str, where: str) -> Callable[[State, Event], bool]:
 
 
 def load_metrics(counts_E: Tensor) -> dict[str, float]:
-    """Figures of one layer's load.
+    """Figures of one layer's load, which do not depend on the number of tokens.
 
     Args:
         counts_E: choices per expert, on the CPU.
 
     Returns:
-        min, max, mean, std, p10, p90 (percentiles): choices per expert; max_over_mean: 1 when even; max_violation:
-        that less 1, "MaxVio" (Wang et al. 2024, 2408.15664); entropy: of the shares, over log E, so 1 when even; dead:
-        experts without a token.
+        max_violation: the fullest expert's load over the mean, less 1: "MaxVio" (Wang et al. 2024, 2408.15664), 0 when
+        even; load_entropy: of the shares, over log E, 1 when even; fullest_share: the fullest expert's share of the
+        choices; dead: the share of experts without a token.
     """
-    loads = counts_E.double()
-    mean = loads.mean().item()
-    max_over_mean = loads.max().item() / mean if mean else 0.0
+    total = int(counts_E.sum())
+    fullest_share = counts_E.max().item() / total if total else 0.0
     return {
-        "min": loads.min().item(),
-        "max": loads.max().item(),
-        "mean": mean,
-        "std": loads.std(correction=0).item(),
-        "p10": loads.quantile(0.1).item(),
-        "p90": loads.quantile(0.9).item(),
-        "max_over_mean": max_over_mean,
-        "max_violation": max_over_mean - 1 if mean else 0.0,
-        "entropy": entropy_of(loads.numpy()),
-        "dead": float((counts_E == 0).sum().item()),
+        "max_violation": fullest_share * len(counts_E) - 1 if total else 0.0,
+        "load_entropy": entropy_of(counts_E.double().numpy()),
+        "fullest_share": fullest_share,
+        "dead": (counts_E == 0).double().mean().item(),
     }
+
+
+def over_layers(per_layer: list[dict[str, float]]) -> dict[str, float]:
+    """`<figure>/worst` and `<figure>/mean` over layers: the lowest entropy, and the highest of other figures."""
+    found = {}
+    for name in per_layer[0]:
+        values = [figures[name] for figures in per_layer]
+        found[f"{name}/worst"] = min(values) if name in _LOWEST_IS_WORST else max(values)
+        found[f"{name}/mean"] = sum(values) / len(values)
+    return found
 
 
 class ExpertLoad(Callback):
     """Logs how tokens spread over experts, over all microbatches and ranks of the batches since it last logged.
 
-    For each MoE layer `dmoe/layer<i>/<figure>` with the figures of `load_metrics`, and:
+    `dmoe/<figure>/worst` and `dmoe/<figure>/mean` over the MoE layers, with the figures of `load_metrics`, and:
 
     - `gate_entropy`: mean entropy of a token's probabilities, over log E; 1 = the gate has no preference.
     - `dropped`: with `capacity`, the share of choices dropped.
-    - `rank_max_over_mean`: where experts are divided over ranks, the rows (choices) that come to the fullest rank over
-      the mean of the ranks that share the layer's experts, in the worst of these groups.
-    - `rounds`: in the same case, the largest number of rounds in a dispatch; 1 unless `mesh.buffer` was exceeded.
+    - `loss/<name>`: each auxiliary loss, unweighted.
+    - `router_bias`: the largest magnitude of a gate's balancing bias, if it has one.
+    - `rank_max_over_mean`: the rows (choices) that come to the fullest rank over the mean of the ranks that share the
+      layer's experts, in the worst of these groups; 1 if no experts are divided over ranks.
+    - `rounds`: the largest number of rounds in a dispatch; 1 unless `mesh.buffer` was exceeded.
 
-    Over the layers the worst `dmoe/max_over_mean`, `dmoe/rank_max_over_mean` and `dmoe/rounds`, the sum `dmoe/dead`,
-    the means `dmoe/gate_entropy` and `dmoe/dropped`, and that of each auxiliary loss `dmoe/loss/<name>`, unweighted.
+    With `per_layer`, `dmoe/layer<i>/<figure>` too.
     A warning names a layer whose loads stay on few experts (see `load_health`).
     Each log reads the device once.
 
@@ -96,12 +102,14 @@ class ExpertLoad(Callback):
         callbacks:
           expert_load:
             interval: 10ba       # how often to log
-            shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
+            per_layer: true      # also the figures of each layer
+        shares: true         # also `dmoe/share/expert<i>`, each expert's share of tokens, mean over layers
             file: runs/x/expert_load.jsonl    # all loads and figures, a JSON object each time; null for none
             html: runs/x/expert_load.html     # a page of `file`, written when training ends; null for none
 
     Args:
         interval: a Composer time string.
+        per_layer: log each layer's figures; `file` has them anyway.
         shares: log each expert's share; for few experts.
         file: where the JSON lines go (rank 0 writes them); a resumed run appends to them.
         html: where the page of `file` goes; `foundry-moe loads FILE` makes one at any time.
@@ -113,15 +121,17 @@ class ExpertLoad(Callback):
     def __init__(
         self,
         interval: str = "1ba",
+        per_layer: bool = False,
         shares: bool = False,
         file: str | None = None,
         html: str | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, ("interval", "shares", "file", "html"), "callbacks.expert_load")
+        refuse_unknown(unknown, ("interval", "per_layer", "shares", "file", "html"), "callbacks.expert_load")
         if html and not file:
             raise UserError(f"callbacks.expert_load.html ({html}) is a page of `file`: give file too")
         self.due = at_interval(interval, "callbacks.expert_load.interval")
+        self.per_layer = per_layer
         self.shares = shares
         self.file = LoadFile(file) if file else None
         self.html = html
@@ -146,51 +156,29 @@ class ExpertLoad(Callback):
         layers = moe_layers(state.model)
         if not layers:
             return
-        counts_LE, measured = _gather(layers)
+        counts_LE, per_layer = _gather(layers)
         for layer in layers:
             layer.statistics.reset()
         batch = state.timestamp.batch.value
         self.latest_LE, self.latest_batch = counts_LE, batch
         names = [layer.layer_index for layer in layers]
-        per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
-        for sentence in self.watch.look(names, counts_LE, [figures["entropy"] for figures in per_layer]):
+        for sentence in self.watch.look(names, counts_LE, [figures["load_entropy"] for figures in per_layer]):
             if dist.get_global_rank() == 0:
                 log.warning("%s", sentence)
-        metrics = self.latest = self._metrics(names, counts_LE, per_layer, measured)
-        logger.log_metrics(metrics)
-        if self.file is not None and dist.get_global_rank() == 0:
-            self.file.add(batch, names, counts_LE, metrics)
-
-    def _metrics(
-        self,
-        layers: list[int],
-        counts_LE: Tensor,
-        per_layer: list[dict[str, float]],
-        measured: dict[str, list[float]],
-    ) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for name, values in measured.items():
-            if not all(math.isfinite(value) for value in values) and name == GATE_ENTROPY:
-                continue  # a gate without logits
-            if name in _WORST:
-                metrics[f"dmoe/{name}"] = max(values)
-            else:
-                total = name if name in _NO_LOSS else f"loss/{name}"
-                metrics[f"dmoe/{total}"] = sum(values) / len(values)
-            if name in _NO_LOSS:
-                for figures, value in zip(per_layer, values, strict=True):
-                    figures[name] = value
-        metrics |= {
+        metrics = self.latest = {f"dmoe/{name}": value for name, value in over_layers(per_layer).items()}
+        of_layers = {
             f"dmoe/layer{layer}/{name}": value
-            for layer, figures in zip(layers, per_layer, strict=True)
+            for layer, figures in zip(names, per_layer, strict=True)
             for name, value in figures.items()
         }
-        metrics["dmoe/max_over_mean"] = max(figures["max_over_mean"] for figures in per_layer)
-        metrics["dmoe/dead"] = sum(figures["dead"] for figures in per_layer)
         if self.shares:
             share_E = (counts_LE / counts_LE.sum(1, keepdim=True).clamp(min=1)).mean(0)
             metrics |= {f"dmoe/share/expert{e}": share for e, share in enumerate(share_E.tolist())}
-        return metrics
+        logger.log_metrics({**metrics, **(of_layers if self.per_layer else {})})
+        if self.file is not None and dist.get_global_rank() == 0:
+            losses = state.total_loss_dict or {}
+            loss = {_LOSS: losses[_LOSS]} if _LOSS in losses else {}
+            self.file.add(batch, names, counts_LE, {**metrics, **of_layers, **loss})
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.html and self.file is not None and self.file.path.exists() and dist.get_global_rank() == 0:
@@ -200,38 +188,48 @@ class ExpertLoad(Callback):
                 log.warning("callbacks.expert_load.html: %s", error)
 
 
-def _gather(layers: list[MoELayer]) -> tuple[Tensor, dict[str, list[float]]]:
-    """Counts [L, E] over microbatches and ranks, and the mean over tokens of each figure, by layer; reads the device
-    once.
-    """
+def _gather(layers: list[MoELayer]) -> tuple[Tensor, list[dict[str, float]]]:
+    """Counts [L, E] over microbatches and ranks, and the figures of each layer; reads the device once."""
     statistics = [layer.statistics for layer in layers]
     experts = max(s.counts_E.shape[0] for s in statistics)
     rows = [torch.nn.functional.pad(s.counts_E, (0, experts - s.counts_E.shape[0])) for s in statistics]
-    worst = _worst_ranks(layers)
     # fp64 holds counts exactly up to 2^53
     sums = [tensor.double() for s in statistics for tensor in (s.losses_L, s.scale_1)]
     packed = torch.cat([torch.stack(rows).double().flatten(), *sums])
     dist.all_reduce(packed)
-    packed = torch.cat([packed, worst.flatten().to(packed)]).cpu()
+    others = {**dict(zip((RANK_MAX_OVER_MEAN, ROUNDS), _worst_ranks(layers), strict=True)), **_biases(layers)}
+    packed = torch.cat([packed, *(values_L.to(packed) for values_L in others.values())]).cpu()
     counts_LE = packed[: len(rows) * experts].view(len(rows), experts).long()
     names = statistics[0].names
-    sums_LN = packed[counts_LE.numel() : len(packed) - worst.numel()].view(len(rows), len(names) + 1)
-    losses_LN = sums_LN[:, :-1] / sums_LN[:, -1:].clamp(min=torch.finfo(torch.float32).tiny)
-    measured = {name: losses_L.tolist() for name, losses_L in zip(names, losses_LN.T, strict=True)}
-    if worst.numel():
-        measured |= zip(_WORST, packed[-worst.numel() :].view(worst.shape).tolist(), strict=True)
-    return counts_LE, measured
+    sums_LN = packed[counts_LE.numel() :][: len(rows) * (len(names) + 1)].view(len(rows), -1)
+    means_LN = sums_LN[:, :-1] / sums_LN[:, -1:].clamp(min=torch.finfo(torch.float32).tiny)
+    figures = [name if name in _NO_LOSS else f"loss/{name}" for name in names]
+    measured = dict(zip(figures, means_LN.T.tolist(), strict=True))
+    if not all(map(math.isfinite, measured.get(GATE_ENTROPY, ()))):  # a gate without logits
+        del measured[GATE_ENTROPY]
+    rest = packed[counts_LE.numel() + sums_LN.numel() :].view(len(others), len(rows)).tolist()
+    measured |= zip(others, rest, strict=True)
+    per_layer = [load_metrics(counts_E) for counts_E in counts_LE]
+    for index, of_layer in enumerate(per_layer):
+        of_layer |= {name: values[index] for name, values in measured.items()}
+    return counts_LE, per_layer
+
+
+def _biases(layers: list[MoELayer]) -> dict[str, Tensor]:
+    """By layer, the largest magnitude of the gate's balancing bias; empty if a gate has none."""
+    biases = [getattr(layer.gate, "bias_E", None) for layer in layers]
+    found = [bias_E.abs().amax() for bias_E in biases if bias_E is not None]
+    return {ROUTER_BIAS: torch.stack(found)} if len(found) == len(layers) else {}
 
 
 def _worst_ranks(layers: list[MoELayer]) -> Tensor:
     """By layer, the rows of the fullest rank over the mean, and the most rounds: [2, L].
 
-    Empty where no experts are divided over ranks. Each group of ranks that shares experts has its own tokens: the worst
-    group counts, which sums over all ranks hide.
+    Each group of ranks that shares experts has its own tokens: the worst group counts, which sums over all ranks hide.
     """
     counts = [layer.statistics.counts_E for layer in layers]
     if all(layer.dispatcher.local_experts == len(counts_E) for layer, counts_E in zip(layers, counts, strict=True)):
-        return torch.zeros(0)
+        return torch.ones(2, len(layers))
     summed = layers[0].context.sum_over_group(torch.cat(counts))
     fullest = []
     for layer, counts_E in zip(layers, summed.split([len(counts_E) for counts_E in counts]), strict=True):

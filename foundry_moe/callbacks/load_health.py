@@ -74,7 +74,7 @@ class CollapseWatch:
 
         Args:
             names: the layers' indices.
-            entropy_L: `entropy` of each layer's loads.
+            entropy_L: `load_entropy` of each layer's loads.
         """
         said = []
         for name, counts_E, evenness in zip(names, counts_LE, entropy_L, strict=True):

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from foundry_moe.callbacks.data_order import DataPosition
 from foundry_moe.callbacks.elastic_state import check, collect, describe_mesh, restore
 from foundry_moe.checkpoint import open_store
 from foundry_moe.checkpoint.engine import CheckpointEngine, Loaded, Policy, SaveReport
-from foundry_moe.checkpoint.errors import MismatchError
+from foundry_moe.checkpoint.errors import CheckpointError, MismatchError
 from foundry_moe.checkpoint.ledger import Ledger
 from foundry_moe.checkpoint.owners import Identity, tensors_digest
 from foundry_moe.checkpoint.store import StoreOptions
@@ -37,6 +38,7 @@ from foundry_moe.models.same_run import check_model, describe_model, describe_tr
 
 log = logging.getLogger(__name__)
 
+WANDB = "wandb"  # in a checkpoint's info: the `id` of its run
 SHUFFLE_SEED = "train_loader.dataset.shuffle_seed"
 PROGRESS_S = (0.5, 10.0)  # after which the progress of a save that training waits for is logged, first and then
 GROUP_TIMEOUT = datetime.timedelta(hours=1)  # the slowest upload of one rank that others wait for
@@ -86,6 +88,7 @@ class RunCheckpoints:
                 "run_name": state.run_name,
                 "model": describe_model(state.model),
                 "training": describe_training(state),
+                **({} if (run := getattr(sys.modules.get("wandb"), "run", None)) is None else {WANDB: run.id}),
                 **({} if architecture is None else {ARCHITECTURE: architecture.to_info()}),
             },
         )
@@ -358,6 +361,18 @@ def has_commits(folder: str, options: StoreOptions) -> bool:
         found = [bool(Ledger(open_store(folder, options)).newest_first())]
     dist.broadcast_object_list(found)
     return found[0]
+
+
+def wandb_id(config: CheckpointConfig) -> str | None:
+    """The id of the run of wandb that the checkpoint to resume from records. Not collective."""
+    folder = config.folder
+    if config.resume == "never" or not ("://" in folder or Path(folder).is_dir()):
+        return None
+    with contextlib.suppress(CheckpointError, OSError):  # reported by all ranks when they load
+        found = Ledger(open_store(folder, config.store_options)).choose(config.resume).found
+        recorded = None if found is None else found.manifest.info.get(WANDB)
+        return recorded if isinstance(recorded, str) else None
+    return None
 
 
 def _describe_base(state: State, group: torch_dist.ProcessGroup | None) -> dict[str, Any]:

@@ -145,8 +145,8 @@ class RunReport(Callback):
             share_LE = loads.latest_LE / loads.latest_LE.sum(1, keepdim=True).clamp(min=1)
             older = "" if loads.latest_batch == state.timestamp.batch.value else f" in batch {loads.latest_batch}"
             parts.append(f"fullest expert{older} {share_LE.max().item():.1%} (even {1 / share_LE.shape[1]:.1%})")
-            if f"dmoe/{DROPPED}" in loads.latest:
-                parts.append(f"dropped {loads.latest[f'dmoe/{DROPPED}']:.1%}")
+            if (dropped := loads.latest.get(f"dmoe/{DROPPED}/mean")) is not None:
+                parts.append(f"dropped {dropped:.1%}")
         return " | ".join(parts)
 
     def _page(self, state: State) -> str:

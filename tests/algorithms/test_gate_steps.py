@@ -434,3 +434,10 @@ def test_a_loader_without_a_batch_is_refused_before_training(which):
     with pytest.raises(ValueError, match=rf"{which}_loader.* has no batch on rank 0: 3 samples are fewer than the 4"):
         trainer.fit()
     trainer.close()
+
+
+@pytest.mark.parametrize("experts", [{"model": {"name": "dmoe_causal_lm"}}, {"algorithms": {"dmoe": {}}}])
+def test_runs_with_experts_log_learning_rate_and_speed(experts):
+    callbacks = add_steps_algorithm({**experts, "callbacks": {"speed_monitor": {"window_size": 3}}})["callbacks"]
+    assert callbacks.keys() >= {"lr_monitor", "speed_monitor"} and callbacks["speed_monitor"] == {"window_size": 3}
+    assert "callbacks" not in add_steps_algorithm({"model": {"name": "mpt_causal_lm"}})

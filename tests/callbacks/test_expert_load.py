@@ -9,26 +9,55 @@ import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 
-from foundry_moe.callbacks.expert_load import ExpertLoad, _worst_ranks, load_metrics
+from foundry_moe.algorithms.gate_steps import GateSteps
+from foundry_moe.callbacks.expert_load import ExpertLoad, _worst_ranks, load_metrics, over_layers
 from foundry_moe.callbacks.run_report import RunReport
 from foundry_moe.layers.lookup import moe_layers
-from tests.helpers.training import fit, mpt
+from tests.helpers.training import MOE, fit, mpt
 
 pytestmark = pytest.mark.quick
 
 
 def test_figures_of_an_even_load():
     figures = load_metrics(torch.tensor([5, 5, 5, 5]))
-    assert (figures["max_over_mean"], figures["dead"], figures["std"]) == (1.0, 0.0, 0.0)
-    assert figures["entropy"] == pytest.approx(1.0)
+    assert figures == {"max_violation": 0.0, "load_entropy": pytest.approx(1.0), "fullest_share": 0.25, "dead": 0.0}
 
 
 def test_figures_of_an_uneven_load():
     figures = load_metrics(torch.tensor([6, 2, 0]))
-    assert (figures["min"], figures["max"], figures["dead"]) == (0.0, 6.0, 1.0)
-    assert figures["max_over_mean"] == pytest.approx(6 / (8 / 3))
+    assert (figures["fullest_share"], figures["dead"]) == (0.75, pytest.approx(1 / 3))
+    assert figures["max_violation"] == pytest.approx(6 / (8 / 3) - 1)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(3)
-    assert figures["entropy"] == pytest.approx(entropy)
+    assert figures["load_entropy"] == pytest.approx(entropy)
+
+
+def test_figures_do_not_depend_on_the_number_of_tokens():
+    assert load_metrics(torch.tensor([60, 20, 0])) == pytest.approx(load_metrics(torch.tensor([6, 2, 0])))
+
+
+def test_the_worst_entropy_is_the_lowest_and_of_other_figures_the_highest():
+    found = over_layers([{"load_entropy": 0.5, "dead": 0.0}, {"load_entropy": 0.9, "dead": 0.5}])
+    assert found == {
+        "load_entropy/worst": 0.5,
+        "load_entropy/mean": pytest.approx(0.7),
+        "dead/worst": 0.5,
+        "dead/mean": 0.25,
+    }
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_a_layers_own_figures_are_logged_on_request(per_layer):
+    logger = InMemoryLogger()
+    moe = {**MOE, "gate": {"name": "topk", "bias_balance": True, "bias_step": 0.1}}
+    callback = ExpertLoad(per_layer=per_layer)
+    fit(mpt(moe=moe), callbacks=[callback], algorithms=[GateSteps()], duration="2ba", loggers=[logger])
+    names = {name.removeprefix("dmoe/") for name in logger.data if name.startswith("dmoe/")}
+    figures = {"max_violation", "load_entropy", "fullest_share", "dead", "gate_entropy", "loss/balance", "loss/z"}
+    figures |= {"router_bias", "rank_max_over_mean", "rounds"}
+    of_layers = {f"layer{layer}/{figure}" for layer in (0, 1) for figure in figures}
+    assert names == {f"{f}/{over}" for f in figures for over in ("worst", "mean")} | (of_layers if per_layer else set())
+    assert logger.data["dmoe/rounds/worst"][-1][1] == logger.data["dmoe/rank_max_over_mean/mean"][-1][1] == 1.0
+    assert logger.data["dmoe/router_bias/worst"][0][1] == pytest.approx(0.1)
 
 
 def test_no_token_at_all_divides_by_nothing():
@@ -42,11 +71,10 @@ def test_every_microbatch_of_every_batch_counts(microbatch):
     # 2 batches of 4 sequences of 16 tokens, 2 choices each, for each of 2 layers
     assert callback.latest_LE.sum(1).tolist() == [256, 256]
     metrics = logger.data
-    means = [value for _, value in metrics["dmoe/layer1/mean"]]
-    assert means == [256 / 4] * 2
+    assert [value for _, value in metrics["dmoe/fullest_share/worst"]][-1] == callback.latest_LE.max() / 256
     assert sum(metrics[f"dmoe/share/expert{e}"][-1][1] for e in range(4)) == pytest.approx(1.0)
     # the balance loss is 1 for an even load; the gate of a new model is nearly even
-    assert metrics["dmoe/loss/balance"][-1][1] == pytest.approx(1.0, abs=0.2)
+    assert metrics["dmoe/loss/balance/mean"][-1][1] == pytest.approx(1.0, abs=0.2)
 
 
 def test_the_state_of_an_older_version_is_ignored():
@@ -71,7 +99,7 @@ def test_a_wrong_key_or_value_is_named(callback, keys, sentence):
 def test_the_fullest_rank_is_that_of_the_worst_group(monkeypatch):
     model = mpt()
     layers = moe_layers(model)
-    assert _worst_ranks(layers).numel() == 0, "all experts are on this rank"
+    assert _worst_ranks(layers).tolist() == [[1.0, 1.0]] * 2, "all experts are on this rank"
     for layer, counts in zip(layers, ([3, 1, 2, 2], [8, 0, 0, 0]), strict=True):
         layer.dispatcher.local_experts = 2
         layer.statistics.counts_E = torch.tensor(counts)

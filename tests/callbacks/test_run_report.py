@@ -144,6 +144,13 @@ def test_flops_of_an_mpt_with_added_experts_are_those_of_one_built_with_them() -
     assert model.flops_per_batch(batch) == twin.flops_per_batch(batch)
 
 
+def test_flops_of_a_hugging_face_model_with_experts_are_of_the_parameters_that_a_token_passes() -> None:
+    model = llama()
+    fit(model, algorithms=[DMoE(**MOE)], duration="1ba")
+    each = 6 * model.n_active_params + 12 * 2 * 32 * 16  # 2 layers, width 32, 16 tokens
+    assert model.flops_per_batch({"input_ids": torch.zeros(4, 16, dtype=torch.long)}) == 4 * 16 * each
+
+
 def test_frozen_parameters_of_a_model_with_experts_are_not_counted_as_trained() -> None:
     logger, model = InMemoryLogger(), mpt()
     next(iter(model.parameters())).requires_grad = False
